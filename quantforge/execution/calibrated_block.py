@@ -2,7 +2,7 @@
 
 Most of what is observed belongs to the block as the source has it; ranges of inputs and of the KV cache belong to the
 block that is rounded, so that they are observed once more where transforms have changed it. Several runs observe a
-block in one pass (`observe`); each then transforms, rounds and writes it by itself (`CalibratedBlock`).
+block in one pass (`observe`); each then transforms, rounds and writes it by itself (`BlockRounder`).
 
 Experts of a block are observed, transformed, rounded and written one after the other. Each is a unit of its own in the
 journal, so that a run that is interrupted inside of a layer resumes after the last expert that was done. What that one
@@ -69,45 +69,45 @@ class Observed:
     statistics: dict[str, Statistics]
 
 
-def observe(part: BlockPart, blocks: Sequence[CalibratedBlock], *, advance: bool) -> list[Observed]:
+def observe(block: BlockPart, rounders: Sequence[BlockRounder], *, advance: bool) -> list[Observed]:
     """Pass the rows through a block once for several runs; return what each would have observed alone.
 
     Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
     does may depend on which are there.
 
     Args:
-        part: the block, with the hidden states that reach it.
-        blocks: the workers of the runs.
+        block: the block, with the hidden states that reach it.
+        rounders: of the runs.
         advance: whether the hidden states are replaced by what the block returns in the same pass, unless a run needs
             another one.
     """
-    if not blocks:
+    if not rounders:
         return []
-    tell(f"block {part.index}: observing", share=0.0)
-    asked = [block.asks(part) for block in blocks]
+    tell(f"block {block.index}: observing", share=0.0)
+    observations = [rounder.wants(block) for rounder in rounders]
     wanted: dict[str, frozenset[Statistic]] = {}
-    for one in asked:
-        for key in one.inputs:
-            wanted[key] = wanted.get(key, frozenset()) | one.before
+    for each in observations:
+        for key in each.inputs:
+            wanted[key] = wanted.get(key, frozenset()) | each.before
+    once = all(
+        rounder.passes_once(each) for rounder, each in zip(rounders, observations, strict=True)
+    )
     found = _pass_rows(
-        part,
+        block,
         wanted,
-        [one.peaks for one in asked if not one.twice],
-        advance=advance
-        and all(block.passes_once(one) for block, one in zip(blocks, asked, strict=True)),
-        keep=max(block.kept_rows for block in blocks),
+        [each.peaks for each in observations if not each.twice],
+        advance=advance and once,
+        keep=max(rounder.kept_rows for rounder in rounders),
     )
     trim()
-    return [
-        replace(
-            one, statistics={key: found[key].only(one.before) for key in one.inputs if key in found}
-        )
-        for one in asked
-    ]
+    for each in observations:
+        seen = {key: found[key].only(each.before) for key in each.inputs if key in found}
+        each.statistics.update(seen)
+    return observations
 
 
 def _pass_rows(
-    part: BlockPart,
+    block: BlockPart,
     wanted: Mapping[str, frozenset[Statistic]],
     peaks: Iterable[CachePeaks | None],
     *,
@@ -117,7 +117,7 @@ def _pass_rows(
     """Run the calibration rows through a block; return the statistics that are wanted, by shared input.
 
     Args:
-        part: the block.
+        block: the block.
         wanted: by the key of the shared input.
         peaks: gets the keys and values that the attention of the block hands to its cache.
         advance: replace the hidden states by the outputs of the block in the same pass.
@@ -126,8 +126,8 @@ def _pass_rows(
     listeners = [one for one in peaks if one is not None]
     with ExitStack() as hooks:
         for one in listeners:
-            hooks.enter_context(listening(part.module, one))
-        return part.observe(wanted, advance=advance, keep=keep, whole=bool(listeners))
+            hooks.enter_context(listening(block.module, one))
+        return block.observe(wanted, advance=advance, keep=keep, whole=bool(listeners))
 
 
 def observes_twice(plan: Plan) -> bool:
@@ -145,7 +145,7 @@ def observe_head(planned: Planned, stream: ModelStream) -> Statistics:
     return total.result()
 
 
-class CalibratedBlock:
+class BlockRounder:
     """The work of one run on blocks through which the calibration rows pass.
 
     Attributes:
@@ -167,21 +167,21 @@ class CalibratedBlock:
         """Return of how many rows the states have to stay as they were, for transforms that run the block on them."""
         return self._recipe.awq.rows if self.changes else 0
 
-    def asks(self, part: BlockPart) -> Observed:
+    def wants(self, block: BlockPart) -> Observed:
         """Return what is to be observed of a block.
 
         Guided statistics are observed strip by strip (`GuidedRounding`); the transforms alone look at others then.
         """
-        targets, changing = self._tensors.targets(part), self._tensors.changing(part)
+        targets, changing = self._tensors.targets(block), self._tensors.changing(block)
         if not self._plan.guide:
             wanted = needs(self._plan.method, importance=self._recipe.rounding.weighs)
         else:
             transforms = (METHODS[word].needs for word in self._plan.transforms)
             wanted = frozenset[Statistic]().union(*transforms)
         ranges = of_inputs(tensor.scheme.input for tensor in targets.values() if tensor.scheme)
-        peaks = CachePeaks() if self._scales(part) else None
+        peaks = CachePeaks() if self._cache_scales(block) else None
         return Observed(
-            [item.key for item in part.inputs if any(one in changing for one in item.linears)],
+            [item.key for item in block.inputs if any(one in changing for one in item.linears)],
             wanted if self.changes else wanted | ranges,
             ranges if self.changes else frozenset(),
             peaks,
@@ -193,74 +193,110 @@ class CalibratedBlock:
         """Return whether the rows may advance while a block is observed: it is not observed again."""
         return not observed.twice and self.guided is None
 
-    def _scales(self, part: BlockPart) -> list[TensorPlan]:
+    def _cache_scales(self, block: BlockPart) -> list[TensorPlan]:
         """Return the scales of a KV cache that are measured in a block: those of keys and of values."""
         return [
             tensor
             for tensor in self._plan.tensors
-            if tensor.part == part.index and tensor.action is Action.MEASURE
+            if tensor.part == block.index and tensor.action is Action.MEASURE
         ]
 
-    def work(
-        self, part: BlockPart, observed: Observed, do_expert: DoExpert, *, advance: bool
+    def round_block(
+        self, block: BlockPart, observed: Observed, do_expert: DoExpert, *, advance: bool
     ) -> Record:
         """Transform, round and write a block that was observed; return its record. Errors as `execute.execute`.
 
         Args:
-            part: the block, with the hidden states that reach it, or that it returns.
+            block: the block, with the hidden states that reach it, or that it returns.
             observed: of the block as the source has it.
             do_expert: does an expert, unless it is done.
             advance: whether the hidden states are to be replaced by what the source's block returns.
         """
-        targets, changing = self._tensors.targets(part), self._tensors.changing(part)
-        own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
+        record: Record = {}
+        statistics = observed.statistics
         if self.changes:
-            tell(f"block {part.index}: {'+'.join(self._plan.transforms)}", share=0.4)
-        record, statistics = self._transformed(part, observed.statistics, own)
-        observed.statistics.clear()  # Hessians are freed as soon as they are done with
-        if observed.twice:
-            after = _pass_rows(
-                part, dict.fromkeys(observed.inputs, observed.after), [observed.peaks]
-            )
-            statistics = _with_ranges(statistics, after)
-        if self.guided is not None:  # its linears are observed here, and the rows advance meanwhile
-            passing = advance and not self.changes and part.experts is None
-            own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
-            merge(record, self.guided.work(part, statistics, own, advance=passing))
-        for index, shared in enumerate(part.inputs if self.guided is None else ()):
-            chosen = [name for name in shared.linears if name in targets]
-            if not chosen or shared.expert >= 0:
-                continue
-            done = 1 - 0.5 * (1 - index / len(part.inputs))
-            tell(f"block {part.index}: rounding {', '.join(chosen)}", share=done)
-            weights = {targets[name].name: part.weight(name) for name in chosen}
-            seen = statistics.get(shared.key, Statistics())
-            rounded = self._rounding.round(weights, seen)
-            merge(record, self._rounding.write(rounded, weights, seen))
-            trim()
+            record, statistics = self._transform(block, observed)
+        if self.guided is not None:
+            merge(record, self._round_guided(block, statistics, self.guided, advance=advance))
+        else:
+            targets = self._tensors.targets(block)
+            for index, shared in enumerate(block.inputs):
+                linears = [name for name in shared.linears if name in targets]
+                if not linears or shared.expert >= 0:
+                    continue
+                done = 1 - 0.5 * (1 - index / len(block.inputs))
+                tell(f"block {block.index}: rounding {', '.join(linears)}", share=done)
+                weights = {targets[name].name: block.weight(name) for name in linears}
+                seen = statistics.get(shared.key, Statistics())
+                rounded = self._rounding.round(weights, seen)
+                merge(record, self._rounding.write(rounded, weights, seen))
+                trim()
         statistics.clear()
-        self._write_kept(part)
+        self._write_kept(block)
         trim()
-        if part.experts is not None:
-            merge(record, self._experts(part, changing, observed, do_expert, add=advance))
-        if advance and not part.advanced:  # by a block that transforms had not changed yet
-            part.advance_source()
+        if block.experts is not None:
+            merge(record, self._experts(block, observed, do_expert, add=advance))
+        if advance and not block.advanced:  # by a block that transforms had not changed yet
+            block.advance_source()
         if observed.peaks is not None:
             scales = observed.peaks.scales(self._recipe.kv_cache)
-            for tensor, value in zip(self._scales(part), scales, strict=True):
+            for tensor, value in zip(self._cache_scales(block), scales, strict=True):
                 self._rounding.output.write(tensor.name, value)
         return record
 
+    def _write_kept(self, block: BlockPart) -> None:
+        """Write what is not quantized: as the source has it, or as a transform left it."""
+        for local, tensor in self._tensors.kept(block).items():
+            if tensor.expert >= 0:
+                continue
+            if block.is_apart(local) or not self.changes:
+                self._data_free.copy(tensor)
+                continue
+            value = block.parameter(local).to(torch_dtype(tensor.dtype))
+            scan_finite(tensor.name, value)
+            self._rounding.output.keep(tensor, value)
+            block.set_parameter(local, value.float())
+
+    # Transforms, zeros and guides
+
+    def _transform(
+        self, block: BlockPart, observed: Observed
+    ) -> tuple[Record, dict[str, Statistics]]:
+        """Apply the transforms to a block in place; return their record, and the statistics that hold afterwards."""
+        tell(f"block {block.index}: {'+'.join(self._plan.transforms)}", share=0.4)
+        changing = self._tensors.changing(block)
+        own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
+        record, statistics = self._transformed(block, observed.statistics, own)
+        observed.statistics.clear()  # Hessians are freed as soon as they are done with
+        if observed.twice:
+            wanted = dict.fromkeys(observed.inputs, observed.after)
+            statistics = _with_ranges(statistics, _pass_rows(block, wanted, [observed.peaks]))
+        return record, statistics
+
+    def _round_guided(
+        self,
+        block: BlockPart,
+        statistics: Mapping[str, Statistics],
+        guided: GuidedRounding,
+        *,
+        advance: bool,
+    ) -> Record:
+        """Round under guided Hessians, which are observed here while the rows advance; return the record."""
+        targets = self._tensors.targets(block)
+        own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
+        passing = advance and not self.changes and block.experts is None
+        return guided.work(block, statistics, own, advance=passing)
+
     def _transformed(
         self,
-        part: BlockPart,
+        block: BlockPart,
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> tuple[Record, dict[str, Statistics]]:
         """Apply the transforms to a block or one of its experts, in place, one after the other.
 
         Args:
-            part: the block whose weights change.
+            block: the block whose weights change.
             statistics: by shared input.
             targets: linears that are rounded afterwards, or get zeros, by their names in the block.
 
@@ -271,10 +307,10 @@ class CalibratedBlock:
         record: Record = {}
         for transform in self._plan.transforms if targets else ():
             if is_sparse(transform):
-                merge(record, self._with_zeros(transform, part, statistics, targets))
+                merge(record, self._with_zeros(transform, block, statistics, targets))
                 continue
             statistics, events, changes = transform_of(transform).apply(
-                part, statistics, layers, self._recipe.rounding
+                block, statistics, layers, self._recipe.rounding
             )
             merge(record, {"events": [one.to_json() for one in events], "transform": changes})
         return record, dict(statistics)
@@ -282,7 +318,7 @@ class CalibratedBlock:
     def _with_zeros(
         self,
         method: str,
-        part: BlockPart,
+        block: BlockPart,
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> Record:
@@ -290,37 +326,25 @@ class CalibratedBlock:
         zeros, damping = self._recipe.zeros, self._recipe.rounding.gptq.damping
         assert zeros is not None  # planning has refused the method without
         record: Record = {}
-        for shared in part.inputs:
+        for shared in block.inputs:
             names = [name for name in shared.linears if name in targets and targets[name].sparse]
             if not names or shared.key not in statistics:
                 continue
-            weights = {targets[name].name: part.weight(name) for name in names}
+            weights = {targets[name].name: block.weight(name) for name in names}
             seen = statistics[shared.key]
             found, events = sparsify(method, weights, seen, zeros, damping)
             merge(record, {"events": [event.to_json() for event in events]})
             for name in names:
                 key = targets[name].name
                 merge(record, {"figures": {key: figures(weights[key], found[key], seen)}})
-                part.set_weight(name, found[key])
+                block.set_weight(name, found[key])
         return record
 
-    def _write_kept(self, part: BlockPart) -> None:
-        """Write what is not quantized: as the source has it, or as a transform left it."""
-        for local, tensor in self._tensors.kept(part).items():
-            if tensor.expert >= 0:
-                continue
-            if part.is_apart(local) or not self.changes:
-                self._data_free.copy(tensor)
-                continue
-            value = part.parameter(local).to(torch_dtype(tensor.dtype))
-            scan_finite(tensor.name, value)
-            self._rounding.output.keep(tensor, value)
-            part.set_parameter(local, value.float())
+    # Experts, of mixtures alone
 
     def _experts(
         self,
-        part: BlockPart,
-        targets: Mapping[str, TensorPlan],
+        block: BlockPart,
         observed: Observed,
         do_expert: DoExpert,
         *,
@@ -329,18 +353,18 @@ class CalibratedBlock:
         """Do all experts of a block, each a unit of its own; return the record of what concerns them together.
 
         Args:
-            part: the block, with the tokens that reach its experts.
-            targets: its linears that are quantized, or get zeros.
+            block: the block, with the tokens that reach its experts.
             observed: which statistics are wanted.
             do_expert: does an expert, unless it is done.
             add: whether what the experts return is added up, for the next block.
         """
-        experts = part.experts
+        experts = block.experts
         assert experts is not None
         assert experts.tokens is not None
         if add:
             experts.tokens.begin_outputs()
-        mine = {name: plan for name, plan in targets.items() if plan.expert >= 0}
+        changing = self._tensors.changing(block)
+        mine = {name: plan for name, plan in changing.items() if plan.expert >= 0}
         options = self._recipe.calibration
 
         def statistics(wanted: frozenset[Statistic]) -> ExpertStatistics:
@@ -357,12 +381,12 @@ class CalibratedBlock:
         )
         numbers = experts.numbers
         counts = dict(zip(numbers, experts.tokens.counts(len(numbers)), strict=True))
-        kept = {tensor.expert for tensor in self._tensors.kept(part).values()}
+        kept = {tensor.expert for tensor in self._tensors.kept(block).values()}
         written = {tensor.expert for tensor in mine.values()} | kept
         for index, number in enumerate(numbers):
-            unit = expert_unit(part.index, number)
+            unit = expert_unit(block.index, number)
             tell(f"{unit} of {len(numbers)}", share=0.5 + 0.5 * index / len(numbers))
-            work = partial(self._expert, part, number, views, mine, counts[number], add=add)
+            work = partial(self._expert, block, number, views, mine, counts[number], add=add)
             # Where it is not written, files hold it in a tensor of all experts, which stays.
             done = number in written and do_expert(unit, work)
             if add and not done:
@@ -374,7 +398,7 @@ class CalibratedBlock:
 
     def _expert(
         self,
-        part: BlockPart,
+        block: BlockPart,
         number: int,
         views: _ExpertViews,
         targets: Mapping[str, TensorPlan],
@@ -384,22 +408,22 @@ class CalibratedBlock:
     ) -> Record:
         """Do one expert; ``count`` is the number of its tokens."""
         mine = {name: plan for name, plan in targets.items() if plan.expert == number}
-        inputs = [shared for shared in part.inputs if shared.expert == number]
+        inputs = [shared for shared in block.inputs if shared.expert == number]
         before = views.before.of(number, add=add)
-        statistics = {shared.key: before[part.stack_of(shared.key)] for shared in inputs if before}
-        record, statistics = self._transformed(part, statistics, mine)
+        statistics = {shared.key: before[block.stack_of(shared.key)] for shared in inputs if before}
+        record, statistics = self._transformed(block, statistics, mine)
         if views.after is not None and mine:
             after = views.after.of(number, add=False)
-            ranges = {shared.key: after[part.stack_of(shared.key)] for shared in inputs}
+            ranges = {shared.key: after[block.stack_of(shared.key)] for shared in inputs}
             statistics = _with_ranges(statistics, ranges)
         quantized = {name: plan for name, plan in mine.items() if plan.scheme}
         rounded: Record = {}
         if self.guided is not None and views.guide is not None:
-            rounded = self.guided.expert(part, views.guide, inputs, statistics, quantized)
+            rounded = self.guided.expert(block, views.guide, inputs, statistics, quantized)
         else:
             for shared in inputs:
                 weights = {
-                    plan.name: part.weight(name)
+                    plan.name: block.weight(name)
                     for name in shared.linears
                     if (plan := quantized.get(name)) is not None
                 }
@@ -410,9 +434,9 @@ class CalibratedBlock:
         for values in rounded.get("figures", {}).values():
             values["tokens"] = float(count)
         merge(record, rounded)
-        for local, tensor in self._tensors.kept(part).items():
+        for local, tensor in self._tensors.kept(block).items():
             if tensor.expert == number:
-                self._rounding.output.keep(tensor, part.parameter(local))
+                self._rounding.output.keep(tensor, block.parameter(local))
         return record
 
     def _few_tokens(self, name: str, counts: Mapping[int, int]) -> Sequence[Event]:
@@ -461,32 +485,32 @@ class BlockTensors:
         self._by_name = {tensor.name: tensor for tensor in plan.tensors}
         self._output = output
 
-    def targets(self, part: BlockPart) -> dict[str, TensorPlan]:
+    def targets(self, block: BlockPart) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized, by their names inside of it."""
-        plans = self.changing(part)
+        plans = self.changing(block)
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
-    def changing(self, part: BlockPart) -> dict[str, TensorPlan]:
+    def changing(self, block: BlockPart) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized or get zeros, by their names inside of it."""
-        plans = {name: self._by_name[part.stored_name(f"{name}.weight")] for name in part.linears}
+        plans = {name: self._by_name[block.stored_name(f"{name}.weight")] for name in block.linears}
         return {
             name: plan
             for name, plan in plans.items()
             if plan.sparse or plan.action is Action.QUANTIZE
         }
 
-    def kept(self, part: BlockPart) -> dict[str, TensorPlan]:
+    def kept(self, block: BlockPart) -> dict[str, TensorPlan]:
         """Return the parameters of a block that are kept, by their names inside of it, those of experts included."""
-        plans = {local: self._by_name[part.stored_name(local)] for local in part.parameters()}
+        plans = {local: self._by_name[block.stored_name(local)] for local in block.parameters()}
         return {local: plan for local, plan in plans.items() if plan.action is Action.KEEP}
 
-    def load_kept(self, part: BlockPart) -> None:
+    def load_kept(self, block: BlockPart) -> None:
         """Let the kept parameters of a block, but those of its experts, be what was written of them."""
-        for local, tensor in self.kept(part).items():
-            if tensor.expert >= 0 or part.is_apart(local):
+        for local, tensor in self.kept(block).items():
+            if tensor.expert >= 0 or block.is_apart(local):
                 continue
             if tensor.decay:
                 # Nothing changes a decay, and the logarithm of what is stored differs in its last bits.
                 continue
             (value,) = self._output.read(tensor).values()
-            part.set_parameter(local, self._output.storage.kept(tensor, value).float())
+            block.set_parameter(local, self._output.storage.kept(tensor, value).float())

@@ -25,8 +25,8 @@ import torch
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
 from quantforge.execution.calibrated_block import (
+    BlockRounder,
     BlockTensors,
-    CalibratedBlock,
     observe,
     observe_head,
     observes_twice,
@@ -83,29 +83,31 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
         last = max(run.last_block for run in runs)
         if sample is not None and last >= 0:
             with _streaming(runs, sample) as (stream, tuned):
-                for part in stream:
+                for block in stream:
                     if tuned is not None:
                         tuned.begin_result()
-                    start, unit = time.monotonic(), block_unit(part.index)
+                    start, unit = time.monotonic(), block_unit(block.index)
                     # What the last block returns is read by nobody, unless it is tuned.
-                    advance = part.index != last or tuned is not None
+                    advance = block.index != last or tuned is not None
                     # Runs that change the block come last: each has to find it as the source has it.
                     todo = [run for run in runs if run.missing([unit])]
-                    todo.sort(key=lambda run: run.block.changes)
-                    seen = observe(part, [run.block for run in todo], advance=advance)
+                    todo.sort(key=lambda run: run.rounder.changes)
+                    seen = observe(block, [run.rounder for run in todo], advance=advance)
                     changed = False
                     for run, observed in zip(todo, seen, strict=True):
                         if changed:
-                            part.restore()
+                            block.restore()
                         with run.unit(unit, start) as record:  # transform, round, write
-                            work = run.block.work(part, observed, run.do_expert, advance=advance)
+                            work = run.rounder.round_block(
+                                block, observed, run.do_expert, advance=advance
+                            )
                             record.update(work)
-                        start, changed = time.monotonic(), run.block.changes
-                    if advance and not part.advanced:  # a block that was done before
-                        part.advance()
+                        start, changed = time.monotonic(), run.rounder.changes
+                    if advance and not block.advanced:  # a block that was done before
+                        block.advance()
                     if tuned is not None:
-                        first.tuning.learn_block(tuned, part)
-                    if part.index == last:
+                        first.tuning.learn_block(tuned, block)
+                    if block.index == last:
                         break
                 for run in (run for run in runs if run.late):
                     with run.unit(HEAD) as record:
@@ -204,7 +206,7 @@ class Run:
         units: what is to be done, by name.
         output: of the present unit.
         data_free: the work on units that look at no data.
-        block: the work on blocks through which rows pass.
+        rounder: the work on blocks through which rows pass.
         tensors: of the plan, by block.
         tuning: what is learned after that.
     """
@@ -236,7 +238,7 @@ class Run:
         self.tensors = BlockTensors(plan, self.output)
         self._rounding = MatrixRounding(inputs, self.output)
         self.data_free = DataFree(self._rounding)
-        self.block = CalibratedBlock(self.data_free, self.tensors)
+        self.rounder = BlockRounder(self.data_free, self.tensors)
         self.tuning = Tuning(self)
 
     @property
@@ -282,7 +284,7 @@ class Run:
             if record is None:
                 with self.unit(GUIDE) as made:
                     made.update(observe_gradients(weights, self.inputs, sample, directory))
-            self.block.guided = GuidedRounding(strips, self._rounding, weights)
+            self.rounder.guided = GuidedRounding(strips, self._rounding, weights)
             yield
 
     def missing(self, names: Iterable[str]) -> list[str]:

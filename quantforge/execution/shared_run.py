@@ -38,8 +38,8 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import BusyError, InputError, IntegrityError, ResourceError
 from quantforge.execution import claims as claiming
 from quantforge.execution.calibrated_block import (
+    BlockRounder,
     BlockTensors,
-    CalibratedBlock,
     observe,
     observe_head,
 )
@@ -210,12 +210,12 @@ class Worker:
                 inside[name] = {**work(), "unit": name, "sums": output.sums}
             return True
 
-        block = CalibratedBlock(free, BlockTensors(planned.plan, output))
-        (observed,) = observe(part, [block], advance=advance)
+        rounder = BlockRounder(free, BlockTensors(planned.plan, output))
+        (observed,) = observe(part, [rounder], advance=advance)
         early = advance and part.experts is not None
         if early:  # others wait: the experts run once more, as they are in the source
             part.advance_seen()
-        record = block.work(part, observed, do_expert, advance=advance and not early)
+        record = rounder.round_block(part, observed, do_expert, advance=advance and not early)
         if not part.advanced and advance:
             part.advance()
         handed.flush()

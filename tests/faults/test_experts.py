@@ -20,7 +20,7 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution import calibrated_block, claims
-from quantforge.execution.calibrated_block import CalibratedBlock
+from quantforge.execution.calibrated_block import BlockRounder
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.decoded import decoded
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -143,7 +143,7 @@ def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
     options = SimpleNamespace(min_expert_tokens=5)
     planned: Any = SimpleNamespace(plan=None, recipe=SimpleNamespace(calibration=options))
     data_free: Any = SimpleNamespace(rounding=SimpleNamespace(planned=planned))
-    worker = CalibratedBlock(data_free, None)  # type: ignore[arg-type]
+    worker = BlockRounder(data_free, None)  # type: ignore[arg-type]
     for few, more in ((8, ""), (9, ", ...")):
         counts = {number: number % 3 for number in range(few)}
         (event,) = worker._few_tokens("mlp", {**counts, 98: 5})  # which is enough
