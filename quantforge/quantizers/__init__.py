@@ -13,6 +13,7 @@ In this folder:
     refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rotate         Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
     rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
+    rtn_fallback   The last step of GPTQ: use what `rtn` writes with the same recipe
     smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
     sparsity       Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
     strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process

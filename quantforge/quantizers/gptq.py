@@ -13,17 +13,7 @@ not ``w_j`` but its target ``w_j + sum_(k<j) E_k R_kj / R_jj``. The steps for th
    whole matrix are fitted under the number of the first run.
 5. Refine codes and scales by ``refine`` sweeps (`Refinement`), for grids that have `refits`. No sweep raises the error
    of a row.
-6. Use what `rtn` writes with the same recipe, wherever it has the smaller error (`fall_back_to_rtn`).
-
-Step 6 is needed because GPTQ chooses its scales for errors that later columns compensate. Where a few columns dwarf the
-others, the scales that `rtn` finds can serve a row better than all that GPTQ makes of its own. So both results are
-computed from the same weights and the same importance, and the better one is kept, codes and parameters together. `rtn`
-is better where its error is smaller under the Hessian or under the Hessian with its ridge: what stays of GPTQ is worse
-under neither. A row is compared and exchanged on its own if everything that it shares with other rows is the same in
-both results, as nvfp4's divisor mostly is. Otherwise rows go together, by the sum of their errors: the rows of one row
-of tiles, the whole matrix, or all matrices under one scale. Terms of an error only add up, so that the first columns
-decide nearly every row (`Factor.below`). Where float32 could be wrong, both errors are computed again in float64: under
-a Hessian without full rank they cancel.
+6. Use what `rtn` writes with the same recipe, wherever it has the smaller error (`rtn_fallback`).
 
 What this writes is not the end where the plan tunes: `quantforge.quantizers.tuning` then learns scales and codes.
 
@@ -35,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import fsum
@@ -44,16 +34,16 @@ import torch
 from torch import Tensor
 
 from quantforge.events import Event
-from quantforge.grids import GRIDS, ScaleType, Tile
+from quantforge.grids import GRIDS, ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import side_by_side
 from quantforge.packers import fp4, packer_of
-from quantforge.packers.row_codes import LEAST
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import COMPILED_FROM, Rounded, rtn, strips
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
 from quantforge.quantizers.refine import TOGETHER, Refinement
+from quantforge.quantizers.rtn_fallback import COMPARED, fall_back_to_rtn
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
@@ -61,8 +51,6 @@ ROWS = 1024  # that are rounded at a time
 WORKERS = 2  # parts at once, each of about five times its float32 size in memory
 PANEL = 256  # columns that share one product with all the columns before them
 STRIP = 32  # columns of a panel that share one product with those of the panel before them
-COMPARED = 512  # rows whose error is compared with that of rounding to nearest at a time
-MARGIN = 1e-3  # relative: more than the rounding error of float32 in an error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +60,7 @@ class Solution:
     parameters: dict[str, Tensor]
     codes: Tensor  # [out, in]; one per code vector
     errors: Tensor  # float64 [out]
-    plain: Tensor  # bool [out]: rows that are rounded to nearest
+    nearest: Tensor  # bool [out]: rows that are rounded to nearest
     terms: Tensor | None = None  # E R, [in, out], columns in processing order
 
     def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
@@ -83,13 +71,13 @@ class Solution:
         if width == 1:
             moved = self.terms / factor.root.diagonal().unsqueeze(1)
         else:
-            moved = strips.panel_targets(self.terms, factor.root, width)
+            moved = strips.vector_targets(self.terms, factor.root, width)
         return values.add_(moved[factor.order.argsort()].T)
 
-    def part(self, rows: slice) -> Solution:
+    def of_rows(self, rows: slice) -> Solution:
         """Return views of some rows; a parameter that serves the whole matrix stays whole."""
         parameters = rtn.of_rows(self.parameters, rows)
-        return Solution(parameters, self.codes[rows], self.errors[rows], self.plain[rows])
+        return Solution(parameters, self.codes[rows], self.errors[rows], self.nearest[rows])
 
     def or_better(self, other: Solution, scheme: Scheme) -> Solution:
         """Return the better of two solutions, row by row unless rows share parameters that differ; drops the terms."""
@@ -105,8 +93,8 @@ class Solution:
         }
         codes = torch.where(choose, other.codes, self.codes)
         errors = torch.where(rows, other.errors, self.errors)
-        plain = torch.where(rows, other.plain, self.plain)
-        return Solution(parameters, codes, errors, plain)
+        nearest = torch.where(rows, other.nearest, self.nearest)
+        return Solution(parameters, codes, errors, nearest)
 
 
 def round_shared(
@@ -127,8 +115,8 @@ def round_shared(
     importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
     factor, events = _factor(hessian, schemes, names, rounding.gptq)
     if factor is None:
-        plainly = Statistics(tokens=statistics.tokens, squares=importance)
-        return _with_events(rtn.round_shared(weights, plainly, schemes, rounding), events)
+        known = Statistics(tokens=statistics.tokens, squares=importance)
+        return _with_events(rtn.round_shared(weights, known, schemes, rounding), events)
     large = hessian.device.type == "cpu" and ROWS * len(hessian) >= COMPILED_FROM
     workers = WORKERS if large else 1
     rounded: dict[str, Rounded] = {}
@@ -137,114 +125,53 @@ def round_shared(
         matrices = {name: rtn.checked(name, weights[name]) for name in members}
         # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
         parts = _parts([*matrices.values()], None if scheme.whole else ROWS)
-        solve = partial(_solve, ", ".join(members), factor, scheme, rounding)
-        found = _joined(side_by_side(solve, [*parts], workers))
+        round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
+        found = _joined(side_by_side(round_part, [*parts], workers))
         fall_back_to_rtn(matrices, found, factor, scheme, importance, rounding.scales, workers)
         rounded |= _of_each(matrices, found, factor, scheme)
     return _with_events({name: rounded[name] for name in weights}, events)
 
 
-def _factor(
-    hessian: Tensor, schemes: Mapping[str, Scheme], names: str, options: GptqOptions
-) -> tuple[Factor | None, list[Event]]:
-    """Factorize the Hessian of the input of ``names``; return None and an event if it cannot be used."""
-    diagonal, events = hessian.diagonal(), []
-    grids = [GRIDS[scheme.grid] for scheme in schemes.values()]
-    if dead := int((diagonal == 0).sum()):
-        events.append(Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns"))
-    if dead == len(diagonal):
-        return None, [*events, Event("rounding-fallback", names, "no activation was seen")]
-    shrinkage = options.shrinkage
-    if shrinkage is None:
-        shrinkage = max(grid.shrinkage for grid in grids)
-    order = _order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
-    factor = factorise(hessian, options.damping, order, shrinkage)
-    if factor is None:
-        why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
-        events.append(Event("rounding-fallback", names, why))
-    elif factor.damping > options.damping:
-        detail = f"{options.damping:g} raised to {factor.damping:g}"
-        events.append(Event("damping-raised", names, detail))
-    return factor, events
-
-
-def _order(diagonal: Tensor, width: int) -> Tensor:
-    """Return the columns by falling activation; ``width`` neighbours, which may share a code, stay together."""
-    columns = torch.arange(len(diagonal), device=diagonal.device)
-    panels = diagonal.view(-1, width).sum(1).argsort(descending=True, stable=True)
-    return columns.view(-1, width)[panels].flatten()
-
-
-def _alike(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
-    """Yield names of matrices that can be rounded as one tall matrix, with their scheme."""
-    alike: dict[Scheme, list[str]] = {}
-    for name, scheme in schemes.items():
-        if scheme.whole and not scheme.joint:
-            yield scheme, [name]
-        else:
-            alike.setdefault(scheme, []).append(name)
-    yield from alike.items()
-
-
-def _with_events(rounded: dict[str, Rounded], events: list[Event]) -> dict[str, Rounded]:
-    """Attach the events of the shared input to its first matrix, once."""
-    first = next(iter(rounded))
-    found = rounded[first]
-    return rounded | {first: Rounded(found.tensor, (*events, *found.events), found.figures)}
-
-
-def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor]]:
-    """Yield parts of at most ``rows`` rows (None: whole matrices) as lists of pieces; small matrices share a part."""
-    waiting: list[Tensor] = []
-    pieces = (torch.split(matrix, rows or len(matrix)) for matrix in matrices)
-    for piece in itertools.chain.from_iterable(pieces):
-        if waiting and rows and sum(map(len, waiting)) + len(piece) > rows:
-            yield waiting
-            waiting = []
-        waiting.append(piece)
-    yield waiting
-
-
-def _joined(parts: Sequence[Solution]) -> Solution:
-    return Solution(
-        {key: torch.cat([part.parameters[key] for part in parts]) for key in parts[0].parameters},
-        torch.cat([part.codes for part in parts]),
-        torch.cat([part.errors for part in parts]),
-        torch.cat([part.plain for part in parts]),
-    )
-
-
-def _stacked(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all ``pieces`` as one matrix."""
-    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
-
-
-def _solve(
+def _round_rows(
     names: str, factor: Factor, scheme: Scheme, rounding: Rounding, pieces: Sequence[Tensor]
 ) -> Solution:
-    """Round one part: all runs of GPTQ, the best of them for each row, then the refinement (steps 2 to 5)."""
-    weight, search = _stacked(pieces), rounding.scales == "search"
+    """Round the rows of one part: all runs of GPTQ, the best of them for each row, then the refinement (steps 2 to 5).
+
+    Args:
+        names: of the matrices, for errors.
+        factor: of the Hessian of their input.
+        scheme: as stored.
+        rounding: options.
+        pieces: rows ``[rows, in]`` of the matrices, float32.
+    """
+    weight, search = rtn.stacked(pieces), rounding.scales == "search"
     parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
-    left = rounding.gptq.runs_of(GRIDS[scheme.grid].runs) - 1 if search else 0
-    best = round_columns(weight, factor, scheme, parameters, keep=left > 0)
-    targets = best.targets(factor, scheme) if left else None
-    best = replace(best, terms=None)  # as large as the weight: freed before the next run
-    _keep_plain(weight, factor, scheme, best)
-    while targets is not None:
-        left -= 1
-        parameters = _fitted_again(names, targets, scheme, factor, best)
-        del targets
-        found = round_columns(weight, factor, scheme, parameters, keep=left > 0)
-        targets = found.targets(factor, scheme) if left else None
-        found = replace(found, terms=None)
-        best = best.or_better(found, scheme)
+    runs = rounding.gptq.runs_of(GRIDS[scheme.grid].runs) if search else 1
+    best: Solution | None = None
+    for run in range(runs):
+        again = run < runs - 1
+        found = round_columns(weight, factor, scheme, parameters, keep=again)
+        targets = found.targets(factor, scheme) if again else None
+        found = replace(found, terms=None)  # as large as the weight: freed before the next run
+        if best is None:
+            best = found
+            _prefer_nearest(weight, factor, scheme, best)
+        else:
+            best = best.or_better(found, scheme)
         del found
+        if targets is not None and scheme.divided:
+            parameters = fp4.fit_under(targets, best.parameters, scheme, factor.importance)
+        elif targets is not None:
+            parameters = rtn.fitted(names, targets, scheme, factor.importance, search=True)
+        del targets
     del parameters
-    if not rounding.gptq.refine or not packer_of(scheme).refits(scheme, weight.shape[1]):
+    assert best is not None
+    sweeps = rounding.gptq.refine
+    if not sweeps or not packer_of(scheme).refits(scheme, weight.shape[1]):
         return best
     state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
-    for done in range(0, rounding.gptq.refine, TOGETHER):
-        best.errors.sub_(state.sweep(min(TOGETHER, rounding.gptq.refine - done)))
+    for done in range(0, sweeps, TOGETHER):
+        best.errors.sub_(state.sweep(min(TOGETHER, sweeps - done)))
     return replace(best, parameters=state.parameters, codes=state.codes)
 
 
@@ -294,153 +221,84 @@ def round_columns(
     )
 
 
-def _keep_plain(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
+def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
     """Round those rows to nearest, with the same parameters, whose error is smaller then (step 3)."""
     packer = packer_of(scheme)
-    plain = packer.encode(weight, found.parameters, scheme)
-    whole = packer.decode(plain, found.parameters, scheme) if scheme.whole else None
+    nearest = packer.encode(weight, found.parameters, scheme)
+    whole = packer.decode(nearest, found.parameters, scheme) if scheme.whole else None
     for start in range(0, len(weight), COMPARED):
         run = slice(start, start + COMPARED)
-        mine = rtn.of_rows(found.parameters, run)
-        values = packer.decode(plain[run], mine, scheme) if whole is None else whole[run]
+        own = rtn.of_rows(found.parameters, run)
+        values = packer.decode(nearest[run], own, scheme) if whole is None else whole[run]
         rows, errors = factor.below(weight[run] - values, found.errors[run])
-        found.codes[run][rows], found.errors[run][rows] = plain[run][rows], errors
-        found.plain[run][rows] = True
+        found.codes[run][rows], found.errors[run][rows] = nearest[run][rows], errors
+        found.nearest[run][rows] = True
 
 
-def _fitted_again(
-    names: str, targets: Tensor, scheme: Scheme, factor: Factor, before: Solution
-) -> dict[str, Tensor]:
-    if not scheme.divided:
-        return rtn.fitted(names, targets, scheme, factor.importance, search=True)
-    return fp4.fit_under(targets, before.parameters, scheme, factor.importance)
+# The parts of round_shared
 
 
-def fall_back_to_rtn(
-    matrices: Mapping[str, Tensor],
-    found: Solution,
-    factor: Factor,
-    scheme: Scheme,
-    importance: Tensor | None,
-    scales: str,
-    workers: int,
-) -> None:
-    """Replace rows of ``found`` by what `rtn` writes, where that has the smaller error (step 6).
-
-    Args:
-        matrices: float32, by name, of one scheme; their rows in this order are those of ``found``.
-        found: changed in place; replaced rows are marked as plain.
-        factor: of the Hessian.
-        scheme: as stored.
-        importance: ``[in]``, of the columns for `rtn`.
-        scales: how `rtn` chooses them, as of a `Rounding`.
-        workers: threads.
-    """
-    if scheme.whole:
-        schemes = dict.fromkeys(matrices, scheme)
-        plain = [*rtn.quantized(matrices, importance, schemes, scales).values()]
-        _compare(_stacked([*matrices.values()]), found, factor, _together(plain))
-        return
-
-    def compare(part: tuple[str, slice, int]) -> None:
-        name, rows, offset = part
-        weight = matrices[name][rows]
-        plain = rtn.quantized({name: weight}, importance, {name: scheme}, scales)[name]
-        _compare(weight, found.part(slice(offset, offset + len(weight))), factor, plain)
-
-    side_by_side(compare, [*_row_runs(matrices)], workers)
+def _factor(
+    hessian: Tensor, schemes: Mapping[str, Scheme], names: str, options: GptqOptions
+) -> tuple[Factor | None, list[Event]]:
+    """Factorize the Hessian of the input of ``names``; return None and an event if it cannot be used."""
+    diagonal, events = hessian.diagonal(), []
+    grids = [GRIDS[scheme.grid] for scheme in schemes.values()]
+    if dead := int((diagonal == 0).sum()):
+        events.append(Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns"))
+    if dead == len(diagonal):
+        return None, [*events, Event("rounding-fallback", names, "no activation was seen")]
+    shrinkage = options.shrinkage
+    if shrinkage is None:
+        shrinkage = max(grid.shrinkage for grid in grids)
+    order = _order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
+    factor = factorise(hessian, options.damping, order, shrinkage)
+    if factor is None:
+        why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
+        events.append(Event("rounding-fallback", names, why))
+    elif factor.damping > options.damping:
+        detail = f"{options.damping:g} raised to {factor.damping:g}"
+        events.append(Event("damping-raised", names, detail))
+    return factor, events
 
 
-def _row_runs(matrices: Mapping[str, Tensor]) -> Iterator[tuple[str, slice, int]]:
-    """Yield runs of rows that `rtn` rounds as it rounds the whole matrix: name, rows, index of the first row in all.
-
-    Only matrices of `LEAST` weights or more use compiled loops, which can break a near tie the other way. So no run of
-    such a matrix is smaller.
-    """
-    offset = 0
-    for name, matrix in matrices.items():
-        step = -(-LEAST // matrix.shape[1])
-        starts = [*range(0, max(1, len(matrix) - step + 1), step)]
-        for start, stop in zip(starts, [*starts[1:], len(matrix)], strict=True):
-            yield name, slice(start, stop), offset + start
-        offset += len(matrix)
+def _order(diagonal: Tensor, width: int) -> Tensor:
+    """Return the columns by falling activation; ``width`` neighbours, which may share a code, stay together."""
+    columns = torch.arange(len(diagonal), device=diagonal.device)
+    panels = diagonal.view(-1, width).sum(1).argsort(descending=True, stable=True)
+    return columns.view(-1, width)[panels].flatten()
 
 
-def _together(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Return the rows of all ``tensors`` as one tensor; parameters that are one object stay as they are."""
-    first, last = tensors[0].parameters, tensors[-1].parameters
-    parameters = {
-        key: value
-        if value is last[key]
-        else torch.cat([tensor.parameters[key] for tensor in tensors])
-        for key, value in first.items()
-    }
-    codes = _stacked([tensor.codes for tensor in tensors])
-    return QuantizedTensor(codes, parameters, tensors[0].scheme)
+def _alike(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
+    """Yield names of matrices that can be rounded as one tall matrix, with their scheme."""
+    alike: dict[Scheme, list[str]] = {}
+    for name, scheme in schemes.items():
+        if scheme.whole and not scheme.joint:
+            yield scheme, [name]
+        else:
+            alike.setdefault(scheme, []).append(name)
+    yield from alike.items()
 
 
-def _compare(weight: Tensor, found: Solution, factor: Factor, plain: QuantizedTensor) -> None:
-    scheme, parameters = plain.scheme, plain.parameters
-    values = plain.decode()
-    tile = scheme.granularity if isinstance(scheme.granularity, Tile) else None
-    shared = {key: value for key, value in parameters.items() if len(value) != len(weight)}
-    if not tile and all(torch.equal(found.parameters[key], shared[key]) for key in shared):
-        for start in range(0, len(weight), COMPARED):
-            run = slice(start, start + COMPARED)
-            rows = start + _maybe_better(weight[run] - values[run], found.errors[run], factor)
-            if len(rows):
-                exact = _exactly(weight, values, found, scheme, factor, rows)
-                better = (exact[0] < exact[1]).any(0)
-                keys = parameters.keys() - shared.keys()
-                _exchange(found, plain, rows[better], exact[0, 1, better], keys)
-        return
-    height = tile.rows if tile else len(weight)
-    every = torch.arange(len(weight), device=weight.device)
-    for band, start in enumerate(range(0, len(weight), height)):
-        rows = every[start : start + height]
-        error = weight[rows] - values[rows]
-        if not factor.all_below(error, fsum(_limits(error, found.errors[rows], factor).tolist())):
-            continue
-        exact = _exactly(weight, values, found, scheme, factor, rows)
-        plainly, kept = ([fsum(each.tolist()) for each in ways] for ways in exact)
-        if any(one < two for one, two in zip(plainly, kept, strict=True)):
-            _exchange(found, plain, rows, exact[0, 1], [])
-            place = slice(band, band + 1) if tile else slice(None)
-            for key, value in parameters.items():
-                found.parameters[key][place] = value[place]
+def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor]]:
+    """Yield parts of at most ``rows`` rows (None: whole matrices) as lists of pieces; small matrices share a part."""
+    waiting: list[Tensor] = []
+    pieces = (torch.split(matrix, rows or len(matrix)) for matrix in matrices)
+    for piece in itertools.chain.from_iterable(pieces):
+        if waiting and rows and sum(map(len, waiting)) + len(piece) > rows:
+            yield waiting
+            waiting = []
+        waiting.append(piece)
+    yield waiting
 
 
-def _exchange(
-    found: Solution, plain: QuantizedTensor, rows: Tensor, errors: Tensor, keys: Iterable[str]
-) -> None:
-    found.codes[rows], found.errors[rows], found.plain[rows] = plain.codes[rows], errors, True
-    for key in keys:
-        found.parameters[key][rows] = plain.parameters[key][rows]
-
-
-def _maybe_better(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
-    """Return rows whose ``error`` ``[out, in]`` of rounding to nearest may beat the objective ``errors`` ``[out]``."""
-    return factor.below(error, _limits(error, errors, factor))[0]
-
-
-def _limits(error: Tensor, errors: Tensor, factor: Factor) -> Tensor:
-    """Return the limit of the objective above which rounding to nearest is no better, without the ridge or with it."""
-    return (errors.clamp(min=0) + factor.objective.of_ridge(error)) * (1 + MARGIN)
-
-
-def _exactly(
-    weight: Tensor, values: Tensor, found: Solution, scheme: Scheme, factor: Factor, rows: Tensor
-) -> Tensor:
-    """Return errors of rows, ``[2, 2, rows]``: rounded to nearest and as found, each without and with the ridge."""
-    packer = packer_of(scheme)
-    if scheme.whole:
-        mine = packer.decode(found.codes, found.parameters, scheme)[rows]
-    else:
-        chosen = {key: value[rows] for key, value in found.parameters.items()}
-        mine = packer.decode(found.codes[rows], chosen, scheme)
-    wide = weight[rows].double()
-    both = (wide - each.double() for each in (values[rows], mine))
-    return torch.stack([factor.objective.exactly(error) for error in both])
+def _joined(parts: Sequence[Solution]) -> Solution:
+    return Solution(
+        {key: torch.cat([part.parameters[key] for part in parts]) for key in parts[0].parameters},
+        torch.cat([part.codes for part in parts]),
+        torch.cat([part.errors for part in parts]),
+        torch.cat([part.nearest for part in parts]),
+    )
 
 
 def _of_each(
@@ -456,7 +314,14 @@ def _of_each(
         sizes = (matrix.square() * factor.objective.diagonal).sum(1)
         figures = {
             "error": rtn.ratio(found.errors[rows], sizes),
-            "rows_rtn": float(found.plain[rows].sum()),
+            "rows_rtn": float(found.nearest[rows].sum()),
         }
         rounded[name] = Rounded(tensor, rtn.losses(name, matrix, tensor, tensor.decode()), figures)
     return rounded
+
+
+def _with_events(rounded: dict[str, Rounded], events: list[Event]) -> dict[str, Rounded]:
+    """Attach the events of the shared input to its first matrix, once."""
+    first = next(iter(rounded))
+    found = rounded[first]
+    return rounded | {first: Rounded(found.tensor, (*events, *found.events), found.figures)}

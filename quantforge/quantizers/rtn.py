@@ -8,7 +8,7 @@ holds the bytes of llama-quantize.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import fsum
 
@@ -87,9 +87,7 @@ def quantized(
     for members in together(schemes):
         matrices = {name: checked(name, weights[name]) for name in members}
         names, scheme = ", ".join(members), schemes[members[0]]
-        whole = (
-            next(iter(matrices.values())) if len(members) == 1 else torch.cat([*matrices.values()])
-        )
+        whole = stacked([*matrices.values()])
         parameters = fitted(names, whole, scheme, floor, search=search)
         del whole
         stop = 0
@@ -100,6 +98,11 @@ def quantized(
             codes = weighed_codes(weight, mine, scheme, floor)
             found[name] = QuantizedTensor(codes, mine, scheme)
     return {name: found[name] for name in weights}
+
+
+def stacked(pieces: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all ``pieces`` as one matrix; a single one as it is."""
+    return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
 
 
 def together(schemes: Mapping[str, Scheme]) -> list[list[str]]:

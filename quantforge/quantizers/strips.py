@@ -7,12 +7,12 @@ A strip is processed in one of three ways, depending on its packer:
   compute. The compiled loops keep a tile of rows in a core's cache until all columns of the strip are done, and are two
   to five times as fast, but compiling takes seconds in every process, which pays from `COMPILED_FROM` weights on. Both
   do the same float32 arithmetic and give the same bits (a test compares them); read those in numpy.
-- If a code stands for several columns, these are a panel, which is rounded at once. With ``H + diag(ridge) = R R^T``
-  (see `hessian`) the terms of a panel ``B`` are ``E_B R_BB + P``, where ``P`` comes from the errors of earlier columns.
-  They are least for the code vector ``q`` nearest to the target ``t = w + P R_BB^-1`` under the distance
-  ``|(t - q) R_BB|``: the target of one column, with a triangle in the place of its pivot (vectors in GPTVQ, van Baalen
-  et al., arXiv 2402.15319; BlockLDLQ in QuIP#, Tseng et al., arXiv 2402.04396). In a sweep of the refinement the target
-  is ``q + G_B H_BB^-1``, and the distance ``|(t - q) L|`` with ``H_BB = L L^T``.
+- If a code stands for several columns, these are rounded at once, as a vector. With ``H + diag(ridge) = R R^T`` (see
+  `hessian`) the terms of the columns ``B`` of a vector are ``E_B R_BB + P``, where ``P`` comes from the errors of
+  earlier columns. They are least for the code vector ``q`` nearest to the target ``t = w + P R_BB^-1`` under the
+  distance ``|(t - q) R_BB|``: the target of one column, with a triangle in the place of its pivot (vectors in GPTVQ,
+  van Baalen et al., arXiv 2402.15319; BlockLDLQ in QuIP#, Tseng et al., arXiv 2402.04396). In a sweep of the refinement
+  the target is ``q + G_B H_BB^-1``, and the distance ``|(t - q) L|`` with ``H_BB = L L^T``.
 - Otherwise the packer encodes and decodes one column after the other.
 
 Rows are independent, and the columns of each are processed in order: the result depends on neither tiles nor threads.
@@ -97,7 +97,7 @@ def round_strip(
         arrays = (error, pull, triangle.contiguous(), terms, codes)
         loops.round(*(item.numpy() for item in arrays), *_numpy(grid))
         return codes.to(grid.dtype).T
-    rounded = _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_panels
+    rounded = _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_vectors
     return torch.cat(rounded(error, pull, triangle, columns.tolist(), terms, parameters, scheme), 1)
 
 
@@ -135,18 +135,18 @@ def improve_strip(
         arrays = (slopes.clone(), hessian.contiguous(), weight, error, codes, change, gained)
         loops.improve(*(item.numpy() for item in arrays), *_numpy(grid))
         return codes.to(grid.dtype), change, gained
-    improved = _improve_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _improve_panels
+    improved = _improve_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _improve_vectors
     codes, change = improved(slopes.clone(), hessian, weight, error, first, parameters, scheme)
     fallen = change * (2 * slopes - matmul(hessian, change))
     return codes, change, fallen.sum(0, dtype=torch.float64)
 
 
-def panel_targets(terms: Tensor, root: Tensor, width: int) -> Tensor:
-    """Return targets minus chosen values ``[in, out]``, given the terms of panels of ``width`` columns."""
+def vector_targets(terms: Tensor, root: Tensor, width: int) -> Tensor:
+    """Return targets minus chosen values ``[in, out]``, given the terms of vectors of ``width`` columns."""
     moved = torch.empty_like(terms)
     for start in range(0, len(terms), width):
-        panel = slice(start, start + width)
-        moved[panel] = matmul(_inverse(root[panel, panel]).T, terms[panel])
+        vector = slice(start, start + width)
+        moved[vector] = matmul(_inverse(root[vector, vector]).T, terms[vector])
     return moved
 
 
@@ -284,10 +284,10 @@ def _improve_one_by_one(
     return torch.cat(codes, 1).T, change
 
 
-# Panels: the columns that share a code
+# Code vectors: the columns that share a code
 
 
-def _round_panels(
+def _round_vectors(
     error: Tensor,
     pull: Tensor,
     triangle: Tensor,
@@ -298,19 +298,19 @@ def _round_panels(
 ) -> list[Tensor]:
     packer = cast("VectorPacker", packer_of(scheme))
     codes: list[Tensor] = []
-    for panel in _panels(len(error), scheme):
-        root, place = triangle[panel, panel], _place(columns[panel.start], panel)
-        target = error[panel] + matmul(_inverse(root).T, pull[panel])
+    for vector in _vectors(len(error), scheme):
+        root, place = triangle[vector, vector], _place(columns[vector.start], vector)
+        target = error[vector] + matmul(_inverse(root).T, pull[vector])
         codes.append(packer.nearest(target.T, parameters, scheme, place, root))
         value = packer.decode(codes[-1], parameters, scheme, place).T
-        terms[panel] = matmul(root.T, target - value)
-        error[panel] -= value
-        later = slice(panel.stop, None)
-        pull[later] += matmul(triangle[panel, later].T, error[panel])
+        terms[vector] = matmul(root.T, target - value)
+        error[vector] -= value
+        later = slice(vector.stop, None)
+        pull[later] += matmul(triangle[vector, later].T, error[vector])
     return codes
 
 
-def _improve_panels(
+def _improve_vectors(
     gradient: Tensor,
     hessian: Tensor,
     weight: Tensor,
@@ -322,28 +322,28 @@ def _improve_panels(
     packer = cast("VectorPacker", packer_of(scheme))
     values, change = weight - error, torch.empty_like(gradient)
     codes: list[Tensor] = []
-    for panel in _panels(len(gradient), scheme):
-        block, place = hessian[panel, panel], _place(first + panel.start, panel)
+    for vector in _vectors(len(gradient), scheme):
+        block, place = hessian[vector, vector], _place(first + vector.start, vector)
         with one_thread():
             root = torch.linalg.cholesky(block)
             inverse = torch.cholesky_inverse(root)
-        target = values[panel] + matmul(inverse, gradient[panel])
+        target = values[vector] + matmul(inverse, gradient[vector])
         codes.append(packer.nearest(target.T, parameters, scheme, place, root))
         moved = packer.decode(codes[-1], parameters, scheme, place).T
-        torch.sub(moved, values[panel], out=change[panel])
-        later = slice(panel.stop, None)
-        gradient[later] -= matmul(hessian[later, panel], change[panel])
+        torch.sub(moved, values[vector], out=change[vector])
+        later = slice(vector.stop, None)
+        gradient[later] -= matmul(hessian[later, vector], change[vector])
     error -= change
     return torch.cat(codes, 1).T, change
 
 
-def _panels(columns: int, scheme: Scheme) -> Iterator[slice]:
+def _vectors(columns: int, scheme: Scheme) -> Iterator[slice]:
     width = GRIDS[scheme.grid].weights_per_code
     yield from (slice(start, start + width) for start in range(0, columns, width))
 
 
-def _place(column: int, panel: slice) -> slice:
-    return slice(column, column + panel.stop - panel.start)
+def _place(column: int, vector: slice) -> slice:
+    return slice(column, column + vector.stop - vector.start)
 
 
 def _inverse(triangle: Tensor) -> Tensor:

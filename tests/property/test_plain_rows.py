@@ -14,7 +14,7 @@ from quantforge.grids import GRIDS, SUPERBLOCKS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import awq, gptq, rtn, smooth
+from quantforge.quantizers import awq, gptq, rtn, rtn_fallback, smooth
 from quantforge.quantizers.hessian import Factor, factorise
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import LayerScheme, Scheme
@@ -116,7 +116,7 @@ def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
         return gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
 
     usual = rounded()
-    monkeypatch.setattr(gptq, "_maybe_better", lambda error, *_: torch.arange(len(error)))
+    monkeypatch.setattr(rtn_fallback, "_maybe_better", lambda error, *_: torch.arange(len(error)))
     monkeypatch.setattr(Factor, "all_below", lambda *_: True)
     full = rounded()
     assert torch.equal(usual.codes.view(torch.uint8), full.codes.view(torch.uint8))

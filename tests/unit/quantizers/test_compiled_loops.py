@@ -87,14 +87,14 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
     statistics = Statistics(hessian=inputs.T @ inputs / 400)
     monkeypatch.setattr(gptq, "ROWS", 40)
     found, before = [], torch.get_num_threads()
-    together, solve = threading.Barrier(2, timeout=240), gptq._solve
+    together, solve = threading.Barrier(2, timeout=240), gptq._round_rows
 
     def solved(*args: Any) -> Any:
         if gptq.COMPILED_FROM == 1:
             together.wait()  # two at a time, or never
         return solve(*args)
 
-    monkeypatch.setattr(gptq, "_solve", solved)
+    monkeypatch.setattr(gptq, "_round_rows", solved)
     try:
         for least, threads in ((1 << 30, 1), (1, 2), (1, 4)):
             monkeypatch.setattr(gptq, "COMPILED_FROM", least)

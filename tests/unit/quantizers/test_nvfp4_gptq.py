@@ -112,7 +112,7 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor() -> None:
     found = []
     for runs in (1, 2, 4):
         rounding = Rounding(gptq=GptqOptions(refine=0, runs=runs))
-        found.append(gptq._solve("w", factor, SCHEME, rounding, [weight]))
+        found.append(gptq._round_rows("w", factor, SCHEME, rounding, [weight]))
         tensor = QuantizedTensor(found[-1].codes, found[-1].parameters, SCHEME)
         expected = factor.objective.exactly((weight - tensor.decode()).double())[1]
         assert torch.allclose(found[-1].errors, expected, rtol=1e-3)
