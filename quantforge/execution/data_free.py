@@ -28,7 +28,7 @@ from quantforge.packers.row_codes import strip_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS, in_strips
 from quantforge.plans import Action, Plan, TensorPlan
-from quantforge.quantizers import PLAIN, Rounded, rounder_of
+from quantforge.quantizers import RTN, Rounded, rounder_of
 from quantforge.quantizers.rtn import judging, squares
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class DataFree:
         group, source = fitted_with(tensor, self.rounding.planned.plan), self.rounding.source
         weights = {one.name: source.weight(one) for one in group}
         statistics = self.rounding.known(tensor)
-        rounded = self.rounding.round(weights, statistics, PLAIN)
+        rounded = self.rounding.round(weights, statistics, RTN)
         return self.rounding.write(rounded, weights, statistics)
 
     def head(self, unit: Unit, statistics: Statistics) -> Record:
@@ -109,9 +109,7 @@ class DataFree:
 
         def rounded(weight: Tensor) -> Rounded:
             weights, schemes = {tensor.name: weight}, {tensor.name: scheme.weight}
-            return rounder_of(PLAIN).round_shared(weights, statistics, schemes, rounding)[
-                tensor.name
-            ]
+            return rounder_of(RTN).round_shared(weights, statistics, schemes, rounding)[tensor.name]
 
         def write(first: int, rows: QuantizedTensor) -> None:
             behind.wait()

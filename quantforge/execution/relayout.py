@@ -31,7 +31,7 @@ from quantforge.planning.conversion import (
     stores_index,
 )
 from quantforge.plans import Action, TensorPlan
-from quantforge.quantizers import PLAIN, rounder_of
+from quantforge.quantizers import RTN, rounder_of
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def _round(conversion: Conversion, tensor: TensorPlan, workers: int, settled: Se
 
     def rounded(weight: Tensor) -> Rounded:
         weights = {tensor.name: weight}
-        found = rounder_of(PLAIN).round_shared(weights, Statistics(), schemes, conversion.rounding)
+        found = rounder_of(RTN).round_shared(weights, Statistics(), schemes, conversion.rounding)
         return found[tensor.name]
 
     def read(first: int, last: int) -> Tensor:

@@ -29,7 +29,7 @@ from quantforge.planning.gradients import guided, refuse_guide
 from quantforge.planning.planner import Planned
 from quantforge.planning.size_target import MemoryUse, Scale
 from quantforge.plans import EngineVerdict, TensorPlan
-from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe, Rule
 from quantforge.results.significant import size
 
@@ -118,7 +118,7 @@ def plans_of(
     first = next(iter(plans.values()))
     refuse_guide(
         1,
-        (ERROR_FEEDBACK,),
+        (GPTQ,),
         first.plan.tensors,
         first.matched,
         "allocate",

@@ -19,7 +19,7 @@ from quantforge.errors import InputError
 from quantforge.formats.opening import tokenizer_folder
 from quantforge.planning.peak_memory import RunSizes, whole_model
 from quantforge.plans import TensorPlan
-from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.quantizers import GPTQ
 from quantforge.recipe import CalibrationOptions
 
 RANDOM_ROWS = 1 / 16
@@ -57,7 +57,7 @@ def random_share(
         return options.random
     inputs = (tensor.scheme.input for tensor in tensors if tensor.scheme is not None)
     measured = any(one is not None and one.measured for one in inputs)
-    elsewhere = words[-1] != ERROR_FEEDBACK or measured or counted or options.importance_file
+    elsewhere = words[-1] != GPTQ or measured or counted or options.importance_file
     return 0.0 if elsewhere else RANDOM_ROWS
 
 

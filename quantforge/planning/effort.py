@@ -32,7 +32,7 @@ from quantforge.notation import parse_layer
 from quantforge.planning.calibration_rows import random_share
 from quantforge.planning.gradients import guided, refuse_guide, refuse_tune
 from quantforge.plans import CHOSEN, TensorPlan
-from quantforge.quantizers import BEST, ERROR_FEEDBACK, PLAIN
+from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
@@ -60,11 +60,11 @@ def chosen_method(
     """Return the method for a recipe that names none, and notes on the choice."""
     grids = _schemes_of(recipe, form)
     if not grids:  # a mere conversion
-        return PLAIN, ()
-    method, reason = PLAIN, _method_obstacle(grids, recipe, checkpoint, matched)
+        return RTN, ()
+    method, reason = RTN, _method_obstacle(grids, recipe, checkpoint, matched)
     if not reason:
-        method = BEST if _absorbs(matched) and all(map(_is_integer, grids)) else ERROR_FEEDBACK
-        reason = f"what measured best; --method {PLAIN} is faster, and worse"
+        method = AWQ_GPTQ if _absorbs(matched) and all(map(_is_integer, grids)) else GPTQ
+        reason = f"what measured best; --method {RTN} is faster, and worse"
     return method, (f"{CHOSEN}--method {method}: {reason}",)
 
 
@@ -86,7 +86,7 @@ def _method_obstacle(
     if recipe.scales != DEFAULTS.scales:
         return f"--scales {recipe.scales} looks at the weights alone"
     if matched.architecture is None:
-        undeclared = f"not declared; --method {BEST} derives what reads the same activation"
+        undeclared = f"not declared; --method {AWQ_GPTQ} derives what reads the same activation"
         return f"{matched.model_type} is {'no model: it reads no text' if matched.draft else undeclared}"
     if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
         return "there is no tokenizer, and so no calibration text"

@@ -14,7 +14,7 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import TensorPlan
-from quantforge.quantizers import BEST, ERROR_FEEDBACK
+from quantforge.quantizers import AWQ_GPTQ, GPTQ
 from quantforge.quantizers.tuning import whole_epochs
 from quantforge.recipe import CalibrationOptions
 
@@ -129,10 +129,10 @@ def refuse_guide(
     if not strips:
         return
     said = option or f"--guide {strips}"
-    if words[-1] != ERROR_FEEDBACK:
+    if words[-1] != GPTQ:
         raise UsageError(
             f"{said}: --method {'+'.join(words)} does not take guided statistics",
-            f"--method {ERROR_FEEDBACK}, or {hint}",
+            f"--method {GPTQ}, or {hint}",
         )
     linears = learnable(said, hint, tensors, matched)
     if everyone and any(tensor.expert >= 0 for tensor in linears.values()):
@@ -193,10 +193,10 @@ def refuse_tune(
     if not epochs:
         return
     said = f"--tune {epochs}"
-    if (method := "+".join(words)) not in {ERROR_FEEDBACK, BEST}:
+    if (method := "+".join(words)) not in {GPTQ, AWQ_GPTQ}:
         raise UsageError(
             f"{said}: results of --method {method} are not tuned",
-            f"--method {ERROR_FEEDBACK}, or {HINT}",
+            f"--method {GPTQ}, or {HINT}",
         )
     if not format_of(key).ABOUT.tunable:
         raise UsageError(

@@ -28,7 +28,7 @@ from quantforge.formats.gguf.mixture import MIXED, MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import ALIASES, parse_layer
 from quantforge.plans import TensorPlan
-from quantforge.quantizers import PLAIN as PLAIN_ROUNDING
+from quantforge.quantizers import RTN
 from quantforge.recipe import Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.manifest import adapter_name, adapters_of, experts_of, experts_word
@@ -67,7 +67,7 @@ def derived(
         word = ""
     origin = _whole_origin(checkpoint, zeros)
     if suffix := format_of(key).ABOUT.suffix:
-        word = "" if method is None or word == PLAIN_ROUNDING else word
+        word = "" if method is None or word == RTN else word
         return "-".join(filter(None, (origin, _safe(word), label))) + suffix
     mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
     known = method is not None or bool(first)

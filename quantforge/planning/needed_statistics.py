@@ -16,13 +16,13 @@ from quantforge.model.statistics import Statistic, of_inputs
 from quantforge.planning.peak_memory import spread_experts
 from quantforge.planning.weight_traffic import chosen_experts
 from quantforge.plans import Action
-from quantforge.quantizers import PLAIN, needs, parse_method, source_transforms
+from quantforge.quantizers import RTN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 
 if TYPE_CHECKING:
     from quantforge.planning.draft import Draft
 
-_PLAIN = (PLAIN,)  # the words of a method that only rounds
+_RTN_ALONE = (RTN,)  # the words of a method that only rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +40,12 @@ class Observation:
     @property
     def needs_declarations(self) -> bool:
         """Return whether the method or the KV cache has to know which linears read the same activation."""
-        return self.words != _PLAIN or self.recipe.kv_cache != "none"
+        return self.words != _RTN_ALONE or self.recipe.kv_cache != "none"
 
     @property
     def declaring(self) -> str:
         """Return what needs declarations, as `needs_architecture` takes it."""
-        return MEASURED if self.words == _PLAIN else self.recipe.method
+        return MEASURED if self.words == _RTN_ALONE else self.recipe.method
 
     @property
     def is_known(self) -> bool:
@@ -61,10 +61,12 @@ class Observation:
         """
         wanted = needs(self.recipe.method, importance=self.recipe.rounding.weighs)
         if matched.architecture is None:
-            if self.words != _PLAIN:
+            if self.words != _RTN_ALONE:
                 raise needs_architecture(matched, self.recipe.method)
             wanted = frozenset()  # nothing is known of activations
-        if self.words == _PLAIN and (self.is_known or self.recipe.calibration.source == NO_DATA):
+        if self.words == _RTN_ALONE and (
+            self.is_known or self.recipe.calibration.source == NO_DATA
+        ):
             wanted = frozenset()  # importance is from a file, or all columns are alike
         if self.is_known:
             self._refuse_imatrix(wanted)
@@ -97,7 +99,7 @@ class Observation:
         if self.recipe.scales == "reference":
             self._refuse_reference(draft)
         if not any(t.action is Action.QUANTIZE or t.sparse for t in draft.tensors):
-            if self.words != _PLAIN:
+            if self.words != _RTN_ALONE:
                 raise UsageError(
                     f"--method {self.recipe.method}: nothing is rounded in {draft.label}",
                     "leave --method out, or ask for fewer bits",
@@ -155,7 +157,7 @@ class Observation:
 
     def _refuse_reference(self, draft: Draft) -> None:
         """Refuse ggml's own quantizer for all but plain rounding into its own types."""
-        if self.words != _PLAIN:
+        if self.words != _RTN_ALONE:
             raise UsageError(
                 f"--scales reference: llama.cpp rounds plainly, without {' or '.join(self._beside_rounding)}",
                 "--method rtn, or leave --scales out",
@@ -170,4 +172,4 @@ class Observation:
 
     @property
     def _beside_rounding(self) -> tuple[str, ...]:
-        return tuple(word for word in self.words if word not in _PLAIN)
+        return tuple(word for word in self.words if word not in _RTN_ALONE)

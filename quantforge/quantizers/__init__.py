@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from quantforge.recipe import Rounding
     from quantforge.scheme import LayerScheme, Scheme
 
-PLAIN = "rtn"  # the rounder without data: of methods that name none, and of what has no statistics
-ERROR_FEEDBACK, BEST = "gptq", "awq+gptq"  # measured best on most grids; on integers below 8 bits
+RTN = "rtn"  # the rounder without data: of methods that name none, and of what has no statistics
+GPTQ, AWQ_GPTQ = "gptq", "awq+gptq"  # measured best on most grids; on integers below 8 bits
 COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
 
@@ -258,7 +258,7 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
         if word not in METHODS:
             raise _unknown_method(word, text)
     last = METHODS[words[-1]].kind is MethodKind.ROUNDER
-    rounder = words.pop() if last else PLAIN
+    rounder = words.pop() if last else RTN
     kinds = [METHODS[word].kind for word in words]
     whole = kinds.count(MethodKind.SOURCE_TRANSFORM)
     sparse = kinds.count(MethodKind.SPARSIFIER)

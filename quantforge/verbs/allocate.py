@@ -57,7 +57,7 @@ from quantforge.planning.size_target import (
 )
 from quantforge.planning.source import source_as_read, without_dropped_heads
 from quantforge.planning.weight_traffic import expert_share
-from quantforge.quantizers import ERROR_FEEDBACK
+from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe, Rule
 from quantforge.results.manifest import small_files
 from quantforge.results.publish import digest_source
@@ -207,15 +207,15 @@ def asked_size(
         wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
         targets.target_of(engine)
     _check_width_open(wanted)
-    return AskedSize(target, like, candidates, replace(wanted, method=ERROR_FEEDBACK))
+    return AskedSize(target, like, candidates, replace(wanted, method=GPTQ))
 
 
 def _check_width_open(wanted: Recipe) -> None:
     """Refuse choices that the size decides on, or with which errors are not measured."""
     usual = Recipe().effort
-    if wanted.method not in {"", ERROR_FEEDBACK}:
+    if wanted.method not in {"", GPTQ}:
         raise UsageError(
-            f"--method {wanted.method}: errors are measured of {ERROR_FEEDBACK} alone",
+            f"--method {wanted.method}: errors are measured of {GPTQ} alone",
             "leave --method out",
         )
     if wanted.bits or wanted.scheme or wanted.type or wanted.rules:

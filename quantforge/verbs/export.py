@@ -40,7 +40,7 @@ from quantforge.planning.recipe_options import (
     RecipeSource,
     build_recipe,
 )
-from quantforge.quantizers import PLAIN
+from quantforge.quantizers import RTN
 from quantforge.recipe import NO_DATA, Recipe, from_toml
 from quantforge.results import manifest
 from quantforge.results.manifest import check_same, small_files
@@ -164,7 +164,7 @@ def _wanted(
     if recipe is None:
         return export_recipe(model, out, offline=offline, **options)
     wanted = build_recipe(recipe, **options)
-    return replace(wanted, method=wanted.method or PLAIN)
+    return replace(wanted, method=wanted.method or RTN)
 
 
 def _is_quantized(checkpoint: Checkpoint) -> bool:
@@ -230,7 +230,7 @@ def export_recipe(
         )
     if form is None and engine is not None and kind is None:
         form = loaded_format(model, engine, options.get("tensor_parallel") or 1, offline=offline)
-    recipe = build_recipe(None, **{**options, "method": PLAIN, "format": form})
+    recipe = build_recipe(None, **{**options, "method": RTN, "format": form})
     if chosen_format(recipe, out)[0].format == GGUF and options.get("calibration") is None:
         return replace(recipe, calibration=replace(recipe.calibration, source=NO_DATA))
     return recipe

@@ -15,7 +15,7 @@ from quantforge.formats.opening import open_plain_source
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import make_plan
 from quantforge.planning.source import single_experts
-from quantforge.quantizers import PLAIN
+from quantforge.quantizers import RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings, check_device
 from quantforge.verbs.caller_state import torch_defaults
@@ -57,7 +57,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
 
     recipe, settings = strip_local_paths(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
-    wanted = replace(recipe, method=PLAIN, scales="search")
+    wanted = replace(recipe, method=RTN, scales="search")
     checkpoint = single_experts(checkpoint, chosen_format(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))

@@ -12,7 +12,7 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
-from quantforge.quantizers import PLAIN, is_sparse
+from quantforge.quantizers import RTN, is_sparse
 from quantforge.results import manifest
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
@@ -137,7 +137,7 @@ def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
     """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
     if (
         document is None
-        or document.get("method") != PLAIN
+        or document.get("method") != RTN
         or len([*manifest.with_lineage(document)]) > 1
     ):
         return False
