@@ -102,7 +102,7 @@ def compare_plain(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
     return _compared(config, tuple(stored), _unread, None)
 
 
-def settled(
+def judged_by_names(
     verdicts: tuple[EngineVerdict, ...], config: Mapping[str, Any], tensors: Iterable[TensorPlan]
 ) -> tuple[EngineVerdict, ...]:
     """Return the verdicts of a plan; where ``loads`` is None, names and shapes of the planned tensors decide it.
@@ -118,10 +118,10 @@ def settled(
     found = compare_plain(
         config, [StoredTensor(item.name, item.dtype, item.shape) for item in kept]
     )
-    return tuple(_settled(one, found) if one.loads is None else one for one in verdicts)
+    return tuple(_judged(one, found) if one.loads is None else one for one in verdicts)
 
 
-def _settled(verdict: EngineVerdict, found: Loading) -> EngineVerdict:
+def _judged(verdict: EngineVerdict, found: Loading) -> EngineVerdict:
     if found.untried:
         return replace(verdict, reason=found.untried)
     return EngineVerdict(verdict.engine, not found.obstacle, found.obstacle or verdict.note)

@@ -33,7 +33,7 @@ from quantforge.formats import (
 )
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import express_layer
-from quantforge.formats.engines import ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.engines import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.fits import named, split_group
 from quantforge.formats.matching import match_headers, settle_tied
 from quantforge.grids import PerGroup
@@ -44,7 +44,7 @@ from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import bytes_of, check_not_quantized, rounded_words
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.planning.notes import facts, left_behind
-from quantforge.planning.planner import check_alone, names_settled, tower_beside
+from quantforge.planning.planner import check_alone, tower_beside, with_judged_names
 from quantforge.plans import CHOSEN, Action, FilePlan, Plan, Serving, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
@@ -138,7 +138,7 @@ def plan_export(
     """
     target, source = format_of(recipe.format), detect(checkpoint.config)
     _check_options(checkpoint, recipe, target)
-    tower = tower_beside(checkpoint, target, wanted=mmproj)
+    tower = tower_beside(checkpoint, target) if mmproj else None
     asked_type = _number_type(recipe)
 
     # What has codes, and what becomes of it.
@@ -177,9 +177,9 @@ def plan_export(
             draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     tensors = _with_recorded_rules(draft.tensors, naming.first_recipe(checkpoint))
     engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
-    draft = names_settled(
-        recipe.engine, checkpoint, replace(draft, tensors=tensors, engines=engines)
-    )
+    draft = replace(draft, tensors=tensors, engines=engines)
+    if recipe.engine == TRANSFORMERS:
+        draft = with_judged_names(checkpoint, draft)
     files = draft.files(recipe)
     rounded = tuple(
         item for item in tensors if item.action is Action.QUANTIZE and item.name not in layers

@@ -97,13 +97,14 @@ def make_plan(
         RefusedError: the format cannot hold a scheme and there is no substitution.
     """
     settings = settings or Settings(threads=1)
-    recipe, chosen = chosen_format(recipe, out)
+    recipe, choice_notes = chosen_format(recipe, out)
     matched = _matched(checkpoint, recipe)
-    form = format_of(recipe.format)
-    tower = tower_beside(checkpoint, form, wanted=settings.mmproj)
+    file_format = format_of(recipe.format)
+    tower = tower_beside(checkpoint, file_format) if settings.mmproj else None
     if not recipe.method:
-        method, named = chosen_method(recipe, form, checkpoint, matched)
-        recipe, chosen = replace(recipe, method=method), (*chosen, *named)
+        method, method_notes = chosen_method(recipe, file_format, checkpoint, matched)
+        recipe = replace(recipe, method=method)
+        choice_notes = (*choice_notes, *method_notes)
     observation = Observation(recipe)
     check_zeros(recipe)
     if observation.needs_declarations:
@@ -116,15 +117,18 @@ def make_plan(
     draft, observed = drafted(recipe)
     needs = observed or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
     asked = Asked(observation.words, draft.tensors, matched, needs)
-    recipe, effort = apply_effort(recipe, asked)
-    recipe, draft, files, outside = chosen_embedding(
-        form, recipe, draft, matched, lambda lean: drafted(lean)[0]
+    recipe, effort_notes = apply_effort(recipe, asked)  # tuning after gptq at few bits, by default
+    recipe, draft, files, embedding_notes = chosen_embedding(
+        file_format, recipe, draft, matched, lambda lean: drafted(lean)[0]
     )
-    draft = names_settled(recipe.engine, checkpoint, draft)
+    if recipe.engine == TRANSFORMERS:
+        draft = with_judged_names(checkpoint, draft)
     serving = replace(settings.serving, devices=recipe.tensor_parallel)
     place, tensors = str(checkpoint.path), draft.tensors
-    served = targets.check(recipe.engine, serving, tensors, draft.engines, recipe.format, place)
-    said = notes(recipe.sparsity, checkpoint, matched, draft)
+    engine_notes = targets.check(
+        recipe.engine, serving, tensors, draft.engines, recipe.format, place
+    )
+    source_notes = notes(recipe.sparsity, checkpoint, matched, draft)
     if not name:
         name = naming.derived(
             checkpoint, recipe.method, recipe.format, tensors, draft.label, recipe.zeros
@@ -133,21 +137,21 @@ def make_plan(
     # What the run takes.
     run = RunSizes(
         recipe.calibration,
-        observation.words,
-        recipe.awq.rows,
-        needs,
-        settings.activations == "memory",
-        workers_of(settings),
-        recipe.guide or 0,
-        recipe.tune or 0,
-        source_transforms(recipe.method),
+        words=observation.words,
+        searched=recipe.awq.rows,
+        needs=needs,
+        in_memory=settings.activations == "memory",
+        workers=workers_of(settings),
+        guide=recipe.guide or 0,
+        tune=recipe.tune or 0,
+        whole=source_transforms(recipe.method),
     )
     substitutions = (
         *draft.substitutions,
         *_family_events(matched, checkpoint),
         *coverage.events(tensors, matched.config),
     )
-    of_run = [
+    run_notes = [
         *own_text(run, matched),
         *(row_notes(run.calibration, checkpoint.path) if needs else ()),
         *(check_length(run.calibration, matched.config) if needs else ()),
@@ -167,7 +171,7 @@ def make_plan(
     # come later.
     late_notes: list[str] = []
     if settings.calibration:
-        _check_text(recipe, checkpoint, settings, observes=bool(observed))
+        check_text(recipe, checkpoint, settings, observes=bool(observed))
         if observed and named_image(recipe.calibration, settings.calibration) is not None:
             peak, note = with_images(peak, matched, recipe.calibration, in_memory=run.in_memory)
             late_notes.append(note)
@@ -190,7 +194,16 @@ def make_plan(
         peak_memory_bytes=peak,
         engines=draft.engines,
         substitutions=(*events, *substitutions, *(tower.events if tower else ()), *importance),
-        notes=(*first, *chosen, *effort, *said, *outside, *of_run, *served, *late_notes),
+        notes=(
+            *first,
+            *choice_notes,
+            *effort_notes,
+            *source_notes,
+            *embedding_notes,
+            *run_notes,
+            *engine_notes,
+            *late_notes,
+        ),
         left_behind=left_behind(checkpoint),
         late=draft.late,
         needs=tuple(sorted(observed)),
@@ -248,15 +261,13 @@ def check_alone(draft: str, recipe: Recipe) -> None:
         )
 
 
-def tower_beside(checkpoint: Checkpoint, form: Format, *, wanted: bool) -> ProjectorFile | None:
-    """Return the file of the vision tower that is written beside a GGUF file, where it is wanted.
+def tower_beside(checkpoint: Checkpoint, form: Format) -> ProjectorFile:
+    """Return the file of the vision tower that is written beside a GGUF file.
 
     Raises:
         UsageError: the result is no such file.
         RefusedError, InputError: as `projector_file`.
     """
-    if not wanted:
-        return None
     if not form.ABOUT.one_file:
         raise UsageError(
             f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {form.KEY},"
@@ -345,26 +356,26 @@ def _drafted(
     return draft, observation.of_draft(matched, draft, wanted)
 
 
-def names_settled(engine: str | None, checkpoint: Checkpoint, draft: Draft) -> Draft:
-    """Return a draft whose verdict on transformers is settled by the names of its tensors, where that is named.
+def with_judged_names(checkpoint: Checkpoint, draft: Draft) -> Draft:
+    """Return a draft whose verdict on transformers, which is asked for, is by the names of its tensors.
 
     What a plan without an engine cannot tell from declarations is left open, for the publication of the result.
 
     Raises:
         RefusedError: transformers would not find its tensors.
     """
-    if engine != TRANSFORMERS or all(verdict.loads is not None for verdict in draft.engines):
+    if all(verdict.loads is not None for verdict in draft.engines):
         return draft
     from quantforge.model import transformers_loading  # torch, which planning does without
 
     config = plain_config(checkpoint)
     config = untied(config) if draft.untie else config
-    engines = transformers_loading.settled(draft.engines, config, draft.tensors)
+    engines = transformers_loading.judged_by_names(draft.engines, config, draft.tensors)
     for verdict in engines:
-        if verdict.engine == engine and verdict.loads is False:
+        if verdict.engine == TRANSFORMERS and verdict.loads is False:
             raise RefusedError(
-                f"{engine} does not load this: {verdict.reason}",
-                f"name the tensors as {engine} saves this family, or drop --for {engine}",
+                f"{TRANSFORMERS} does not load this: {verdict.reason}",
+                f"name the tensors as {TRANSFORMERS} saves this family, or drop --for {TRANSFORMERS}",
             )
     return replace(draft, engines=engines)
 
@@ -382,18 +393,20 @@ def _refuse_growth(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> Non
         )
 
 
-def check_text(planned: Planned, checkpoint: Checkpoint, settings: Settings) -> None:
+def check_text(
+    recipe: Recipe, checkpoint: Checkpoint, settings: Settings, *, observes: bool
+) -> None:
     """Refuse a calibration text that the run would refuse at its start, where it reads one.
+
+    Args:
+        recipe: as planned.
+        checkpoint: the model.
+        settings: where the text is.
+        observes: whether the plan needs statistics.
 
     Raises:
         InputError: the source is missing, malformed or too short, or the model has no tokenizer.
     """
-    _check_text(planned.recipe, checkpoint, settings, observes=bool(planned.plan.needs))
-
-
-def _check_text(
-    recipe: Recipe, checkpoint: Checkpoint, settings: Settings, *, observes: bool
-) -> None:
     if observes or recipe.prune_experts is not None:
         options, place = recipe.calibration, settings.calibration
         check_towers(named_image(options, place), checkpoint.config)

@@ -155,12 +155,12 @@ def _write_directory(
 ) -> None:
     """Write the configuration of the format, the index and the card, and what the manifest says of these."""
     from quantforge.model.running_form import running_names  # torch, which planning does without
-    from quantforge.model.transformers_loading import settled
+    from quantforge.model.transformers_loading import judged_by_names
 
     config = plain_config(checkpoint)
     if plan.untie:
         config = untied(config)
-    engines = settled(plan.engines, config, plan.tensors)
+    engines = judged_by_names(plan.engines, config, plan.tensors)
     plan = replace(plan, running=running_names(plan, config), engines=engines)
     for name, data in format_of(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)

@@ -90,7 +90,8 @@ class Job:
 
     def check_text(self) -> None:
         """Refuse a calibration text that the run would refuse at its start; errors as `planner.check_text`."""
-        check_text(self.planned, self.checkpoint, self.settings)
+        observes = bool(self.planned.plan.needs)
+        check_text(self.planned.recipe, self.checkpoint, self.settings, observes=observes)
 
     def read(self) -> RunInputs:
         """Check the space, and read what decides the bytes. The caller holds the lock of the output."""

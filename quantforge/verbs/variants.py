@@ -34,7 +34,6 @@ from quantforge.formats import format_of
 from quantforge.formats.format_choice import chosen_format
 from quantforge.formats.opening import open_model
 from quantforge.planning.local_paths import strip_local_paths
-from quantforge.planning.planner import check_text
 from quantforge.plans import decisions_of
 from quantforge.recipe import Recipe
 from quantforge.results.manifest import files_of_source
@@ -89,7 +88,7 @@ class Variants:
                 clear_run(job.out)
         wanted = {name: self.jobs[name] for name in self.missing}
         for job in wanted.values():
-            check_text(job.planned, job.checkpoint, job.settings)
+            job.check_text()
         work = 2 * len(wanted)
         with phase("variants", min(0.95, work / (work + scored)) if wanted else 0.0):
             made = _make_all(wanted, self.files, self.settings, place)
