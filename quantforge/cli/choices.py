@@ -25,7 +25,7 @@ from quantforge.recipe import LIMITS, VALUES, Recipe
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RecipeOption:
     """An option of `RECIPE`.
 
     Attributes:
@@ -56,74 +56,80 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 _METAVARS = {int: "N", float: "X"}  # where an option names none
 
 # By the names of `RecipeOptions`, in the order of ``--help``; ``recipe`` is what the others override.
-RECIPE: Mapping[str, Choice] = {
-    "method": Choice(
+RECIPE: Mapping[str, RecipeOption] = {
+    "method": RecipeOption(
         "{words}, or a sum such as awq+gptq (default: what measured best at that width). At 4 bits or fewer tuning"
         " follows gptq, see --tune.",
         "METHOD",
     ),
-    "effort": Choice(
+    "effort": RecipeOption(
         "Time against quality of what is not named: {words}; `plan` says what it sets.", "LEVEL"
     ),
-    "bits": Choice("The one dial: bits of a weight.", most=True),
-    "scheme": Choice("The expert's dial, e.g. int4:g128:sym or W4A16.", "SCHEME"),
-    "format": Choice("{words} (default: what holds the scheme).", "FORMAT"),
-    "engine": Choice("What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"),
-    "tensor_parallel": Choice("Devices that --for's engine splits it over."),
-    "type": Choice(
+    "bits": RecipeOption("The one dial: bits of a weight.", most=True),
+    "scheme": RecipeOption("The expert's dial, e.g. int4:g128:sym or W4A16.", "SCHEME"),
+    "format": RecipeOption("{words} (default: what holds the scheme).", "FORMAT"),
+    "engine": RecipeOption(
+        "What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"
+    ),
+    "tensor_parallel": RecipeOption("Devices that --for's engine splits it over."),
+    "type": RecipeOption(
         "GGUF: the mixture, by default the one of --bits: {words}. `export --format plain`: F32, F16 or BF16.",
         "TYPE",
     ),
-    "pre": Choice("GGUF: llama.cpp's name of a pre-tokenizer that is not recognised.", "NAME"),
-    "ignore": Choice("Leave matching layers alone (repeatable).", "PATTERN"),
-    "rules": Choice(
+    "pre": RecipeOption(
+        "GGUF: llama.cpp's name of a pre-tokenizer that is not recognised.", "NAME"
+    ),
+    "ignore": RecipeOption("Leave matching layers alone (repeatable).", "PATTERN"),
+    "rules": RecipeOption(
         "Scheme of matching layers (repeatable, first wins).", "PATTERN=SCHEME", "--rule"
     ),
-    "recipe": Choice("A TOML recipe, or the name of a built-in one.", "FILE|NAME"),
-    "scales": Choice(
+    "recipe": RecipeOption("A TOML recipe, or the name of a built-in one.", "FILE|NAME"),
+    "scales": RecipeOption(
         "{words}; reference: into GGUF, with the bytes of llama.cpp's own quantizer.", "HOW"
     ),
-    "inputs": Choice("Range of static inputs: {words}.", "HOW"),
-    "kv_cache": Choice(
+    "inputs": RecipeOption("Range of static inputs: {words}.", "HOW"),
+    "kv_cache": RecipeOption(
         "Measure scales of an fp8 KV cache, per tensor or per head: {words}.", "KIND"
     ),
-    "head": Choice("Quantize the output projection too.", "SCHEME"),
-    "embedding": Choice(
+    "head": RecipeOption("Quantize the output projection too.", "SCHEME"),
+    "embedding": RecipeOption(
         "Quantize the token embedding too; keep: not, where the format's own tool does.",
         "SCHEME|keep",
     ),
-    "mtp": Choice("What becomes of heads that predict further tokens: {words}.", "WHICH"),
-    "adapter": Choice("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
-    "guide": Choice(
+    "mtp": RecipeOption("What becomes of heads that predict further tokens: {words}.", "WHICH"),
+    "adapter": RecipeOption("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
+    "guide": RecipeOption(
         "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix; 0: not."
     ),
-    "tune": Choice(
+    "tune": RecipeOption(
         "For gptq: epochs in which scales, norms and codes are learned after rounding; 0: none (default: by --effort,"
         " 1 at 4 bits or fewer)."
     ),
-    "refine": Choice("Sweeps after GPTQ."),
-    "calibration": Choice(
+    "refine": RecipeOption("Sweeps after GPTQ."),
+    "calibration": RecipeOption(
         "FILE, name:split:column, builtin, self, none, or a=3,b=1.",
         "SOURCE",
         default="builtin; of an export into GGUF: none",
     ),
-    "samples": Choice(
+    "samples": RecipeOption(
         "Calibration rows; with the builtin text 128 are as many as it gives, up to that."
     ),
-    "length": Choice("Tokens of a row."),
-    "seed": Choice("Seed of the choice of calibration rows."),
-    "chat_template": Choice("Render `messages` through the model's chat template (sandboxed)."),
-    "experts": Choice(
+    "length": RecipeOption("Tokens of a row."),
+    "seed": RecipeOption("Seed of the choice of calibration rows."),
+    "chat_template": RecipeOption(
+        "Render `messages` through the model's chat template (sandboxed)."
+    ),
+    "experts": RecipeOption(
         "Tokens that calibrate an expert, those sent to it or all: {words}.", "WHICH"
     ),
-    "prune_experts": Choice(
+    "prune_experts": RecipeOption(
         "Remove the experts that do least, this share of each layer's: 25%.", "SHARE"
     ),
-    "sparsity": Choice(
+    "sparsity": RecipeOption(
         "Zeros of every row, for --method magnitude, wanda or sparsegpt: 50%, 2:4.", "SHARE"
     ),
-    "min_expert_tokens": Choice("Tell of experts that saw fewer tokens."),
-    "max_shard_bytes": Choice("Size limit of one weight file."),
+    "min_expert_tokens": RecipeOption("Tell of experts that saw fewer tokens."),
+    "max_shard_bytes": RecipeOption("Size limit of one weight file."),
 }
 _SCHEMES = (
     "int4:g128:sym",

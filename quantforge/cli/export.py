@@ -72,7 +72,7 @@ def export(
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
-    start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
+    start, run_log = time.monotonic(), RunLog(console, log, model, output_named=output is not None)
     settings = Settings(
         device=device,
         threads=threads,

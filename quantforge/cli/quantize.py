@@ -63,7 +63,7 @@ def quantize(
     console = processes.console(
         as_json=as_json, quiet=quiet, verbose=verbose, machine=json_progress
     )
-    start, run_log = time.monotonic(), RunLog(console, log, model, said=output is not None)
+    start, run_log = time.monotonic(), RunLog(console, log, model, output_named=output is not None)
     settings = Settings(
         device=processes.own_device(device),
         threads=threads,
@@ -110,8 +110,8 @@ def quantize(
 class RunLog:
     """Progress for people and, where a file is named, for programs.
 
-    The file holds times, so it must not be inside of a result. A run that goes on after an interruption continues it;
-    a file that is no such log is never written to.
+    The file holds times, so it must not be inside of a result. A run that is resumed continues it; a file that is no
+    such log is never written to.
 
     Raises:
         UsageError: the file would lie in the model.
@@ -119,35 +119,38 @@ class RunLog:
         RefusedError: it is there, and no log of a run.
     """
 
-    def __init__(self, console: Console, log: Path | None, model: str, *, said: bool) -> None:
-        self._console, self._log, self._said = console, log, said
-        self._to_say: list[str] = []
-        self._told: set[str] = set()
+    def __init__(
+        self, console: Console, log: Path | None, model: str, *, output_named: bool
+    ) -> None:
+        self._console, self._log, self._output_named = console, log, output_named
+        self._pending: list[str] = []
+        self._announced: set[str] = set()
         if log is None:
             return
         self._check_outside(Path(model), "model")
         check_new(log, "--log", overwrite=_is_log(log), adds=True)
 
     def listeners(self) -> dict[str, Any]:
-        """Return the settings of a run by which it tells of itself."""
+        """Return the callbacks of `Settings` by which a run reports."""
         return {"progress": self.progress, "announce": self.announce, "note": self._console.note}
 
     def announce(self, plan: Plan, out: Path) -> None:
-        """Take what was decided for a user who left it open, to be said when the work begins: not before a refusal.
+        """Keep what was decided for a user who left it open; it is shown when the work begins, not before a refusal.
 
-        Where a mixture is looked for, a likely one is announced first; nothing is said twice.
+        Where a mixture is looked for, a likely one is announced first; nothing is shown twice.
 
         Raises:
             UsageError: the log would lie in the result.
         """
         self._check_outside(out, "result")
-        said = [*decisions(plan), *(() if self._said else (f"output: {shown(out)}",))]
-        self._to_say = [one for one in said if one not in self._told]  # one is announced twice
-        self._told |= {*said}
+        output = () if self._output_named else (f"output: {shown(out)}",)
+        notes = [*decisions(plan), *output]
+        self._pending = [note for note in notes if note not in self._announced]
+        self._announced |= {*notes}
 
     def progress(self, progress: Progress) -> None:
         """Show where the run is; note a finished part in the log."""
-        notes, self._to_say = self._to_say, []
+        notes, self._pending = self._pending, []
         for note in notes:
             self._console.note(note)
         self._console.show(progress)

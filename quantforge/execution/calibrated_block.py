@@ -172,16 +172,16 @@ class BlockRounder:
 
         Guided statistics are observed strip by strip (`GuidedRounding`); the transforms alone look at others then.
         """
-        targets, changing = self._tensors.targets(block), self._tensors.changing(block)
+        quantized, changed = self._tensors.quantized(block), self._tensors.changed(block)
         if not self._plan.guide:
             wanted = needs(self._plan.method, importance=self._recipe.rounding.weighs)
         else:
             transforms = (METHODS[word].needs for word in self._plan.transforms)
             wanted = frozenset[Statistic]().union(*transforms)
-        ranges = of_inputs(tensor.scheme.input for tensor in targets.values() if tensor.scheme)
+        ranges = of_inputs(tensor.scheme.input for tensor in quantized.values() if tensor.scheme)
         peaks = CachePeaks() if self._cache_scales(block) else None
         return Observed(
-            [item.key for item in block.inputs if any(one in changing for one in item.linears)],
+            [item.key for item in block.inputs if any(name in changed for name in item.linears)],
             wanted if self.changes else wanted | ranges,
             ranges if self.changes else frozenset(),
             peaks,
@@ -219,14 +219,14 @@ class BlockRounder:
         if self.guided is not None:
             merge(record, self._round_guided(block, statistics, self.guided, advance=advance))
         else:
-            targets = self._tensors.targets(block)
+            quantized = self._tensors.quantized(block)
             for index, shared in enumerate(block.inputs):
-                linears = [name for name in shared.linears if name in targets]
+                linears = [name for name in shared.linears if name in quantized]
                 if not linears or shared.expert >= 0:
                     continue
                 done = 1 - 0.5 * (1 - index / len(block.inputs))
                 tell(f"block {block.index}: rounding {', '.join(linears)}", share=done)
-                weights = {targets[name].name: block.weight(name) for name in linears}
+                weights = {quantized[name].name: block.weight(name) for name in linears}
                 seen = statistics.get(shared.key, Statistics())
                 rounded = self._rounding.round(weights, seen)
                 merge(record, self._rounding.write(rounded, weights, seen))
@@ -254,7 +254,7 @@ class BlockRounder:
                 continue
             value = block.parameter(local).to(torch_dtype(tensor.dtype))
             scan_finite(tensor.name, value)
-            self._rounding.output.keep(tensor, value)
+            self._rounding.output.write_kept(tensor, value)
             block.set_parameter(local, value.float())
 
     # Transforms, zeros and guides
@@ -264,8 +264,8 @@ class BlockRounder:
     ) -> tuple[Record, dict[str, Statistics]]:
         """Apply the transforms to a block in place; return their record, and the statistics that hold afterwards."""
         tell(f"block {block.index}: {'+'.join(self._plan.transforms)}", share=0.4)
-        changing = self._tensors.changing(block)
-        own = {name: tensor for name, tensor in changing.items() if tensor.expert < 0}
+        changed = self._tensors.changed(block)
+        own = {name: tensor for name, tensor in changed.items() if tensor.expert < 0}
         record, statistics = self._transformed(block, observed.statistics, own)
         observed.statistics.clear()  # Hessians are freed as soon as they are done with
         if observed.twice:
@@ -282,8 +282,8 @@ class BlockRounder:
         advance: bool,
     ) -> Record:
         """Round under guided Hessians, which are observed here while the rows advance; return the record."""
-        targets = self._tensors.targets(block)
-        own = {name: tensor for name, tensor in targets.items() if tensor.expert < 0}
+        quantized = self._tensors.quantized(block)
+        own = {name: tensor for name, tensor in quantized.items() if tensor.expert < 0}
         passing = advance and not self.changes and block.experts is None
         return guided.work(block, statistics, own, advance=passing)
 
@@ -363,8 +363,8 @@ class BlockRounder:
         assert experts.tokens is not None
         if add:
             experts.tokens.begin_outputs()
-        changing = self._tensors.changing(block)
-        mine = {name: plan for name, plan in changing.items() if plan.expert >= 0}
+        changed = self._tensors.changed(block)
+        mine = {name: plan for name, plan in changed.items() if plan.expert >= 0}
         options = self._recipe.calibration
 
         def statistics(wanted: frozenset[Statistic]) -> ExpertStatistics:
@@ -436,7 +436,7 @@ class BlockRounder:
         merge(record, rounded)
         for local, tensor in self._tensors.kept(block).items():
             if tensor.expert == number:
-                self._rounding.output.keep(tensor, block.parameter(local))
+                self._rounding.output.write_kept(tensor, block.parameter(local))
         return record
 
     def _few_tokens(self, name: str, counts: Mapping[int, int]) -> Sequence[Event]:
@@ -485,12 +485,12 @@ class BlockTensors:
         self._by_name = {tensor.name: tensor for tensor in plan.tensors}
         self._output = output
 
-    def targets(self, block: BlockPart) -> dict[str, TensorPlan]:
+    def quantized(self, block: BlockPart) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized, by their names inside of it."""
-        plans = self.changing(block)
+        plans = self.changed(block)
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
-    def changing(self, block: BlockPart) -> dict[str, TensorPlan]:
+    def changed(self, block: BlockPart) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized or get zeros, by their names inside of it."""
         plans = {name: self._by_name[block.stored_name(f"{name}.weight")] for name in block.linears}
         return {

@@ -28,7 +28,7 @@ from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
-from quantforge.planning.gradients import guided
+from quantforge.planning.gradients import quantized_linears
 from quantforge.planning.run_work import GRADIENT_ROWS, OUTPUT_ROWS
 from quantforge.quantizers import rounder_of
 from quantforge.quantizers.guidance.token_weights import TokenWeights
@@ -65,7 +65,7 @@ def candidate_errors(
         RefusedError: gradients of the model are not computed.
     """
     first = planned[0]
-    targets = [guided(one.plan.tensors, one.matched) for one in planned]
+    targets = [quantized_linears(one.plan.tensors, one.matched) for one in planned]
     schemes = [
         {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
         for one in targets

@@ -83,9 +83,9 @@ class DataFree:
         """Write a tensor as the source has it."""
         source, output = self.rounding.source, self.rounding.output
         if not tensor.stored[0].shape or output.storage.whole(tensor):
-            output.keep(tensor, source.whole(tensor))
+            output.write_kept(tensor, source.whole(tensor))
         else:
-            output.keep_in_runs(tensor, partial(source.rows, tensor))
+            output.write_kept_rows(tensor, partial(source.rows, tensor))
 
     def _in_strips(self, tensors: Iterable[TensorPlan], behind: BackgroundTask) -> Record:
         """Round matrices to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""

@@ -29,7 +29,7 @@ from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.planning.gradients import guided
+from quantforge.planning.gradients import quantized_linears
 from quantforge.quantizers import Rounded
 from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
 
@@ -68,7 +68,7 @@ def token_weights(
     Raises:
         IntegrityError: the file of the interrupted run is not what its record says.
     """
-    linears = guided(planned.plan.tensors, planned.matched)
+    linears = quantized_linears(planned.plan.tensors, planned.matched)
     experts = {name for name, tensor in linears.items() if tensor.expert >= 0}
     every = [name for name in linears if name not in experts]
     runs = None if record is None else record.get("runs", {})

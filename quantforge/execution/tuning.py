@@ -200,7 +200,7 @@ class Tuning:
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
-            for name, tensor in self._run.tensors.targets(part).items()
+            for name, tensor in self._run.tensors.quantized(part).items()
         }
         if self._planned.plan.transforms:  # gains go on from what these have left
             self._run.tensors.load_kept(part)
@@ -217,7 +217,7 @@ class Tuning:
     def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that have changed, and note by how much."""
         found: list[tuple[str, Tensor]] = []
-        for linear, tensor in self._run.tensors.targets(block.part).items():
+        for linear, tensor in self._run.tensors.quantized(block.part).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))

@@ -69,20 +69,20 @@ class UnitOutput:
         self.sums[name] = checksum(value, self.sums.get(name, 0))
         self._writer.write_rows(name, first, value)
 
-    def keep(self, tensor: TensorPlan, value: Tensor) -> None:
+    def write_kept(self, tensor: TensorPlan, value: Tensor) -> None:
         """Write a tensor that is kept; each stored one, where its last dimension alternates between several."""
         for position, stored in enumerate(tensor.stored):
             count = len(tensor.stored)
             mine = value[..., position::count] if count > 1 else value
-            self.write(stored.name, self._kept(tensor, mine))
+            self.write(stored.name, self._as_stored(tensor, mine))
 
-    def keep_in_runs(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
+    def write_kept_rows(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
         """Write a tensor that is kept, strip by strip; ``read`` takes the first row and the one behind the last."""
         (stored,) = tensor.stored
         for first, last in runs(stored):
-            self.write_rows(stored.name, first, self._kept(tensor, read(first, last)))
+            self.write_rows(stored.name, first, self._as_stored(tensor, read(first, last)))
 
-    def _kept(self, tensor: TensorPlan, value: Tensor) -> Tensor:
+    def _as_stored(self, tensor: TensorPlan, value: Tensor) -> Tensor:
         """Return what is stored of a kept tensor; computed values are float32, whatever type their tensor has."""
         return self.storage.keep(tensor, value.to(torch_dtype(tensor.dtype)))
 

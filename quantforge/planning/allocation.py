@@ -25,7 +25,7 @@ from quantforge.formats.matching import settle_tied
 from quantforge.formats.targets import preferred_formats
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
-from quantforge.planning.gradients import guided, refuse_guide
+from quantforge.planning.gradients import quantized_linears, refuse_guide
 from quantforge.planning.planner import Planned
 from quantforge.planning.size_target import MemoryUse, Scale
 from quantforge.plans import EngineVerdict, TensorPlan
@@ -109,7 +109,9 @@ def plans_of(
                     raise
                 left_out[text] = error.message
                 continue
-            _check_apart(name, guided(found.plan.tensors, found.matched), together=together)
+            _check_apart(
+                name, quantized_linears(found.plan.tensors, found.matched), together=together
+            )
             plans[name] = replace(found, matched=settle_tied(found.matched, source))
             left_out = {other: why for other, why in left_out.items() if other not in texts}
             break
@@ -124,7 +126,7 @@ def plans_of(
         "allocate",
         "one width for all: quantforge quantize MODEL --bits 4",
     )
-    tables = {name: guided(one.plan.tensors, one.matched) for name, one in plans.items()}
+    tables = {name: quantized_linears(one.plan.tensors, one.matched) for name, one in plans.items()}
     for name, table in tables.items():
         if table.keys() != tables[next(iter(tables))].keys():
             raise RefusedError(
@@ -222,7 +224,7 @@ class Allocation:
         """
         self._share = share
         self._names, self._first = [*plans], next(iter(plans.values()))
-        self._tables = [guided(one.plan.tensors, one.matched) for one in plans.values()]
+        self._tables = [quantized_linears(one.plan.tensors, one.matched) for one in plans.values()]
         groups: dict[object, list[str]] = {}
         for name, tensor in self._tables[0].items():
             groups.setdefault(_group(name, tensor, together, alike), []).append(name)

@@ -30,7 +30,7 @@ from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
 from quantforge.notation import parse_layer
 from quantforge.planning.calibration_rows import random_share
-from quantforge.planning.gradients import guided, refuse_guide, refuse_tune
+from quantforge.planning.gradients import quantized_linears, refuse_guide, refuse_tune
 from quantforge.plans import CHOSEN, TensorPlan
 from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
@@ -40,10 +40,10 @@ from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
 
-PLAINLY = "low"  # the level that rounds plainly where no method is named
+LOW = "low"  # the level that rounds plainly where no method is named
 # By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.
 SETS: Mapping[str, Mapping[str, int]] = {
-    PLAINLY: {"calibration.samples": 32},
+    LOW: {"calibration.samples": 32},
     "medium": {"tune": 1},
     "high": {"guide": 1, "tune": 4, "gptq.runs": 4},
 }
@@ -77,8 +77,8 @@ def _method_obstacle(
     """Return why nothing but plain rounding comes into question, "" where something does."""
     if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
         return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
-    if recipe.effort == PLAINLY:
-        return f"--effort {PLAINLY}, it is the fastest"
+    if recipe.effort == LOW:
+        return f"--effort {LOW}, it is the fastest"
     if recipe.calibration.source == NO_DATA:
         return f"nothing is calibrated (--calibration {NO_DATA})"
     if recipe.calibration.importance_file is not None:
@@ -231,7 +231,7 @@ def _gains_little(recipe: Recipe, asked: Asked) -> str:
         return "what blocks read was derived"
     if recipe.calibration.samples < TUNED_ROWS:
         return f"fewer than {TUNED_ROWS} rows teach little"
-    linears = guided(asked.tensors, asked.matched).values()
+    linears = quantized_linears(asked.tensors, asked.matched).values()
     bits = [one.scheme.weight.weight_bits for one in linears if one.scheme is not None]
     if min(bits, default=0) > TUNED_BITS:
         return f"more than {TUNED_BITS} bits lose little"

@@ -1,7 +1,7 @@
 """What takes gradients in a plan: guided statistics and tuning, for which models, methods and formats, at what cost.
 
 The weights of all calibration tokens (`guidance.token_weights`) are in one file, in the order of the linears that
-`guided` lists.
+`quantized_linears` lists.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HINT = "leave --tune out"
 DENSE, MIXED = 5, 7  # forward passes that take as long as an epoch of tuning
 
 
-def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, TensorPlan]:
+def quantized_linears(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, TensorPlan]:
     """Return the linears of blocks that are quantized, by canonical name, block after block."""
     plans = {
         tensor.name: tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None
@@ -38,7 +38,7 @@ def guided(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, Tens
 def learnable(
     said: str, hint: str, tensors: Iterable[TensorPlan], matched: Matched
 ) -> Mapping[str, TensorPlan]:
-    """Return what `guided` does for an option that takes gradients.
+    """Return what `quantized_linears` does for an option that takes gradients.
 
     Args:
         said: the option, in messages.
@@ -50,7 +50,7 @@ def learnable(
         UsageError: there is none.
         RefusedError: some are of experts that the model does not compute in stacks.
     """
-    linears = guided(tensors, matched)
+    linears = quantized_linears(tensors, matched)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", hint)
     if any(one.expert >= 0 and not matched.layers[one.part].stacks for one in linears.values()):
@@ -75,7 +75,7 @@ def disk_bytes(
         return 0
     tokens, step = calibration.samples * calibration.length, 1 + math.isqrt(matched.blocks - 1)
     states = -(-matched.blocks // step) + step + 1
-    linears = [tensor.expert >= 0 for tensor in guided(tensors, matched).values()]
+    linears = [tensor.expert >= 0 for tensor in quantized_linears(tensors, matched).values()]
     experts = sum(linears)
     # With its weights lies the number of a token that is sent to an expert.
     sent = expert_share(matched, tensors) * experts * (strips + 1) if experts else 0.0

@@ -22,7 +22,7 @@ from quantforge.formats import detect
 from quantforge.planning import quantities
 from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.cards import Card
-from quantforge.planning.gradients import guided
+from quantforge.planning.gradients import quantized_linears
 from quantforge.planning.planner import Planned
 from quantforge.planning.weight_traffic import expert_share, weight_traffic
 from quantforge.results.significant import UNITS, size
@@ -173,7 +173,7 @@ def scale_of(target: SizeTarget, planned: Planned) -> Scale:
         UsageError: more tokens than the model has positions, or no such type of cache.
         InputError: a target of memory, and what the layers of the family keep is not declared.
     """
-    linears = [*guided(planned.plan.tensors, planned.matched).values()]
+    linears = [*quantized_linears(planned.plan.tensors, planned.matched).values()]
     own: float = sum(one.stored_bytes for one in linears)
     if target.bits is not None:
         weights = sum(math.prod(one.shape) for one in linears)

@@ -46,7 +46,7 @@ def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
 
 def test_runs_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
     whole = unit_output.checksum(VALUE, 0)
-    output.keep_in_runs(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
+    output.write_kept_rows(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
     assert output.finish() == {"rows": whole}
     assert torch.equal(value_of(output, "rows")[0], VALUE)
     output.check("rows", whole, "again")
@@ -75,7 +75,7 @@ def test_what_another_process_has_written_is_copied_whole(
 
 def test_a_tensor_whose_columns_alternate_is_kept_as_two(output: UnitOutput) -> None:
     value = VALUE[:2].repeat(1, 2)[:, :6]
-    output.keep(kept(EVEN, ODD, shape=(2, 6)), value)
+    output.write_kept(kept(EVEN, ODD, shape=(2, 6)), value)
     even, odd = value_of(output, "even", "odd")
     assert torch.equal(even, value[:, ::2])
     assert torch.equal(odd, value[:, 1::2])
