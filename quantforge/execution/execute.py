@@ -80,8 +80,10 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
             for unit in run.missing([*run.units] if sample is None else [OUTER]):
                 with run.unit(unit) as record:
                     record.update(run.data_free.work(run.units[unit]))
+        if sample is None:
+            return
         last = max(run.last_block for run in runs)
-        if sample is not None and last >= 0:
+        if last >= 0:
             with _streaming(runs, sample) as (stream, tuned):
                 for block in stream:
                     if tuned is not None:
@@ -97,11 +99,11 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
                     for run, observed in zip(todo, seen, strict=True):
                         if changed:
                             block.restore()
-                        with run.unit(unit, start) as record:  # transform, round, write
-                            work = run.rounder.round_block(
+                        with run.unit(unit, start) as record:
+                            rounded = run.rounder.round_block(
                                 block, observed, run.do_expert, advance=advance
                             )
-                            record.update(work)
+                            record.update(rounded)
                         start, changed = time.monotonic(), run.rounder.changes
                     if advance and not block.advanced:  # a block that was done before
                         block.advance()
@@ -113,13 +115,13 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
                     with run.unit(HEAD) as record:
                         statistics = observe_head(run.inputs.planned, stream)
                         record.update(run.data_free.head(run.units[HEAD], statistics))
-        if sample is not None:
-            for run in runs:
+        for run in runs:
+            if run.inputs.planned.plan.tune:
                 run.tuning.learn_missing(sample)
-            for run in runs:
-                for unit in run.missing([HEAD]):  # one without tensors
-                    with run.unit(unit):
-                        pass
+        for run in runs:
+            for unit in run.missing([HEAD]):  # one without tensors
+                with run.unit(unit):
+                    pass
 
 
 @contextmanager
@@ -134,7 +136,8 @@ def _streaming(
     first = runs[0]
     with ExitStack() as stack:
         for run in runs:
-            stack.enter_context(run.guided(sample))
+            if run.inputs.planned.plan.guide:
+                stack.enter_context(run.guided(sample))
         if first.tuning.follows_any:
             tuned = stack.enter_context(first.tuning.stream(sample))
             yield tuned, tuned
@@ -231,9 +234,8 @@ class Run:
         self.units = {unit.name: unit for unit in units_of(plan, blocks)}
         self._shares = shares_of(self.units.values())
         self._finished = finished
-        self._inside = (
-            0.0  # seconds of the experts that were done as units inside of the present one
-        )
+        # Seconds of the experts that were done as units inside of the present one.
+        self._inside = 0.0
         self.output = UnitOutput(storage_of(plan.format), writer)
         self.tensors = BlockTensors(plan, self.output)
         self._rounding = MatrixRounding(inputs, self.output)
@@ -274,11 +276,8 @@ class Run:
 
     @contextmanager
     def guided(self, sample: Sample) -> Iterator[None]:
-        """Let blocks be rounded under guided Hessians, where the plan wants that: their weights are made first."""
+        """Let blocks be rounded under guided Hessians; the weights of their tokens are made first."""
         planned, directory = self.inputs.planned, self.journal.directory
-        if not planned.plan.guide:
-            yield
-            return
         record, strips = self.journal.done.get(GUIDE), planned.plan.guide
         with token_weights(planned, directory, sample.ids.shape, strips, record) as weights:
             if record is None:
