@@ -75,7 +75,8 @@ class Checkpoint:
         shards: the safetensors files.
         side_files: files to carry byte for byte into a result, sorted; all lie under ``path``.
         card: the model card ``README.md``, if there is one.
-        quantization: what became of a declared quantization that is left over or in an unusual place, "" for nothing.
+        declaration_note: what became of a declared quantization that is left over or in an unusual place, "" for
+            nothing.
     """
 
     path: Path
@@ -84,7 +85,7 @@ class Checkpoint:
     shards: tuple[Path, ...]
     side_files: tuple[Path, ...]
     card: Path | None
-    quantization: str = field(default="", kw_only=True)
+    declaration_note: str = field(default="", kw_only=True)
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor; errors as `safetensors.read_tensor`."""
@@ -113,7 +114,7 @@ class Checkpoint:
     @property
     def facts(self) -> Mapping[str, str]:
         """Return what plans and manifests say of the source: its precision, what is merged into it; by subject."""
-        return {QUANTIZATION: self.quantization} if self.quantization else {}
+        return {QUANTIZATION: self.declaration_note} if self.declaration_note else {}
 
     @property
     def declared(self) -> Declared | None:

@@ -86,8 +86,8 @@ def settle_declared(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with its declaration in ``quantization_config``, or without one if no tensor is packed.
 
     A declaration in another place is moved there, and one that is left over is dropped. Zero biases, which AutoGPTQ of
-    2023 stored for every linear, are dropped where the family has no bias. `Checkpoint.quantization` records what was
-    dropped, and the place of a declaration unless it is usual for its tool.
+    2023 stored for every linear, are dropped where the family has no bias. `Checkpoint.declaration_note` records what
+    was dropped, and the place of a declaration unless it is usual for its tool.
 
     Raises:
         InputError: tensors are packed and nothing declares how, several places declare it differently and
@@ -101,7 +101,7 @@ def settle_declared(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         entries={name: entry for name, entry in checkpoint.entries.items() if name not in added},
-        quantization="; ".join(filter(None, (checkpoint.quantization, note))),
+        declaration_note="; ".join(filter(None, (checkpoint.declaration_note, note))),
     )
 
 
@@ -162,7 +162,7 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
     config = {**without_declarations(config), KEY: declared}
     usual = first == _MODELOPT
     note = "" if usual else f"read from {first}, because {CONFIG} has no {KEY}"
-    return replace(checkpoint, config=config, quantization=note)
+    return replace(checkpoint, config=config, declaration_note=note)
 
 
 def _without(checkpoint: Checkpoint) -> Checkpoint:
@@ -180,7 +180,7 @@ def _without(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         config=config,
-        quantization=f"{', '.join(left)}{shown} in {CONFIG} is left over and not read: no tensor is packed",
+        declaration_note=f"{', '.join(left)}{shown} in {CONFIG} is left over and not read: no tensor is packed",
     )
 
 

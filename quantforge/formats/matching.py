@@ -33,7 +33,7 @@ def match_quantized(
     matched = match(checkpoint.config, entries, checkpoint.declared)
     if derive and matched.architecture is None:
         matched = _derived(checkpoint.config, entries) or matched
-    return settle_tied(matched, checkpoint)
+    return drop_tied_copy(matched, checkpoint)
 
 
 def match_headers(
@@ -80,7 +80,7 @@ def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> Matched 
         return None
 
 
-def settle_tied(matched: Matched, checkpoint: Checkpoint) -> Matched:
+def drop_tied_copy(matched: Matched, checkpoint: Checkpoint) -> Matched:
     """Drop a tied head that is stored twice, after reading both; raise `InputError` if it is not the embedding."""
 
     def equal(first: str, second: str) -> bool:

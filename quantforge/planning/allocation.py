@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.formats import GGUF, KEEP, format_of
-from quantforge.formats.matching import settle_tied
+from quantforge.formats.matching import drop_tied_copy
 from quantforge.formats.targets import preferred_formats
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
@@ -112,7 +112,7 @@ def plans_of(
             _check_apart(
                 name, quantized_linears(found.plan.tensors, found.matched), together=together
             )
-            plans[name] = replace(found, matched=settle_tied(found.matched, source))
+            plans[name] = replace(found, matched=drop_tied_copy(found.matched, source))
             left_out = {other: why for other, why in left_out.items() if other not in texts}
             break
     if len(plans) < 2:

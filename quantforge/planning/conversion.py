@@ -35,7 +35,7 @@ from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_o
 from quantforge.formats.convert import express_layer
 from quantforge.formats.engines import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.fits import named, split_group
-from quantforge.formats.matching import match_headers, settle_tied
+from quantforge.formats.matching import drop_tied_copy, match_headers
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
 from quantforge.planning.choice import Choices, matches
@@ -164,7 +164,7 @@ def plan_export(
 
     # What becomes of every tensor.
     if target.ABOUT.embedding_tool:
-        matched = settle_tied(matched, checkpoint)
+        matched = drop_tied_copy(matched, checkpoint)
     draft: Draft
     if recipe.format == GGUF:
         from quantforge.planning.gguf_draft import draft_gguf  # with all that its files hold

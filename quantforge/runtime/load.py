@@ -36,7 +36,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.decoded import PRECISION
-from quantforge.formats.matching import match_headers, settle_tied
+from quantforge.formats.matching import drop_tied_copy, match_headers
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model.inner import inner_of
@@ -145,7 +145,7 @@ def load(
     form = detect(checkpoint.config)
     stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
-    matched = settle_tied(match_headers(checkpoint, layouts, stored), checkpoint)
+    matched = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
     names = _names_of(model, matched, checkpoint.config)

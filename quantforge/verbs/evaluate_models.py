@@ -98,8 +98,8 @@ def evaluate(
         opened = [open_model(path) for path in paths]
         for checkpoint in opened:  # what cannot be read shows before anything is loaded
             detect(readable(checkpoint).config)
-            if checkpoint.quantization:
-                settings.note(f"{checkpoint.path}: quantization: {checkpoint.quantization}")
+            if checkpoint.declaration_note:
+                settings.note(f"{checkpoint.path}: quantization: {checkpoint.declaration_note}")
         for checkpoint in opened[1:]:
             _note_swapped(opened[0], checkpoint, settings)
             _note_other_adapter(opened[0].path, checkpoint.path, settings, options.get("card"))

@@ -28,7 +28,7 @@ from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import Settled, lossless_type, settle_values, write_all
 from quantforge.formats import FORMATS, GGUF, Verdict, detect, targets
 from quantforge.formats.format_choice import chosen_format, format_of_name
-from quantforge.formats.matching import settle_tied
+from quantforge.formats.matching import drop_tied_copy
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
 from quantforge.planning.conversion import DECODED, Conversion, plan_export
@@ -416,7 +416,7 @@ def _carry_out(
     conversion = replace(conversion, checkpoint=digested)
     with phase("reading", 0.4):
         if conversion.matched.tied_twice:
-            settle_tied(conversion.matched, digested)  # refuses two that differ
+            drop_tied_copy(conversion.matched, digested)  # refuses two that differ
         found = settle_values(conversion, allow_inexact=allow_inexact, workers=workers_of(settings))
     settings.policy.check(found.events)
     stage_side_files(stage, checkpoint, plan, origin, settings)

@@ -204,7 +204,7 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
     """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
     if isinstance(model, str | Path):
         path, _ = opened_to_answer(model, settings)
-        if said := open_model(path).quantization:
+        if said := open_model(path).declaration_note:
             settings.note(f"{path}: quantization: {said}")
         check_device(settings.device)
     import torch

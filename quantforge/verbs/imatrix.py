@@ -10,7 +10,7 @@ from quantforge.checkpoint.disk import check_new
 from quantforge.checkpoint.hub import resolve
 from quantforge.execution.progress import followed, phase
 from quantforge.formats.format_choice import chosen_format
-from quantforge.formats.matching import settle_tied
+from quantforge.formats.matching import drop_tied_copy
 from quantforge.formats.opening import open_plain_source
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import make_plan
@@ -60,7 +60,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     wanted = replace(recipe, method=RTN, scales="search")
     checkpoint = single_experts(checkpoint, chosen_format(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
-    planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
+    planned = replace(planned, matched=drop_tied_copy(planned.matched, checkpoint))
     with followed(settings.progress), reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
         place = Path(out).absolute().parent if settings.activations == "disk" else None

@@ -19,7 +19,7 @@ from quantforge.events import Event
 from quantforge.execution.journal import fingerprint_of
 from quantforge.execution.progress import phase, tell
 from quantforge.formats import format_of
-from quantforge.formats.matching import settle_tied
+from quantforge.formats.matching import drop_tied_copy
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned, check_text, make_plan
@@ -136,7 +136,7 @@ class Job:
         checkpoint = transformed_source(checkpoint, recipe, removed)
         source = {**source, **checkpoint.facts, "files": source["files"]}
         if planned.matched.tied_twice:
-            planned = replace(planned, matched=settle_tied(planned.matched, checkpoint))
+            planned = replace(planned, matched=drop_tied_copy(planned.matched, checkpoint))
         importance = known_importance(planned, settings.imatrix) if settings.imatrix else {}
         fingerprint = fingerprint_of(
             recipe.to_toml(), source, calibrated, settings.device, settings.imatrix

@@ -147,7 +147,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     path, checkpoint = report.path, None
     try:
         checkpoint = open_model(path)
-        report.notes += [checkpoint.quantization] if checkpoint.quantization else []
+        report.notes += [checkpoint.declaration_note] if checkpoint.declaration_note else []
         report.model_type = type_of(checkpoint.config)
         form = detect(checkpoint.config)
         report.format = form.KEY

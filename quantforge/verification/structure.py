@@ -55,7 +55,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
     config = artifact.checkpoint.config
     stated = quantization_config(config)
     only_cache = not artifact.layouts and stated.get("kv_cache_scheme") is not None
-    if not artifact.layouts and not only_cache and (artifact.checkpoint.quantization or stated):
+    if not artifact.layouts and not only_cache and (artifact.checkpoint.declaration_note or stated):
         text = f"{CONFIG} declares a quantization, but no tensor is quantized"
         report.add("nothing-quantized", report.path.name, text)
     linears = _linears(artifact)
