@@ -89,13 +89,13 @@ def candidate_errors(
         )
         stream = inputs.stream(sample, directory)
         with torch.no_grad(), torch.inference_mode(), stream:
-            for part in stream:
-                if units[part.index] in work.done:
-                    part.advance()
+            for block in stream:
+                if units[block.index] in work.done:
+                    block.advance()
                     continue
                 with phase("", 0.5 / first.matched.blocks):
-                    found = errors.of(part, schemes)
-                work.commit(units[part.index], {"nats": found})
+                    found = errors.of(block, schemes)
+                work.commit(units[block.index], {"nats": found})
     return _joined(work.done[unit] for unit in units)
 
 
@@ -128,18 +128,18 @@ class LinearErrors:
     recipe: Recipe
 
     def of(
-        self, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+        self, block: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
     ) -> dict[str, list[float]]:
         """Return the errors of one block under the schemes of each candidate, and advance it."""
         found: dict[str, list[float]] = {}
-        asked = [(shared, _asked(shared, part, schemes)) for shared in part.inputs]
+        asked = [(shared, _asked(shared, block, schemes)) for shared in block.inputs]
         inputs = [(shared, linears) for shared, linears in asked if linears and shared.expert < 0]
-        passing = part.experts is None
+        passing = block.experts is None
         for index, (shared, linears) in enumerate(inputs):
-            where = f"{part.name}: {', '.join(linears)}"
+            where = f"{block.name}: {', '.join(linears)}"
             tell(f"{where}: observing", share=0.5 * index / len(inputs))
-            masses = {one: self.masses(f"{part.name}.{one}") for one in linears}
-            plain, *own = part.observe_weighed(
+            masses = {one: self.masses(f"{block.name}.{one}") for one in linears}
+            plain, *own = block.observe_weighed(
                 [
                     Weighed(shared.key, HESSIAN),
                     *(Weighed(shared.key, HESSIAN, masses[one]) for one in linears),
@@ -148,29 +148,29 @@ class LinearErrors:
             )
             trim()
             tell(f"{where}: rounding", share=0.5 * (index + 0.5) / len(inputs))
-            found |= self._rounded(part, plain, dict(zip(linears, own, strict=True)), schemes)
+            found |= self._rounded(block, plain, dict(zip(linears, own, strict=True)), schemes)
             trim()
-        if part.experts is not None:
-            if part.experts.tokens is None:
-                part.observe({})
-            found |= self._experts(part, schemes)
-            part.advance_seen()
+        if block.experts is not None:
+            if block.experts.tokens is None:
+                block.observe({})
+            found |= self._experts(block, schemes)
+            block.advance_seen()
         elif not inputs:
-            part.advance()
+            block.advance()
         return found
 
     def _experts(
-        self, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+        self, block: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
     ) -> dict[str, list[float]]:
         """Return likewise the errors of the experts of a block whose tokens are collected."""
         found: dict[str, list[float]] = {}
-        experts, options = part.experts, self.recipe.calibration
+        experts, options = block.experts, self.recipe.calibration
         assert experts is not None
         assert experts.tokens is not None
         inputs = {
             shared: linears
-            for shared in part.inputs
-            if shared.expert >= 0 and (linears := _asked(shared, part, schemes))
+            for shared in block.inputs
+            if shared.expert >= 0 and (linears := _asked(shared, block, schemes))
         }
         if not inputs:
             return found
@@ -178,7 +178,7 @@ class LinearErrors:
             experts, HESSIAN, everyone=options.experts == "all", seed=options.seed
         )
         for place, number in enumerate(experts.numbers):
-            tell(f"{part.name}: expert {number}", share=0.5 + 0.5 * place / len(experts.numbers))
+            tell(f"{block.name}: expert {number}", share=0.5 + 0.5 * place / len(experts.numbers))
             tokens, _ = experts.tokens.of(number)
             plain = statistics.of(number, add=False)
             for shared, linears in inputs.items():
@@ -186,18 +186,18 @@ class LinearErrors:
                     continue
                 own = {}
                 for one in linears:
-                    mass, total = self.masses(f"{part.name}.{one}").flatten(), Accumulator(HESSIAN)
+                    mass, total = self.masses(f"{block.name}.{one}").flatten(), Accumulator(HESSIAN)
                     some = tokens[mass[tokens] > 0]
-                    experts.run(number, some, mass[some].sqrt(), {part.stack_of(one): total})
+                    experts.run(number, some, mass[some].sqrt(), {block.stack_of(one): total})
                     own[one] = total.result()
-                found |= self._rounded(part, plain[part.stack_of(shared.key)], own, schemes)
+                found |= self._rounded(block, plain[block.stack_of(shared.key)], own, schemes)
             experts.release(number)
             trim()
         return found
 
     def _rounded(
         self,
-        part: BlockPart,
+        block: BlockPart,
         plain: Statistics,
         own: Mapping[str, Statistics],
         schemes: Sequence[Mapping[str, Scheme]],
@@ -205,19 +205,19 @@ class LinearErrors:
         """Round the linears of one input under every candidate; return the errors.
 
         Args:
-            part: the block.
+            block: the block.
             plain: the statistics under which they are rounded.
             own: of each linear, those in which tokens count with its weights.
             schemes: of each candidate.
         """
         # One name for each linear and candidate, so that one factorization serves all.
         asked = {
-            f"{one} {place}": (one, scheme[f"{part.name}.{one}"])
+            f"{one} {place}": (one, scheme[f"{block.name}.{one}"])
             for place, scheme in enumerate(schemes)
             for one in own
         }
         apart = not any(scheme.whole for _, scheme in asked.values())
-        some = {one: _some_rows(part.weight(one)) if apart else part.weight(one) for one in own}
+        some = {one: _some_rows(block.weight(one)) if apart else block.weight(one) for one in own}
         rounded = self.rounder.round_shared(
             {key: some[one] for key, (one, _) in asked.items()},
             plain,
@@ -226,9 +226,9 @@ class LinearErrors:
         )
         found = {}
         for one, statistics in own.items():
-            name = f"{part.name}.{one}"
+            name = f"{block.name}.{one}"
             mean = float(self.masses(name).sum(dtype=torch.float64)) / self.tokens
-            scale = 0.5 * mean * len(part.weight(one)) / len(some[one])
+            scale = 0.5 * mean * len(block.weight(one)) / len(some[one])
             found[name] = [
                 scale * _error(some[one], rounded[f"{one} {place}"].tensor.decode(), statistics)
                 for place in range(len(schemes))
@@ -237,10 +237,10 @@ class LinearErrors:
 
 
 def _asked(
-    shared: SharedInput, part: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+    shared: SharedInput, block: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
 ) -> list[str]:
     """Return the linears of an input that are rounded."""
-    return [one for one in shared.linears if f"{part.name}.{one}" in schemes[0]]
+    return [one for one in shared.linears if f"{block.name}.{one}" in schemes[0]]
 
 
 def _some_rows(weight: Tensor) -> Tensor:

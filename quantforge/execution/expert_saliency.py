@@ -80,10 +80,10 @@ def expert_saliency(
             activations=activations, precision=options.precision,
         ) as stream,
     ):  # fmt: skip
-        for part in stream:
-            norms = part.advance()
-            if part.experts is not None:
-                found[part.index] = norms
-            if part.index == mixtures[-1]:
+        for block in stream:
+            norms = block.advance()
+            if block.experts is not None:
+                found[block.index] = norms
+            if block.index == mixtures[-1]:
                 break
     return found

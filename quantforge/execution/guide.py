@@ -158,7 +158,7 @@ class GuidedRounding:
 
     def work(
         self,
-        part: BlockPart,
+        block: BlockPart,
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         *,
@@ -167,21 +167,21 @@ class GuidedRounding:
         """Observe, round and write the linears of a block but those of experts; return its record.
 
         Args:
-            part: the block, with the hidden states that reach it.
+            block: the block, with the hidden states that reach it.
             observed: other statistics of its inputs, by key.
             targets: linears that are quantized.
             advance: whether the last pass replaces the hidden states by what the block returns.
         """
-        inputs = [shared for shared in part.inputs if shared.expert < 0]
+        inputs = [shared for shared in block.inputs if shared.expert < 0]
 
         def see(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
-            return part.observe_weighed(wanted, advance=advance and last)
+            return block.observe_weighed(wanted, advance=advance and last)
 
-        return self._work(part, inputs, observed, targets, see)
+        return self._work(block, inputs, observed, targets, see)
 
     def expert(
         self,
-        part: BlockPart,
+        block: BlockPart,
         statistics: ExpertStatistics,
         inputs: Sequence[SharedInput],
         observed: Mapping[str, Statistics],
@@ -190,7 +190,7 @@ class GuidedRounding:
         """Observe, round and write the linears of one expert; return its record.
 
         Args:
-            part: the block, with the tokens that reach its experts.
+            block: the block, with the tokens that reach its experts.
             statistics: of the experts, their Hessians.
             inputs: those of the expert.
             observed: as of `work`.
@@ -200,15 +200,15 @@ class GuidedRounding:
         def see(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
             del last
             return [
-                statistics.weighed(inputs[0].expert, part.stack_of(one.key), one.weights)
+                statistics.weighed(inputs[0].expert, block.stack_of(one.key), one.weights)
                 for one in wanted
             ]
 
-        return self._work(part, inputs, observed, targets, see)
+        return self._work(block, inputs, observed, targets, see)
 
     def _work(
         self,
-        part: BlockPart,
+        block: BlockPart,
         inputs: Sequence[SharedInput],
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
@@ -216,10 +216,10 @@ class GuidedRounding:
     ) -> Record:
         record: Record = {}
         done: dict[tuple[str, ...], list[RoundedStrip]] = {}
-        passes = [*_passes(part, [*self._strips_of(inputs, targets)])]
+        passes = [*_passes(block, [*self._strips_of(inputs, targets)])]
         for index, strips in enumerate(passes):
-            tell(f"block {part.index}: observing", share=index / len(passes))
-            weights = [self._token_weights(part, strip, targets, record) for strip in strips]
+            tell(f"block {block.index}: observing", share=index / len(passes))
+            weights = [self._token_weights(block, strip, targets, record) for strip in strips]
             wanted = [
                 Weighed(strip.key, HESSIAN, weight)
                 for strip, weight in zip(strips, weights, strict=True)
@@ -227,16 +227,16 @@ class GuidedRounding:
             found = see(wanted, index == len(passes) - 1)
             trim()
             for strip in strips:
-                tell(f"block {part.index}: rounding {', '.join(strip.linears)}")
+                tell(f"block {block.index}: rounding {', '.join(strip.linears)}")
                 own = observed.get(strip.key, Statistics())
                 guided_statistics = found.pop(0)
                 statistics = replace(
                     own, tokens=guided_statistics.tokens, hessian=guided_statistics.hessian
                 )
                 strips_done = done.setdefault(strip.linears, [])
-                strips_done.append(self._rounded(part, strip, statistics, targets))
+                strips_done.append(self._rounded(block, strip, statistics, targets))
                 if len(strips_done) == strip.count:
-                    whole = {targets[name].name: part.weight(name) for name in strip.linears}
+                    whole = {targets[name].name: block.weight(name) for name in strip.linears}
                     rounded = _joined(done.pop(strip.linears))
                     merge(record, self._rounding.write(rounded, whole, statistics))
                 trim()
@@ -257,11 +257,11 @@ class GuidedRounding:
                     yield from (Strip(shared.key, (name,), index, count) for index in range(count))
 
     def _token_weights(
-        self, part: BlockPart, strip: Strip, targets: Mapping[str, TensorPlan], record: Record
+        self, block: BlockPart, strip: Strip, targets: Mapping[str, TensorPlan], record: Record
     ) -> Tensor | None:
         """Return the weights of the tokens for a strip ``[rows, length]``, None with an event where all are 0."""
         rows = [targets[name].matrix[0] for name in strip.linears]
-        found = [self._weights.of(f"{part.name}.{name}") for name in strip.linears]
+        found = [self._weights.of(f"{block.name}.{name}") for name in strip.linears]
         if strip.count > 1:
             weights = found[0][..., strip.index]
         else:
@@ -278,13 +278,13 @@ class GuidedRounding:
 
     def _rounded(
         self,
-        part: BlockPart,
+        block: BlockPart,
         strip: Strip,
         statistics: Statistics,
         targets: Mapping[str, TensorPlan],
     ) -> RoundedStrip:
         weights = {
-            targets[name].name: part.weight(name).tensor_split(strip.count)[strip.index]
+            targets[name].name: block.weight(name).tensor_split(strip.count)[strip.index]
             for name in strip.linears
         }
         assert statistics.hessian is not None
@@ -296,9 +296,9 @@ class GuidedRounding:
         return RoundedStrip(self._rounding.round(weights, statistics), sizes)
 
 
-def _passes(part: BlockPart, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
+def _passes(block: BlockPart, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
     """Yield strips together whose Hessians take no more than those of the shared inputs; one at least."""
-    widths = {shared.key: part.weight(shared.linears[0]).shape[1] for shared in part.inputs}
+    widths = {shared.key: block.weight(shared.linears[0]).shape[1] for shared in block.inputs}
     limit = sum(widths[key] ** 2 for key in {strip.key for strip in strips})
     together: list[Strip] = []
     for strip in strips:

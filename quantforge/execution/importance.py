@@ -61,14 +61,14 @@ def observe_importance(
         checkpoint, matched, sample, micro_batch=options.micro_batch, device=device,
         activations=activations, precision=options.precision,
     ) as stream:  # fmt: skip
-        for part in stream:
-            tell(f"block {part.index}: observing", part.index, matched.blocks)
-            seen = part.observe({shared.key: _WANTED for shared in part.inputs}, advance=True)
-            for shared in part.inputs:
+        for block in stream:
+            tell(f"block {block.index}: observing", block.index, matched.blocks)
+            seen = block.observe({shared.key: _WANTED for shared in block.inputs}, advance=True)
+            for shared in block.inputs:
                 for linear in shared.linears:
-                    add(part.stored_name(f"{linear}.weight"), seen[shared.key])
-            if not part.advanced:
-                part.advance()
+                    add(block.stored_name(f"{linear}.weight"), seen[shared.key])
+            if not block.advanced:
+                block.advance()
         total = Accumulator(_WANTED)
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))

@@ -146,16 +146,16 @@ class Worker:
                     if name == HEAD:
                         self._do(claim, partial(self._head, stream))
                     else:
-                        part = stream.block(handed.block)
+                        block = stream.block(handed.block)
 
-                        def passes(part: BlockPart = part) -> None:
-                            part.advance()
+                        def passes(block: BlockPart = block) -> None:
+                            block.advance()
                             handed.flush()
 
                         try:
-                            self._do(claim, partial(self._block, part, handed), passes)
+                            self._do(claim, partial(self._block, block, handed), passes)
                         finally:
-                            part.close()
+                            block.close()
                     if not claim.lost:
                         handed.forget(handed.block)
                 handed.block = -1
@@ -199,9 +199,9 @@ class Worker:
             record = work(DataFree(MatrixRounding(self._inputs, output)))
             return {**record, "unit": unit.name, "sums": output.finish()}
 
-    def _block(self, part: BlockPart, handed: HandedStates, free: DataFree) -> Record:
+    def _block(self, block: BlockPart, handed: HandedStates, free: DataFree) -> Record:
         planned, output = self._inputs.planned, free.rounding.output
-        last = part.index == planned.matched.blocks - 1
+        last = block.index == planned.matched.blocks - 1
         advance = not last or bool(self._units[HEAD].tensors)
         inside: dict[str, Record] = {}
 
@@ -211,13 +211,13 @@ class Worker:
             return True
 
         rounder = BlockRounder(free, BlockTensors(planned.plan, output))
-        (observed,) = observe(part, [rounder], advance=advance)
-        early = advance and part.experts is not None
+        (observed,) = observe(block, [rounder], advance=advance)
+        early = advance and block.experts is not None
         if early:  # others wait: the experts run once more, as they are in the source
-            part.advance_seen()
-        record = rounder.round_block(part, observed, do_expert, advance=advance and not early)
-        if not part.advanced and advance:
-            part.advance()
+            block.advance_seen()
+        record = rounder.round_block(block, observed, do_expert, advance=advance and not early)
+        if not block.advanced and advance:
+            block.advance()
         handed.flush()
         return {**record, INSIDE: inside} if inside else record
 
