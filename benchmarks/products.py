@@ -3,7 +3,7 @@
     python benchmarks/products.py [--threads 2] [--repeats 7] [--out FILE.md]
 
 For a kind of processor on which `quantforge.numerics.products` does not choose oneDNN yet: where its column is faster,
-it should. The ways take turns, and the medians of all turns are printed. The last line is a Hessian's factorisation.
+it should. The ways take turns, and the medians of all turns are printed. The last line is a Hessian's factorization.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import reproducible
-from quantforge.quantizers.hessian import factorise
+from quantforge.quantizers.hessian import factorize
 
 SHAPES = (
     (512, 256, 768),
@@ -44,7 +44,7 @@ def main() -> None:
         "| rows, columns, results | torch's own | oneDNN | our tiles |",
         "|---|---|---|---|",
         *(row(shape, options.repeats) for shape in SHAPES),
-        f"| factorisation, {HESSIAN} columns, float64 | | | {factorisation(options.repeats)} |",
+        f"| factorization, {HESSIAN} columns, float64 | | | {factorization(options.repeats)} |",
         "",
         f"Gigaflops, medians of {options.repeats} with the range, {options.threads} threads;"
         f" {torch.cpu.get_capabilities().get('cpu_name', platform.machine())}, torch {torch.__version__}.",
@@ -66,13 +66,13 @@ def row(shape: tuple[int, int, int], repeats: int) -> str:
     return f"| {rows}, {columns}, {results} | {' | '.join(found)} |"
 
 
-def factorisation(repeats: int) -> str:
+def factorization(repeats: int) -> str:
     """Its Cholesky factor: a third of the cube of its columns."""
     x = torch.randn(HESSIAN, HESSIAN)
     hessian = x.T @ x / HESSIAN
     order = hessian.diagonal().argsort(descending=True)
 
-    return rates((partial(factorise, hessian, 0.01, order),), HESSIAN**3 // 3, repeats)[0]
+    return rates((partial(factorize, hessian, 0.01, order),), HESSIAN**3 // 3, repeats)[0]
 
 
 def rates(ways: tuple[Callable[[], object], ...], operations: int, repeats: int) -> list[str]:

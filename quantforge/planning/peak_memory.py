@@ -192,8 +192,8 @@ def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:
         rounding += CODES * sum(sizes)
         compiled = (part // 2 if square else max(sizes)) >= COMPILED_FROM
         compiler = taken.compiler if compiled else 0
-    factorising = FLOAT * taken.factorising * square
-    return max(factorising, FLOAT * (taken.factor * square + rounding) + compiler)
+    factorizing = FLOAT * taken.factorizing * square
+    return max(factorizing, FLOAT * (taken.factor * square + rounding) + compiler)
 
 
 def _search_workspace(

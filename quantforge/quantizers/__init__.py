@@ -72,14 +72,14 @@ class MethodMemory:
         matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
             inputs, of all of them; of a transform of the whole source, of a matrix whose strips are read.
         part: of the part of a matrix's rows that is worked on at a time.
-        factorising: of the Hessian of a shared input, while it is factorised.
+        factorizing: of the Hessian of a shared input, while it is factorized.
         factor: of the Hessian, afterwards.
         compiler: bytes that stay when loops for large matrices have been compiled: numba itself, and the loops.
     """
 
     matrices: float = 0.0
     part: float = 0.0
-    factorising: float = 0.0
+    factorizing: float = 0.0
     factor: float = 0.0
     compiler: int = 0
 
@@ -133,7 +133,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "gptq": Method(
         "quantforge.quantizers.gptq", MethodKind.ROUNDER, frozenset({Statistic.HESSIAN}),
-        MethodMemory(part=5.0, factorising=4.0, factor=1.0, compiler=110_000_000),
+        MethodMemory(part=5.0, factorizing=4.0, factor=1.0, compiler=110_000_000),
         MethodWork(weights=5800.0, columns=2.0, sweep_columns=2.0, cubes=1.6),
     ),
     "awq": Method(
@@ -158,7 +158,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "sparsegpt": Method(
         "quantforge.quantizers.sparsity", MethodKind.SPARSIFIER, frozenset({Statistic.HESSIAN}),
-        MethodMemory(matrices=6.0, factorising=4.0, factor=1.0),
+        MethodMemory(matrices=6.0, factorizing=4.0, factor=1.0),
     ),
 }  # fmt: skip
 # Words of other tools, as `nearest` looks them up.

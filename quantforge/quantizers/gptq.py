@@ -41,7 +41,7 @@ from quantforge.numerics.threads import side_by_side
 from quantforge.packers import fp4, packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import COMPILED_FROM, Rounded, rtn, strips
-from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
+from quantforge.quantizers.hessian import Factor, checked_hessian, factorize
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.rtn_fallback import COMPARED, fall_back_to_rtn
 from quantforge.recipe import GptqOptions, Rounding
@@ -252,7 +252,7 @@ def _factor(
     if shrinkage is None:
         shrinkage = max(grid.shrinkage for grid in grids)
     order = _order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
-    factor = factorise(hessian, options.damping, order, shrinkage)
+    factor = factorize(hessian, options.damping, order, shrinkage)
     if factor is None:
         why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
         events.append(Event("rounding-fallback", names, why))

@@ -1,13 +1,13 @@
 """The objective of GPTQ and of its refinement: ``E (H + diag(ridge)) E^T`` for each row of an error ``E``.
 
 ``H`` is the mean of ``x x^T`` over calibration tokens. The ridge has two parts. A fraction (the damping) of the mean of
-the diagonal keeps the factorisation stable. A fraction (the shrinkage) of the diagonal itself makes every correlation
+the diagonal keeps the factorization stable. A fraction (the shrinkage) of the diagonal itself makes every correlation
 of two columns that much weaker: sizes of activations are much the same on other text, correlations are not, and a
 rounding that relies on them is worse there. With ``S`` the shrinkage, correlations count ``1 / (1 + S)``.
 
 With the columns in processing order, ``H + diag(ridge) = R R^T`` and ``R`` upper triangular. Then the error of a row is
 ``sum_j (E R)_j^2``, and term ``j`` holds no later column: rounding the columns in turn, each to the value that makes
-its own term least, is GPTQ. This one factor is a quarter of the arithmetic of inverting ``H`` and factorising the
+its own term least, is GPTQ. This one factor is a quarter of the arithmetic of inverting ``H`` and factorizing the
 inverse, and better conditioned (the form of LDLQ: Chee et al., QuIP, arXiv 2307.13304, theorem 6).
 """
 
@@ -27,7 +27,7 @@ from quantforge.numerics.values import finite
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
 CONDITIONAL = 0.75  # see `Factor.importance`; on a small llama flat from 0.5 to 1
 FIRST = 128  # columns that most rows are judged by, see `Factor.below`
-TRIANGLE = 512  # columns of a panel of the factorisation
+TRIANGLE = 512  # columns of a panel of the factorization
 COLUMNS = 1024  # that are updated at once after a panel
 
 
@@ -136,10 +136,10 @@ def checked_hessian(hessian: Tensor, names: str) -> Tensor:
     return hessian
 
 
-def factorise(
+def factorize(
     hessian: Tensor, damping: float, order: Tensor, shrinkage: float = 0.0
 ) -> Factor | None:
-    """Factorise ``hessian`` ``[in, in]`` under the first damping of `LADDER` that works; None when none does.
+    """Factorize ``hessian`` ``[in, in]`` under the first damping of `LADDER` that works; None when none does.
 
     In float64. Memory beside the Hessian, in its size: 4 while it runs, 1 for ``R``.
     """
@@ -162,7 +162,7 @@ def factorise(
 def _cholesky(matrix: Tensor) -> bool:
     """Overwrite the lower half of ``matrix`` with its Cholesky factor; return whether it is positive definite.
 
-    LAPACK's results depend on the number of threads, so that it factorises and inverts small triangles on one thread
+    LAPACK's results depend on the number of threads, so that it factorizes and inverts small triangles on one thread
     only; all the rest is products.
     """
     size = len(matrix)

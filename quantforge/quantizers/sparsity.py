@@ -24,7 +24,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.values import total
 from quantforge.quantizers import rtn
-from quantforge.quantizers.hessian import Factor, checked_hessian, factorise
+from quantforge.quantizers.hessian import Factor, checked_hessian, factorize
 from quantforge.scheme import Sparsity
 
 PANEL = 128  # columns whose share is decided at once, about
@@ -64,7 +64,7 @@ def sparsify(
         hessian = checked_hessian(statistics.hessian, names)
         order = torch.arange(len(hessian), device=hessian.device)
         seen = bool(hessian.diagonal().any())
-        if seen and (factor := factorise(hessian, damping, order)) is not None:
+        if seen and (factor := factorize(hessian, damping, order)) is not None:
             return {name: _solved(weight, factor, sparsity) for name, weight in checked.items()}, ()
         why = "no damping makes the Hessian positive definite" if seen else "no activation was seen"
         events = (Event("rounding-fallback", names, why),)

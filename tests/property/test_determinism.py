@@ -57,7 +57,7 @@ def elsewhere(
 
 
 def test_threads_hash_seed_directory_and_locale_change_nothing(tmp_path, monkeypatch):
-    # Large enough for torch and LAPACK to split the products and the factorisation over threads.
+    # Large enough for torch and LAPACK to split the products and the factorization over threads.
     sizes = {**SIZES, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
     monkeypatch.setitem(FAMILIES, "llama-512", ("llama", sizes, "bfloat16", 0))
     model = make_tiny("llama-512", tmp_path / "model")

@@ -15,7 +15,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import awq, gptq, rtn, rtn_fallback, smooth
-from quantforge.quantizers.hessian import Factor, factorise
+from quantforge.quantizers.hessian import Factor, factorize
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import LayerScheme, Scheme
 from tests.conftest import Tiny
@@ -136,7 +136,7 @@ def _no_row_is_worse(
     squares = statistics.importance if rounding.weighs else None
     plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, rounding)
     shrinkage = max(GRIDS[scheme.grid].shrinkage for scheme in schemes.values())
-    factor = factorise(hessian, rounding.gptq.damping, torch.arange(len(hessian)), shrinkage)
+    factor = factorize(hessian, rounding.gptq.damping, torch.arange(len(hessian)), shrinkage)
     if factor is None:  # then it is plain rounding
         return
     totals: list[list[Tensor]] = [[], []]

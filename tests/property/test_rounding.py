@@ -13,7 +13,7 @@ from quantforge.grids import GRIDS, INTEGER_SCALES, Granularity, PerGroup, PerTe
 from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
 from quantforge.quantizers import gptq
-from quantforge.quantizers.hessian import factorise
+from quantforge.quantizers.hessian import factorize
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
@@ -83,7 +83,7 @@ def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
         )
         results.append(rounded["w"].tensor)
     shrinkage = GRIDS[scheme.grid].shrinkage
-    factor = factorise(hessian, 0.01, torch.arange(len(hessian)), shrinkage)
+    factor = factorize(hessian, 0.01, torch.arange(len(hessian)), shrinkage)
     if not bool(hessian.any()) or factor is None:
         return
 

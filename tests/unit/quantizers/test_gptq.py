@@ -16,7 +16,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, gptq, rtn
-from quantforge.quantizers.hessian import LADDER, factorise
+from quantforge.quantizers.hessian import LADDER, factorize
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
@@ -55,7 +55,7 @@ class _Watched:
 
 def test_a_damping_that_failed_leaves_no_matrix_beside_the_next() -> None:
     watched = _Watched(-torch.eye(8))
-    assert factorise(watched, 0.01, torch.arange(8)) is None  # type: ignore[arg-type]
+    assert factorize(watched, 0.01, torch.arange(8)) is None  # type: ignore[arg-type]
     assert watched.alive == [0] * len(LADDER)
 
 
@@ -361,12 +361,12 @@ def test_the_number_of_threads_changes_nothing(scheme: str) -> None:
 def test_the_factor_is_a_root_of_the_damped_hessian_in_processing_order() -> None:
     hessian = _hessian(40)
     order = hessian.diagonal().argsort(descending=True)
-    factor = factorise(hessian, 0.01, order)
+    factor = factorize(hessian, 0.01, order)
     assert factor is not None
     root = factor.root.double()
     assert torch.equal(root, root.triu())
     assert torch.allclose(root @ root.T, _damped(hessian)[order][:, order], rtol=1e-5, atol=1e-4)
-    shrunk = factorise(hessian, 0.01, order, 0.05)
+    shrunk = factorize(hessian, 0.01, order, 0.05)
     assert shrunk is not None
     root, wanted = shrunk.root.double(), _damped(hessian, shrinkage=0.05)[order][:, order]
     assert torch.allclose(root @ root.T, wanted, rtol=1e-5, atol=1e-4)

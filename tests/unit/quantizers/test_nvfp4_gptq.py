@@ -15,7 +15,7 @@ from quantforge.notation import parse
 from quantforge.packers import fp4
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq, rtn, strips
-from quantforge.quantizers.hessian import Objective, factorise
+from quantforge.quantizers.hessian import Objective, factorize
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import GptqOptions, Rounding
 
@@ -106,7 +106,7 @@ def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
 
 def test_each_row_has_the_best_of_all_runs_under_one_divisor() -> None:
     weight, hessian = problem()
-    factor = factorise(hessian, 0.01, hessian.diagonal().argsort(descending=True))
+    factor = factorize(hessian, 0.01, hessian.diagonal().argsort(descending=True))
     assert factor is not None
     assert Rounding().gptq.runs_of(GRIDS["nvfp4"].runs) == 4
     found = []

@@ -13,7 +13,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import gptq, rtn
-from quantforge.quantizers.hessian import factorise
+from quantforge.quantizers.hessian import factorize
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import GptqOptions, Rounding
 from tests.toys import lattice, squares
@@ -72,7 +72,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     """Written out in float64 with inverses of the Hessian of the columns that are still to come."""
     scheme, (weight, hessian) = parse("lattice"), _problem(64)
     order = torch.arange(64).view(-1, 4).flip(0).flatten()
-    factor = factorise(hessian, 0.01, order)
+    factor = factorize(hessian, 0.01, order)
     assert factor is not None
     parameters = lattice.fit(weight, scheme)
     found = gptq.round_columns(weight, factor, scheme, parameters, keep=True)
@@ -97,7 +97,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
 
 def test_a_sweep_over_panels_gains_what_it_says_and_no_row_loses() -> None:
     scheme, (weight, hessian) = parse("lattice"), _problem()
-    factor = factorise(hessian, 0.01, torch.arange(128))
+    factor = factorize(hessian, 0.01, torch.arange(128))
     assert factor is not None
     found = gptq.round_columns(weight, factor, scheme, lattice.fit(weight, scheme))
     state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
