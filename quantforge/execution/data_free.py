@@ -48,17 +48,17 @@ class DataFree:
             return self.head(unit, Statistics())
         record: Record = {}
         tensors = sorted(unit.tensors, key=_by_strips)  # matrices in strips are the last, in one go
-        told = _told(tensors)
-        with BackgroundTask(self.rounding.workers) as behind:
-            for tensor in islice(told, len(tensors) - sum(map(_by_strips, tensors))):
+        reported = _with_progress(tensors)
+        with BackgroundTask(self.rounding.workers) as background:
+            for tensor in islice(reported, len(tensors) - sum(map(_by_strips, tensors))):
                 if tensor.action is Action.KEEP:
-                    behind.do(partial(self.copy, tensor))
+                    background.do(partial(self.copy, tensor))
                 elif tensor.action is Action.QUANTIZE and tensor.name not in record.get(
                     "figures", {}
                 ):
-                    behind.wait()
+                    background.wait()
                     merge(record, self._whole(tensor))
-            merge(record, self._in_strips(told, behind))
+            merge(record, self._in_strips(reported, background))
         return record
 
     def _whole(self, tensor: TensorPlan) -> Record:
@@ -87,20 +87,22 @@ class DataFree:
         else:
             output.write_kept_rows(tensor, partial(source.rows, tensor))
 
-    def _in_strips(self, tensors: Iterable[TensorPlan], behind: BackgroundTask) -> Record:
-        """Round matrices to nearest strip by strip; write each, or all ``behind`` where a file does not hold rows."""
+    def _in_strips(self, tensors: Iterable[TensorPlan], background: BackgroundTask) -> Record:
+        """Round matrices to nearest strip by strip; write each strip, or the whole where a file does not hold rows."""
         record: Record = {}
         together: dict[str, Strips] = {}
-        matrices = (self._row_wise(tensor, behind, together) for tensor in tensors)
+        matrices = (self._row_wise(tensor, background, together) for tensor in tensors)
         with closing(round_rows(matrices, self.rounding.workers)) as done:
             for matrix, found in done:
                 merge(record, found)
                 if strips := together.pop(matrix.tensor.name, None):
-                    behind.do(partial(self.rounding.pack_and_write, matrix.tensor, strips.whole()))
+                    background.do(
+                        partial(self.rounding.pack_and_write, matrix.tensor, strips.whole())
+                    )
         return record
 
     def _row_wise(
-        self, tensor: TensorPlan, behind: BackgroundTask, together: dict[str, Strips]
+        self, tensor: TensorPlan, background: BackgroundTask, together: dict[str, Strips]
     ) -> RowWise:
         """Return how a matrix is rounded in strips; those that are written as one are put ``together`` by name."""
         scheme = tensor.scheme
@@ -112,7 +114,7 @@ class DataFree:
             return rounder_of(RTN).round_shared(weights, statistics, schemes, rounding)[tensor.name]
 
         def write(first: int, rows: QuantizedTensor) -> None:
-            behind.wait()
+            background.wait()
             (stored,) = tensor.stored
             packed = self.rounding.output.storage.pack(tensor, rows)[stored.name]
             self.rounding.output.write_rows(stored.name, first, packed)
@@ -126,7 +128,7 @@ class DataFree:
         return RowWise(tensor, rounded, read, write if tensor.by_rows else add, importance)
 
 
-def _told(tensors: list[TensorPlan]) -> Iterator[TensorPlan]:
+def _with_progress(tensors: list[TensorPlan]) -> Iterator[TensorPlan]:
     """Yield tensors, and tell where the work is."""
     for index, tensor in enumerate(tensors):
         tell(tensor.name, share=index / len(tensors))

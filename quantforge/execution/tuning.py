@@ -111,7 +111,7 @@ class Tuning:
                 part.restore()
             if name not in self._journal.done:
                 seed = self._planned.recipe.calibration.seed
-                self._block_done(stream.tune_block(part, self._read, seed, _told), start)
+                self._block_done(stream.tune_block(part, self._read, seed, _tell_share), start)
             stream.pass_result(part, self._read)
 
     def learn_missing(self, sample: Sample) -> None:
@@ -128,15 +128,15 @@ class Tuning:
         with phase("", sum(map(self._run.share, missing)), TUNE):
             if missing != [TUNE]:
                 with self.stream(sample) as stream:
-                    for tuned in stream.tune_blocks(self._read, self._has, seed, _told):
+                    for tuned in stream.tune_blocks(self._read, self._is_done, seed, _tell_share):
                         self._block_done(tuned, start)
             if whole := whole_epochs(self._planned.plan.tune):
                 with self.stream(sample) as stream:
-                    tuned = stream.tune(self._read, whole, seed, _told)
+                    tuned = stream.tune(self._read, whole, seed, _tell_share)
                     about = {"divergence": {"before": tuned.before, "after": tuned.after}}
                     self._done(TUNE, tuned.blocks, about, start)
 
-    def _has(self, index: int) -> bool:
+    def _is_done(self, index: int) -> bool:
         return tune_unit(index) in self._journal.done
 
     def _block_done(self, tuned: Tuned, start: float) -> None:
@@ -145,20 +145,20 @@ class Tuning:
 
     def _done(self, name: str, blocks: Sequence[TunedBlock], about: Record, start: float) -> None:
         """Keep what was learned in a unit, say in the journal that it is done, and write it."""
-        record = self._kept(name, blocks, about)
+        record = self._store_learned(name, blocks, about)
         self._journal.commit(name, record)
         self._write(name, record)
         self._run.report(name, record, start)
         self._settings.policy.check(self._run.events())
 
-    def _kept(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
+    def _store_learned(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
         """Keep what was learned of blocks beside the journal, and return the record of that."""
         record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": [], **about}
         values: list[Tensor] = []
         for block in blocks:
             if unit != TUNE:  # told of its block already
-                record["events"] += [event.to_json() for event in _blind(block)]
-            for name, value in self._changed(block, record):
+                record["events"] += [event.to_json() for event in _missed_experts(block)]
+            for name, value in self._changed_tensors(block, record):
                 record["tuned"].append(name)
                 record["sums"][name] = checksum(value, 0)
                 values.append(value.cpu().contiguous().reshape(-1).view(torch.uint8))
@@ -214,7 +214,7 @@ class Tuning:
 
         return Written(tensors, stored)
 
-    def _changed(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
+    def _changed_tensors(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
         """Return the stored tensors of a block that have changed, and note by how much."""
         found: list[tuple[str, Tensor]] = []
         for linear, tensor in self._run.tensors.quantized(block.part).items():
@@ -240,11 +240,11 @@ class Tuning:
         return found
 
 
-def _told(share: float, what: str) -> None:
+def _tell_share(share: float, what: str) -> None:
     tell(f"tuning, {what}", share=share)
 
 
-def _blind(block: TunedBlock) -> list[Event]:
+def _missed_experts(block: TunedBlock) -> list[Event]:
     """Return the event for experts of a block to which no token was sent while it learned."""
     if block.experts is None or not (missed := block.experts.missed):
         return []

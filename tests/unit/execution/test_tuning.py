@@ -247,13 +247,13 @@ def test_a_kill_before_the_results_are_written_loses_nothing(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     learned: list[str] = []
-    kept = tuning.Tuning._kept
+    kept = tuning.Tuning._store_learned
 
     def noted(self: Any, unit: str, *arguments: Any) -> Any:
         learned.append(unit)
         return kept(self, unit, *arguments)
 
-    monkeypatch.setattr(tuning.Tuning, "_kept", noted)
+    monkeypatch.setattr(tuning.Tuning, "_store_learned", noted)
     with monkeypatch.context() as patched:
         patched.setattr(tuning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
         with pytest.raises(StopError):
