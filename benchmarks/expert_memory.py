@@ -31,7 +31,7 @@ from quantforge.model import hidden_states
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration
-import quantforge.quantizers.gptq, quantforge.quantizers.strips, quantforge.formats.compressed_tensors
+import quantforge.quantizers.gptq, quantforge.quantizers.column_loops, quantforge.formats.compressed_tensors
 import numba, transformers.models.qwen3_moe.modeling_qwen3_moe
 
 def status(key):

@@ -29,7 +29,7 @@ from quantforge import verbs
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration
-import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.strips
+import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.column_loops
 import numba, quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
 
 def status(key):

@@ -6,20 +6,20 @@ one file and one record here.
 
 In this folder:
 
-    awq            AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
-    gptq           GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
-    hessian        The objective of GPTQ and of its refinement
-    pairs          Pairs of a producer and its readers
-    refine         Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    rotate         Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
-    rtn            Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
-    rtn_fallback   The last step of GPTQ: use what `rtn` writes with the same recipe
-    smooth         SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsity       Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
-    strip_kernels  The loops of `strips`, compiled by numba, each at its first call in a process
-    strips         The innermost loops of GPTQ and of its refinement, over the columns of a strip
-    guidance/      Guidance: gradients of the loss at the outputs of linears, which weight calibration tokens
-    tuning/        Tuning: fine-tune scales, gains of norms and codes of a rounded model
+    awq             AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
+    column_kernels  The loops of `column_loops`, compiled by numba, each at its first call in a process
+    column_loops    The innermost loops of GPTQ and of its refinement, over the columns of a chunk
+    gptq            GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
+    hessian         The objective of GPTQ and of its refinement
+    pairs           Pairs of a producer and its readers
+    refine          Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
+    rotate          Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
+    rtn             Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
+    rtn_fallback    The last step of GPTQ: use what `rtn` writes with the same recipe
+    smooth          SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    sparsity        Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
+    guidance/       Guidance: gradients of the loss at the outputs of linears, which weight calibration tokens
+    tuning/         Tuning: fine-tune scales, gains of norms and codes of a rounded model
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import side_by_side
 from quantforge.packers import fp4, packer_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import COMPILED_FROM, Rounded, rtn, strips
+from quantforge.quantizers import COMPILED_FROM, Rounded, column_loops, rtn
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorize
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.rtn_fallback import COMPARED, fall_back_to_rtn
@@ -50,7 +50,7 @@ from quantforge.scheme import Scheme
 ROWS = 1024  # that are rounded at a time
 WORKERS = 2  # parts at once, each of about five times its float32 size in memory
 PANEL = 256  # columns that share one product with all the columns before them
-STRIP = 32  # columns of a panel that share one product with those of the panel before them
+CHUNK = 32  # columns of a panel that share one product with those of the panel before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -71,7 +71,7 @@ class Solution:
         if width == 1:
             moved = self.terms / factor.root.diagonal().unsqueeze(1)
         else:
-            moved = strips.vector_targets(self.terms, factor.root, width)
+            moved = column_loops.vector_targets(self.terms, factor.root, width)
         return values.add_(moved[factor.order.argsort()].T)
 
     def of_rows(self, rows: slice) -> Solution:
@@ -185,12 +185,12 @@ def round_columns(
 ) -> Solution:
     """Round the columns of ``weight`` ``[out, in]`` in turn, with given ``parameters``.
 
-    Columns are processed in panels, and panels in strips, so that nearly all arithmetic is matrix products. ``keep``
+    Columns are processed in panels, and panels in chunks, so that nearly all arithmetic is matrix products. ``keep``
     returns the terms too, which are as large as the weight.
     """
     order, root = factor.order, factor.root
     width = GRIDS[scheme.grid].weights_per_code
-    loops, working = strips.loops_for(weight), strips.by_column(parameters)
+    loops, working = column_loops.loops_for(weight), column_loops.by_column(parameters)
     # Transposed and in processing order; a column holds W until it is rounded, then E.
     error = weight.new_empty(weight.T.shape)
     torch.index_select(weight.T, 0, order, out=error)
@@ -200,15 +200,15 @@ def round_columns(
     for start in range(0, len(order), PANEL):
         stop = min(start + PANEL, len(order))
         pull = matmul(root[:start, start:stop].T, error[:start])
-        for first in range(start, stop, STRIP):
-            strip = slice(first, min(first + STRIP, stop))
-            own = pull[strip.start - start : strip.stop - start]
-            addmm_(own, root[start:first, strip].T, error[start:first])
-            triangle, columns = root[strip, strip], order[strip]
-            term = torch.empty_like(own) if terms is None else terms[strip]
+        for first in range(start, stop, CHUNK):
+            chunk = slice(first, min(first + CHUNK, stop))
+            own = pull[chunk.start - start : chunk.stop - start]
+            addmm_(own, root[start:first, chunk].T, error[start:first])
+            triangle, columns = root[chunk, chunk], order[chunk]
+            term = torch.empty_like(own) if terms is None else terms[chunk]
             codes.append(
-                strips.round_strip(
-                    loops, error[strip], own, triangle, columns, term, working, scheme
+                column_loops.round_chunk(
+                    loops, error[chunk], own, triangle, columns, term, working, scheme
                 )
             )
             errors += term.square().sum(0, dtype=torch.float64)

@@ -23,13 +23,13 @@ from quantforge.grids import GRIDS
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.packers import packer_of
 from quantforge.packers.moments import Held
-from quantforge.quantizers import strips
+from quantforge.quantizers import column_loops
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import Scheme
 
 RUN = 256  # columns, at least, that share one product with the whole Hessian
 TOGETHER = 2  # sweeps that share that product: over a run, its groups' parameters and then its codes, twice
-STRIP = 32  # columns between two updates of the gradient of the run
+CHUNK = 32  # columns between two updates of the gradient of the run
 
 
 class Refinement:
@@ -47,9 +47,9 @@ class Refinement:
         self._refits = self.packer.refits(scheme, weight.shape[1])
         self._widest = self._refits[-1].columns  # that share a parameter
         self._width = GRIDS[scheme.grid].weights_per_code
-        self._loops = strips.loops_for(weight)
+        self._loops = column_loops.loops_for(weight)
         self._types = {key: value.dtype for key, value in parameters.items()}
-        self._parameters = strips.by_column(parameters)
+        self._parameters = column_loops.by_column(parameters)
         # Transposed, so that a column is contiguous.
         self._weight, self._codes = weight.T.contiguous(), codes.T.contiguous()
         self._error = torch.empty_like(self._weight)
@@ -86,22 +86,22 @@ class Refinement:
         gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for _ in range(times):
             gained += self._improve_parameters(gradient, hessian, start)
-            for first in range(0, stop - start, STRIP):
-                columns = slice(first, min(first + STRIP, stop - start))
-                strip = slice(start + columns.start, start + columns.stop)
+            for first in range(0, stop - start, CHUNK):
+                columns = slice(first, min(first + CHUNK, stop - start))
+                chunk = slice(start + columns.start, start + columns.stop)
                 block, slopes = hessian[columns, columns], gradient[columns]
-                weight, error = self._weight[strip], self._error[strip]
-                codes, change, fallen = strips.improve_strip(
+                weight, error = self._weight[chunk], self._error[chunk]
+                codes, change, fallen = column_loops.improve_chunk(
                     self._loops,
                     slopes,
                     block,
                     weight,
                     error,
-                    strip.start,
+                    chunk.start,
                     self._parameters,
                     self.scheme,
                 )
-                self._codes[self._of(strip)] = codes
+                self._codes[self._of(chunk)] = codes
                 gained += fallen
                 addmm_(gradient, hessian[:, columns], change, alpha=-1)
         return gained

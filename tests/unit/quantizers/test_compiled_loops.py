@@ -14,7 +14,7 @@ from quantforge.notation import parse
 from quantforge.numerics.threads import reproducible
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
-from quantforge.quantizers import Rounded, gptq, strips
+from quantforge.quantizers import Rounded, column_loops, gptq
 from quantforge.recipe import GptqOptions, Rounding
 
 SCHEMES = ["int4:g64:sym:f16", "int3:g32:asym:bf16", "int2:g64:sym:f32", "int8:row:asym:f16"]
@@ -67,10 +67,10 @@ def test_gptq_and_its_sweeps_choose_the_same_codes(
         )["w"]
 
     with monkeypatch.context() as patch:
-        patch.setattr(strips, "loops_for", lambda *_: None)
+        patch.setattr(column_loops, "loops_for", lambda *_: None)
         in_torch = rounded()
     arrays = rounded()
-    monkeypatch.setattr(strips, "COMPILED_FROM", 1)
+    monkeypatch.setattr(column_loops, "COMPILED_FROM", 1)
     compiled = rounded()
     assert torch.equal(compiled.tensor.codes, arrays.tensor.codes)
     for key, value in compiled.tensor.parameters.items():

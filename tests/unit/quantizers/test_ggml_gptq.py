@@ -10,7 +10,7 @@ from quantforge.notation import parse
 from quantforge.packers.ggml.blocks import from_blocks, to_blocks
 from quantforge.packers.ggml.grid import GRIDS
 from quantforge.packers.ggml.packer import fit
-from quantforge.quantizers import gptq, rtn, strips
+from quantforge.quantizers import column_loops, gptq, rtn
 from quantforge.quantizers.hessian import Objective
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import Rounding
@@ -87,10 +87,10 @@ def test_loops_of_numpy_and_compiled_ones_round_as_those_in_torch_do(grid, monke
     weight, hessian = problem()
     weight[3] = 0
     with monkeypatch.context() as patch:
-        patch.setattr(strips, "loops_for", lambda *_: None)
+        patch.setattr(column_loops, "loops_for", lambda *_: None)
         plain = rounded(gptq, grid, weight, hessian).tensor
     arrays = rounded(gptq, grid, weight, hessian).tensor
-    monkeypatch.setattr(strips, "COMPILED_FROM", 1)
+    monkeypatch.setattr(column_loops, "COMPILED_FROM", 1)
     found = rounded(gptq, grid, weight, hessian).tensor
     assert torch.equal(found.codes, arrays.codes)
     assert torch.equal(found.decode(), arrays.decode())

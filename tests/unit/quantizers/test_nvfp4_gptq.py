@@ -14,7 +14,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import fp4
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import gptq, rtn, strips
+from quantforge.quantizers import column_loops, gptq, rtn
 from quantforge.quantizers.hessian import Objective, factorize
 from quantforge.quantizers.refine import Refinement
 from quantforge.recipe import GptqOptions, Rounding
@@ -62,9 +62,9 @@ def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
 def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, hessian = problem()
     found = rounded(weight, hessian)
-    monkeypatch.setattr(strips, "COMPILED_FROM", 1)
+    monkeypatch.setattr(column_loops, "COMPILED_FROM", 1)
     compiled = rounded(weight, hessian)
-    monkeypatch.setattr(strips, "loops_for", lambda *_: None)
+    monkeypatch.setattr(column_loops, "loops_for", lambda *_: None)
     plain = rounded(weight, hessian)
     assert torch.equal(found.codes, compiled.codes)
     assert torch.equal(found.decode(), compiled.decode())

@@ -1,4 +1,4 @@
-"""The loops of `strips`, compiled by numba, each at its first call in a process.
+"""The loops of `column_loops`, compiled by numba, each at its first call in a process.
 
 All arrays are float32 ``[columns, rows]``, so that each innermost loop runs along rows: vector instructions.
 """
@@ -44,7 +44,7 @@ def place(target, scale, zero, offset, low, high, table, code, value):  # type: 
 
 @jit
 def round_points(error, pull, triangle, terms, codes, scales, zeros, offsets, low, high, table):  # type: ignore[no-untyped-def]
-    """Round a strip; see `strips.round_strip`."""
+    """Round a chunk; see `column_loops.round_chunk`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):
@@ -88,7 +88,7 @@ def improve_points(  # type: ignore[no-untyped-def]
     high,
     table,
 ):
-    """Move the codes of a strip; see `strips.improve_strip`."""
+    """Move the codes of a chunk; see `column_loops.improve_chunk`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):

@@ -1,10 +1,10 @@
-"""The innermost loops of GPTQ and of its refinement, over the columns of a strip: each changes the columns after it.
+"""The innermost loops of GPTQ and of its refinement, over the columns of a chunk: each changes the columns after it.
 
-A strip is processed in one of three ways, depending on its packer:
+A chunk is processed in one of three ways, depending on its packer:
 
 - If the packer returns `Points`, on a CPU: loops in numpy, or, for large matrices, compiled by numba
-  (`strip_kernels`). In torch each column takes a dozen small operations, most of which cost more to call than to
-  compute. The compiled loops keep a tile of rows in a core's cache until all columns of the strip are done, and are two
+  (`column_kernels`). In torch each column takes a dozen small operations, most of which cost more to call than to
+  compute. The compiled loops keep a tile of rows in a core's cache until all columns of the chunk are done, and are two
   to five times as fast, but compiling takes seconds in every process, which pays from `COMPILED_FROM` weights on. Both
   do the same float32 arithmetic and give the same bits (a test compares them); read those in numpy.
 - If a code stands for several columns, these are rounded at once, as a vector. With ``H + diag(ridge) = R R^T`` (see
@@ -53,9 +53,9 @@ def loops_for(weight: Tensor) -> Loops | None:
         return None
     if weight.numel() < COMPILED_FROM:
         return Loops(round_points, improve_points)
-    from quantforge.quantizers import strip_kernels  # numba takes a moment to import
+    from quantforge.quantizers import column_kernels  # numba takes a moment to import
 
-    return Loops(strip_kernels.round_points, strip_kernels.improve_points)
+    return Loops(column_kernels.round_points, column_kernels.improve_points)
 
 
 def by_column(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -66,7 +66,7 @@ def by_column(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def round_strip(
+def round_chunk(
     loops: Loops | None,
     error: Tensor,
     pull: Tensor,
@@ -76,7 +76,7 @@ def round_strip(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> Tensor:
-    """Round the columns of a strip in turn; each minimizes its own term of the error.
+    """Round the columns of a chunk in turn; each minimizes its own term of the error.
 
     Args:
         loops: as `loops_for` returns them.
@@ -101,7 +101,7 @@ def round_strip(
     return torch.cat(rounded(error, pull, triangle, columns.tolist(), terms, parameters, scheme), 1)
 
 
-def improve_strip(
+def improve_chunk(
     loops: Loops | None,
     slopes: Tensor,
     hessian: Tensor,
@@ -111,7 +111,7 @@ def improve_strip(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move each code of a strip in turn to its best value, given all other codes.
+    """Move each code of a chunk in turn to its best value, given all other codes.
 
     Args:
         loops: as `loops_for` returns them.
@@ -160,7 +160,7 @@ def _numpy(grid: Points) -> tuple[Any, ...]:
 
 
 class _Grid:
-    """The points of all columns of a strip; see `Points`."""
+    """The points of all columns of a chunk; see `Points`."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class _Grid:
 def round_points(
     error: Array, pull: Array, triangle: Array, terms: Array, codes: Array, *grid: Any
 ) -> None:
-    """Round a strip; see `round_strip`."""
+    """Round a chunk; see `round_chunk`."""
     points = _Grid(*grid)
     target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
     for j, mine in enumerate(error):
@@ -223,7 +223,7 @@ def improve_points(
     gained: Array,  # float64 [rows]
     *grid: Any,
 ) -> None:
-    """Move the codes of a strip; see `improve_strip`."""
+    """Move the codes of a chunk; see `improve_chunk`."""
     points = _Grid(*grid)
     target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
     for j, (slope, original, wrong) in enumerate(zip(gradient, weight, error, strict=True)):
