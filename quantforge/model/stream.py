@@ -248,6 +248,10 @@ class ModelStream:
         calls = {rows: found[index] for rows, found in self._calls.items()}
         return ShapeCalls(self._layout, calls)
 
+    def _is_read_later(self, index: int) -> bool:
+        """Return whether what a block returns is read by more than the next block."""
+        return self._replay is not None and self._replay.at(index + 1).remembers
+
     def _batches(self, index: int) -> Iterator[Batch]:
         passage = self._passage(index)
         for start, stop in self._spans():

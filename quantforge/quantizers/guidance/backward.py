@@ -116,7 +116,12 @@ class _BackwardStream(ModelStream):
                 refuse_experts(part)
             linears.append(part.own_linears)
             part.advance()
-            self._refuse_memory(part)
+            if self._is_read_later(part.index):  # gradients would come from there too
+                raise RefusedError(
+                    f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",
+                    "--method gptq, for instance, takes no gradients",
+                    tensor=part.name,
+                )
         gradients, labels = self._back_through_head(visit, seed)
         self._states.close()
         for start in reversed(range(0, count, step)):
@@ -213,16 +218,6 @@ class _BackwardStream(ModelStream):
                 side_by_side(meet, batch.rows())
         mixture.back(f"{part.name}.", visit)
         return mixture.known()
-
-    def _refuse_memory(self, part: BlockPart) -> None:
-        """Refuse a block whose output is read by more than the next block: gradients would come from there too."""
-        replay = self._replay
-        if replay is not None and replay.at(part.index + 1).remembers:
-            raise RefusedError(
-                f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",
-                "--method gptq, for instance, takes no gradients",
-                tensor=part.name,
-            )
 
     @staticmethod
     def _hand_over(

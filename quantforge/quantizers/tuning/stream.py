@@ -183,8 +183,7 @@ class TuningStream(ModelStream):
         self._refuse_memory(part)
 
     def _refuse_memory(self, part: BlockPart) -> None:
-        replay = self._replay
-        if replay is not None and replay.at(part.index + 1).remembers:
+        if self._is_read_later(part.index):
             raise RefusedError(
                 f"{part.name}: what it returns is read by more than the next block; tuning does not follow that",
                 without("--tune"),
@@ -344,7 +343,7 @@ def descend(
         told: called with the share that is done, and the least loss so far.
     """
     learned = [one for block in blocks for one in block.learned]
-    best, kept = before, Snapshot(blocks)
+    best, restore = before, _snapshot(blocks)
     count, each = rows
     generator = torch.Generator().manual_seed(seed)
     steps, step = epochs * -(-count // each), 0
@@ -359,26 +358,24 @@ def descend(
             told(step / steps, best)
         after = loss()
         if after < best:
-            best, kept = after, Snapshot(blocks)
+            best, restore = after, _snapshot(blocks)
         told(step / steps, best)
-    kept.restore()
+    restore()
     return best
 
 
-class Snapshot:
-    """A copy of everything that is learned of blocks."""
+def _snapshot(blocks: Sequence[TunedBlock]) -> Callable[[], None]:
+    """Copy everything that is learned of blocks; return a function that restores it."""
+    factors = [(one, one.factor.clone()) for block in blocks for one in block.learned]
+    codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
 
-    def __init__(self, blocks: Sequence[TunedBlock]) -> None:
-        """Copy the current values."""
-        self._learned = [(one, one.factor.clone()) for block in blocks for one in block.learned]
-        self._codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
+    def restore() -> None:
+        for learned, factor in factors:
+            learned.factor.copy_(factor)
+        for learned_codes, steps in codes:
+            learned_codes.restore(steps)
 
-    def restore(self) -> None:
-        """Restore the copied values."""
-        for one, factor in self._learned:
-            one.factor.copy_(factor)
-        for own, steps in self._codes:
-            own.restore(steps)
+    return restore
 
 
 def _of_row(gradients: Mapping[int, Tensor], row: int, _: Tensor) -> Tensor:
