@@ -136,21 +136,12 @@ class Asked(NamedTuple):
 
     def refuse(self, recipe: Recipe) -> None:
         """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
-        refuse_guide(
-            recipe.guide or 0,
-            self.words,
-            self.tensors,
-            self.matched,
-            everyone=recipe.calibration.experts == "all",
-        )
-        refuse_tune(
-            recipe.tune or 0,
-            self.words,
-            recipe.format,
-            self.tensors,
-            self.matched,
-            recipe.calibration.samples,
-        )
+        if recipe.guide:
+            everyone = recipe.calibration.experts == "all"
+            refuse_guide(recipe.guide, self.words, self.tensors, self.matched, everyone=everyone)
+        if recipe.tune:
+            rows = recipe.calibration.samples
+            refuse_tune(recipe.tune, self.words, recipe.format, self.tensors, self.matched, rows)
 
 
 def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]:

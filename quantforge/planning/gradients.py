@@ -66,12 +66,12 @@ def disk_bytes(
     matched: Matched,
     calibration: CalibrationOptions,
 ) -> int:
-    """Return the bytes that the backward pass takes on the disk, 0 without a guide.
+    """Return the bytes that the backward pass of a guide takes on the disk.
 
     These are the file of weights, the hidden states in front of some blocks (`guidance.backward`) and of one
     run of blocks between two of these, and the gradients.
     """
-    if not strips or matched.dimensions is None:
+    if matched.dimensions is None:
         return 0
     tokens, step = calibration.samples * calibration.length, 1 + math.isqrt(matched.blocks - 1)
     states = -(-matched.blocks // step) + step + 1
@@ -83,20 +83,12 @@ def disk_bytes(
     return FLOAT * math.ceil(tokens * (width + sent))
 
 
-def guide_notes(
-    strips: int,
-    tensors: Sequence[TensorPlan],
-    matched: Matched,
-    calibration: CalibrationOptions,
-) -> tuple[str, ...]:
-    """Say what a guide takes; nothing without one."""
-    if not strips:
-        return ()
+def guide_note(strips: int, calibration: CalibrationOptions, size: int) -> str:
+    """Say what a guide takes; ``size`` is its `disk_bytes`."""
     tokens = calibration.samples * calibration.length
-    size = disk_bytes(strips, tensors, matched, calibration)
     return (
         f"guide: a backward pass over {tokens:,} tokens first, {strips} Hessian(s) for each matrix;"
-        f" {size:,} bytes on the disk while it runs",
+        f" {size:,} bytes on the disk while it runs"
     )
 
 
@@ -113,7 +105,7 @@ def refuse_guide(
     """Refuse guided statistics where nothing takes them, or where gradients are not computed.
 
     Args:
-        strips: of output rows; 0 asks for no guide.
+        strips: of output rows.
         words: the transforms and the rounder.
         tensors: of the draft.
         matched: the model.
@@ -126,8 +118,6 @@ def refuse_guide(
             tokens pass experts that the router does not send them to.
         RefusedError: the model has experts that it does not compute in stacks.
     """
-    if not strips:
-        return
     said = option or f"--guide {strips}"
     if words[-1] != GPTQ:
         raise UsageError(
@@ -152,10 +142,8 @@ def epoch_passes(matched: Matched) -> int:
     return MIXED if any(kind.stacks for kind in matched.layers) else DENSE
 
 
-def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -> tuple[str, ...]:
-    """Say what tuning takes; nothing without it."""
-    if not epochs:
-        return ()
+def tune_note(epochs: int, calibration: CalibrationOptions, matched: Matched) -> str:
+    """Say what tuning takes."""
     tokens = calibration.samples * calibration.length
     many, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
     passes = f"{each}about as long as {epoch_passes(matched)} forward passes"
@@ -164,7 +152,7 @@ def tune_notes(epochs: int, calibration: CalibrationOptions, matched: Matched) -
         f"; then {whole} over the whole model, whose codes are in memory meanwhile" if whole else ""
     )
     codes = ", and six bytes more for each" if whole > 1 else ""
-    return (f"tune: {many} over {tokens:,} tokens, {passes}: one block after block{then}{codes}",)
+    return f"tune: {many} over {tokens:,} tokens, {passes}: one block after block{then}{codes}"
 
 
 def refuse_tune(
@@ -178,7 +166,7 @@ def refuse_tune(
     """Refuse tuning where nothing can be tuned, or where it is not known how.
 
     Args:
-        epochs: 0 asks for no tuning.
+        epochs: that are asked for.
         words: the transforms and the rounder.
         key: of the format.
         tensors: of the draft.
@@ -190,8 +178,6 @@ def refuse_tune(
         RefusedError: the model has experts that it does not compute in stacks, or a scheme has neither scales nor codes
             that could be tuned.
     """
-    if not epochs:
-        return
     said = f"--tune {epochs}"
     if (method := "+".join(words)) not in {GPTQ, AWQ_GPTQ}:
         raise UsageError(

@@ -41,7 +41,7 @@ from quantforge.planning.calibration_rows import (
 from quantforge.planning.draft import Draft
 from quantforge.planning.effort import Asked, apply_effort, chosen_method
 from quantforge.planning.embedding_choice import bytes_of, chosen_embedding
-from quantforge.planning.gradients import disk_bytes, guide_notes, tune_notes
+from quantforge.planning.gradients import disk_bytes, guide_note, tune_note
 from quantforge.planning.known_importance import compare_importance
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, left_behind, notes
@@ -151,18 +151,18 @@ def make_plan(
         *_family_events(matched, checkpoint),
         *coverage.events(tensors, matched.config),
     )
+    guide_bytes = disk_bytes(run.guide, tensors, matched, run.calibration) if run.guide else 0
     run_notes = [
         *own_text(run, matched),
         *(row_notes(run.calibration, checkpoint.path) if needs else ()),
         *(check_length(run.calibration, matched.config) if needs else ()),
-        *guide_notes(run.guide, tensors, matched, run.calibration),
-        *tune_notes(run.tune, run.calibration, matched),
+        *([guide_note(run.guide, run.calibration, guide_bytes)] if run.guide else []),
+        *([tune_note(run.tune, run.calibration, matched)] if run.tune else []),
     ]
     peak = peak_bytes(matched, tensors, run)
     _refuse_growth(checkpoint, tensors)
     source_bytes = sum(file.stat().st_size for file in checkpoint.opened.shards)
     written = bytes_of(files) + (tower.plan.size if tower else 0)
-    guide_bytes = disk_bytes(run.guide, tensors, matched, run.calibration)
     work = run_work(matched, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes)
     if measured:
         work = with_measuring(work, tensors, run.rows, measured)
