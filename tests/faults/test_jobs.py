@@ -37,9 +37,7 @@ recipe = {{method = "{method}", scheme = "{scheme}"}}
 format = "compressed-tensors"
 """
 MADE = {
-    "int4": ("gptq", "int4:g32:sym"),
     "int2": ("gptq", "int2:g32:sym"),
-    "awq": ("awq", "int4:g32:sym"),
     "plain": ("rtn", "int8:row:sym"),
 }
 DEADLINE = 240
@@ -56,7 +54,7 @@ def spec(model, tmp_path):
 
 
 def written(model, path):
-    """Write a release of five variants."""
+    """Write a release of three variants."""
     variants = (
         VARIANT.format(name=name, method=method, scheme=scheme)
         for name, (method, scheme) in MADE.items()
@@ -216,7 +214,7 @@ def test_variants_beyond_the_budget_are_left_out_by_name(spec, whole, tmp_path, 
     out = tmp_path / "out"
     made = json.loads((whole / "release.json").read_text())["variants"]
     sizes = {one["name"]: one["weight_bytes"] for one in made}
-    most = sorted(sizes.values())[2]
+    most = sorted(sizes.values())[1]
     for more in (("--dry-run",), ()):
         said = command(capsys, "release", spec, "-o", out, "--budget", f"{most}B", *more)
         assert said.code == 0

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from quantforge.cli import processes
 from quantforge.cli.app import main
@@ -36,12 +38,25 @@ ROOT = Path(__file__).parents[2]
 OPTIONS = ("--method", "gptq", "--bits", "4", "--head", "int8:row", *ROWS)
 
 
-def torchrun(model: Path, out: Path, count: int) -> subprocess.Popen[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count)]
-    return subprocess.Popen(
-        [*launch, "--standalone", "-m", "quantforge", "quantize", model, *OPTIONS, "--json", "-o", out],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
+def torchrun(words: tuple[object, ...], count: int, errors: Path) -> int:
+    """Start what torchrun starts, ranks included, as forks, which have the imports of this process."""
+
+    def work() -> None:
+        sys.argv = ["quantforge", *map(str, words)]
+        main()
+
+    def launch() -> None:
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, start_method="fork",
+            rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="x", local_addr="localhost",
+            monitor_interval=0.05,
+        )  # fmt: skip
+        try:
+            elastic_launch(config, work)()
+        except ChildFailedError as failed:
+            raise SystemExit(1) from failed
+
+    return forked(launch, errors)
 
 
 def rank(words: tuple[object, ...], place: Path, number: int) -> int:
@@ -68,17 +83,17 @@ def test_one_of_the_ranks_dies_and_the_same_command_goes_on_with_more_of_them(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command(capsys, "quantize", model, *OPTIONS, "-o", out.with_name("m")).code == 0
-    first = torchrun(model, out, 2)
+    words, errors = ("quantize", model, *OPTIONS, "--json", "-o", out), out.with_name("m.errors")
+    first = torchrun(words, 2, errors)
     units = out.parent / ".out.qf/units"
     deadline = time.monotonic() + 240
     while not [*units.glob("*/*.held")]:
-        assert first.poll() is None
+        assert os.waitpid(first, os.WNOHANG) == (0, 0), errors.read_text()
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    os.kill(children(first.pid)[0], signal.SIGKILL)
-    told = first.communicate()
-    assert first.returncode == 1, told
-    words = ("quantize", model, *OPTIONS, "--json", "-o", out)
+    os.kill(children(first)[0], signal.SIGKILL)
+    assert ended(first) == 1, errors.read_text()
+    errors.unlink()
     place = out.with_name("m.said")
     place.mkdir()
     again = [rank(words, place, number) for number in range(3)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
+import runpy
 import sys
 from base64 import b64decode, b64encode
 from dataclasses import replace
@@ -63,6 +63,15 @@ def refused(result: Path, keys: Path, match: str, key: str = "key.pub") -> None:
         check_signature(result, keys / key)
 
 
+def accepted_by_the_tool(*words: object) -> bool:
+    """Whether the command line of the library, in this process, accepts a signature."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["model_signing", "verify", "key", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("model_signing", run_name="__main__")
+    return not ended.value.code
+
+
 def test_a_signature_is_the_only_difference(signed: Path, model: Path, keys: Path) -> None:
     plain = signed.with_name("m")
     quantize(model, plain, recipe(bits=8))
@@ -83,10 +92,9 @@ def test_it_is_checked_by_verify_and_by_the_tool_of_the_library(
         assert wrong == ({"signature"} if code else set())
     document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
     assert "no key" in document["skipped"]["signature"]
-    tool = (sys.executable, "-m", "model_signing", "verify", "key", str(signed), "--signature",
-            str(signed / OF_DIRECTORY), "--public_key", str(keys / "key.pub"))  # fmt: skip
-    done = subprocess.run(tool, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    given = (signed, "--signature", signed / OF_DIRECTORY, "--public_key")
+    assert accepted_by_the_tool(*given, keys / "key.pub")
+    assert not accepted_by_the_tool(*given, keys / "other.pub")
 
 
 def test_every_change_is_found(signed: Path, keys: Path) -> None:
@@ -140,10 +148,8 @@ def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
         (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         refused(out, keys, "sig")
         (tmp_path / name).write_bytes(data)
-    tool = (sys.executable, "-m", "model_signing", "verify", "key", str(tmp_path), "--signature",
-            str(signature_of(out)), "--public_key", str(keys / "key.pub"), "--ignore_unsigned_files")  # fmt: skip
-    done = subprocess.run(tool, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    given = (tmp_path, "--signature", signature_of(out), "--public_key", keys / "key.pub")
+    assert accepted_by_the_tool(*given, "--ignore_unsigned_files")
     (tmp_path / "other.gguf.sig").write_bytes(signature_of(out).read_bytes())
     refused(tmp_path / "other.gguf", keys, "is not signed")
     quantize(model, out, GGUF, overwrite=True)

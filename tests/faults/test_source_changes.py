@@ -65,7 +65,6 @@ def editing(part: str, work: Callable[[], object]) -> Callable[[Progress], None]
 
 # Source, the tensor that is edited, and after which part.
 WEIGHTS = {
-    "the next block": ("m", "model.layers.0.mlp.down_proj.weight", "outer", recipe()),
     "the last block": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
     "a norm": ("m", "model.layers.1.input_layernorm.weight", "block 0", recipe()),
     "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", recipe("gptq")),
@@ -138,8 +137,10 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "LICENSE"])
-@pytest.mark.parametrize("part", ["outer", "block 1", "head"])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("tokenizer.json", "outer"), ("generation_config.json", "block 1"), ("LICENSE", "head")],
+)
 def test_side_files_are_those_that_were_digested(
     model: Path, tmp_path: Path, name: str, part: str
 ) -> None:

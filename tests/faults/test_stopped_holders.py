@@ -94,7 +94,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 @pytest.mark.parametrize(
     ("place", "name", "number"),
     [
-        further(release_module, "_lay_out", signal.SIGCONT), (variants, "carry_out", signal.SIGKILL),
+        further(release_module, "_lay_out", signal.SIGCONT), further(variants, "carry_out", signal.SIGKILL),
         (UnitOutput, "finish", signal.SIGKILL), (release_module, "_finish", signal.SIGCONT),
     ],
 )  # fmt: skip
@@ -142,7 +142,7 @@ def test_nothing_is_said_of_one_that_works(
         finish = release_module._finish
 
         def slowly(*given: Any) -> Any:
-            time.sleep(3)
+            time.sleep(1.5)
             return finish(*given)
 
         release_module._finish = slowly  # type: ignore[assignment]

@@ -40,7 +40,7 @@ def test_clocks_that_run_backward_change_nothing(
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
 
-@pytest.mark.parametrize("home", [None, "", "/nonexistent"])
+@pytest.mark.parametrize("home", [None, "/nonexistent"])
 def test_no_home_is_needed(
     home: str | None, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip

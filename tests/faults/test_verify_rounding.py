@@ -231,8 +231,9 @@ def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
     assert problems(halved, weight, inputs) != []
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("search", [True, False])
+@pytest.mark.parametrize(
+    ("text", "search"), [(text, at % 2 == 0) for at, text in enumerate(SCHEMES)]
+)
 def test_weights_of_three_values_are_in_order(text, search):
     """Plain rounding may lose nothing of them, where another scale of 8 bits loses a few percent."""
     weight, inputs = matrix()
