@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, llama
-from quantforge.architectures.declare import Mixer, attention, gated_mlp, linear, norms
+from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, linear, norms
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
@@ -34,9 +34,8 @@ GATED = replace(
 NORMS = (
     *llama.NORMS,
     *norms("pre_mlp_layernorm", "post_mlp_layernorm"),
-    *norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
+    *HEAD_NORMS,
 )
-DENSE: Mixer = gated_mlp(norm=Absorber(Absorbs.NORM, "pre_mlp_layernorm"))
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:
@@ -50,7 +49,7 @@ ARCHITECTURE = replace(
     kinds=dense_or_sparse(
         NORMS,
         GATED,
-        dense=DENSE,
+        dense=gated_mlp(norm=Absorber(Absorbs.NORM, "pre_mlp_layernorm")),
         sparse=(
             router("mlp.router.gate", correction="mlp.expert_bias"),
             experts_one_by_one("inner"),
@@ -77,3 +76,4 @@ ARCHITECTURE = replace(
     windows=WindowRule(width=1024, period=4, period_key="global_attn_every_n_layers"),
     gguf=None,
 )
+FAMILIES = {"afmoe": ARCHITECTURE}

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, llama
-from quantforge.architectures.declare import attention, layer, norms, plain_mlp
+from quantforge.architectures.declare import HEAD_NORMS, attention, layer, norms, plain_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
 
 ACTIVATION = tuple(Parameter(f"mlp.act_fn.{name}", ("1",)) for name in ("alpha_p", "alpha_n"))
@@ -15,7 +15,7 @@ ARCHITECTURE = replace(
     kinds=(
         layer(
             norms("attention_layernorm", "feedforward_layernorm"),
-            norms("self_attn.q_norm", "self_attn.k_norm", dimension="head"),
+            HEAD_NORMS,
             ACTIVATION,
             CONSTANTS,
             attention("attention_bias", norm=Absorber(Absorbs.NORM, "attention_layernorm")),
@@ -27,3 +27,4 @@ ARCHITECTURE = replace(
     graph=DecoderGraph(before_attention="attention_layernorm", before_mlp="feedforward_layernorm"),
     gguf=None,
 )
+FAMILIES = {"apertus": ARCHITECTURE}

@@ -19,3 +19,4 @@ ARCHITECTURE = replace(
         scalings=WITH_TABLE,
     ),
 )
+FAMILIES = {"arcee": ARCHITECTURE}

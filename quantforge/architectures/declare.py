@@ -53,17 +53,22 @@ def norms(*names: str, dimension: str = "hidden", bias: bool = False) -> tuple[P
     return tuple(Parameter(f"{name}.{kind}", (dimension,)) for name in names for kind in kinds)
 
 
+def outer(norm: str = "model.norm", *, bias: bool = False) -> tuple[Parameter, ...]:
+    """Declare what lies outside of the blocks of a llama: the embedding, the last norm and the head."""
+    return (
+        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
+        *norms(norm, bias=bias),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    )
+
+
+HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 # Norms over all heads of q, and of k, at once.
 NORMS_OF_ALL = (
     *norms("self_attn.q_norm", dimension="q"),
     *norms("self_attn.k_norm", dimension="kv"),
 )
-# Of a llama with LayerNorms: what lies outside of its blocks, and the norms before the halves of a block.
-LAYER_NORM_OUTER = (
-    Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-    *norms("model.norm", bias=True),
-    Parameter("lm_head.weight", ("vocab", "hidden")),
-)
+# Before the halves of a block of a llama with LayerNorms.
 LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
 

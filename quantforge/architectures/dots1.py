@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import glm4_moe, qwen3
+from quantforge.architectures import glm, qwen3
 from quantforge.architectures.declare import attention, gated_mlp
-from quantforge.architectures.deepseek_v3 import GGUF, MIXTURE
+from quantforge.architectures.deepseek import GGUF, MIXTURE
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import dense_or_sparse
 
 ARCHITECTURE = replace(
-    glm4_moe.ARCHITECTURE,
+    glm.GLM4_MOE,
     model_type="dots1",
     kinds=dense_or_sparse(
         qwen3.NORMS, attention("attention_bias"), dense=gated_mlp(), sparse=MIXTURE
@@ -29,3 +29,4 @@ ARCHITECTURE = replace(
     gguf=replace(GGUF, arch="dots1", equal=(("kv", "q"),), graph={"tie_word_embeddings": False}),
     windows=WindowRule(width=4096, start=("max_window_layers", 62)),
 )
+FAMILIES = {"dots1": ARCHITECTURE}

@@ -7,14 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import llama, olmo2
-from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures import llama, olmo
+from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
 
 _WINDOWED = 64  # layers of the release with windows
-HEAD_NORMS = norms("self_attn.q_norm", "self_attn.k_norm", dimension="head")
 
 
 def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -34,7 +33,7 @@ def restated(keys: Keys) -> dict[str, Any]:
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="exaone4",
-    kinds=(layer(olmo2.NORMS, HEAD_NORMS, attention(norm=None), gated_mlp(norm=None)),),
+    kinds=(layer(olmo.NORMS, HEAD_NORMS, attention(norm=None), gated_mlp(norm=None)),),
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "rms_norm_eps": 1e-5},
     graph=DecoderGraph(
         before_attention="",
@@ -54,3 +53,4 @@ ARCHITECTURE = replace(
     ),
     windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern", idle=True),
 )
+FAMILIES = {"exaone4": ARCHITECTURE}

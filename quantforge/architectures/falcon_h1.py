@@ -7,7 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, LayerKind
-from quantforge.architectures.declare import Mixer, attention, gated_mlp, layer, norms, side_by_side
+from quantforge.architectures.declare import (
+    Mixer,
+    attention,
+    gated_mlp,
+    layer,
+    norms,
+    outer,
+    side_by_side,
+)
 from quantforge.architectures.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.errors import InputError
@@ -65,7 +73,7 @@ def width(config: Mapping[str, Any]) -> int:
 ARCHITECTURE = replace(
     LLAMA,
     model_type="falcon_h1",
-    outer=(LLAMA.outer[0], *norms("model.final_layernorm"), LLAMA.outer[-1]),
+    outer=outer("model.final_layernorm"),
     kinds=(_kind(NORMED), _kind(BARE)),
     kind_of=kinds,
     final_norm="model.final_layernorm",
@@ -93,3 +101,4 @@ ARCHITECTURE = replace(
         "mamba_rms_norm": False,
     },
 )
+FAMILIES = {"falcon_h1": ARCHITECTURE}

@@ -673,3 +673,4 @@ ARCHITECTURE = Architecture(
     replayed=(INPUT_WIDTH, SHARING),
     windows=WindowRule(width=512, period=PERIOD, full_last=True),
 )
+FAMILIES = {"gemma4": ARCHITECTURE, "gemma4_text": ARCHITECTURE}

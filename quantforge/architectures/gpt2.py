@@ -1,9 +1,13 @@
-"""GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head.
+"""GPT-1 and GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head.
 
-Old checkpoints leave out the ``transformer.`` prefix and carry the causal mask as tensors. Nothing absorbs a scale of
-the second MLP matrix: GELU lies between.
+Old checkpoints of GPT-2 leave out the ``transformer.`` prefix and carry the causal mask as tensors. Nothing absorbs a
+scale of the second MLP matrix: GELU lies between. The norms of GPT-1 come after the halves of a layer, on the residual,
+so that they absorb nothing.
 """
 
+from __future__ import annotations
+
+from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import (
@@ -32,7 +36,7 @@ def restated(keys: Keys) -> dict[str, Any]:
     }
 
 
-ARCHITECTURE = Architecture(
+GPT2 = Architecture(
     model_type="gpt2",
     blocks="transformer.h",
     outer=(
@@ -95,3 +99,40 @@ ARCHITECTURE = Architecture(
         restated=restated,
     ),
 )
+
+
+GPT1 = replace(
+    GPT2,
+    model_type="openai-gpt",
+    outer=(
+        Parameter("transformer.tokens_embed.weight", ("vocab", "hidden")),
+        Parameter("transformer.positions_embed.weight", ("positions", "hidden")),
+        Parameter("lm_head.weight", ("vocab", "hidden")),
+    ),
+    kinds=(
+        replace(
+            GPT2.kinds[0],
+            inputs=tuple(
+                shared if shared.heads else replace(shared, absorber=None)
+                for shared in GPT2.kinds[0].inputs
+            ),
+            states=None,  # transformers has no cache for it
+            returned=1,
+        ),
+    ),
+    embedding="transformer.tokens_embed",
+    final_norm="",
+    requires={},
+    defaults={
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_positions": 512,
+        "vocab_size": 40478,
+        "tie_word_embeddings": True,
+    },
+    gguf=None,
+)
+
+
+FAMILIES = {"gpt2": GPT2, "openai-gpt": GPT1}

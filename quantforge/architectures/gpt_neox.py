@@ -65,3 +65,4 @@ ARCHITECTURE = Architecture(
         side_by_side="use_parallel_residual",
     ),
 )
+FAMILIES = {"gpt_neox": ARCHITECTURE}

@@ -79,3 +79,4 @@ ARCHITECTURE = replace(
     fused_attention=False,
     windows=WindowRule(width=128, period=2),
 )
+FAMILIES = {"gpt_oss": ARCHITECTURE}

@@ -19,3 +19,4 @@ ARCHITECTURE = replace(
     graph=DecoderGraph(neighbours=True),
     gguf=None,
 )
+FAMILIES = {"helium": ARCHITECTURE}

@@ -1,7 +1,7 @@
 """Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP."""
 
-from quantforge.architectures import Architecture, Parameter
-from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures import Architecture
+from quantforge.architectures.declare import attention, gated_mlp, layer, norms, outer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, Family
 
@@ -9,11 +9,7 @@ NORMS = norms("input_layernorm", "post_attention_layernorm")
 ARCHITECTURE = Architecture(
     model_type="llama",
     blocks="model.layers",
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *norms("model.norm"),
-        Parameter("lm_head.weight", ("vocab", "hidden")),
-    ),
+    outer=outer(),
     kinds=(layer(NORMS, attention("attention_bias"), gated_mlp("mlp_bias")),),
     embedding="model.embed_tokens",
     head="lm_head",
@@ -27,3 +23,4 @@ ARCHITECTURE = Architecture(
         scalings=WITH_TABLE,
     ),
 )
+FAMILIES = {"llama": ARCHITECTURE}

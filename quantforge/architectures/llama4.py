@@ -242,3 +242,4 @@ ARCHITECTURE = replace(
     },
     projector={"llama4": projector},
 )
+FAMILIES = {"llama4": ARCHITECTURE, "llama4_text": ARCHITECTURE}

@@ -8,7 +8,7 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import NORMS_OF_ALL, attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.llama_cpp import SIGMOID, Family
-from quantforge.architectures.mixtral import STORED, STORED_NAMES
+from quantforge.architectures.mistral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
 from quantforge.errors import InputError
 
@@ -71,3 +71,4 @@ ARCHITECTURE = replace(
         names={f"mlp.{CORRECTION}": "exp_probs_b.bias"},
     ),
 )
+FAMILIES = {"minimax_m2": ARCHITECTURE}

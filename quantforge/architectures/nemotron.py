@@ -3,19 +3,13 @@
 from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, llama
-from quantforge.architectures.declare import (
-    LAYER_NORM_OUTER,
-    LAYER_NORMS,
-    attention,
-    layer,
-    plain_mlp,
-)
+from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="nemotron",
-    outer=LAYER_NORM_OUTER,
+    outer=outer(bias=True),
     kinds=(
         layer(
             LAYER_NORMS,
@@ -35,3 +29,4 @@ ARCHITECTURE = replace(
         graph={"tie_word_embeddings": False},
     ),
 )
+FAMILIES = {"nemotron": ARCHITECTURE}

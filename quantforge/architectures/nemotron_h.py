@@ -172,3 +172,4 @@ ARCHITECTURE = replace(
         "layers_block_type": ["mamba", "moe", "attention", "mlp"],
     },
 )
+FAMILIES = {"nemotron_h": ARCHITECTURE}

@@ -67,3 +67,4 @@ ARCHITECTURE = Architecture(
     },
     defaults={"tie_word_embeddings": True},
 )
+FAMILIES = {"opt": ARCHITECTURE}

@@ -56,3 +56,4 @@ ARCHITECTURE = Architecture(
         bias_keys={},
     ),
 )
+FAMILIES = {"phi": ARCHITECTURE}

@@ -58,3 +58,4 @@ ARCHITECTURE = replace(
         restated=restated,
     ),
 )
+FAMILIES = {"phi3": ARCHITECTURE}

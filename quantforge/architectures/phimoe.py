@@ -5,7 +5,7 @@ from dataclasses import replace
 from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import LAYER_NORMS, attention, layer, linear, norms
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.mixtral import STORED, STORED_NAMES
+from quantforge.architectures.mistral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
 
 ARCHITECTURE = replace(
@@ -36,3 +36,4 @@ ARCHITECTURE = replace(
     windows=WindowRule(every=True, listed=False),
     gguf=None,
 )
+FAMILIES = {"phimoe": ARCHITECTURE}

@@ -19,3 +19,4 @@ ARCHITECTURE = replace(
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
     gguf=Family("seed_oss", biases=QKV_BIASES, class_name="SeedOssForCausalLM"),
 )
+FAMILIES = {"seed_oss": ARCHITECTURE}

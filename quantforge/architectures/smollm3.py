@@ -48,3 +48,4 @@ ARCHITECTURE = replace(
         restated=restated,
     ),
 )
+FAMILIES = {"smollm3": ARCHITECTURE}

@@ -11,12 +11,12 @@ from typing import Any
 
 from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import (
-    LAYER_NORM_OUTER,
     LAYER_NORMS,
     attention,
     gated_mlp,
     layer,
     norms,
+    outer,
     side_by_side,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
@@ -39,15 +39,9 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="stablelm",
-    outer=LAYER_NORM_OUTER,
+    outer=outer(bias=True),
     kinds=(
-        layer(
-            LAYER_NORMS,
-            HEAD_NORMS,
-            ATTENTION,
-            MLP,
-            name="one after the other",
-        ),
+        layer(LAYER_NORMS, HEAD_NORMS, ATTENTION, MLP, name="one after the other"),
         layer(
             norms("input_layernorm", bias=True),
             HEAD_NORMS,
@@ -78,3 +72,4 @@ ARCHITECTURE = replace(
         bias_keys={"use_qkv_bias": "attn_q.bias"},
     ),
 )
+FAMILIES = {"stablelm": ARCHITECTURE}

@@ -3,13 +3,7 @@
 from dataclasses import replace
 
 from quantforge.architectures import llama
-from quantforge.architectures.declare import (
-    LAYER_NORM_OUTER,
-    LAYER_NORMS,
-    attention,
-    layer,
-    plain_mlp,
-)
+from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
@@ -17,13 +11,9 @@ from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="starcoder2",
-    outer=LAYER_NORM_OUTER,
+    outer=outer(bias=True),
     kinds=(
-        layer(
-            LAYER_NORMS,
-            attention("use_bias"),
-            plain_mlp("use_bias", names=("c_fc", "c_proj")),
-        ),
+        layer(LAYER_NORMS, attention("use_bias"), plain_mlp("use_bias", names=("c_fc", "c_proj"))),
     ),
     defaults={
         "num_key_value_heads": 2,
@@ -44,3 +34,4 @@ ARCHITECTURE = replace(
     ),
     windows=WindowRule(every=True, listed=False),
 )
+FAMILIES = {"starcoder2": ARCHITECTURE}

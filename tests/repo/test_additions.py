@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.architectures import MODEL_TYPES
+from quantforge.architectures import families
 from quantforge.errors import UsageError
 from quantforge.evaluation.evaluate import compare_models
 from quantforge.formats import FORMATS
@@ -21,7 +21,7 @@ from quantforge.verification.verify import verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
 from tests.runs import copied, quantize, recipe
-from tests.toys import halving, squares
+from tests.toys import halving, hyperclovax as hyperclovax_family, squares
 
 
 def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,7 +71,7 @@ def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     wanted = recipe("awq+gptq", scheme="int8:g32:sym")
     derived = verbs.plan(str(hyperclovax), wanted)
     assert any("hyperclovax as derived from" in note for note in derived.notes)
-    monkeypatch.setitem(MODEL_TYPES, "hyperclovax", "tests.toys.hyperclovax")
+    monkeypatch.setitem(families(), "hyperclovax", hyperclovax_family.ARCHITECTURE)
     plan = verbs.plan(str(hyperclovax), wanted)
     assert any("as declared for hyperclovax" in note for note in plan.notes)
     assert plan.tensors == derived.tensors

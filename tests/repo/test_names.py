@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib import import_module
 
 import pytest
 
-from quantforge.architectures import MODEL_TYPES
+from quantforge.architectures import FILES
 from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.quantizers import METHODS
@@ -29,8 +30,7 @@ TABLES = {
 }
 # Folder (of formats: module): the names that it uses, and why. This list may only become shorter.
 EXCEPTIONS: dict[str, tuple[str, str]] = {
-    "architectures": ("llama mistral3", "llama.cpp's names of mistral and mixtral, and of ministral3; transformers' of"
-                      " mistral and ministral3 with their tower"),
+    "architectures": ("llama", "llama.cpp's name of mistral and mixtral"),
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
     "formats.declared_quantization": ("awq compressed-tensors gptq",
                                       "files that first tools wrote name no method; each spells exceptions in its way"),
@@ -56,11 +56,17 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
+def family_files() -> dict[str, str]:
+    """The module that declares each family."""
+    files = [f"quantforge.architectures.{file}" for file in FILES]
+    return {name: file for file in files for name in import_module(file).FAMILIES}
+
+
 def homes() -> dict[str, tuple[str, ...]]:
     """The modules in which each name may stand, by name: some are names of two things."""
     found: dict[str, tuple[str, ...]] = defaultdict(tuple)
     for kind, own in (
-        ("family", MODEL_TYPES),
+        ("family", family_files()),
         ("format", FORMATS),
         ("method", {key: method.module for key, method in METHODS.items()}),
         ("grid", {key: grid.packer for key, grid in GRIDS.items()}),

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from quantforge.architectures import MODEL_TYPES, Architecture, architecture_of
+from quantforge.architectures import Architecture, architecture_of, families
 from quantforge.architectures.declare import WITHIN
 from quantforge.architectures.llama_cpp import Family
 from quantforge.errors import RefusedError
@@ -48,7 +48,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     declared = architecture_of(config)
     if declared is None or declared.gguf is None:
-        written = sorted(name for name in MODEL_TYPES if declared_of(name).gguf is not None)
+        written = sorted(name for name in families() if declared_of(name).gguf is not None)
         raise RefusedError(
             f"model_type {str(config.get('model_type', ''))!r}: not written as GGUF",
             f"written are {', '.join(written)}; --format compressed-tensors --method rtn takes any decoder",
@@ -63,15 +63,15 @@ def model_types_read() -> dict[str, str]:
     Of several families of one name, the first; of a model with towers, its text alone where that has its own type.
     """
     found: dict[str, str] = {}
-    for name in MODEL_TYPES:
+    for name in families():
         family = declared_of(name).gguf
-        if family is not None and family.class_name and f"{name}_text" not in MODEL_TYPES:
+        if family is not None and family.class_name and f"{name}_text" not in families():
             found.setdefault(family.arch, name)
     return found
 
 
 def declared_of(model_type: str) -> Architecture:
-    """Return the declarations of a family by its ``model_type``, one of `MODEL_TYPES`."""
+    """Return the declarations of a family by its ``model_type``, one of `families`."""
     found = architecture_of({"model_type": model_type})
     assert found is not None
     return found

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures import architecture_of, families
 from quantforge.architectures.architecture import matches
 from quantforge.architectures.projector import Projector, TokenRow, TowerTensor, Value
 from quantforge.checkpoint.files import read_object
@@ -166,7 +166,7 @@ def _declared(config: Mapping[str, Any]) -> Projector:
         )
     tower = _tower_of(config)
     if tower is None or not has_projector(config):
-        written = sorted(one for one in MODEL_TYPES if _tower_of({"model_type": one}))
+        written = sorted(one for one in families() if _tower_of({"model_type": one}))
         raise RefusedError(
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
             f"written are those of {', '.join(written)}; without {OPTION}, the language model alone",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.architectures import MODEL_TYPES, architecture_of, kimi_linear, lfm2, qwen3_next
+from quantforge.architectures import architecture_of, families, kimi, lfm2, qwen3_next
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
 from quantforge.checkpoint.reader import open_checkpoint
@@ -122,7 +122,7 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
     )
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", families())
 def test_declarations_are_consistent(model_type: str) -> None:
     architecture = architecture_of({"model_type": model_type})
     assert architecture is not None
@@ -432,7 +432,7 @@ def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: An
 # ---- hostile configurations
 
 
-@pytest.mark.parametrize("family", [kimi_linear.mixers, lfm2.kinds, qwen3_next.mixers])
+@pytest.mark.parametrize("family", [kimi.mixers, lfm2.mixers, qwen3_next.mixers])
 def test_kinds_of_layers_are_a_list_wherever_they_are_asked_for(family: Any) -> None:
     with pytest.raises(InputError, match="layer_types = 5"):
         family({"layer_types": 5})

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.architectures import MODEL_TYPES, architecture_of
+from quantforge.architectures import architecture_of, families
 from quantforge.architectures.cache_kinds import WORDS
 from quantforge.architectures.matched import Matched
 from quantforge.errors import InputError, RefusedError, UsageError
@@ -198,7 +198,7 @@ def test_windows_are_those_that_transformers_reads():
 
     asked = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     seen = 0
-    for name in sorted(MODEL_TYPES.keys() - {"kimi_k2"}):  # which has no class of its own
+    for name in sorted(families().keys() - {"kimi_k2"}):  # which has no class of its own
         for values in ({}, asked):
             default = AutoConfig.for_model(name).get_text_config(decoder=True)
             known = {key: value for key, value in values.items() if hasattr(default, key)}

@@ -1,7 +1,8 @@
-"""Kimi Linear: delta attention in three layers of four, latent attention in the others, experts after a dense layer.
+"""Kimi Linear, and Kimi K2.5 and later: a deepseek_v3 beside a vision tower (Kimi K2 is a deepseek_v3).
 
-Kimi delta attention is a gated delta net that forgets channel by channel. With the block's input ``h`` behind its norm,
-each of q, k and v behind a convolution over a few tokens of its own:
+Kimi Linear has delta attention in three layers of four, latent attention in the others, experts after a dense layer.
+Kimi delta attention is a gated delta net that forgets channel by channel. With the block's input ``h`` after its norm,
+each of q, k and v after a convolution over a few tokens of its own:
 
     q, k, v = silu(conv(W h));   b = sigmoid(W_b h);   g = -exp(A) softplus(W_fb W_fa h + dt)
     S = diag(exp(g)) S (1 - b k k^T) + b v k^T;   y = W_o (norm(S q) * sigmoid(W_gb W_ga h))
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from quantforge.architectures import (
@@ -21,12 +23,18 @@ from quantforge.architectures import (
     Absorbs,
     Parameter,
     SharedInput,
-    deepseek_v3,
+    deepseek,
     latent,
     llama,
 )
-from quantforge.architectures.architecture import SizePlace
-from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, gated_mlp, linear, norms
+from quantforge.architectures.declare import (
+    BEFORE_ATTENTION,
+    Mixer,
+    beside_towers,
+    gated_mlp,
+    linear,
+    norms,
+)
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.layer_kind import convolution, recurrent
 from quantforge.architectures.mixtures import (
@@ -37,6 +45,18 @@ from quantforge.architectures.mixtures import (
     shared_experts,
 )
 from quantforge.errors import InputError
+
+KIMI_K25 = beside_towers(
+    deepseek.DEEPSEEK_V3,
+    "kimi_k25",
+    (r"(model\.)?(vision_tower|mm_projector|multi_modal_projector)\..*",),
+    (
+        ("language_model.model.blocks.", "model.layers."),  # as transformers 5 writes them
+        ("language_model.", ""),
+        ("model.language_model.", "model."),
+    ),
+)
+
 
 LINEAR, FULL = "linear_attention", "full_attention"
 STORED = "block_sparse_moe"
@@ -138,21 +158,6 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
     return [FULL if index + 1 in full else LINEAR for index in layers]
 
 
-def heads(config: Mapping[str, Any]) -> int:
-    """Return the number of heads; errors as `_stated`."""
-    return _stated(config, "linear_num_heads")
-
-
-def head(config: Mapping[str, Any]) -> int:
-    """Return the width of a head; errors as `_stated`."""
-    return _stated(config, "linear_head_dim")
-
-
-def kernel(config: Mapping[str, Any]) -> int:
-    """Return how many tokens a convolution reads; errors as `_stated`."""
-    return _stated(config, "linear_conv_kernel_dim")
-
-
 def _stated(config: Mapping[str, Any], key: str) -> int:
     """Return a size, which published files state in a configuration of its own.
 
@@ -168,13 +173,8 @@ def _stated(config: Mapping[str, Any], key: str) -> int:
     return size
 
 
-SIZES: Mapping[str, SizePlace] = {
-    "kda_heads": heads,
-    "kda_head": head,
-    "kernel": kernel,
-}
-ARCHITECTURE = replace(
-    deepseek_v3.ARCHITECTURE,
+KIMI_LINEAR = replace(
+    deepseek.DEEPSEEK_V3,
     model_type="kimi_linear",
     kinds=tuple(
         kind
@@ -190,7 +190,9 @@ ARCHITECTURE = replace(
     prefixes=(("", ""), (f"model.layers.0.{STORED}.", "model.layers.0.mlp.")),
     sizes={
         **{key: place for key, place in latent.SIZES.items() if key != "q_rank"},
-        **SIZES,
+        "kda_heads": partial(_stated, key="linear_num_heads"),
+        "kda_head": partial(_stated, key="linear_head_dim"),
+        "kernel": partial(_stated, key="linear_conv_kernel_dim"),
         "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
         "inner": ("moe_intermediate_size",),
         "shared": ("num_shared_experts", "n_shared_experts"),
@@ -212,3 +214,6 @@ ARCHITECTURE = replace(
         "v_head_dim": 128,
     },
 )
+
+
+FAMILIES = {"kimi_k25": KIMI_K25, "kimi_linear": KIMI_LINEAR}

@@ -1,7 +1,10 @@
-"""Hunyuan (dense): a llama with an RMSNorm over each head of q and k, behind the rotation.
+"""Hunyuan: a llama with an RMSNorm over each head of q and k, after the rotation.
 
-Published models call the scaling of their positions dynamic, and state an ``alpha``: it changes the base alone.
+Mixtures have experts and a shared MLP in every layer. Published models call the scaling of their positions dynamic, and
+state an ``alpha``: it changes the base alone.
 """
+
+from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,9 +15,11 @@ from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.mixtures import experts_one_by_one, router, shared_experts
 from quantforge.errors import InputError
 
 HEAD_NORMS = norms("self_attn.query_layernorm", "self_attn.key_layernorm", dimension="head")
+GRAPH = DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_behind=True)
 
 
 def base(config: Mapping[str, Any]) -> float | None:
@@ -38,11 +43,53 @@ def base(config: Mapping[str, Any]) -> float | None:
     return float(theta * alpha ** (width / (width - 2)))
 
 
-ARCHITECTURE = replace(
+HUNYUAN_V1_DENSE = replace(
     llama.ARCHITECTURE,
     model_type="hunyuan_v1_dense",
     kinds=(layer(llama.NORMS, HEAD_NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"rms_norm_eps": 1e-5},
-    graph=DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_behind=True),
+    graph=GRAPH,
     gguf=Family("hunyuan-dense", class_name="HunYuanDenseV1ForCausalLM", base=base),
 )
+
+
+HUNYUAN_V1_MOE = replace(
+    llama.ARCHITECTURE,
+    model_type="hunyuan_v1_moe",
+    graph=replace(GRAPH, experts=True),
+    kinds=(
+        layer(
+            llama.NORMS,
+            HEAD_NORMS,
+            attention("attention_bias"),
+            router("mlp.gate.wg"),
+            experts_one_by_one("ffn"),
+            *shared_experts("ffn", module="mlp.shared_mlp"),
+        ),
+    ),
+    sizes={"experts": ("num_experts", "num_local_experts")},
+    defaults={
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "intermediate_size": 11008,
+        "num_experts": 1,
+        "moe_topk": 1,
+    },
+    gguf=Family(
+        "hunyuan-moe",
+        experts=True,
+        base=base,
+        used="moe_topk",
+        sizes={
+            "expert_feed_forward_length": "ffn",
+            "expert_shared_feed_forward_length": "ffn",
+        },
+        numbers={"expert_shared_count": 1},
+    ),
+)
+
+
+FAMILIES = {
+    "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
+    "hunyuan_v1_moe": HUNYUAN_V1_MOE,
+}

@@ -1,6 +1,8 @@
-"""DeepSeek 3 (and Kimi K2): latent attention; dense first layers, then experts with shared ones beside them.
+"""DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention; dense first layers, then experts with shared ones beside them.
 
-The published files hold layers behind the last one, which predict further tokens; they are kept as they are.
+DeepSeek 2 has a latent for queries in the large model only. In DeepSeek 3.2 attention reads the tokens that an indexer
+chooses. Published files of DeepSeek 3 hold layers after the last one, which predict further tokens; they are kept as
+they are.
 """
 
 from __future__ import annotations
@@ -11,10 +13,11 @@ from typing import Any
 
 from quantforge.architectures import LayerKind, latent, llama
 from quantforge.architectures.declare import Mixer, gated_mlp
-from quantforge.architectures.llama_cpp import SIGMOID, Family, own_epsilon
+from quantforge.architectures.llama_cpp import SIGMOID, SOFTMAX, Family, own_epsilon
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
+    listed,
     replaced_first,
     router,
     shared_experts,
@@ -142,7 +145,7 @@ LATENT_GGUF = replace(
 )
 
 
-ARCHITECTURE = replace(
+DEEPSEEK_V3 = replace(
     llama.ARCHITECTURE,
     model_type="deepseek_v3",
     kinds=layer_kinds(MIXTURE),
@@ -179,3 +182,85 @@ ARCHITECTURE = replace(
     gguf=LATENT_GGUF,
     unmapped={"kimi_k2": ""},  # transformers has no such model_type
 )
+
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v2",
+    kinds=layer_kinds(
+        (
+            router("mlp.gate"),
+            experts_one_by_one("inner"),
+            *shared_experts("shared*inner", bias="mlp_bias"),
+        ),
+        mlp_bias="mlp_bias",
+    ),
+    gguf=replace(
+        LATENT_GGUF,
+        numbers={  # transformers chooses among all experts, whatever their groups are
+            "leading_dense_block_count": "first_k_dense_replace",
+            "expert_gating_func": SOFTMAX,
+            "attention.q_lora_rank": "q_lora_rank",
+        },
+        graph={
+            **LATENT_GGUF.graph,
+            "scoring_func": "softmax",
+            "topk_method": "greedy",
+            "norm_topk_prob": False,
+        },
+        obstacle=of_latents,
+    ),
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "intermediate_size": 11008,
+        "moe_intermediate_size": 1407,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 0,
+        "num_experts_per_tok": None,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": False,
+        "n_group": None,
+        "topk_group": None,
+    },
+)
+
+
+INDEXED = "indexed_attention/"
+
+
+def indexed_kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as `listed`."""
+    return [INDEXED + kind for kind in listed(config)]
+
+
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
+    model_type="deepseek_v32",
+    kinds=dense_or_sparse(
+        llama.NORMS,
+        latent.latent_attention("attention_bias", indexer=True),
+        dense=gated_mlp(),
+        sparse=MIXTURE,
+        prefix=INDEXED,
+    ),
+    kind_of=indexed_kinds,
+    gguf=None,
+    sizes={**DEEPSEEK_V3.sizes, **latent.INDEXER_SIZES},
+    defaults={
+        **DEEPSEEK_V3.defaults,
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+    },
+)
+
+
+FAMILIES = {
+    "deepseek_v2": DEEPSEEK_V2,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
+    "kimi_k2": DEEPSEEK_V3,
+}
