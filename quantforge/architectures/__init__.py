@@ -78,7 +78,7 @@ from importlib import import_module
 from typing import Any
 
 from quantforge.architectures.architecture import Architecture
-from quantforge.architectures.draft_kinds import is_draft
+from quantforge.architectures.draft_heads import is_draft
 from quantforge.architectures.layer_kind import (
     Absorber,
     Absorbs,

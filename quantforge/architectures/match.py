@@ -15,44 +15,34 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, NamedTuple
 
 from quantforge.architectures import (
     Architecture,
     LayerKind,
     Parameter,
+    Place,
     architecture_of,
     text_config,
 )
 from quantforge.architectures.architecture import matches
 from quantforge.architectures.configuration import SAME, check_values, no_tie, tied
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.draft_heads import first_sibling, head_tensors, layers_of, match_draft
-from quantforge.architectures.draft_kinds import is_draft
-from quantforge.architectures.matched import (
-    FLOATS,
-    Declared,
-    Matched,
-    MatchedTensor,
-    Role,
-    holds_codes,
+from quantforge.architectures.draft_heads import (
+    EAGLE3,
+    EMBEDDING,
+    heads_of,
+    is_draft,
+    layers_of,
+    stored_names,
+    type_of,
 )
 from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.architectures.towers import BLOCK, lists_of
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
-
-__all__ = [
-    "MEASURED",
-    "Matched",
-    "MatchedTensor",
-    "Role",
-    "declared",
-    "match",
-    "needs_architecture",
-    "resolve_tied",
-]
 
 MEASURED = "with measured inputs or a measured KV cache"  # what needs declarations beside methods
 RULE = (
@@ -65,6 +55,140 @@ _NOT_LINEAR = re.compile(
     r"|(^|\.)\w*conv\w*\.weight$",  # a convolution over time
     re.IGNORECASE,
 )
+FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
+_INTEGERS = frozenset({"U8", "I8", "U16", "I16", "U32", "I32"})  # into which tools pack codes
+_TABLES = frozenset(
+    {"bias", "masked_bias", "position_ids", "token_type_ids", "tid2eid"}
+)  # of integers
+_SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+# Linears of EAGLE-3; those of a group read the same activation.
+_EAGLE3_GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",),
+)  # fmt: skip
+_MEDUSA_LINEAR = re.compile(
+    r"(?:medusa_heads?\.)?(?:(\d+)\.\d+\.linear|blocks\.(\d+)\.layers\.\d+)\.weight"
+)
+_MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(?:\d+\.\d+|lm_heads\.\d+)\.weight")
+
+
+def holds_codes(tensor: StoredTensor) -> bool:
+    """Return whether a stored tensor is packed: a float of fewer than 16 bits, or a matrix of integers but a table."""
+    if tensor.dtype in _INTEGERS:
+        return len(tensor.shape) > 1 and tensor.name.rpartition(".")[2] not in _TABLES
+    return tensor.dtype.startswith("F") and tensor.dtype not in FLOATS
+
+
+class Role(StrEnum):
+    """Roles of stored tensors."""
+
+    LINEAR = "linear"
+    EMBEDDING = "embedding"
+    HEAD = "head"
+    NORM = "norm"
+    BIAS = "bias"
+    OTHER = "other"
+    FOREIGN = "foreign"  # of another tower, or of a head that predicts further tokens
+
+
+class Declared(NamedTuple):
+    """Declarations of one model.
+
+    Attributes:
+        architecture: as derived.
+        names: the canonical name of each stored tensor that has a place in it.
+        turned: stored stacks of experts whose matrices are the transposed ones of the running model.
+    """
+
+    architecture: Architecture
+    names: Mapping[str, str]
+    turned: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedTensor:
+    """One stored tensor with its place in the model.
+
+    Attributes:
+        name: canonical name (that of the transformers model); of foreign tensors the stored one.
+        stored: name, type and shape in the checkpoint.
+        block: index of the decoder block, -1 outside.
+        shared: for linear weights the stored module name of the first linear that reads the same activation.
+        transposed: a linear weight stored ``[in_features, out_features]``.
+        expert: the number of the expert whose matrix it is, -1 for all others.
+        further: it is of a head that predicts further tokens; ``shared`` is stated of the linears among them.
+    """
+
+    name: str
+    stored: StoredTensor
+    role: Role
+    block: int = -1
+    shared: str = ""
+    transposed: bool = False
+    expert: int = -1
+    further: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """A checkpoint, understood.
+
+    Attributes:
+        architecture: the declarations, or None after the generic rule (then ``dimensions`` is None as well).
+        config: the configuration of the text tower.
+        layers: the kind of every decoder block, empty after the generic rule.
+        tensors: all that are kept, in the order of the checkpoint.
+        dropped: tensors left out, each with the pattern that says so.
+        tied: the output projection is the embedding.
+        tied_twice: it is, and the checkpoint stores it twice: see `resolve_tied`.
+        rule: how linears were found, as a sentence for `plan`.
+        draft: the kind of draft heads that it is, "" for a model.
+        by_name: the tensors by canonical name.
+    """
+
+    architecture: Architecture | None
+    model_type: str
+    config: Mapping[str, Any]
+    dimensions: Dimensions | None
+    tensors: tuple[MatchedTensor, ...]
+    layers: tuple[LayerKind, ...] = ()
+    dropped: tuple[tuple[StoredTensor, str], ...] = ()
+    tied: bool = False
+    tied_twice: bool = False
+    rule: str = ""
+    draft: str = ""
+    by_name: Mapping[str, MatchedTensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_name", {tensor.name: tensor for tensor in self.tensors})
+
+    @property
+    def blocks(self) -> int:
+        """Return the number of decoder blocks."""
+        return 1 + max((tensor.block for tensor in self.tensors), default=-1)
+
+    def block_name(self, index: int) -> str:
+        """Return the canonical name of a block, e.g. ``model.layers.3``."""
+        return f"{self.architecture.blocks if self.architecture else 'block'}.{index}"
+
+    def place(self, tensor: MatchedTensor) -> Place:
+        """Return where in the running model the matrix of an expert lies."""
+        block = self.block_name(tensor.block)
+        linear = tensor.name.removeprefix(f"{block}.").removesuffix(".weight")
+        return self.layers[tensor.block].place(linear, tensor.expert)
+
+    @property
+    def heads(self) -> tuple[MatchedTensor, ...]:
+        """Return the tensors of heads that predict further tokens, see `quantforge.architectures.draft_heads`."""
+        return tuple(tensor for tensor in self.tensors if tensor.further)
+
+    @property
+    def foreign(self) -> tuple[MatchedTensor, ...]:
+        """Return the tensors of other towers and of heads that predict further tokens.
+
+        Their modules belong into the ignore list of a format.
+        """
+        return tuple(tensor for tensor in self.tensors if tensor.role is Role.FOREIGN)
 
 
 def match(
@@ -89,7 +213,7 @@ def match(
     _check_stored(stored := [*entries])
     if is_draft(config):
         _check_codes(stored)
-        return match_draft(config, stored)
+        return _match_draft(config, stored)
     architecture = found.architecture if found else architecture_of(config)
     if architecture is not None:
         architecture = architecture.as_held(tensor.name for tensor in stored)
@@ -97,14 +221,13 @@ def match(
     check_values(tower, declared=architecture is not None and not found)
     if architecture is None:
         _check_codes(stored)
-        return _matched_by_names(
-            tower, stored, f"model_type {config.get('model_type')!r} is not declared", config
-        )
+        reason = f"model_type {config.get('model_type')!r} is not declared"
+        return _matched_by_names(config, tower, stored, reason)
     try:
         architecture.require(tower)
     except InputError as refused:
         _check_codes(stored)
-        return _matched_by_names(tower, stored, refused.message, config)
+        return _matched_by_names(config, tower, stored, refused.message)
     return _declared(
         architecture.configured(tower), config, tower, stored, found.names if found else {}
     )
@@ -205,7 +328,7 @@ def _declared(
     derived = architecture.derived
     is_tied = derived.tied if derived else tied(tower, config, architecture.defaults)
     slots = _Slots(architecture, dimensions, tower, names)
-    heads = head_tensors(tower, dimensions.layers, stored)
+    heads = _head_tensors(tower, dimensions.layers, stored)
     found, dropped, problems = _partition(architecture, slots, stored, heads)
     head = f"{architecture.head}.weight"
     problems += [
@@ -437,25 +560,21 @@ def _role(item: Parameter, linears: Mapping[str, object], matrices: frozenset[st
 
 
 def _matched_by_names(
-    config: Mapping[str, Any],
-    stored: Iterable[StoredTensor],
-    reason: str,
-    whole: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any], tower: Mapping[str, Any], stored: list[StoredTensor], reason: str
 ) -> Matched:
     """Match the tensors of a model by their names alone.
 
     Args:
-        config: of the decoder.
+        config: of the checkpoint.
+        tower: of its decoder.
         stored: all tensors, those of other towers too.
         reason: why there is nothing better.
-        whole: configuration of the checkpoint, if it is another one than the decoder's.
     """
-    stored = list(stored)
-    heads = head_tensors(config, layers_of(config), stored)
+    heads = _head_tensors(tower, layers_of(tower), stored)
     names = {tensor.name for tensor in stored}
     own = [tensor for tensor in stored if tensor.name not in heads]
-    lists = lists_of(config if whole is None else whole, config, own)
-    spared = routers(config, {t.name: t.shape for t in own if lists.block(t.name) >= 0})
+    lists = lists_of(config, tower, own)
+    spared = routers(tower, {t.name: t.shape for t in own if lists.block(t.name) >= 0})
     tensors = []
     for tensor in stored:
         if tensor.name in heads:
@@ -464,16 +583,16 @@ def _matched_by_names(
         index = lists.block(tensor.name)
         other = tensor.name in spared or lists.elsewhere(tensor.name)
         role = Role.OTHER if other else _guessed_role(tensor, index >= 0)
-        shared = first_sibling(tensor.name, names) if role is Role.LINEAR else ""
+        shared = _first_sibling(tensor.name, names) if role is Role.LINEAR else ""
         tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))
     has_head = any(tensor.role is Role.HEAD for tensor in tensors)
     return Matched(
         architecture=None,
-        model_type=str(config.get("model_type", "")),
-        config=config,
+        model_type=str(tower.get("model_type", "")),
+        config=tower,
         dimensions=None,
         tensors=tuple(tensors),
-        tied=config.get("tie_word_embeddings") is True and not has_head,
+        tied=tower.get("tie_word_embeddings") is True and not has_head,
         rule=f"{reason}, so {RULE}",
     )
 
@@ -500,3 +619,93 @@ def _guessed_role(tensor: StoredTensor, in_block: bool) -> Role:
 def _of_norm(name: str) -> bool:
     """Return whether a stored tensor is of a norm itself; one with linears in it, or a block of that name, is none."""
     return "norm" in name.rpartition(".")[0].rpartition(".")[2].lower()
+
+
+def _first_sibling(name: str, names: Container[str]) -> str:
+    """Return the module of the first linear that reads what ``name`` reads, as far as names say so."""
+    parent, _, leaf = name.removesuffix(".weight").rpartition(".")
+    for siblings in _SIBLINGS:
+        if leaf in siblings:
+            leaf = next(word for word in siblings if f"{parent}.{word}.weight" in names)
+    return f"{parent}.{leaf}"
+
+
+def _head_tensors(
+    config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
+) -> dict[str, MatchedTensor]:
+    """Return the tensors of heads, as a match has them; arguments as of `heads_of`."""
+    stored = list(stored)
+    found = heads_of(config, layers, stored)
+    return {
+        tensor.name: MatchedTensor(
+            tensor.name,
+            tensor,
+            Role.FOREIGN,
+            further=True,
+            shared=_first_sibling(tensor.name, found) if found[tensor.name] else "",
+        )
+        for tensor in stored
+        if tensor.name in found
+    }
+
+
+def _match_draft(config: Mapping[str, Any], stored: list[StoredTensor]) -> Matched:
+    """Match the tensors of a directory of draft heads.
+
+    Raises:
+        InputError: it holds no linear, or lacks one that is known by its name.
+    """
+    kind = type_of(config)
+    tensors = tuple(_eagle3(stored) if kind == EAGLE3 else _medusa(stored))
+    if not any(tensor.role is Role.LINEAR for tensor in tensors):
+        raise InputError(
+            f"{kind} heads without a linear: no tensor has the name of one", "fetch them again"
+        )
+    return Matched(
+        architecture=None,
+        model_type=kind,
+        config=config,
+        dimensions=None,
+        tensors=tensors,
+        rule=f"{kind} heads: the linears of their layers are rounded, whatever else they hold is kept",
+        draft=kind,
+    )
+
+
+def _eagle3(stored: list[StoredTensor]) -> Iterator[MatchedTensor]:
+    roles = dict.fromkeys(stored_names(EMBEDDING), Role.EMBEDDING)
+    roles |= dict.fromkeys(stored_names("lm_head.weight"), Role.HEAD)
+    held = {tensor.name for tensor in stored}
+    shared: dict[str, str] = {}
+    for group in _EAGLE3_GROUPS:
+        found = [_held(f"{name}.weight", held) for name in group]
+        shared |= dict.fromkeys(found, found[0].removesuffix(".weight"))
+    for tensor in stored:
+        if tensor.name in shared:
+            yield MatchedTensor(tensor.name, tensor, Role.LINEAR, 0, shared[tensor.name])
+        else:
+            yield MatchedTensor(tensor.name, tensor, roles.get(tensor.name) or _rest(tensor))
+
+
+def _held(name: str, held: set[str]) -> str:
+    found = next((other for other in stored_names(name) if other in held), None)
+    if found is None:
+        raise InputError(f"{EAGLE3} heads: no tensor {name!r}", "fetch the directory again")
+    return found
+
+
+def _medusa(stored: list[StoredTensor]) -> Iterator[MatchedTensor]:
+    for tensor in stored:
+        if found := _MEDUSA_LINEAR.fullmatch(tensor.name):
+            module = tensor.name.removesuffix(".weight")
+            yield MatchedTensor(tensor.name, tensor, Role.LINEAR, int(found[1] or found[2]), module)
+        elif _MEDUSA_OUTPUT.fullmatch(tensor.name):
+            yield MatchedTensor(tensor.name, tensor, Role.HEAD)
+        else:
+            yield MatchedTensor(tensor.name, tensor, _rest(tensor))
+
+
+def _rest(tensor: StoredTensor) -> Role:
+    if "norm" in tensor.name:
+        return Role.NORM
+    return Role.BIAS if tensor.name.endswith(".bias") else Role.OTHER

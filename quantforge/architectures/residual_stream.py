@@ -16,7 +16,7 @@ from typing import NoReturn
 from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
-from quantforge.architectures.matched import Matched
+from quantforge.architectures.match import Matched
 from quantforge.errors import RefusedError
 
 _HINT = "leave it out: the rest of the method works without it"

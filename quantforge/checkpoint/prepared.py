@@ -18,7 +18,7 @@ from quantforge.checkpoint.safetensors import TensorEntry
 if TYPE_CHECKING:
     import torch
 
-    from quantforge.architectures.matched import Declared
+    from quantforge.architectures.match import Declared
 
 ADAPTER = "adapter"  # the subject of what is said of one that is merged as it is read
 KEPT_EXPERTS = "kept experts"  # likewise, where others are removed

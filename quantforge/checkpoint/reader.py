@@ -35,7 +35,7 @@ from quantforge_files import FileRole, roles
 if TYPE_CHECKING:
     import torch
 
-    from quantforge.architectures.matched import Declared
+    from quantforge.architectures.match import Declared
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization"  # the subject of what is said of a declaration that is left over, see `Checkpoint.facts`

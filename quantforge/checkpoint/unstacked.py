@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from quantforge.architectures import LayerKind, Place, architecture_of, text_config
-from quantforge.architectures.matched import Declared
+from quantforge.architectures.match import Declared
 from quantforge.architectures.towers import BLOCK
 from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint

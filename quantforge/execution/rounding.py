@@ -24,7 +24,7 @@ from quantforge.quantizers import Rounded, rounder_of
 from quantforge.settings import workers_of
 
 if TYPE_CHECKING:
-    from quantforge.architectures.matched import Matched
+    from quantforge.architectures.match import Matched
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.execute import RunInputs
     from quantforge.execution.unit_output import UnitOutput

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.draft_kinds import is_draft
+from quantforge.architectures.draft_heads import is_draft
 from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.architectures.towers import BLOCK
 from quantforge.checkpoint.hub import is_hub_name

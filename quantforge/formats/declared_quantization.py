@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.matched import Matched, Role, holds_codes
+from quantforge.architectures.match import Matched, Role, holds_codes
 from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError

@@ -27,7 +27,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import Architecture, text_config
-from quantforge.architectures.draft_kinds import EAGLE3
+from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.grids import PerGroup
 from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme, Scheme

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from quantforge.architectures import Architecture, LayerKind, Parameter
 from quantforge.architectures.architecture import Derivation
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.matched import Declared
+from quantforge.architectures.match import Declared
 from quantforge.architectures.routers import experts_of
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError, RefusedError

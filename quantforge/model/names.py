@@ -29,7 +29,7 @@ from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quantforge.architectures import Place, Stack
-from quantforge.architectures.matched import Matched, Role
+from quantforge.architectures.match import Matched, Role
 from quantforge.errors import InputError
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.draft_kinds import is_draft
+from quantforge.architectures.draft_heads import is_draft
 from quantforge.checkpoint.prepared import RUNNING, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry

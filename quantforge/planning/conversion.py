@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.configuration import SAME
-from quantforge.architectures.draft_kinds import is_draft, type_of
-from quantforge.architectures.matched import Matched, MatchedTensor, Role
+from quantforge.architectures.draft_heads import is_draft, type_of
+from quantforge.architectures.match import Matched, MatchedTensor, Role
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from quantforge.architectures.matched import Role
+from quantforge.architectures.match import Role
 from quantforge.architectures.routers import experts_of, routers
 from quantforge.architectures.towers import BLOCK
 from quantforge.events import Event

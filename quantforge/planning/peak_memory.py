@@ -26,8 +26,7 @@ from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
-from quantforge.architectures.match import Matched, Role, declared
-from quantforge.architectures.matched import MatchedTensor
+from quantforge.architectures.match import Matched, MatchedTensor, Role, declared
 from quantforge.model.statistics import EXPERT_TOKENS, Statistic
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.configuration import embedding_rows, untied
-from quantforge.architectures.draft_kinds import EAGLE3
+from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.architectures.expert_sets import check_experts
 from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.errors import InputError, RefusedError, UsageError

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from quantforge.architectures.draft_kinds import is_draft
+from quantforge.architectures.draft_heads import is_draft
 from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.draft_kinds import type_of
+from quantforge.architectures.draft_heads import type_of
 from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS

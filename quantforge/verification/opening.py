@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from quantforge.architectures.draft_kinds import type_of
+from quantforge.architectures.draft_heads import type_of
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
 from quantforge.checkpoint import fewer_parts

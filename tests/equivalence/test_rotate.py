@@ -19,8 +19,7 @@ from torch import Tensor
 
 from quantforge import verbs
 from quantforge.architectures import Parameter, architecture_of, families
-from quantforge.architectures.match import match
-from quantforge.architectures.matched import Role
+from quantforge.architectures.match import Role, match
 from quantforge.architectures.residual_stream import residual_stream
 from quantforge.checkpoint.prepared import ROTATION
 from quantforge.checkpoint.reader import Checkpoint, open_checkpoint

@@ -21,7 +21,8 @@ from quantforge.verification.verify import verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
 from tests.evaluations import options
 from tests.runs import copied, quantize, recipe
-from tests.toys import halving, hyperclovax as hyperclovax_family, squares
+from tests.toys import halving, squares
+from tests.toys import hyperclovax as hyperclovax_family
 
 
 def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

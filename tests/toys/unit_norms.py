@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.architectures import Absorbs
 from quantforge.architectures.configuration import untied
-from quantforge.architectures.match import match, needs_architecture
-from quantforge.architectures.matched import Matched
+from quantforge.architectures.match import Matched, match, needs_architecture
 from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.architectures.draft_kinds import KNOWN, draft_kind
-from quantforge.architectures.matched import FLOATS
+from quantforge.architectures.draft_heads import KNOWN, draft_kind
+from quantforge.architectures.match import FLOATS
 from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint
@@ -37,7 +37,7 @@ class HeadDirectory:
     """An opened directory of draft heads.
 
     Attributes:
-        kind: one of `quantforge.architectures.draft_kinds`.
+        kind: one of `quantforge.architectures.draft_heads`.
         config: its configuration; of nested ones, the parts side by side.
         checkpoint: its tensors.
         form: the format of its quantized linears.

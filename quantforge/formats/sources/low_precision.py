@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Mapping
 from importlib import import_module
 
-from quantforge.architectures.draft_kinds import is_draft, type_of
+from quantforge.architectures.draft_heads import is_draft, type_of
 from quantforge.checkpoint.previous_output import MANIFEST
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from quantforge.architectures.draft_kinds import EAGLE3
+from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.errors import InputError, UsageError
 from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.runtime.cache import CacheView

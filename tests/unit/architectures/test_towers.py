@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.architectures.match import match
-from quantforge.architectures.matched import Role
+from quantforge.architectures.match import Role, match
 from quantforge.plans import StoredTensor
 
 H = 64
