@@ -21,7 +21,6 @@ In this folder:
     dimensions       The sizes of a model, read from its configuration by every name that a family gives them
     dots1            dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them
     draft_heads      Draft heads: layers that guess further tokens, beside the decoder in a model's files
-    draft_kinds      Kinds of draft heads, told by a configuration
     ernie4_5         ERNIE 4.5: a llama that rotates neighbours, with one key for all biases, and a tied head
     exaone4          EXAONE 4: norms after the halves of a layer as in olmo2, norms over each head of q and k
     expert_sets      Experts of a checkpoint, checked as sets: as many as there should be, each of the same parts
@@ -45,7 +44,6 @@ In this folder:
     llama_cpp        Families as llama.cpp knows them: the name, what its graph takes for granted
     mamba2           Mamba-2 mixers as parts of layers: state spaces with one decay per head, read through a convolution
     match            Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
-    matched          A checkpoint, understood: every stored tensor with its place in the model
     minimax_m2       MiniMax M2: a mixtral with a correction of the router's scores, and norms over all heads of q
     mistral          Mistral, Ministral, Mixtral and Mistral Small 3
     mixtures         Mixtures of experts as parts of layers: routers, experts in every way in which files hold them
@@ -100,6 +98,7 @@ __all__ = [
     "SharedInput",
     "Stack",
     "architecture_of",
+    "decoder_family",
     "families",
     "text_config",
 ]
@@ -129,6 +128,12 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
     if found is None or is_draft(config):
         return None
     return found.decoders.get(str(text_config(config).get("model_type", "")), found)
+
+
+def decoder_family(model_type: str) -> Architecture | None:
+    """Return the declarations of a family whose blocks our own decoder computes; None for any other."""
+    found = architecture_of({"model_type": model_type})
+    return found if found is not None and found.own_graph is not None else None
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quantforge.architectures.draft_heads import layers_of
 from quantforge.architectures.routers import counts_experts, experts_of, is_named_router
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
@@ -21,7 +22,6 @@ _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
 _PARTS = frozenset({"moe_intermediate_size"})  # of which there may be one for each part
 _SHARED = re.compile(r"n(um)?_shared_experts")
 _KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 def has_single_experts(names: Iterable[str]) -> bool:
@@ -63,13 +63,13 @@ def _of_experts(config: Mapping[str, Any], stored: list[StoredTensor]) -> list[s
 
 
 def _of_kinds(config: Mapping[str, Any]) -> list[str]:
-    layers = next((config[key] for key in _LAYERS if key in config), 0)
+    layers = layers_of(config)
     problems = []
     for key in _KINDS:
         kinds = config.get(key)
         if not isinstance(kinds, list) or (key == "no_rope_layers" and not kinds):
             continue  # flags may be empty: the period counts then
-        if type(layers) is int and len(kinds) < layers:
+        if len(kinds) < layers:
             problems.append(f"{key} names {len(kinds)} layers of {layers}")
     return problems
 

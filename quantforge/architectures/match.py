@@ -631,10 +631,9 @@ def _first_sibling(name: str, names: Container[str]) -> str:
 
 
 def _head_tensors(
-    config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
+    config: Mapping[str, Any], layers: int, stored: list[StoredTensor]
 ) -> dict[str, MatchedTensor]:
     """Return the tensors of heads, as a match has them; arguments as of `heads_of`."""
-    stored = list(stored)
     found = heads_of(config, layers, stored)
     return {
         tensor.name: MatchedTensor(

@@ -36,13 +36,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
 from quantforge.evaluation.head import DivergenceSums, Head, checked_head
 from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.inner import inner
-from quantforge.runtime.decoder import decoder_family
 from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:
@@ -252,7 +252,7 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
 @contextmanager
 def _inner_by_tokens(model: PreTrainedModel, most: int) -> Iterator[None]:
     """Run the MLPs, the widest part of a block, over at most so many tokens of a long window at a time."""
-    family = decoder_family(model)
+    family = decoder_family(model.config.model_type)
     blocks: Any = model.get_submodule(family.blocks) if family is not None else ()
 
     def cut(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:

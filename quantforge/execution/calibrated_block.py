@@ -23,8 +23,8 @@ from quantforge.events import Event
 from quantforge.execution.journal import Record, merge
 from quantforge.execution.progress import tell
 from quantforge.execution.units import expert_unit
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.expert_statistics import ExpertStatistics
-from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics, of_inputs
 from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan

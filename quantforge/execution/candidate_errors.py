@@ -23,9 +23,9 @@ from torch import Tensor
 
 from quantforge.execution.guide import HESSIAN, observe_gradients, token_weights
 from quantforge.execution.progress import phase, tell
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.block import Weighed
 from quantforge.model.expert_statistics import ExpertStatistics
-from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.planning.gradients import quantized_linears

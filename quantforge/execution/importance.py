@@ -13,7 +13,7 @@ from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
 from quantforge.execution.progress import tell
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
-from quantforge.model.observe import Accumulator
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.known_importance import places, values_of
 from quantforge.planning.planner import Planned

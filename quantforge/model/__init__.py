@@ -2,6 +2,7 @@
 
 In this folder:
 
+    accumulator           Statistics of an activation
     block                 One decoder block with weights, and the calibration rows that pass it: observed, captured
     decoder_calls         Arguments of a text tower for rows with images: the whole model makes them
     derive                Derive the declarations of a model whose family has no file here
@@ -15,7 +16,6 @@ In this folder:
     loading               Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class           Class of transformers that a configuration names: a decoder of text
     names                 Names of tensors in files, and in the running model: one bridge
-    observe               Statistics of an activation
     passage               Passage of rows into a block: what reaches it
     running_form          A checkpoint in the form in which transformers runs it
     skeleton              A model without weights: stock transformers modules whose parameters take no memory

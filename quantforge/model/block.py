@@ -20,10 +20,10 @@ from quantforge.architectures import SharedInput
 from quantforge.architectures.architecture import Rows
 from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError, RefusedError
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.loading import empty
-from quantforge.model.observe import Accumulator
 from quantforge.model.passage import Call, Passage, states_of
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting

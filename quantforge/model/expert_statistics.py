@@ -24,8 +24,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.experts import TOGETHER, TOKENS, Experts
-from quantforge.model.observe import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.threads import one_thread, side_by_side
 

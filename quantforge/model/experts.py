@@ -26,6 +26,7 @@ from torch.nn import functional
 
 from quantforge.architectures import LayerKind, Place
 from quantforge.errors import InputError, RefusedError
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.expert_calls import (
     RoutedCall,
     arguments_of_one,
@@ -35,7 +36,6 @@ from quantforge.model.expert_calls import (
 )
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.loading import parameter
-from quantforge.model.observe import Accumulator
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.statistics import EXPERT_TOKENS
 from quantforge.numerics.function_mode import Function, FunctionMode

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
 from quantforge.grids import ScaleType
+from quantforge.model.accumulator import Accumulator
 from quantforge.model.block import BlockPart
-from quantforge.model.observe import Accumulator
 from quantforge.model.passage import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul

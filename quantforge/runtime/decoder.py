@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures import Architecture, architecture_of
+from quantforge.architectures import Architecture, decoder_family
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheRows, CacheShape, LayerScales, PagedCache
@@ -48,13 +48,8 @@ SHARED = frozenset({"table"})  # of a codebook: one for all rows
 def supports(model: PreTrainedModel) -> bool:
     """Return whether `Decoder` computes this model."""
     inner: Any = model.base_model
-    return decoder_family(model) is not None and set(kinds_of(inner.rotary_emb)) <= STATIC_ROTARY
-
-
-def decoder_family(model: PreTrainedModel) -> Architecture | None:
-    """Return the declarations of a model whose family has a record of its blocks, else None."""
-    found = architecture_of({"model_type": model.config.model_type})
-    return found if found is not None and found.own_graph is not None else None
+    family = decoder_family(model.config.model_type)
+    return family is not None and set(kinds_of(inner.rotary_emb)) <= STATIC_ROTARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, join: bool = True, scales: LayerScales | None = None
     ) -> None:
-        family = decoder_family(model)
+        family = decoder_family(model.config.model_type)
         if family is None or family.own_graph is None or not supports(model):
             raise RefusedError(
                 f"model_type {model.config.model_type!r} is not computed by the own decoder",

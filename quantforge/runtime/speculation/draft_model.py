@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
 from quantforge.notation import parse
 from quantforge.quantizers.rtn import quantized
-from quantforge.runtime.decoder import Decoder, decoder_family
+from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import Step
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import reason_to_decode
@@ -101,7 +102,7 @@ def lower_bits(model: PreTrainedModel, bits: str) -> PreTrainedModel:
     Raises:
         InputError: nothing can be rounded.
     """
-    family = decoder_family(model)
+    family = decoder_family(model.config.model_type)
     assert family is not None  # see `Decoder`
     scheme = parse(SCHEMES[bits])
     shared = {id(value): value for value in (*model.parameters(), *model.buffers())}
