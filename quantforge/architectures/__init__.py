@@ -24,7 +24,7 @@ In this folder:
     ernie4_5         ERNIE 4.5: a llama that rotates neighbours, with one key for all biases, and a tied head
     exaone4          EXAONE 4: norms after the halves of a layer as in olmo2, norms over each head of q and k
     expert_sets      Experts of a checkpoint, checked as sets: as many as there should be, each of the same parts
-    falcon_h1        Falcon H1: in every layer attention and a Mamba-2 mixer side by side behind one norm
+    falcon_h1        Falcon H1: in every layer attention and a Mamba-2 mixer side by side after one norm
     gemma            Gemma 1 to 3: a llama whose norms multiply by 1 + w, with a tied head
     gemma4           Gemma 4: heads of full layers are wider, the last layers read keys and values of earlier ones
     glm              GLM 4 (2024, 2025) and its mixtures, GLM 4.5 to 4.7
@@ -48,10 +48,10 @@ In this folder:
     mistral          Mistral, Ministral, Mixtral and Mistral Small 3
     mixtures         Mixtures of experts as parts of layers: routers, experts in every way in which files hold them
     nemotron         Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an MLP without gate
-    nemotron_h       Nemotron H (Nemotron Nano 2 and 3): every layer is one mixer behind a norm: Mamba-2, attention
+    nemotron_h       Nemotron H (Nemotron Nano 2 and 3): every layer is one mixer after a norm: Mamba-2, attention
     olmo             OLMo 1 to 3 and OLMoE
     opt              OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head
-    phi              Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm, biases everywhere
+    phi              Phi 1 and 2: attention and an MLP without gate side by side after one LayerNorm, biases everywhere
     phi3             Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
     phimoe           Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name
     projector        Vision towers as llama.cpp reads them from a file of their own: names, shapes and keys

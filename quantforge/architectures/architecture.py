@@ -58,7 +58,7 @@ class Architecture:
         joins_experts: whether transformers also loads experts one by one of a family that publishes them in one tensor.
         converted: whether the running model joins or cuts tensors of files other than the matrices of experts.
         joined: tensors of a block that files may hold as the running model does, by canonical name, with the parts,
-            one behind the other, that others hold in their place.
+            one after the other, that others hold in their place.
         embedding: module name of the token embedding; ``head`` of the output projection; ``final_norm`` the norm.
         prefixes: prefixes under which checkpoints store the canonical names; each is (stored, canonical).
         unmapped: by ``model_type`` of the whole configuration, a regular expression of the beginnings of names that

@@ -26,7 +26,7 @@ class DecoderGraph:
         side_by_side: whether both halves read the same ``x``: always, never, or the configuration key that says so.
         head_norms: norms of queries and of keys.
         norms_of_all: they are over all heads together.
-        norms_behind: they come behind the rotation.
+        norms_after_rotation: they come after the rotation.
         neighbours: neighbouring values are rotated together, instead of the halves of a head.
         one_window: the window of the configuration holds for every layer.
         experts: mixtures are computed by the modules of transformers, in which experts stay packed; without it,
@@ -45,7 +45,7 @@ class DecoderGraph:
     side_by_side: str | bool = False
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     norms_of_all: bool = False
-    norms_behind: bool = False
+    norms_after_rotation: bool = False
     neighbours: bool = False
     one_window: bool = False
     experts: bool = False

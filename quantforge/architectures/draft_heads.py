@@ -24,9 +24,15 @@ from quantforge.plans import StoredTensor
 
 MEDUSA, EAGLE3 = "medusa", "eagle3"
 KNOWN = (MEDUSA, EAGLE3)
-BEHIND = "num_nextn_predict_layers"  # counts layers behind the last one
+NEXTN_LAYERS = "num_nextn_predict_layers"  # counts layers after the last one
 # Other counts, and whether there are any; 0 and false where they are left out.
-COUNTS = (BEHIND, "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "mtp_num_layers")
+COUNTS = (
+    NEXTN_LAYERS,
+    "mtp_num_hidden_layers",
+    "num_mtp_modules",
+    "num_mtp_layers",
+    "mtp_num_layers",
+)
 USED = ("use_mtp",)
 _OWN = re.compile(r"(\w+\.)*?(mtp|mtp_layers|mtp_\w+|medusa_heads?)\..+")
 _WORDS = ("mtp", "medusa")  # one of them is in every such name
@@ -74,15 +80,15 @@ def heads_of(
     Raises:
         InputError: ``num_nextn_predict_layers`` is no number of layers.
     """
-    count = config.get(BEHIND) or 0
+    count = config.get(NEXTN_LAYERS) or 0
     if type(count) is not int or not 0 <= count <= max(layers, 1):
-        raise InputError(f"config.json: {BEHIND} = {str(count)[:40]!r}", "a number")
-    behind = range(layers, layers + count)
+        raise InputError(f"config.json: {NEXTN_LAYERS} = {str(count)[:40]!r}", "a number")
+    after = range(layers, layers + count)
     found = {}
     for tensor in stored:
         name = tensor.name
-        block = BLOCK.match(name) if behind else None
-        further = block and int(block[2]) in behind and not NAMES.search(name)
+        block = BLOCK.match(name) if after else None
+        further = block and int(block[2]) in after and not NAMES.search(name)
         if further or (any(word in name for word in _WORDS) and _OWN.fullmatch(name)):
             found[name] = tensor
     spared = routers(config, {name: tensor.shape for name, tensor in found.items()})

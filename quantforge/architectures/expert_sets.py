@@ -119,7 +119,7 @@ def _of_set(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return [f"{prefix}.{missing[0]}: missing{more}"]
-    if routed:  # those behind them do nothing, and have what their class happens to store
+    if routed:  # those after them do nothing, and have what their class happens to store
         experts = {number: expert for number, expert in experts.items() if number < routed}
     parts = {part for expert in experts.values() for part in expert}
     problems = [

@@ -1,4 +1,4 @@
-"""Falcon H1: in every layer attention and a Mamba-2 mixer side by side behind one norm, then a gated MLP."""
+"""Falcon H1: in every layer attention and a Mamba-2 mixer side by side after one norm, then a gated MLP."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def _size(config: Mapping[str, Any], key: str, otherwise: int) -> int:
 
 
 def first_shared(config: Mapping[str, Any], words: Sequence[str]) -> int:
-    """Return the number of the first layer that makes no keys of its own; behind the last where all do.
+    """Return the number of the first layer that makes no keys of its own; one past the last where all do.
 
     Args:
         config: of the text model.

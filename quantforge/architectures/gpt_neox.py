@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia: q, k, v of one head after another in one matrix, a LayerNorm before each half of a layer.
 
-The halves are side by side or one after the other, each behind a norm of its own: what they read is declared alike.
+The halves are side by side or one after the other, each after a norm of its own: what they read is declared alike.
 """
 
 from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput

@@ -19,7 +19,7 @@ from quantforge.architectures.mixtures import experts_one_by_one, router, shared
 from quantforge.errors import InputError
 
 HEAD_NORMS = norms("self_attn.query_layernorm", "self_attn.key_layernorm", dimension="head")
-GRAPH = DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_behind=True)
+GRAPH = DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
 
 
 def base(config: Mapping[str, Any]) -> float | None:

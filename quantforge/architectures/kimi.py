@@ -139,7 +139,7 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
 def mixers(config: Mapping[str, Any]) -> list[str]:
     """Return the attention of every layer: as ``layer_types`` lists them, else full where ``full_attn_layers`` says so.
 
-    Without either, it is full in every fourth layer behind the first.
+    Without either, it is full in every fourth layer after the first.
 
     Raises:
         InputError: ``full_attn_layers`` is no list.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: queries, keys and values made of narrow latents, each behind a norm of its own.
+"""Multi-head latent attention: queries, keys and values made of narrow latents, each after a norm of its own.
 
 With a norm ``n`` of the block's input ``h``:
 

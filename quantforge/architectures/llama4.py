@@ -1,6 +1,6 @@
 """Llama 4: a llama with experts, stored stacked, in some layers or in all, beside a vision tower.
 
-Most layers rotate neighbours, norm queries and keys behind that without weights, and look at their chunk of the tokens
+Most layers rotate neighbours, norm queries and keys after that without weights, and look at their chunk of the tokens
 alone; the others see everything, do not rotate, and let queries grow with the logarithm of their position. Experts read
 what the weights of the router have been multiplied into.
 """

@@ -1,6 +1,6 @@
 """Mamba-2 mixers as parts of layers: state spaces with one decay per head, read through a convolution.
 
-With the block's input ``h`` behind its norm, and a depthwise convolution over a few tokens:
+With the block's input ``h`` after its norm, and a depthwise convolution over a few tokens:
 
     [z, x, B, C, dt] = W_in h;   [x, B, C] = silu(conv([x, B, C]));   S = exp(-exp(A) dt) S + dt x B^T
     y = W_out (norm((S C + D x) * silu(z)))

@@ -1,4 +1,4 @@
-"""Nemotron H (Nemotron Nano 2 and 3): every layer is one mixer behind a norm: Mamba-2, attention, an MLP or experts.
+"""Nemotron H (Nemotron Nano 2 and 3): every layer is one mixer after a norm: Mamba-2, attention, an MLP or experts.
 
 Neither the MLP nor the experts have a gate: squared ReLU lies between their two matrices, so that nothing absorbs.
 Which layer is which, a list says or a text of one letter for each.

@@ -1,4 +1,4 @@
-"""Phi 1 and 2: attention and an MLP without gate side by side behind one LayerNorm, biases everywhere, the head too."""
+"""Phi 1 and 2: attention and an MLP without gate side by side after one LayerNorm, biases everywhere, the head too."""
 
 from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.declare import (

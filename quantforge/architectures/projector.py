@@ -69,7 +69,7 @@ class Projector:
 
     Attributes:
         kind: ``clip.projector_type``.
-        keys: the keys of ``clip.``, behind that word; integers are counts.
+        keys: the keys of ``clip.``, after that word; integers are counts.
         tensors: all of them.
         renamed: beginnings of names in checkpoints that stand for others, tried one after the other.
         unread: regular expressions of (renamed) tensors that nothing computes with.

@@ -1,4 +1,4 @@
-"""StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate, behind whose GELU nothing absorbs."""
+"""StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate, after whose GELU nothing absorbs."""
 
 from dataclasses import replace
 

@@ -240,7 +240,7 @@ class Watch:
     def __init__(self) -> None:
         self._seen: dict[object, tuple[object, float]] = {}
 
-    def still(self, key: object, value: object) -> float:
+    def seconds_unchanged(self, key: object, value: object) -> float:
         """Return for how many seconds ``value`` has been what it is, as far as this watcher knows."""
         now = time.monotonic()
         known, since = self._seen.get(key, (None, now))
@@ -260,13 +260,13 @@ class StaleLockMonitor:
         self._note, self._watch = note, Watch()
         self._told: set[object] = set()
 
-    def meet(self, error: BusyError) -> None:
+    def check(self, error: BusyError) -> None:
         """Look at the holder of a lock that was not to be had."""
         if not isinstance(error, HeldError):
             return
         holder = error.holder
         who = error.path, holder.pid, holder.host, holder.started
-        if who in self._told or self._watch.still(who, error.beat) < QUIET_SECONDS:
+        if who in self._told or self._watch.seconds_unchanged(who, error.beat) < QUIET_SECONDS:
             return
         self._told.add(who)
         self._note(

@@ -249,7 +249,7 @@ class BlockRounder:
         for local, tensor in self._tensors.kept(block).items():
             if tensor.expert >= 0:
                 continue
-            if block.is_apart(local) or not self.changes:
+            if block.is_outside_module(local) or not self.changes:
                 self._data_free.copy(tensor)
                 continue
             value = block.parameter(local).to(torch_dtype(tensor.dtype))
@@ -507,7 +507,7 @@ class BlockTensors:
     def load_kept(self, block: BlockPart) -> None:
         """Let the kept parameters of a block, but those of its experts, be what was written of them."""
         for local, tensor in self.kept(block).items():
-            if tensor.expert >= 0 or block.is_apart(local):
+            if tensor.expert >= 0 or block.is_outside_module(local):
                 continue
             if tensor.decay:
                 # Nothing changes a decay, and the logarithm of what is stored differs in its last bits.

@@ -253,7 +253,7 @@ class Claims:
 
     def _open(self, names: Collection[str]) -> Iterator[UnitDirectory]:
         places = list(self._places())
-        still = self._watch.still("units", len(places))
+        still = self._watch.seconds_unchanged("units", len(places))
         if self.there and len(places) < len(self.names) and still > LEASE_SECONDS:
             raise damaged(self.directory, self.directory)
         for place in places:
@@ -307,7 +307,7 @@ class Claims:
             count = FILES.read(beats, JOURNAL_ROLE, self.directory)
         except QuantForgeError:  # not begun to count, just being counted, or not there any more
             count = b""
-        return self._watch.still(place, count) > LEASE_SECONDS
+        return self._watch.seconds_unchanged(place, count) > LEASE_SECONDS
 
 
 def _renamed(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:

@@ -163,7 +163,7 @@ class RowWise:
     Attributes:
         tensor: what is planned.
         rounded: rounds rows ``[rows, columns]`` without looking at others.
-        read: rows of the source as float32, given the first and the one behind the last.
+        read: rows of the source as float32, given the first and the one after the last.
         write: takes the first row and the rounded strip, in order.
         importance: of the columns, by which the error is weighed.
     """

@@ -321,8 +321,8 @@ def locked(
             with stage:
                 return work()
         except BusyError as error:
-            monitor.meet(error)
-            still = watch.still("journal", written(stage.journal))
+            monitor.check(error)
+            still = watch.seconds_unchanged("journal", written(stage.journal))
             if still > PATIENCE_SECONDS and not waits:
                 raise
         time.sleep(POLL_SECONDS)

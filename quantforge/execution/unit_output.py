@@ -77,7 +77,7 @@ class UnitOutput:
             self.write(stored.name, self._as_stored(tensor, mine))
 
     def write_kept_rows(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
-        """Write a tensor that is kept, strip by strip; ``read`` takes the first row and the one behind the last."""
+        """Write a tensor that is kept, strip by strip; ``read`` takes the first row and the one after the last."""
         (stored,) = tensor.stored
         for first, last in runs(stored):
             self.write_rows(stored.name, first, self._as_stored(tensor, read(first, last)))

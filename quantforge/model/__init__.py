@@ -15,7 +15,6 @@ In this folder:
     inner                 Which module of a model of transformers is which: what makes final hidden states
     loading               Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class           Class of transformers that a configuration names: a decoder of text
-    names                 Names of tensors in files, and in the running model: one bridge
     passage               Passage of rows into a block: what reaches it
     running_form          A checkpoint in the form in which transformers runs it
     skeleton              A model without weights: stock transformers modules whose parameters take no memory
@@ -23,4 +22,5 @@ In this folder:
     stream                The model, one block at a time: stock transformers code around weights that come and go
     transformers_loading  Whether transformers finds every parameter of a model in its files: its own loader
     trial_block           Run a block of a skeleton with random weights
+    weight_mapping        Map the tensors of a checkpoint's files to the parameters of the running model
 """

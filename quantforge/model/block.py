@@ -102,7 +102,7 @@ class BlockPart:
         kind: what a block of this layer consists of.
         inputs: the shared inputs, in computing order.
         experts: those of a mixture, None where the block has none, or its module holds them.
-        advanced: whether the hidden states are those behind the block.
+        advanced: whether the hidden states are those after the block.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class BlockPart:
         """Return the parameter that holds the matrix of a linear of an expert."""
         return self._places[linear].stack.parameter
 
-    def is_apart(self, name: str) -> bool:
+    def is_outside_module(self, name: str) -> bool:
         """Return whether the module does not hold a tensor itself, so that no transform changes it.
 
         It holds something of every expert, and these are read one at a time; or the module has it in another form.

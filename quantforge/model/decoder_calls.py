@@ -23,12 +23,12 @@ from torch.utils._pytree import tree_map
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.hidden_states import KeptLeaves
+from quantforge.model.hidden_states import LeafStore
 from quantforge.model.inner import blocks_of, decoder_of, head_of
 from quantforge.model.loading import LARGE, EmbeddingRows, TensorSource, WholeWeights, is_lookup
-from quantforge.model.names import Names
 from quantforge.model.passage import Call
 from quantforge.model.skeleton import build
+from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.products import cutting
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge_calibration import SourceError
@@ -47,13 +47,13 @@ class DecoderCalls:
 
     Args:
         decoder: the tower that runs alone; it is hooked.
-        calls: of the rows, as `KeptLeaves.put` returns them.
+        calls: of the rows, as `LeafStore.put` returns them.
         leaves: that kept them.
         device: where the tower runs.
     """
 
     def __init__(
-        self, decoder: nn.Module, calls: list[Call], leaves: KeptLeaves, device: torch.device
+        self, decoder: nn.Module, calls: list[Call], leaves: LeafStore, device: torch.device
     ) -> None:
         self._calls, self._leaves, self._device = calls, leaves, device
         self._of_thread = threading.local()
@@ -91,7 +91,7 @@ def decoder_calls(
     matched: Matched,
     rows: Sample,
     decoder: nn.Module,
-    leaves: KeptLeaves,
+    leaves: LeafStore,
     device: torch.device,
 ) -> DecoderCalls:
     """Run the whole model on rows up to its text tower.
@@ -179,7 +179,7 @@ def _fill(
     held: ExitStack,
 ) -> None:
     """Fill a whole model but for its blocks and its head; of embeddings only the rows of tokens that occur."""
-    names = Names(model, [tensor.stored for tensor in matched.tensors])
+    names = WeightMapping(model, [tensor.stored for tensor in matched.tensors])
     weights = WholeWeights(checkpoint, names, device)
     blocks, head = f"{blocks_of(model)}.", head_of(model)
     table = model.get_input_embeddings()

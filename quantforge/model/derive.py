@@ -6,7 +6,7 @@ same activation. Which tensor absorbs a scale of that activation is proven by fo
 (`quantforge.model.trial_block`). No weights are read: the result follows from the configuration and transformers' code.
 Mixtures of experts are derived with a few experts, since all experts have the same structure.
 
-Names are then those of the tensors in the files of one checkpoint (`quantforge.model.names`).
+Names are then those of the tensors in the files of one checkpoint (`quantforge.model.weight_mapping`).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from quantforge.model.derive_kind import (
 from quantforge.model.hidden_states import StateLayout
 from quantforge.model.inner import blocks_of, head_of, inner_of
 from quantforge.model.loading import parameter
-from quantforge.model.names import Names, Source
 from quantforge.model.passage import Call, StandIn, mappings, same
 from quantforge.model.skeleton import as_refusals, build
 from quantforge.model.trial_block import TrialBlock
+from quantforge.model.weight_mapping import WeightMapping, WeightSource
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def derive_for(
             block by block; the message says which.
     """
     model = build(config, whole=whole)
-    names = Names(model, stored)
+    names = WeightMapping(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     apart = {place.stack.parameter for place in names.places.values()}
     # The structure of a model follows from its configuration; `build` drops what describes stored weights.
@@ -108,7 +108,7 @@ def derive_for(
     return Declared(found, {**canonical, **kept, **_one_by_one(names, found)}, turned)
 
 
-def _tied(names: Names, found: Architecture) -> bool:
+def _tied(names: WeightMapping, found: Architecture) -> bool:
     """Return whether the head is tied to the embedding; raise RefusedError if any other tensors are tied."""
     ends = {f"{found.head}.weight", f"{found.embedding}.weight"}  # either may be the one in files
     others = [name for name, source in names.tied.items() if {name, source} != ends]
@@ -145,7 +145,7 @@ def _fewer(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**config, **changed, **taken, **groups}
 
 
-def _canonical(names: Names, found: Architecture) -> tuple[dict[str, str], frozenset[str]]:
+def _canonical(names: WeightMapping, found: Architecture) -> tuple[dict[str, str], frozenset[str]]:
     """Return canonical names of stored tensors, and those stored stacks whose matrices are turned.
 
     Those of other conversions are left out.
@@ -186,7 +186,7 @@ def _is_stack(parameter: str, found: Architecture) -> bool:
     )
 
 
-def _one_by_one(names: Names, found: Architecture) -> dict[str, str]:
+def _one_by_one(names: WeightMapping, found: Architecture) -> dict[str, str]:
     """Return canonical names of experts that are stored one by one where transformers knows them stacked alone."""
     blocks = {}
     for name, source in names.sources.items():
@@ -205,7 +205,7 @@ def _one_by_one(names: Names, found: Architecture) -> dict[str, str]:
 
 
 def _as_stored(
-    names: Names, found: Architecture, sources: Sequence[Source]
+    names: WeightMapping, found: Architecture, sources: Sequence[WeightSource]
 ) -> tuple[Architecture, dict[str, str]]:
     """Return the declarations with the stored tensors of some sources in the place of their parameters.
 
@@ -249,7 +249,7 @@ def _as_stored(
     return replace(found, outer=kept, kinds=tuple(kinds.values())), canonical
 
 
-def _with(kind: LayerKind, source: Source, parameter: Parameter) -> LayerKind:
+def _with(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
     """Return a kind with a stored tensor in the place of the parameters of its source."""
     made = {found[3] for name in source.parameters if (found := BLOCK.match(name))}
     items: Mapping[str, Parameter] = {
@@ -258,7 +258,7 @@ def _with(kind: LayerKind, source: Source, parameter: Parameter) -> LayerKind:
     return replace(kind, parameters=tuple({**items, parameter.name: parameter}.values()))
 
 
-def _refuse_changed(source: Source, touched: set[str], found: Architecture) -> None:
+def _refuse_changed(source: WeightSource, touched: set[str], found: Architecture) -> None:
     own = {name for name in source.parameters if name.startswith(f"{found.blocks}.")}
     inside = {match[3].rpartition(".")[0] for name in own if (match := BLOCK.match(name))}
     changed = {name for kind in found.kinds for name in kind.linears}
@@ -270,7 +270,7 @@ def _refuse_changed(source: Source, touched: set[str], found: Architecture) -> N
         raise _other_form(source)
 
 
-def _other_form(source: Source) -> RefusedError:
+def _other_form(source: WeightSource) -> RefusedError:
     parameter = next(iter(source.parameters))
     return RefusedError(
         f"its files hold {parameter} in another form ({', '.join(source.operations)})",
@@ -481,7 +481,7 @@ class _Outside:
         name: of the list of blocks; ``blocks`` are its modules.
         hidden: the width of the states, once the model was run.
         layout: of the states, once the model was run.
-        last_norm: the first norm that is computed behind the blocks, once the model was run; "" without one.
+        last_norm: the first norm that is computed after the blocks, once the model was run; "" without one.
 
     Args:
         model: a skeleton; its list of blocks is changed.
@@ -544,7 +544,7 @@ class _Outside:
 
     @contextmanager
     def _listening(self, order: list[int]) -> Iterator[None]:
-        """Note the first norm behind the last block."""
+        """Note the first norm after the last block."""
 
         def see(name: str, *_: object) -> None:
             if len(order) == len(self.blocks) and not self.last_norm:

@@ -9,7 +9,7 @@ Most models hand ``[rows, length, hidden]`` from block to block. Hyper-connectio
 between packed as ``[rows, length, width]`` (`StateLayout`).
 
 What blocks return beside the hidden states has any structure. So a structure is kept whole, and its tensors are
-replaced by where they lie (`KeptLeaves`). Most blocks return what the one before did, in the same sizes: the room of
+replaced by where they lie (`LeafStore`). Most blocks return what the one before did, in the same sizes: the room of
 what nobody refers to any more is taken by the next tensor of its size.
 """
 
@@ -207,7 +207,7 @@ class OnDisk:
         self._file.close()
 
 
-class KeptLeaves:
+class LeafStore:
     """Room for the tensors of structures; safe on several threads.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from quantforge.architectures import LayerKind, Place
 from quantforge.architectures.match import Matched, declared
 from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.model.names import Names
+from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import StoredTensor
 
@@ -48,7 +48,7 @@ class ModuleWeights:
         source: TensorSource,
         matched: Matched,
         device: str | torch.device = "cpu",
-        names: Names | None = None,
+        names: WeightMapping | None = None,
     ) -> None:
         """Read from a checkpoint to a device; ``names`` make the parameters that its files hold in another form."""
         self._source = source
@@ -130,7 +130,7 @@ class ModuleWeights:
 class WholeWeights:
     """The weights of a checkpoint by the names of the whole running model, towers included, as float32."""
 
-    def __init__(self, source: TensorSource, names: Names, device: torch.device) -> None:
+    def __init__(self, source: TensorSource, names: WeightMapping, device: torch.device) -> None:
         """Read from a checkpoint to a device by ``names`` of the whole model."""
         self._source, self._names, self._device = source, names, device
 

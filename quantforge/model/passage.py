@@ -7,10 +7,10 @@ is run anew for rows whenever they pass a block, with stand-ins that return what
 Nothing has to be known of what the code does. A
 block may return its hidden states alone or first in a tuple; a stand-in returns what its block would.
 
-Of earlier blocks this takes, for each row: the hidden states behind the last one; what it returned beside them; what
-blocks put into mappings that they were given; and the states behind those blocks whose output is read again later,
+Of earlier blocks this takes, for each row: the hidden states after the last one; what it returned beside them; what
+blocks put into mappings that they were given; and the states after those blocks whose output is read again later,
 which are found by changing the outputs one at a time. The states are stored as ever, the rest lies where they do, in
-memory or on disk (`KeptLeaves`).
+memory or on disk (`LeafStore`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from quantforge.model.hidden_states import HiddenStates, KeptLeaves, StateLayout
+from quantforge.model.hidden_states import HiddenStates, LeafStore, StateLayout
 
 if TYPE_CHECKING:
     from quantforge.model.decoder_calls import DecoderCalls
@@ -156,7 +156,7 @@ class ShapeCalls(NamedTuple):
         """Note nothing."""
 
 
-class Kept(NamedTuple):
+class EarlierOutputs(NamedTuple):
     """Values kept of earlier blocks for one row: returned beside the states, and put into mappings, by argument."""
 
     beside: tuple[Any, ...] = ()
@@ -168,7 +168,7 @@ class Replay:
 
     Args:
         standins: of all blocks.
-        run: runs the model, and returns the hidden states behind its last norm.
+        run: runs the model, and returns the hidden states after its last norm.
         ids: token ids of all rows.
         layout: of the hidden states.
         leaves: keeps what blocks return beside them.
@@ -176,7 +176,7 @@ class Replay:
 
     Attributes:
         alone: as of `Passage`.
-        again: stores of the states that are read again, by the block behind which they are; None until there are any.
+        again: stores of the states that are read again, by the block after which they are; None until there are any.
     """
 
     def __init__(
@@ -185,15 +185,15 @@ class Replay:
         run: Run,
         ids: Tensor,
         layout: StateLayout,
-        leaves: KeptLeaves,
+        leaves: LeafStore,
         given: DecoderCalls | None = None,
     ) -> None:
         self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
         self._leaves, self._given, self.alone = leaves, given, given is not None
         self._of_thread = threading.local()
         self._index = 0
-        self._kept: dict[int, Kept] = {}
-        self._next: dict[int, Kept] = {}
+        self._kept: dict[int, EarlierOutputs] = {}
+        self._next: dict[int, EarlierOutputs] = {}
         self.again: dict[int, HiddenStates | None] = {}
         for index, standin in enumerate(standins):
             standin.answer = partial(self._answer, index)
@@ -201,11 +201,11 @@ class Replay:
 
     @property
     def remembers(self) -> bool:
-        """Return whether a block reads more of earlier ones than the states behind the last."""
+        """Return whether a block reads more of earlier ones than the states after the last."""
         return bool(self.again) or any(tree_leaves(tuple(kept)) for kept in self._kept.values())
 
     def at(self, index: int) -> Replay:
-        """Go to a block; what was noted behind the one before is what reaches it."""
+        """Go to a block; what was noted after the one before is what reaches it."""
         if index != self._index:
             self._kept, self._next, self._index = {**self._kept, **self._next}, {}, index
         return self
@@ -239,17 +239,17 @@ class Replay:
         }
         for row in range(count):
             of_row = partial(_row, row, count)
-            earlier = self._kept.get(reached.start + row, Kept()).put
+            earlier = self._kept.get(reached.start + row, EarlierOutputs()).put
             mine = {
                 name: {**earlier.get(name, {}), **self._leaves.put(tree_map(of_row, content))}
                 for name, content in put.items()
                 if content or name in earlier
             }
-            kept = Kept(self._leaves.put(tree_map(of_row, beside_of(returned))), mine)
+            kept = EarlierOutputs(self._leaves.put(tree_map(of_row, beside_of(returned))), mine)
             self._next[reached.start + row] = kept
 
     def ended(self, start: int, states: Tensor, run: Run) -> Any:
-        """Return what another run of the model makes of the states behind the last block."""
+        """Return what another run of the model makes of the states after the last block."""
         self.at(len(self._standins))
         kept = self._of_rows(start, len(states), states.device)
 
@@ -258,7 +258,9 @@ class Replay:
 
         return self._answered(answer, run, start, len(states))
 
-    def _returned(self, index: int, at: Tensor, start: int, states: Tensor, kept: Kept) -> Any:
+    def _returned(
+        self, index: int, at: Tensor, start: int, states: Tensor, kept: EarlierOutputs
+    ) -> Any:
         """Return what a stand-in returns: of a block that is still to come, what reached it."""
         if index < self._index:
             store = self.again.get(index)
@@ -289,13 +291,13 @@ class Replay:
         finally:
             del self._of_thread.answer
 
-    def _of_rows(self, start: int, count: int, device: torch.device) -> Kept:
+    def _of_rows(self, start: int, count: int, device: torch.device) -> EarlierOutputs:
         """Return what is kept for rows, joined."""
-        found = [self._kept.get(row, Kept()) for row in range(start, start + count)]
-        return Kept(*tree_map(partial(self._leaves.joined, device), *map(tuple, found)))
+        found = [self._kept.get(row, EarlierOutputs()) for row in range(start, start + count)]
+        return EarlierOutputs(*tree_map(partial(self._leaves.joined, device), *map(tuple, found)))
 
     def _probe(self) -> None:
-        """Find the blocks whose states are read again behind the next block."""
+        """Find the blocks whose states are read again after the next block."""
         ids = self._ids[:1] if self.alone else self._ids[:1, :PROBED]
         generator = torch.Generator(ids.device).manual_seed(0)
         shape = (len(self._standins), 1, ids.shape[1], self.layout.width)

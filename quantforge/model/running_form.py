@@ -24,8 +24,8 @@ from quantforge.checkpoint.prepared import RUNNING, Rows, prepared_checkpoint
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.names import Names, Source
 from quantforge.model.skeleton import build
+from quantforge.model.weight_mapping import WeightMapping, WeightSource
 from quantforge.plans import Action, Plan, RunningNames, StoredTensor
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def running_form(checkpoint: Checkpoint) -> Checkpoint:
         RefusedError: names of the running model mean something else in files.
     """
     model = build(checkpoint.config)
-    names = Names(model, [entry.stored() for entry in checkpoint.entries.values()])
+    names = WeightMapping(model, [entry.stored() for entry in checkpoint.entries.values()])
     changed = [source for source in names.distinct() if source.rule and not source.places()]
     if not changed:
         return checkpoint
@@ -60,22 +60,29 @@ def running_form(checkpoint: Checkpoint) -> Checkpoint:
         left_out={name for source in changed for name in source.stored},
         facts={RUNNING: SAID},
     )
-    _check(Names(model, [entry.stored() for entry in view.entries.values()]), added)
+    _check(WeightMapping(model, [entry.stored() for entry in view.entries.values()]), added)
     return view
 
 
 def _rows(
-    names: Names, source: Source, parameter: str, inner: Checkpoint, first: int, last: int
+    names: WeightMapping,
+    source: WeightSource,
+    parameter: str,
+    inner: Checkpoint,
+    first: int,
+    last: int,
 ) -> Tensor:
     return names.make(source, inner.read)[parameter][first:last].float().contiguous()
 
 
-def _entry(first: TensorEntry, parameter: str, shape: tuple[int, ...], names: Names) -> TensorEntry:
+def _entry(
+    first: TensorEntry, parameter: str, shape: tuple[int, ...], names: WeightMapping
+) -> TensorEntry:
     size = math.prod(shape) * first.nbytes // names.weights(first.name)
     return TensorEntry(parameter, first.dtype, shape, first.file, first.start, first.start + size)
 
 
-def _check(names: Names, added: Mapping[str, TensorEntry]) -> None:
+def _check(names: WeightMapping, added: Mapping[str, TensorEntry]) -> None:
     lost = [name for name in added if name not in names.sources or names.runtime(name) != name]
     if lost:
         raise RefusedError(
@@ -101,7 +108,9 @@ def running_names(plan: Plan, config: Mapping[str, Any]) -> RunningNames | None:
     kept = [tensor for tensor in plan.tensors if tensor.action is not Action.DROP]
     try:
         model = build(config, whole=True)
-        names = Names(model, [StoredTensor(item.name, item.dtype, item.shape) for item in kept])
+        names = WeightMapping(
+            model, [StoredTensor(item.name, item.dtype, item.shape) for item in kept]
+        )
     except (InputError, RefusedError):
         return None
     quantized = {tensor.name for tensor in plan.quantized()}

@@ -36,7 +36,7 @@ from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import (
     HiddenStates,
     InMemory,
-    KeptLeaves,
+    LeafStore,
     OnDisk,
     StateLayout,
     TokenStates,
@@ -51,9 +51,9 @@ from quantforge.model.loading import (
     is_lookup,
     parameter,
 )
-from quantforge.model.names import Names
 from quantforge.model.passage import Call, Passage, Replay, ShapeCalls, StandIn
 from quantforge.model.skeleton import build
+from quantforge.model.weight_mapping import WeightMapping
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
@@ -102,7 +102,7 @@ class ModelStream:
         self._stores: list[HiddenStates] = []
         self._states: HiddenStates
         self._layout = StateLayout(0, (self._dimensions.hidden,))
-        self._leaves = KeptLeaves(self._directory)  # of what blocks return beside the states
+        self._leaves = LeafStore(self._directory)  # of what blocks return beside the states
         self._calls: dict[int, list[Call]] = {}  # of all blocks, by the number of rows
         self._decoder_calls: DecoderCalls | None = None
         self._replay: Replay | None = None
@@ -224,7 +224,7 @@ class ModelStream:
                 self._weights.fill(self._model, name)
 
     def _run(self, ids: Tensor) -> Tensor:
-        """Return the hidden states behind the last norm."""
+        """Return the hidden states after the last norm."""
         found: Tensor = self._inner(input_ids=ids, use_cache=False).last_hidden_state
         return found
 
@@ -258,7 +258,7 @@ class ModelStream:
             yield Batch(start, self._states.read(start, stop).to(self._device), passage)
 
     def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
-        """Return what the model, or its inner part, computes of the packed states of rows behind the last block.
+        """Return what the model, or its inner part, computes of the packed states of rows after the last block.
 
         Safe on several threads.
         """
@@ -313,11 +313,11 @@ class ModelStream:
         self._stores.append(store)
         return store
 
-    def _names(self) -> Names | None:
+    def _names(self) -> WeightMapping | None:
         """Return the bridge for what files hold in another form; most declarations that were written need none."""
         if self._architecture.derived is None and not self._architecture.converted:
             return None
-        return Names(self._model, [tensor.stored for tensor in self._matched.tensors])
+        return WeightMapping(self._model, [tensor.stored for tensor in self._matched.tensors])
 
     def _ends(self) -> Iterator[tuple[int, int]]:
         """Yield the rows that go through the end of the model together."""

@@ -105,7 +105,7 @@ def compare_plain(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
 def judged_by_names(
     verdicts: tuple[EngineVerdict, ...], config: Mapping[str, Any], tensors: Iterable[TensorPlan]
 ) -> tuple[EngineVerdict, ...]:
-    """Return the verdicts of a plan; where ``loads`` is None, names and shapes of the planned tensors decide it.
+    """Decide the verdicts of a plan whose ``loads`` is None by the names and shapes of the planned tensors.
 
     Args:
         verdicts: of the plan.

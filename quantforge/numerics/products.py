@@ -209,7 +209,7 @@ def _attention(
 ) -> Cut | None:
     """Plan attention of each row of the batch on its own.
 
-    The result is laid out with tokens before heads, as the projection behind it reads it.
+    The result is laid out with tokens before heads, as the projection after it reads it.
     """
     if query.dim() != 4 or len(query) < 2:
         return None

@@ -266,7 +266,7 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Return queries and keys ``[tokens, heads, head]``, normed and rotated."""
         graph, norms = self._graph, None if self._graph.norms_of_all else layer.head_norms
-        if norms is not None and not graph.norms_behind:
+        if norms is not None and not graph.norms_after_rotation:
             q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
         if layer.rotary is not None:
             if graph.neighbours:
@@ -275,7 +275,7 @@ class Decoder:
                 )
             q = rotate(q, *entry.angles[queries_of(layer.rotary, entry.angles)])
             k = rotate(k, *entry.angles[layer.rotary])
-        if norms is not None and graph.norms_behind:
+        if norms is not None and graph.norms_after_rotation:
             q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
         return q, k
 

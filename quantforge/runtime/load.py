@@ -2,8 +2,9 @@
 
 The layouts that a format finds in the headers are replaced by the weights they stand for, so that
 a quantized checkpoint has the same tensors as its source and is matched by the same declarations:
-each tensor exactly once, or refused. `quantforge.model.names` says of which stored tensors each parameter of the
-skeleton is made. Plain tensors are filled first, so that a packed linear finds its bias in the module that it replaces.
+each tensor exactly once, or refused. `quantforge.model.weight_mapping` says of which stored tensors each parameter of
+the skeleton is made. Plain tensors are filled first, so that a packed linear finds its bias in the module that it
+replaces.
 Nothing is ever initialised at random: a parameter that no tensor fills is an error.
 
 A quantized linear becomes a `PackedLinear` where the running model has a plain linear in its place. Where a family's
@@ -41,8 +42,8 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type
-from quantforge.model.names import Names
 from quantforge.model.skeleton import build
+from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache import LayerScales
@@ -113,7 +114,7 @@ class Loaded:
     kv_cache: str = kv_scales.NONE
     kv_scales: LayerScales | None = None
     events: tuple[Event, ...] = ()
-    names: Names | None = None
+    names: WeightMapping | None = None
 
 
 @torch.no_grad()
@@ -177,7 +178,7 @@ def load(
     )
 
 
-def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]) -> Names:
+def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]) -> WeightMapping:
     """Return the bridge of a checkpoint: by its declarations, or by transformers' rules where it has none.
 
     Those rules know no single experts of a family that publishes stacks: for such files declarations are derived.
@@ -188,13 +189,13 @@ def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any
     """
     stored = [tensor.stored for tensor in matched.tensors]
     if matched.architecture is None or matched.architecture.converted:
-        names = Names(model, stored)
+        names = WeightMapping(model, stored)
         if not has_single_experts(names.left_over):
             return names
         from quantforge.model.derive import derive_for
 
         matched = match(config, stored, derive_for(config, stored))
-    return Names(model, matched)
+    return WeightMapping(model, matched)
 
 
 def _sizes(
@@ -223,7 +224,7 @@ def _round_cache(
 
 def decoded_weights(
     model: nn.Module,
-    names: Names,
+    names: WeightMapping,
     layouts: Mapping[str, ModuleLayout],
     architecture: Architecture | None,
 ) -> dict[str, str]:
@@ -318,7 +319,7 @@ class SkeletonFiller:
         self._dtype = dtype
         self.events: list[Event] = []
 
-    def fill(self, model: PreTrainedModel, names: Names, plain: Mapping[str, str]) -> None:
+    def fill(self, model: PreTrainedModel, names: WeightMapping, plain: Mapping[str, str]) -> None:
         """Fill all parameters; buffers keep their type and move to the device.
 
         Args:
@@ -443,7 +444,7 @@ def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _check_names(names: Names, path: Path) -> None:
+def _check_names(names: WeightMapping, path: Path) -> None:
     """Raise InputError unless the checkpoint and the model hold the same."""
     left = [name for name in names.left_over if name not in set(names.ignored)]
     if left:

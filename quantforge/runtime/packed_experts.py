@@ -30,7 +30,7 @@ from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.model.expert_calls import takes_spread
 from quantforge.model.loading import parameter
-from quantforge.model.names import Names
+from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
 from quantforge_kernels.grouped import Owners
@@ -65,7 +65,7 @@ class ExpertWeights:
     device: torch.device
 
 
-def fill_experts(model: nn.Module, names: Names, weights: ExpertWeights) -> list[Event]:
+def fill_experts(model: nn.Module, names: WeightMapping, weights: ExpertWeights) -> list[Event]:
     """Fill the experts of a skeleton whose plain tensors are filled; return events of those that are not as meant.
 
     Raises:
@@ -91,7 +91,7 @@ def fill_experts(model: nn.Module, names: Names, weights: ExpertWeights) -> list
     return events
 
 
-def _mixtures(names: Names) -> dict[str, list[str]]:
+def _mixtures(names: WeightMapping) -> dict[str, list[str]]:
     """Return the stored matrices of experts by the name of the module that holds them when it runs."""
     found: dict[str, list[str]] = defaultdict(list)
     for source in names.distinct():
@@ -101,7 +101,7 @@ def _mixtures(names: Names) -> dict[str, list[str]]:
 
 
 def _packed(
-    module: nn.Module, names: Names, stored: list[str], weights: ExpertWeights
+    module: nn.Module, names: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> PackedExperts | None:
     places = {item: names.places[item] for item in stored}
     stacks = list(dict.fromkeys(place.stack for place in places.values()))
@@ -115,7 +115,9 @@ def _packed(
     return packed_experts(module, stacks, weight, weights.dtype, weights.device)
 
 
-def _decode(model: nn.Module, names: Names, stored: list[str], weights: ExpertWeights) -> None:
+def _decode(
+    model: nn.Module, names: WeightMapping, stored: list[str], weights: ExpertWeights
+) -> None:
     """Write the matrices of experts into the stacks that transformers computes with, made where they are empty."""
     for item in stored:
         module_name, _, leaf = names.runtime(item).rpartition(".")

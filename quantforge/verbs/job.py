@@ -114,7 +114,7 @@ class Job:
         from quantforge.numerics.threads import reproducible
 
         if planned.matched.architecture is None and not planned.matched.draft:
-            from quantforge.model.names import check_whole
+            from quantforge.model.weight_mapping import check_whole
 
             check_whole(self.source)
         # The peak that the plan promises is of what is alive.

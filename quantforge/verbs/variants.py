@@ -238,7 +238,7 @@ class _Queue:
             except BusyError as error:
                 if not self._shared:
                     raise
-                self._monitor.meet(error)
+                self._monitor.check(error)
                 return False
             except RefusedError:
                 if not is_made(job, self._files):  # else it was published just now
@@ -290,7 +290,7 @@ def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
                     lock.take()
                 break
             except BusyError as error:
-                monitor.meet(error)
+                monitor.check(error)
                 time.sleep(POLL_SECONDS)
         yield
     finally:

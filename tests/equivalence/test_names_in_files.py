@@ -12,8 +12,8 @@ import torch
 
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model.names import Names
 from quantforge.model.skeleton import build
+from quantforge.model.weight_mapping import WeightMapping
 from quantforge.plans import StoredTensor
 from quantforge.runtime.load import load
 
@@ -64,7 +64,7 @@ def test_what_is_loaded_is_what_transformers_loads(family: Any, name: str) -> No
 def test_a_place_is_where_transformers_puts_an_expert(family: Any, name: str) -> None:
     checkpoint = open_checkpoint(family(name))
     model = build(checkpoint.config)
-    names = Names(model, stored(checkpoint.path))
+    names = WeightMapping(model, stored(checkpoint.path))
     peer = type(model).from_pretrained(checkpoint.path, dtype=torch.float32)
     assert len(names.places) >= 3 * 4
     for own, place in names.places.items():
@@ -75,13 +75,13 @@ def test_a_place_is_where_transformers_puts_an_expert(family: Any, name: str) ->
 def test_every_tensor_has_a_place_and_every_parameter_a_source(family: Any) -> None:
     path = family("qwen2_moe")
     config, tensors = open_checkpoint(path).config, stored(path)
-    names = Names(build(config), tensors)
+    names = WeightMapping(build(config), tensors)
     assert not names.left_over
     assert not names.missing
     norm = "model.norm.weight"
-    lost = Names(build(config), [item for item in tensors if item.name != norm])
+    lost = WeightMapping(build(config), [item for item in tensors if item.name != norm])
     assert lost.missing == (norm,)
-    more = Names(build(config), [*tensors, StoredTensor("model.extra.weight", "F32", (3,))])
+    more = WeightMapping(build(config), [*tensors, StoredTensor("model.extra.weight", "F32", (3,))])
     assert more.left_over == ("model.extra.weight",)
     with pytest.raises(InputError, match="has no place"):
         more.runtime("model.extra.weight")
@@ -92,7 +92,9 @@ def test_a_missing_expert_is_refused(family: Any) -> None:
     tensors = stored(path)
     expert = next(item for item in tensors if ".experts.1." in item.name)
     with pytest.raises(InputError, match="experts"):
-        Names(build(open_checkpoint(path).config), [item for item in tensors if item is not expert])
+        WeightMapping(
+            build(open_checkpoint(path).config), [item for item in tensors if item is not expert]
+        )
 
 
 def test_a_type_that_is_unknown_is_the_class_that_it_names(family: Any) -> None:

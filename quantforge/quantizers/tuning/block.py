@@ -441,7 +441,7 @@ def gains_of(part: BlockPart) -> Mapping[str, float]:
         if absorber is None or absorber.kind is Absorbs.ROWS:
             continue
         name = f"{absorber.module}.weight"
-        if part.has(name) and not part.is_apart(name):
+        if part.has(name) and not part.is_outside_module(name):
             found[name] = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
     return found
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.draft_heads import BEHIND, layers_of, without_heads
+from quantforge.architectures.draft_heads import NEXTN_LAYERS, layers_of, without_heads
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.opening import open_model
@@ -99,7 +99,7 @@ def as_model(source: Checkpoint, path: str) -> tuple[Checkpoint, dict[str, str]]
     layers, family = layers_of(source.config), architecture_of(source.config)
     at = f"model.layers.{layers}."
     stored = {name.removeprefix(at): name for name in source.entries if name.startswith(at)}
-    if not source.config.get(BEHIND) or not stored:
+    if not source.config.get(NEXTN_LAYERS) or not stored:
         raise InputError(f"{path}: no layer for further tokens in its files", HINT)
     joins = {name: f"{name}.weight" for name in _JOINS}
     missing = [name for name in (*joins.values(), _OWN["model.norm.weight"]) if name not in stored]

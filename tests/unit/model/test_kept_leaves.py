@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from quantforge.errors import ResourceError
-from quantforge.model.hidden_states import KeptLeaves
+from quantforge.model.hidden_states import LeafStore
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_structures_come_back_with_types_and_shapes(tmp_path: Path, on_disk: bool) -> None:
-    leaves = KeptLeaves(tmp_path if on_disk else None)
+    leaves = LeafStore(tmp_path if on_disk else None)
     given: Any = (
         torch.arange(6.0).view(2, 3).T,  # not contiguous
         {"chosen": torch.tensor([[3, 1]]), "mask": torch.tensor(True), "few": torch.empty(0, 4)},
@@ -34,7 +34,7 @@ def test_structures_come_back_with_types_and_shapes(tmp_path: Path, on_disk: boo
 
 
 def test_the_room_of_forgotten_tensors_is_used_again(tmp_path: Path) -> None:
-    leaves = KeptLeaves(tmp_path)
+    leaves = LeafStore(tmp_path)
     kept = leaves.put([torch.zeros(64), torch.zeros(64), torch.zeros(32)])
     for step in range(5):
         kept = leaves.put(
@@ -46,4 +46,4 @@ def test_the_room_of_forgotten_tensors_is_used_again(tmp_path: Path) -> None:
 
 def test_a_missing_directory_is_a_named_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="missing: activations cannot be kept on disk"):
-        KeptLeaves(tmp_path / "missing").put([torch.ones(2)])
+        LeafStore(tmp_path / "missing").put([torch.ones(2)])

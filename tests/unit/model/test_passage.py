@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quantforge.model.hidden_states import InMemory, KeptLeaves, StateLayout
+from quantforge.model.hidden_states import InMemory, LeafStore, StateLayout
 from quantforge.model.passage import Replay, StandIn, same
 
 ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5
@@ -61,7 +61,7 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
     blocks = list(model.blocks)
     standins = [StandIn(block, 2) for block in blocks]
     model.blocks = nn.ModuleList(standins)
-    leaves = KeptLeaves(tmp_path if on_disk else None)
+    leaves = LeafStore(tmp_path if on_disk else None)
     replay = Replay(standins, model, ids, StateLayout(0, (HIDDEN,)), leaves)
     assert sorted(replay.again) == [0, 2]  # the embedding is computed by the model itself
     states = torch.zeros(ROWS, LENGTH, HIDDEN)

@@ -49,7 +49,7 @@ def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
         module=module,
         parameter=module.get_parameter,
         has=lambda _: True,
-        is_apart=lambda _: False,
+        is_outside_module=lambda _: False,
         inputs=[SimpleNamespace(absorber=absorber)],
         own_linears=("up", "down"),
         experts=None,

@@ -1,4 +1,4 @@
-"""Names of tensors in files, and in the running model: one bridge, by transformers' own rules or by declarations.
+"""Map the tensors of a checkpoint's files to the parameters of the running model, by transformers' rules or declarations.
 
 Files keep the names of a family's first release; the model that transformers builds today has others, and holds some
 tensors in another form: all experts of a layer in one parameter, q, k and v apart. transformers has rules for this,
@@ -10,7 +10,7 @@ The rules are read of transformers' objects; what a rule computes is learnt by r
 memory, and so are the names and shapes that come of it. Where a rule only puts matrices into a stack, a `Place` says
 where each of them lies, so that a stack is filled matrix by matrix.
 
-Of a declared family the declarations are the bridge, and no rule is asked but for other towers, which are not declared.
+For a declared family the declarations are the mapping; rules apply only to other towers, which are not declared.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _FAILURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightSource:
     """Stored tensors of which parameters of the running model are made.
 
     Attributes:
@@ -97,8 +97,8 @@ class Source:
         return found
 
 
-class Names:
-    """The bridge between the stored tensors of one checkpoint and the parameters of one model.
+class WeightMapping:
+    """The mapping between the stored tensors of one checkpoint and the parameters of one model.
 
     Args:
         model: its parameters take no memory, or are there.
@@ -106,7 +106,7 @@ class Names:
             declarations that describe the decoder.
 
     Attributes:
-        sources: what every parameter is made of, by its name; those of one rule share a `Source`.
+        sources: what every parameter is made of, by its name; those of one rule share a `WeightSource`.
         left_over: stored tensors that have no place in the model.
         ignored: those among them that the class of the model ignores on purpose.
         tied: parameters that are another one: a tied head, layers that share their weights.
@@ -119,7 +119,7 @@ class Names:
         self._wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._runtime: dict[str, str] = {}
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, WeightSource] = {}
         self.places: dict[str, Place] = {}
         if isinstance(stored, Matched):
             self._follow_declarations(stored)
@@ -130,7 +130,7 @@ class Names:
         absent = self._wanted.keys() - self.sources.keys() - self.tied.keys()
         self.missing = tuple(name for name in self._wanted if name in absent)
 
-    def distinct(self) -> Iterator[Source]:
+    def distinct(self) -> Iterator[WeightSource]:
         """Yield the sources, each once."""
         yield from {id(source): source for source in self.sources.values()}.values()
 
@@ -156,7 +156,7 @@ class Names:
             )
         return self._runtime[stored]
 
-    def turns(self, source: Source) -> bool:
+    def turns(self, source: WeightSource) -> bool:
         """Return whether a source is a stack of matrices that files hold transposed."""
         (_, shape), *more = source.parameters.items()
         if source.operations != ("Transpose",) or more:
@@ -174,7 +174,7 @@ class Names:
             name for name in self.left_over if any(re.search(text, name) for text in patterns)
         )
 
-    def make(self, source: Source, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def make(self, source: WeightSource, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
         """Return the parameters of a source, computed of its stored tensors, which ``read`` returns in any type."""
         if source.rule is None:
             (parameter,) = source.parameters
@@ -210,7 +210,7 @@ class Names:
     def _follow_declarations(self, matched: Matched) -> None:
         """Find the parameter of each stored tensor as its family declares it, and of those of towers by rules."""
         if getattr(self._model.config, "text_config", None) is not None:
-            towers = Names(self._model, [tensor.stored for tensor in matched.foreign])
+            towers = WeightMapping(self._model, [tensor.stored for tensor in matched.foreign])
             self.sources |= towers.sources
             self._runtime |= towers._runtime
             self._shapes |= {name: towers.shape(name) for name in towers._runtime}
@@ -226,7 +226,9 @@ class Names:
             elif tensor.name in self._wanted:
                 self._add(tensor.name, None, [tensor.stored.name], [""])
         for parameter, stored in stacks.items():
-            self.sources[parameter] = Source({parameter: self._wanted[parameter]}, tuple(stored))
+            self.sources[parameter] = WeightSource(
+                {parameter: self._wanted[parameter]}, tuple(stored)
+            )
             self._runtime |= dict.fromkeys(stored, parameter)
 
     def _add(self, first: str, rule: Any, names: list[str], patterns: list[str]) -> None:
@@ -237,18 +239,18 @@ class Names:
                     "every tensor has to be in exactly one file",
                     tensor=names[1],
                 )
-            source = Source({first: self._shapes[names[0]]}, tuple(names))
+            source = WeightSource({first: self._shapes[names[0]]}, tuple(names))
         else:
             empty = {name: torch.empty(self._shapes[name], device="meta") for name in names}
             made = _converted(self._model, rule, names, patterns, empty.__getitem__, first)
             shapes = {name: tuple(value.shape) for name, value in made.items()}
-            source = Source(shapes, tuple(names), tuple(patterns), rule)
+            source = WeightSource(shapes, tuple(names), tuple(patterns), rule)
         for parameter, shape in source.parameters.items():
             self._check(parameter, shape, source)
             self.sources[parameter] = source
         self._runtime |= dict.fromkeys(names, first)
 
-    def _check(self, parameter: str, shape: tuple[int, ...], source: Source) -> None:
+    def _check(self, parameter: str, shape: tuple[int, ...], source: WeightSource) -> None:
         wanted = self._wanted.get(parameter)
         if wanted != shape:
             asked = "has no such parameter" if wanted is None else f"asks for {list(wanted)}"
@@ -273,7 +275,7 @@ def check_whole(checkpoint: Checkpoint) -> None:
         model = build(checkpoint.config)
     except InputError:
         return
-    names = Names(model, [entry.stored() for entry in checkpoint.entries.values()])
+    names = WeightMapping(model, [entry.stored() for entry in checkpoint.entries.values()])
     missing = names.missing
     if len(missing) > len(names.sources):
         return  # the checkpoint is of another class of the family, whose names are not these
@@ -321,7 +323,7 @@ def _converted(
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
 
 
-def _tied(model: PreTrainedModel, sources: Mapping[str, Source]) -> dict[str, str]:
+def _tied(model: PreTrainedModel, sources: Mapping[str, WeightSource]) -> dict[str, str]:
     """Return the parameters that are in no file because they are another one, which is."""
     groups: dict[str, set[str]] = {}
     for target, origin in model.get_expanded_tied_weights_keys(all_submodels=True).items():
