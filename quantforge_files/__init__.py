@@ -11,8 +11,3 @@ In this folder:
     strict_json  JSON of others, read in bounded time and memory
     system       Calls of the operating system that Linux and macOS offer differently: they are all here
 """
-
-from quantforge_files.opener import Opener, Stamp
-from quantforge_files.roles import FileRole
-
-__all__ = ["FileRole", "Opener", "Stamp"]

@@ -49,8 +49,8 @@ def fill(descriptor: int, view: memoryview, offset: int) -> bool:
     return not view
 
 
-def allocate(descriptor: int, offset: int, length: int) -> None:
-    """Give a file room for ``length`` bytes at an offset.
+def allocate(descriptor: int, length: int) -> None:
+    """Give a file room for ``length`` bytes.
 
     macOS reserves no room and only grows the file: a disk that fills up later fails the write.
 
@@ -58,9 +58,9 @@ def allocate(descriptor: int, offset: int, length: int) -> None:
         OSError: the disk is full (ENOSPC), or fails.
     """
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, offset, length)
-    elif offset + length > os.fstat(descriptor).st_size:
-        os.ftruncate(descriptor, offset + length)
+        os.posix_fallocate(descriptor, 0, length)
+    elif length > os.fstat(descriptor).st_size:
+        os.ftruncate(descriptor, length)
 
 
 def sync(descriptor: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantforge_files import Opener
+from quantforge_files.opener import Opener
 
 
 class SourceError(Exception):

@@ -34,7 +34,7 @@ from quantforge_files import system
 class Disk:
     """The calls themselves, see `quantforge_files.system`."""
 
-    allocate: Callable[[int, int, int], None] = system.allocate
+    allocate: Callable[[int, int], None] = system.allocate
     pwrite: Callable[[int, memoryview, int], int] = os.pwrite
     fsync: Callable[[int], None] = system.sync
     rename: Callable[[Path, Path], None] = os.rename

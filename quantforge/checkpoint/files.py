@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.errors import InputError, IntegrityError
-from quantforge_files import FileRole, Opener, Stamp, roles, system
+from quantforge_files import roles, system
+from quantforge_files.opener import Opener, Stamp
+from quantforge_files.roles import FileRole
 
 FILES = Opener(lambda message, hint, file: InputError(message, hint, file=file))
 

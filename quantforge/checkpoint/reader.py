@@ -30,7 +30,8 @@ from quantforge.checkpoint.safetensors import TORCH_NAMES, TensorEntry, read_hea
 from quantforge.errors import InputError
 from quantforge.plans import HeldTensor, StoredTensor
 from quantforge_calibration.chat_templates import FOLDER
-from quantforge_files import FileRole, roles
+from quantforge_files import roles
+from quantforge_files.roles import FileRole
 
 if TYPE_CHECKING:
     import torch

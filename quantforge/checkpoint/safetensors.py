@@ -31,7 +31,8 @@ from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.files import FILES, changed, parse_object, reopened
 from quantforge.errors import InputError
 from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
-from quantforge_files import Stamp, system
+from quantforge_files import system
+from quantforge_files.opener import Stamp
 from quantforge_files.roles import HEADER, WEIGHTS
 from quantforge_files.strict_json import uncollected
 

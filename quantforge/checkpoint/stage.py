@@ -54,7 +54,8 @@ from quantforge.checkpoint.previous_output import (
 )
 from quantforge.checkpoint.reader import role_of
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
-from quantforge_files import Stamp, roles
+from quantforge_files import roles
+from quantforge_files.opener import Stamp
 
 STAGE = "stage"  # its name in the directory of a run
 PART = ".part"  # ends the name of a file that is not whole

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.architectures import LayerKind, Place, architecture_of, text_config
 from quantforge.architectures.match import Declared
@@ -56,6 +56,22 @@ class _LastRead:
             return self._found[key]
 
 
+class _Matrix(NamedTuple):
+    """The matrix of one expert in a stack.
+
+    Attributes:
+        stack: stored name of the stack.
+        name: stored name that the matrix has by itself.
+        place: where it lies in the stack.
+        canonical: its name in the running model, "" where ``name`` leads to it by the family's declarations.
+    """
+
+    stack: str
+    name: str
+    place: Place
+    canonical: str = ""
+
+
 def unstacked(checkpoint: Checkpoint, derived: Declared | None = None) -> Checkpoint:
     """Return a view of a checkpoint with experts one by one; itself where its files hold no stacks of them.
 
@@ -69,26 +85,26 @@ def unstacked(checkpoint: Checkpoint, derived: Declared | None = None) -> Checkp
     added: dict[str, TensorEntry] = {}
     computed: dict[str, Rows] = {}
     stacks: set[str] = set()
-    places = list(_derived(derived) if derived else _declared(checkpoint))
-    experts = {stack: place.expert + 1 for stack, _, place in places}
+    matrices = list(_derived(derived) if derived else _declared(checkpoint))
+    experts = {one.stack: one.place.expert + 1 for one in matrices}
     read = _LastRead()
-    for stack_name, name, place in places:
-        stack = checkpoint.entries.get(stack_name)
-        if stack is None or not _fits(stack, place, experts[stack_name]):
+    for one in matrices:
+        stack = checkpoint.entries.get(one.stack)
+        if stack is None or not _fits(stack, one.place, experts[one.stack]):
             continue  # what is wrong with it is said where tensors are matched
-        stacks.add(stack_name)
-        added[name] = _entry(name, stack, place)
-        computed[name] = partial(read.rows, stack_name, place)
+        stacks.add(one.stack)
+        added[one.name] = _entry(one.name, stack, one.place)
+        computed[one.name] = partial(read.rows, one.stack, one.place)
     if not stacks:
         return checkpoint
     if derived is not None:
-        single = {name: canonical for _, name, _, canonical in _single(derived)}
+        single = {one.name: one.canonical for one in matrices}
         derived = derived._replace(names={**derived.names, **single})
     return prepared_checkpoint(checkpoint, computed, added=added, left_out=stacks, declared=derived)
 
 
-def _declared(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Place]]:
-    """Yield the stored name of every stack that a family may have, and of a matrix in it the name and the place."""
+def _declared(checkpoint: Checkpoint) -> Iterator[_Matrix]:
+    """Yield every matrix of the stacks that files of a declared family may have."""
     config = text_config(checkpoint.config)
     architecture = architecture_of(checkpoint.config)
     if architecture is None or not architecture.stacks_experts:
@@ -102,16 +118,11 @@ def _declared(checkpoint: Checkpoint) -> Iterator[tuple[str, str, Place]]:
                 if place.stack.parameter not in stacks or not block.startswith(canonical):
                     continue
                 block = prefix + block.removeprefix(canonical)
-                yield block + stacks[place.stack.parameter], block + names[linear], place
+                yield _Matrix(block + stacks[place.stack.parameter], block + names[linear], place)
 
 
-def _derived(found: Declared) -> Iterator[tuple[str, str, Place]]:
-    for stack, name, place, _ in _single(found):
-        yield stack, name, place
-
-
-def _single(found: Declared) -> Iterator[tuple[str, str, Place, str]]:
-    """Yield the same for derived declarations, with the canonical name of the matrix."""
+def _derived(found: Declared) -> Iterator[_Matrix]:
+    """Yield every matrix of the stacks that a model with derived declarations has."""
     stored = {canonical: name for name, canonical in found.names.items()}
     architecture = found.architecture
     assert architecture.derived is not None
@@ -124,7 +135,7 @@ def _single(found: Declared) -> Iterator[tuple[str, str, Place, str]]:
             turned = place.stack.transposed is not (stack in found.turned)
             own = replace(place, stack=replace(place.stack, transposed=turned))
             name = f"{linear}.weight"
-            yield stack, f"{beside[1]}.{beside[2]}.{name}", own, block + name
+            yield _Matrix(stack, f"{beside[1]}.{beside[2]}.{name}", own, block + name)
 
 
 def _names(kind: LayerKind) -> dict[str, str]:

@@ -240,7 +240,7 @@ class WeightsWriter:
                 for path, plan in zip(self._files, self._plans, strict=True):
                     descriptor = fresh(path)
                     try:
-                        self._disk.allocate(descriptor, 0, plan.size)
+                        self._disk.allocate(descriptor, plan.size)
                         for offset, data in plan.fixed:
                             self._disk.write_at(descriptor, memoryview(data), offset)
                     finally:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
-from quantforge.model.inner import blocks_of, inner
+from quantforge.model.model_parts import base_model, blocks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -102,7 +102,7 @@ def _run(
         for index, block in enumerate(blocks):
             stack.callback(_listen(block, index, given, report))
         try:
-            inner(model)(ids.to(model.device), use_cache=False)
+            base_model(model)(ids.to(model.device), use_cache=False)
         except _OtherShapeError:
             return False
     return True

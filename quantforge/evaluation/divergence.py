@@ -42,7 +42,7 @@ from quantforge.evaluation.head import DivergenceSums, Head, checked_head
 from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge.model.inner import inner
+from quantforge.model.model_parts import base_model
 from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
         for first in range(0, len(ids), step):
             batch = ids[first : first + step].to(model.device)
             with _inner_by_tokens(model, most):
-                output = inner(model)(batch, use_cache=False)
+                output = base_model(model)(batch, use_cache=False)
             yield first, output.last_hidden_state[:, :-1]
 
 

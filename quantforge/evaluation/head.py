@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures.configuration import FINAL_CAPS
 from quantforge.errors import RefusedError
-from quantforge.model.inner import head_of, inner
+from quantforge.model.model_parts import base_model, head_of
 from quantforge.runtime.linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def checked_head(model: PreTrainedModel, ids: Tensor) -> Head:
     """
     ids = ids[:1, :CHECKED_TOKENS].to(model.device)
     own = model(ids, use_cache=False).logits[0].float()
-    hidden = inner(model)(ids, use_cache=False).last_hidden_state[0]
+    hidden = base_model(model)(ids, use_cache=False).last_hidden_state[0]
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
 
     def fits(head: Head) -> bool:
@@ -265,7 +265,7 @@ class ModelEnding:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        decoder = inner(model)
+        decoder = base_model(model)
         name = next((name for name, module in model.named_children() if module is decoder), None)
         if name is None:
             raise ValueError("its decoder lies within another part")

@@ -23,7 +23,7 @@ from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.divergence import forward_tokens
 from quantforge.evaluation.head import CHECKED_TOKENS, checked_head
 from quantforge.evaluation.tasks import ModelError
-from quantforge.model.inner import inner
+from quantforge.model.model_parts import base_model
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.decoding import DecodingEngine, engine_of, generate_tokens
 from quantforge.runtime.generation_options import Sampling
@@ -204,7 +204,7 @@ class TaskModel(LM):  # type: ignore[misc]
         ids = torch.full((len(items), longest), self._begin)
         for row, item in zip(ids, items, strict=True):
             row[: len(item.ids) - 1] = torch.tensor(item.ids[:-1])
-        output = inner(self._model)(ids.to(self._model.device), use_cache=False)
+        output = base_model(self._model)(ids.to(self._model.device), use_cache=False)
         for hidden, item in zip(output.last_hidden_state, items, strict=True):
             last = len(item.ids) - 1
             targets = torch.tensor(item.ids[-item.count :], device=hidden.device)

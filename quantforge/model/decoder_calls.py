@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_map
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.hidden_states import LeafStore
-from quantforge.model.inner import blocks_of, decoder_of, head_of
 from quantforge.model.loading import LARGE, EmbeddingRows, TensorSource, WholeWeights, is_lookup
+from quantforge.model.model_parts import blocks_of, decoder_of, head_of
 from quantforge.model.passage import Call
 from quantforge.model.skeleton import build
 from quantforge.model.weight_mapping import WeightMapping

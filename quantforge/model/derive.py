@@ -40,8 +40,8 @@ from quantforge.model.derive_kind import (
     modules_of,
 )
 from quantforge.model.hidden_states import StateLayout
-from quantforge.model.inner import blocks_of, head_of, inner_of
 from quantforge.model.loading import parameter
+from quantforge.model.model_parts import blocks_of, find_base_model, head_of
 from quantforge.model.passage import Call, StandIn, mappings, same
 from quantforge.model.skeleton import as_refusals, build
 from quantforge.model.trial_block import TrialBlock
@@ -531,7 +531,7 @@ class _Outside:
         for index, standin in enumerate(self._standins):
             standin.answer = partial(answer, index)
         with torch.no_grad(), self._listening(order), as_refusals("the model around its blocks"):
-            (inner_of(self._model) or self._model)(input_ids=ids, use_cache=False)
+            (find_base_model(self._model) or self._model)(input_ids=ids, use_cache=False)
         if order != list(range(len(self.blocks))):
             raise RefusedError(
                 f"its {len(self.blocks)} blocks are not called once each, in order: {str(order)[:60]}",

@@ -137,7 +137,7 @@ class UnnamedFile:
         try:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close()
             if size:
-                system.allocate(self._file.fileno(), 0, size)
+                system.allocate(self._file.fileno(), size)
         except OSError as error:
             raise self._failed(error) from error
 

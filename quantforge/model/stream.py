@@ -41,7 +41,6 @@ from quantforge.model.hidden_states import (
     StateLayout,
     TokenStates,
 )
-from quantforge.model.inner import decoder_of, inner_of
 from quantforge.model.loading import (
     LARGE,
     EmbeddingRows,
@@ -51,6 +50,7 @@ from quantforge.model.loading import (
     is_lookup,
     parameter,
 )
+from quantforge.model.model_parts import decoder_of, find_base_model
 from quantforge.model.passage import Call, Passage, Replay, ShapeCalls, StandIn
 from quantforge.model.skeleton import build
 from quantforge.model.weight_mapping import WeightMapping
@@ -95,7 +95,7 @@ class ModelStream:
         self._micro_batch = micro_batch
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
-        self._inner = inner_of(self._model) or self._model
+        self._inner = find_base_model(self._model) or self._model
         self._weights = ModuleWeights(checkpoint, matched, device, self._names())
         self._directory = activations if isinstance(activations, Path) else None
         self._given = None if isinstance(activations, Path) else activations
@@ -323,10 +323,10 @@ class ModelStream:
         """Yield the rows that go through the end of the model together."""
         yield from self._spans(1 if self._images is not None else 0)
 
-    def _spans(self, step: int = 0, first: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield the rows from the ``first`` one on that pass together."""
+    def _spans(self, step: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the rows that pass together: ``step`` at a time, or those of a micro-batch."""
         count, step = len(self._rows), step or self._micro_batch
-        for start in range(first, count, step):
+        for start in range(0, count, step):
             yield start, min(start + step, count)
 
 

@@ -1,4 +1,4 @@
-"""Map the tensors of a checkpoint's files to the parameters of the running model, by transformers' rules or declarations.
+"""Map the tensors of a checkpoint to the parameters of the running model, by transformers' rules or by declarations.
 
 Files keep the names of a family's first release; the model that transformers builds today has others, and holds some
 tensors in another form: all experts of a layer in one parameter, q, k and v apart. transformers has rules for this,

@@ -40,8 +40,8 @@ from quantforge.formats.decoded import PRECISION
 from quantforge.formats.matching import drop_tied_copy, match_headers
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import readable
-from quantforge.model.inner import inner_of
 from quantforge.model.model_class import known_type
+from quantforge.model.model_parts import find_base_model
 from quantforge.model.skeleton import build
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.lattices import LATTICES
@@ -368,7 +368,7 @@ class SkeletonFiller:
         _check_filled(model, self._checkpoint.path)
         self._report(plain)
         sum_parts(model, self._cuts)
-        if inner_of(model) is None:
+        if find_base_model(model) is None:
             raise RefusedError(
                 f"{self._checkpoint.path}: this model is rounded and written, but not run here: "
                 "its class does not say which part is the decoder",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.formats import ModuleLayout
-from quantforge.model.inner import head_of
+from quantforge.model.model_parts import head_of
 from quantforge.plans import StoredTensor
 from quantforge.runtime.linear import PackedWeights
 from quantforge.runtime.packed_experts import PackedExperts, is_mixture

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from quantforge.errors import InputError, IntegrityError, QuantForgeError
-from quantforge.model.inner import blocks_of
+from quantforge.model.model_parts import blocks_of
 from quantforge.model.stream import ModelStream
 from quantforge.recipe import CalibrationOptions
 from quantforge.verbs import allocate

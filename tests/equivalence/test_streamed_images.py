@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.model.inner import blocks_of
+from quantforge.model.model_parts import blocks_of
 from quantforge.model.stream import ModelStream
 from tests.conftest import make_tiny
 from tests.equivalence.test_stream import opened, whole_model

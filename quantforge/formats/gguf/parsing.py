@@ -36,7 +36,7 @@ from quantforge.formats.gguf.container import (
     ValueType,
     padded,
 )
-from quantforge_files import Stamp
+from quantforge_files.opener import Stamp
 from quantforge_files.roles import GGUF_HEADER, WEIGHTS
 
 MAX_TENSORS = 1 << 18

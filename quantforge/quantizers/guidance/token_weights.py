@@ -67,7 +67,7 @@ class TokenWeights:
         with writing(path, size):
             self._file = fresh(path) if runs is None else existing(path, os.O_RDWR)
             if runs is None and size:
-                system.allocate(self._file, 0, size)
+                system.allocate(self._file, size)
         for name, found in (runs or {}).items():
             self.runs[name] = [(offset, count) for offset, count in found]
         self.rows_seen = dict.fromkeys((*linears, *self.runs), 0)

@@ -14,7 +14,7 @@ from quantforge.checkpoint.files import parse_object, read_object
 from quantforge.checkpoint.reader import INDEX, read_weights
 from quantforge.checkpoint.safetensors import read_header, read_rows, read_tensor
 from quantforge.errors import InputError, IntegrityError
-from quantforge_files import FileRole
+from quantforge_files.roles import FileRole
 from tests.unit.checkpoint.test_checkpoint_safetensors import entry, file, one
 
 MB_32 = 33_554_432

@@ -87,7 +87,7 @@ def test_a_disk_that_fails_while_room_is_made(tmp_path: Path) -> None:
     """It tells the reason and what all files need, and keeps nothing of them."""
     made: list[int] = []
 
-    def allocate(descriptor: int, offset: int, size: int) -> None:
+    def allocate(descriptor: int, size: int) -> None:
         made.append(size)
         if len(made) == 2:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.evaluation.head import Head, checked_head
-from quantforge.model.inner import blocks_of, inner
+from quantforge.model.model_parts import base_model, blocks_of
 from quantforge.runtime.load import load
 from scripts import tiny_families
 
@@ -20,7 +20,7 @@ def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
 ) -> None:
     model = load(tiny_families.write("modernbert-decoder", tmp_path / "m")).model
     with torch.inference_mode():
-        hidden = inner(model)(IDS).last_hidden_state[0]
+        hidden = base_model(model)(IDS).last_hidden_state[0]
         own = model(IDS).logits[0]
         assert not torch.allclose(Head(model).logits(hidden), own, atol=1e-2)
         head = checked_head(model, IDS)

@@ -26,7 +26,7 @@ from quantforge.quantizers.tuning import matrix as tuned_matrix
 from quantforge.quantizers.tuning.stream import TuningStream
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
-from quantforge_files import Opener
+from quantforge_files.opener import Opener
 from quantforge_files.roles import NO_LIMIT, FileRole
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, copied, crash_after, quantize, swift, tree

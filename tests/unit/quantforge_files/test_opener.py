@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quantforge_files import FileRole, Opener, roles
-from quantforge_files.opener import MAX_NAMES
+from quantforge_files import roles
+from quantforge_files.opener import MAX_NAMES, Opener
+from quantforge_files.roles import FileRole
 
 SMALL = FileRole("thing", 100)
 

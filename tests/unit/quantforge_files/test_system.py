@@ -29,9 +29,9 @@ def test_room_is_given_and_buffers_are_filled(
 ) -> None:
     if not reserved:
         monkeypatch.delattr(os, "posix_fallocate")
-    system.allocate(file, 0, 10)
+    system.allocate(file, 10)
     assert os.fstat(file).st_size == 10
-    system.allocate(file, 0, 5)
+    system.allocate(file, 5)
     assert os.fstat(file).st_size == 10
     os.pwrite(file, b"firstlater", 0)
     data = bytearray(6)

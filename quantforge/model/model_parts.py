@@ -1,4 +1,4 @@
-"""Which module of a model of transformers is which: what makes final hidden states, the output layer, the blocks."""
+"""Find the parts of a model of transformers: what makes final hidden states, the output layer, the blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def inner_of(model: PreTrainedModel) -> PreTrainedModel | None:
+def find_base_model(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the part of a model that returns ``last_hidden_state``, towers included; None where the class says none.
 
     Some classes (llama4) do not say which part it is. There it is the one with the same embedding and no output layer.
@@ -31,9 +31,9 @@ def inner_of(model: PreTrainedModel) -> PreTrainedModel | None:
     return None
 
 
-def inner(model: PreTrainedModel) -> PreTrainedModel:
-    """Return what `inner_of` finds in a model that was loaded, which has one."""
-    found = inner_of(model)
+def base_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Return what `find_base_model` finds in a model that was loaded, which has one."""
+    found = find_base_model(model)
     assert found is not None
     return found
 
