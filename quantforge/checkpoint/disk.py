@@ -24,6 +24,7 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from quantforge.errors import DeniedError, InputError, RefusedError, ResourceError, UsageError
@@ -95,17 +96,34 @@ def existing(path: Path, access: int = os.O_WRONLY) -> int:
 
 
 @contextmanager
-def whole_file(path: Path, part: str, disk: Disk | None = None) -> Iterator[int]:
-    """Make a file of a run's own, which is called ``part`` until it is whole and durable; yield the descriptor."""
+def whole_file(
+    path: Path, part: str, disk: Disk | None = None, check: Callable[[], None] = lambda: None
+) -> Iterator[int]:
+    """Make a file that is called ``part`` until it is whole and durable, and yield the descriptor.
+
+    ``check`` is called before it gets its name, and may refuse that. After an error the unfinished file is removed.
+    """
     disk = disk or DISK
     unfinished = path.with_name(part)
     descriptor = fresh(unfinished)
     try:
-        yield descriptor
-        disk.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    disk.rename(unfinished, path)
+        try:
+            yield descriptor
+            disk.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        check()
+        disk.rename(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def open_to_append(path: Path) -> int:
+    """Open a file that was made here, or make it, and return the descriptor; errors as `existing`."""
+    if not os.path.lexists(path):
+        os.close(create(path))
+    return existing(path, os.O_WRONLY | os.O_APPEND)
 
 
 def append(path: Path, data: bytes) -> None:
@@ -115,9 +133,7 @@ def append(path: Path, data: bytes) -> None:
         InputError, ResourceError: it cannot be written, see `writing`.
     """
     with writing(path, len(data)):
-        if not os.path.lexists(path):
-            os.close(create(path))
-        descriptor = existing(path, os.O_WRONLY | os.O_APPEND)
+        descriptor = open_to_append(path)
         try:
             if os.write(descriptor, data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -154,20 +170,10 @@ def save(
         ResourceError: the disk is full or fails.
     """
     disk = disk or DISK
-    part = path.with_name(f".{path.name[:200]}.{os.urandom(4).hex()}.part")
-    with writing(path, len(data)):
-        descriptor = create(part)
-        try:
-            try:
-                disk.write_at(descriptor, memoryview(data), 0)
-                disk.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-            check_new(path, overwrite=overwrite)
-            disk.rename(part, path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+    part = f".{path.name[:200]}.{os.urandom(4).hex()}.part"
+    check = partial(check_new, path, overwrite=overwrite)
+    with writing(path, len(data)), whole_file(path, part, disk, check) as descriptor:
+        disk.write_at(descriptor, memoryview(data), 0)
 
 
 def check_name(path: Path, option: str) -> None:

@@ -246,10 +246,10 @@ class Claims:
         """Return whether any of these units is free, or held by a worker that is not heard of; errors as `take`."""
         return any(True for _ in self._open(names))
 
-    def are_done(self, names: Collection[str]) -> bool:
-        """Return whether all of these units are finished."""
-        done = {self.names[place.unit] for place in self._places() if place.state is State.DONE}
-        return done.issuperset(names)
+    def done(self) -> dict[str, UnitDirectory]:
+        """Return the directories of the finished units, by the name of the unit."""
+        places = (place for place in self._places() if place.state is State.DONE)
+        return {self.names[place.unit]: place for place in places}
 
     def _open(self, names: Collection[str]) -> Iterator[UnitDirectory]:
         places = list(self._places())
@@ -268,22 +268,15 @@ class Claims:
             IntegrityError: a record is damaged.
         """
         found = {}
-        for place in self._places():
-            if self.run is not None and place.state is State.DONE:
-                path = self.run / place.name / f"{place.generation}.record"
-                try:
-                    line = FILES.read(path, JOURNAL_ROLE, self.directory).removesuffix(b"\n")
-                except InputError as error:
-                    raise damaged(path, self.directory) from error
-                found[self.names[place.unit]] = (
-                    record_of(line, path, self.directory),
-                    path.with_suffix(".data"),
-                )
+        for name, place in self.done().items():
+            assert self.run is not None  # else none is finished
+            path = self.run / place.name / f"{place.generation}.record"
+            try:
+                line = FILES.read(path, JOURNAL_ROLE, self.directory).removesuffix(b"\n")
+            except InputError as error:
+                raise damaged(path, self.directory) from error
+            found[name] = (record_of(line, path, self.directory), path.with_suffix(".data"))
         return found
-
-    def count(self) -> int:
-        """Return how many units are finished."""
-        return sum(place.state is State.DONE for place in self._places())
 
     def remove(self) -> None:
         """Remove everything: the run is published, or cannot be finished."""

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.disk import DISK, create, existing, folder, whole_file, writing
+from quantforge.checkpoint.disk import DISK, existing, folder, open_to_append, whole_file, writing
 from quantforge.checkpoint.files import FILES, parse_object, read_object
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
@@ -107,7 +107,7 @@ class Journal:
                 write_fingerprint(directory, fingerprint)
         self.resumed = bool(self.done)
         with writing(directory / JOURNAL, 0):
-            self._journal = _appending(directory / JOURNAL)
+            self._journal = open_to_append(directory / JOURNAL)
 
     def _read(self) -> dict[str, dict[str, Any]]:
         """Read whole lines; a line cut by a kill is dropped, and its unit is done again."""
@@ -249,13 +249,6 @@ def damaged(path: Path, directory: Path) -> IntegrityError:
 
 def _line(data: bytes) -> bytes:
     return hashlib.sha256(data).hexdigest()[:_DIGEST].encode() + b" " + data
-
-
-def _appending(path: Path) -> int:
-    """Open a file of the journal for appending."""
-    if not os.path.lexists(path):
-        os.close(create(path))
-    return existing(path, os.O_WRONLY | os.O_APPEND)
 
 
 def write_durably(path: Path, data: bytes) -> None:

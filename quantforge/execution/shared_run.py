@@ -111,7 +111,7 @@ class Worker:
             name for name, unit in self._units.items() if looks and name != OUTER and unit.tensors
         ]
         alone = [name for name in self._units if name not in rows]
-        while self._claims.there and self._claims.count() < len(self._units):
+        while self._claims.there and len(self._claims.done()) < len(self._units):
             claim = self._claims.take(alone)
             with torch.no_grad(), torch.inference_mode():
                 if claim is not None:
@@ -141,7 +141,7 @@ class Worker:
                 handed.block = blocks.index(name) if name in blocks else len(blocks)
                 before = blocks[: handed.block]
                 handed.wait = partial(self._wait, claim, before)
-                handed.whole = partial(self._claims.are_done, before[-1:])
+                handed.whole = partial(self._are_done, before[-1:])
                 with suppress(SteppedBackError):
                     if name == HEAD:
                         self._do(claim, partial(self._head, stream))
@@ -159,6 +159,9 @@ class Worker:
                     if not claim.lost:
                         handed.forget(handed.block)
                 handed.block = -1
+
+    def _are_done(self, names: Collection[str]) -> bool:
+        return self._claims.done().keys() >= {*names}
 
     def _wait(self, claim: Claim, before: Sequence[str]) -> None:
         """Wait a moment for states that others compute.
@@ -178,7 +181,7 @@ class Worker:
         unit = self._units[self._claims.names[claim.unit]]
         record: Record = {"unit": unit.name, KEPT: True}
         with claim:
-            tell(unit.name, self._claims.count(), total)
+            tell(unit.name, len(self._claims.done()), total)
             if unit.name in self._kept:
                 passes()
             else:
@@ -186,7 +189,7 @@ class Worker:
             claim.finish(record)
         if not claim.lost:
             self._records += [record, *record.get(INSIDE, {}).values()]
-            told = progress_of(unit.name, record, self._claims.count(), total, start)
+            told = progress_of(unit.name, record, len(self._claims.done()), total, start)
             self._inputs.settings.progress(told)
             self._inputs.settings.policy.check(events_of(self._records))
 

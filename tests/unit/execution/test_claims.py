@@ -72,7 +72,7 @@ def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
     for worker in workers:
         worker.join()
     assert sorted(done) == list(range(60))
-    assert shared.count() == 60
+    assert len(shared.done()) == 60
     assert shared.finished().keys() == set(shared.names)
 
 
@@ -175,7 +175,7 @@ def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
     shared.remove()
     assert list(tmp_path.iterdir()) == []
     assert shared.take(UNITS) is None
-    assert (shared.count(), shared.there) == (0, False)
+    assert (len(shared.done()), shared.there) == (0, False)
     shared.check({"recipe": "s"})
     with pytest.raises(IntegrityError, match="is over"):
         shared.check_there()
@@ -224,7 +224,7 @@ def test_what_is_not_of_the_run_is_no_unit(tmp_path: Path) -> None:
     assert claim.unit == 0
     with claim:
         assert shared.take(UNITS) is None
-        assert (shared.count(), shared.finished()) == (0, {})
+        assert (len(shared.done()), shared.finished()) == (0, {})
 
 
 def test_a_link_to_a_directory_of_units_is_none(tmp_path: Path) -> None:
