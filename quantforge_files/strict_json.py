@@ -134,7 +134,7 @@ def _escaped(octets: Any, *, before: bool) -> tuple[Any, bool]:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Build many objects without looking, time and again, for cycles among them."""
+    """Disable the garbage collector while many objects are built."""
     running = gc.isenabled()
     gc.disable()
     try:

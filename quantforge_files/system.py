@@ -43,7 +43,7 @@ def open_nofollow(path: Path, flags: int, mode: int = 0o666) -> int:
 
 
 def fill(descriptor: int, view: memoryview, offset: int) -> bool:
-    """Fill a buffer of bytes from an offset of a file; return whether the file has so many."""
+    """Fill a buffer from an offset of a file; return False if the file ends first."""
     while view and (count := os.preadv(descriptor, [view], offset)):
         view, offset = view[count:], offset + count
     return not view
@@ -100,6 +100,6 @@ def peak_bytes() -> int:
 
 
 def user_cache() -> Path:
-    """Return the directory for what this user may lose: in ``XDG_CACHE_HOME``, else where the system has such files."""
+    """Return this user's cache directory: in ``XDG_CACHE_HOME``, else the default of the system."""
     default = "Library/Caches" if sys.platform == "darwin" else ".cache"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / default) / "quantforge"

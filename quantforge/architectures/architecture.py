@@ -149,7 +149,7 @@ class Architecture:
             raise InputError(f"config.json: {what} is not supported for {self.model_type}", _HINT)
 
     def configured(self, config: Mapping[str, Any]) -> Architecture:
-        """Return the declarations of models of a (text) configuration: without the tensors that it leaves out."""
+        """Return the declarations without the tensors that a (text) configuration leaves out."""
         stated, keys = {**self.defaults, **config}, self.replayed
         return replace(
             self,
@@ -172,7 +172,7 @@ class Architecture:
 
     @property
     def norm_offset(self) -> float:
-        """Return what norms add to their weights before they multiply: 1.0 or 0.0."""
+        """Return the constant that norms add to their weights: 1.0 for gemma and the like, else 0.0."""
         absorbers = (shared.absorber for kind in self.kinds for shared in kind.inputs)
         return float(any(item and item.kind is Absorbs.NORM_PLUS_ONE for item in absorbers))
 
@@ -187,7 +187,7 @@ class Architecture:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Return the modules inside of blocks that have another name in files: that one, and the running model's."""
+        """Return modules inside blocks whose names differ: the name in files, mapped to that in the running model."""
         return {
             item.stored.removesuffix(".weight"): item.name.removesuffix(".weight")
             for kind in self.kinds
@@ -202,7 +202,7 @@ class Architecture:
         return any(kind.stored_stacks for kind in self.kinds)
 
     def as_held(self, names: Iterable[str]) -> Architecture:
-        """Return the declarations of files with these tensors: `joined` ones in the place of their parts."""
+        """Adapt the declarations to files that hold `joined` tensors in place of their parts."""
         ends = tuple(f".{name}" for name in self.joined)
         held = {end for name in names if name.endswith(ends) for end in ends if name.endswith(end)}
         if not held:
@@ -222,7 +222,7 @@ class Architecture:
         return dimensions_of(config, self.defaults, sizes, types.union(self.other_words))
 
     def layers(self, config: Mapping[str, Any], dimensions: Dimensions) -> tuple[LayerKind, ...]:
-        """Return the kind of every layer of a model, with its experts written out.
+        """Return the kind of every layer of a model, with one entry for each expert.
 
         Raises:
             InputError: the configuration does not say of which kind every layer is; or as `WindowRule.check`.
@@ -264,7 +264,7 @@ class Architecture:
 
 
 def _joined(kind: LayerKind, joined: Mapping[str, tuple[str, ...]]) -> LayerKind:
-    """Return a kind with whole tensors in the place of their parts."""
+    """Return a kind of layers with fused tensors in place of the parts that they consist of."""
     items = {item.name: item for item in kind.parameters}
     for whole, parts in joined.items():
         found = [items.pop(part) for part in parts if part in items]

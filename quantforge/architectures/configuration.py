@@ -26,13 +26,13 @@ _KNOWN = re.compile(
 
 
 def positions_in(config: Mapping[str, Any]) -> int:
-    """Return how many tokens a model can see, by its configuration; 2^30 where that does not say."""
+    """Return the maximum context length in tokens; 2^30 if the configuration sets none."""
     text = text_config(config)
     return min((text[key] for key in POSITIONS if text.get(key)), default=1 << 30)
 
 
 def embedding_rows(config: Mapping[str, Any]) -> int | None:
-    """Return how many token ids a model has an embedding for; None where neither configuration nor family says."""
+    """Return the vocabulary size of the embedding; None if neither the configuration nor the family sets one."""
     rows = text_config(config).get("vocab_size")
     if rows is None and (family := architecture_of(config)) is not None:
         rows = family.defaults.get("vocab_size")
@@ -42,7 +42,7 @@ def embedding_rows(config: Mapping[str, Any]) -> int | None:
 def tied(
     config: Mapping[str, Any], outer: Mapping[str, Any], defaults: Mapping[str, object]
 ) -> bool:
-    """Return whether the output projection is the embedding.
+    """Return whether the output projection is tied to the embedding.
 
     The outer configuration says it, as transformers reads a model with further towers, else that of the text, else the
     family's default.
@@ -60,14 +60,14 @@ def tied(
 
 
 def untied(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for a head of its own; families look in different places, so that all places say so."""
+    """Return the configuration with untied embeddings, at every level: families read the key in different places."""
     nested = config.get("text_config")
     inner = {"text_config": untied(nested)} if isinstance(nested, Mapping) else {}
     return {**config, **inner, "tie_word_embeddings": False}
 
 
 def no_tie(embedding: str, head: str) -> InputError:
-    """Return the error for a tied head that is stored twice, and not alike."""
+    """Return the error for a tied head that is stored separately and differs from the embedding."""
     return InputError(
         f"{head} differs from {embedding} although tie_word_embeddings is true",
         'a model with its own head says "tie_word_embeddings": false in config.json',
@@ -135,7 +135,7 @@ _OF_DECLARED = (
 
 
 def check_values(config: Mapping[str, Any], *, declared: bool) -> None:
-    """Refuse values of a (text) configuration that nothing computes with; ``declared``: its family has declarations.
+    """Refuse invalid values in a (text) configuration; ``declared``: its family has declarations.
 
     Raises:
         InputError: naming the key.

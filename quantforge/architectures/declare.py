@@ -74,7 +74,7 @@ LAYER_NORMS = norms("input_layernorm", "post_attention_layernorm", bias=True)
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
-    """Half of a layer, of tokens or of channels: its tensors, and which of its linears read the same activation.
+    """One half of a layer, attention or MLP: its tensors, and which of its linears read the same activation.
 
     Attributes:
         parameters, inputs, stacks, inner_copies, states: as those of `LayerKind`, which are joined of these.
@@ -92,14 +92,14 @@ def only(when: str, part: Mixer) -> Mixer: ...
 @overload
 def only(when: str, part: tuple[Parameter, ...]) -> tuple[Parameter, ...]: ...
 def only(when: str, part: Mixer | tuple[Parameter, ...]) -> Mixer | tuple[Parameter, ...]:
-    """Return a part of which tensors exist only ``when`` a configuration says so, see `Parameter`; "" is always."""
+    """Make the tensors of a part conditional on configuration keys, see ``when`` of `Parameter`; "" means always."""
     if isinstance(part, Mixer):
         return replace(part, parameters=only(when, part.parameters))
     return tuple(replace(item, when=f"{item.when} {when}".strip()) for item in part)
 
 
 def layer(*parts: Mixer | tuple[Parameter, ...], name: str = "") -> LayerKind:
-    """Compose a kind of layers of mixers, in computing order, and of other tensors."""
+    """Compose a layer kind from mixers, in the order of computation, and further tensors."""
     mixers = [part for part in parts if isinstance(part, Mixer)]
     return LayerKind(
         parameters=tuple(
@@ -234,7 +234,7 @@ def beside_towers(
     towers: Sequence[str],
     prefixes: Sequence[tuple[str, str]] = (("model.language_model.", "model."),),
 ) -> Architecture:
-    """Return a family whose decoder runs alone.
+    """Declare a multimodal family whose decoder transformers can run without the other towers.
 
     Args:
         text: the family of the decoder.
@@ -253,7 +253,7 @@ def beside_towers(
 
 
 def within_whole(text: Architecture, model_type: str, towers: Sequence[str]) -> Architecture:
-    """Return a family of which transformers runs the whole model; files may hold the decoder as if it were alone."""
+    """Declare a multimodal family that transformers runs only as a whole, with its towers."""
     return replace(
         text,
         model_type=model_type,

@@ -52,7 +52,7 @@ class DecoderGraph:
     full_rotary: Literal["always", "never", "alone"] = "always"
 
     def knows(self, parameter: str) -> bool:
-        """Return whether a parameter of a block is one that the graph computes with, by its name relative to it."""
+        """Return whether the graph uses a parameter, given its name relative to the block."""
         names = (
             *self.head_norms,
             *((self.fused,) if self.fused else ("q_proj", "k_proj", "v_proj")),

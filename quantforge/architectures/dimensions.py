@@ -71,7 +71,7 @@ class Dimensions:
         return 2 * self.ffn
 
     def size(self, text: str) -> int:
-        """Return the number that ``hidden``, ``positions+2``, ``3*hidden`` or ``3`` stands for."""
+        """Evaluate an expression in dimensions, such as ``hidden``, ``positions+2``, ``3*hidden`` or ``3``."""
         return sum(math.prod(map(self._factor, term.split("*"))) for term in text.split("+"))
 
     def _factor(self, word: str) -> int:
@@ -80,7 +80,7 @@ class Dimensions:
         return self.own[word] if word in self.own else int(getattr(self, word))
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the shape of a declared parameter in numbers."""
+        """Evaluate the shape of a declared parameter."""
         return tuple(self.size(name) for name in names)
 
 
@@ -159,7 +159,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:
-    """Refuse kinds of attention that do not say what every layer is, and windows that are no numbers.
+    """Refuse ``layer_types`` of the wrong length or with unknown words, and windows that are not integers in range.
 
     Raises:
         InputError: naming the key.
@@ -188,7 +188,7 @@ def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) 
 
 
 def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts: int) -> None:
-    """Refuse a router of a mixture that no number of experts, or of their groups, can be chosen by.
+    """Refuse numbers of chosen experts or expert groups that do not fit the number of experts.
 
     Raises:
         InputError: naming the key.

@@ -44,7 +44,7 @@ EMBEDDING = "embed_tokens.weight"
 
 
 def draft_kind(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of draft heads that a ``config.json`` describes, also one not in `KNOWN`; None for a model."""
+    """Return the kind of draft heads that a ``config.json`` describes, known or not; None for an ordinary model."""
     names = config.get("architectures")
     words = [config.get("model_type"), config.get("speculators_model_type")]
     words += names if isinstance(names, list) else []
@@ -57,12 +57,12 @@ def draft_kind(config: Mapping[str, Any]) -> str | None:
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` is of draft heads that are read here."""
+    """Return whether a ``config.json`` describes draft heads of a kind in `KNOWN`."""
     return draft_kind(config) in KNOWN
 
 
 def type_of(config: Mapping[str, Any]) -> str:
-    """Return what a ``config.json`` is of: a kind of draft heads, or its ``model_type``; "" where it states none."""
+    """Return the kind of draft heads in a ``config.json``, or else its ``model_type``; "" if it has none."""
     kind = draft_kind(config)
     return kind if kind in KNOWN else str(config.get("model_type", ""))
 
@@ -70,7 +70,7 @@ def type_of(config: Mapping[str, Any]) -> str:
 def heads_of(
     config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
 ) -> dict[str, bool]:
-    """Return the names of the tensors of heads, and whether each is a linear.
+    """Return the names of the tensors of draft heads, each with whether it is a linear.
 
     Args:
         config: of the decoder.
@@ -96,13 +96,13 @@ def heads_of(
 
 
 def layers_of(config: Mapping[str, Any]) -> int:
-    """Return the number of layers that an unchecked configuration states, 0 where it states none."""
+    """Return the number of layers in a configuration that was not validated; 0 if it has none."""
     found = next((config[key] for key in LAYERS if key in config), 0)
     return found if type(found) is int else 0
 
 
 def without_heads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration that counts no heads, in its tower neither."""
+    """Return the configuration with all counts of draft heads set to zero, in ``text_config`` too."""
     changed: dict[str, Any] = {key: 0 for key in COUNTS if config.get(key)}
     changed |= {key: False for key in USED if config.get(key)}
     nested = config.get("text_config")
@@ -124,7 +124,7 @@ def _is_linear(tensor: StoredTensor) -> bool:
 
 
 def stored_names(name: str) -> list[str]:
-    """Return the names that files of EAGLE-3 have for a tensor: with the layer in front where it is of the layer."""
+    """Return the names that EAGLE-3 files may use for a tensor, with and without the prefix of its layer."""
     return [
         f"{prefix}{owner}{name}"
         for prefix in ("", "model.")

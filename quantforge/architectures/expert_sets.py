@@ -30,7 +30,7 @@ def has_single_experts(names: Iterable[str]) -> bool:
 
 
 def check_experts(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> None:
-    """Refuse experts that are no set, and lists of kinds of layers that are too short.
+    """Refuse an incomplete or inconsistent set of experts, and lists of layer kinds that are too short.
 
     Args:
         config: of the decoder.
@@ -75,7 +75,7 @@ def _of_kinds(config: Mapping[str, Any]) -> list[str]:
 
 
 def _counts(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the numbers of experts that one list may have: of several parts, their sum too.
+    """Return the numbers of experts that a list of experts may have, sums over several groups included.
 
     A configuration states a number for each part, or one number and the widths of each (text and pictures).
     """
@@ -92,12 +92,12 @@ def _counts(config: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _idle(config: Mapping[str, Any]) -> set[int]:
-    """Return how many experts do nothing; routers have rows for them too."""
+    """Return the numbers of zero-computation experts, for which routers have rows too."""
     return {value for key, value in config.items() if "zero_expert" in key and type(value) is int}
 
 
 def _scored(config: Mapping[str, Any]) -> set[int]:
-    """Return how many shared experts the router scores too, where the configuration says that it does."""
+    """Return the numbers of shared experts if the router scores them too."""
     if config.get("shared_expert_sink") is not True:
         return set()
     return {value for key, value in config.items() if _SHARED.fullmatch(key) and type(value) is int}
@@ -139,7 +139,7 @@ def _of_set(
 def _of_routers(
     config: Mapping[str, Any], stored: Iterable[StoredTensor], counts: Mapping[str, int]
 ) -> list[str]:
-    """Return the routers beside experts that have another number of rows."""
+    """Return a problem for every router whose number of rows differs from the number of experts."""
     idle = _idle(config) | _scored(config)
     counted = _counts(config)
     parents = {name.rpartition(".")[0]: count for name, count in counts.items()}

@@ -55,7 +55,7 @@ class Parameter:
 
 
 class Absorbs(StrEnum):
-    """Ways in which the producer of an activation takes a per-channel factor into itself."""
+    """Ways to fold a per-channel factor into the module that produces an activation."""
 
     NORM = "norm"  # weight (and bias, if any) divided by the factor
     NORM_PLUS_ONE = "norm+1"  # gemma: y = (1 + w) x
@@ -105,7 +105,7 @@ class SharedInput:
         return self.linears[0]
 
     def of_expert(self, number: int) -> SharedInput:
-        """Return the input of one expert, of those that are declared together."""
+        """Return the shared input of one expert, from the declaration for all experts."""
         absorber = self.absorber and replace(
             self.absorber, module=self.absorber.module.format(number)
         )
@@ -132,11 +132,11 @@ class Stack:
     spread: bool = False
 
     def matrix(self, value: Tensor, position: int, expert: int) -> Tensor:
-        """Return the linear at ``position`` of an expert: a view ``[out_features, in_features]`` of a stack."""
+        """Return the weight ``[out_features, in_features]`` of one linear of an expert, a view of a stack."""
         return self.share(value[expert].T if self.transposed else value[expert], position)
 
     def share(self, rows: Tensor, position: int) -> Tensor:
-        """Return of the rows of one expert, or of what they make of tokens, those of the linear at ``position``."""
+        """Return the rows (of weights or outputs) of one expert that belong to the linear at ``position``."""
         if self.interleaved:
             return rows[position :: len(self.linears)]
         return rows.chunk(len(self.linears))[position]
@@ -241,14 +241,14 @@ class LayerKind:
 
     @property
     def stored_stacks(self) -> dict[str, str]:
-        """Return the names in files of the stacks that files may hold, by their names; both relative to the block."""
+        """Return the stacks that files may hold: names in the running model, mapped to names in files."""
         held = {stack.parameter for stack in self.stacks}
         return {
             item.name: item.stored or item.name for item in self.parameters if item.name in held
         }
 
     def present(self, config: Mapping[str, Any]) -> LayerKind:
-        """Return the kind as models of a configuration have it: without linears and stacks that it leaves out."""
+        """Return the kind without the linears and stacks that a configuration leaves out."""
         kept = tuple(item for item in self.parameters if item.exists(config))
         if len(kept) == len(self.parameters):
             return self
@@ -265,7 +265,7 @@ class LayerKind:
         )
 
     def counted(self, dimensions: Dimensions) -> LayerKind:
-        """Return the kind with every expert written out."""
+        """Return the kind with one entry for each expert."""
         parameters = [
             replace(item, name=item.name.format(number), stored=item.stored.format(number), each="")
             for item in self.parameters
@@ -279,7 +279,7 @@ class LayerKind:
         return replace(self, parameters=tuple(parameters), inputs=tuple(inputs))
 
     def places(self) -> dict[str, Place]:
-        """Return where the matrices of experts lie in the running block, by linear of a `counted` kind."""
+        """Return the place of every expert matrix in the running block, by linear; for a `counted` kind."""
         return {
             name: self.place(name, shared.expert)
             for shared in self.inputs
@@ -288,7 +288,7 @@ class LayerKind:
         }
 
     def place(self, linear: str, expert: int) -> Place:
-        """Return where the matrix of a linear of an expert lies."""
+        """Return the place of the matrix of one linear of one expert."""
         return next(
             Place(stack, position, expert)
             for stack in self.stacks

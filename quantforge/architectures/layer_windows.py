@@ -19,7 +19,7 @@ WORD = "sliding_attention"  # in ``layer_types``
 
 @dataclass(frozen=True, slots=True)
 class WindowRule:
-    """The rule of a family; without any, no layer has a window.
+    """Which layers of a family have a sliding window.
 
     Attributes:
         known: whether the family has windows at all.
@@ -55,7 +55,7 @@ class WindowRule:
     stop: tuple[str, int] | None = None
 
     def check(self, config: Mapping[str, Any], layers: int) -> None:
-        """Refuse what transformers makes no mask of: a width of null where it needs one, and flags that do not fit.
+        """Refuse configurations that transformers cannot build masks for: a missing width, or flags that do not fit.
 
         Args:
             config: of the text model.

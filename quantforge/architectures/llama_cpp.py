@@ -17,7 +17,7 @@ WITH_TABLE = (*SCALINGS, "llama3")  # where llama.cpp also reads divisors of the
 
 
 class Keys(Protocol):
-    """The keys of a file of one architecture, without its name, and what is known of the file's tensors."""
+    """Keys of a GGUF file, named without the prefix of the architecture, and facts about its tensors."""
 
     def integer(self, key: str, otherwise: int | None = None) -> int:
         """Return a count."""
@@ -154,7 +154,7 @@ _EPSILON = 1e-5  # the largest of the releases, which does not show in what they
 
 
 def own_epsilon(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return an epsilon of norms that makes a difference where llama.cpp takes its own, and what it may be, or None."""
+    """Return a norm epsilon that llama.cpp would ignore with visible effect, and its allowed range; else None."""
     stated = config.get("rms_norm_eps")
     if isinstance(stated, int | float) and stated > _EPSILON:
         return f"rms_norm_eps = {stated:g}", f"up to {_EPSILON:g}"
@@ -170,7 +170,7 @@ def types_of_period(layers: int, period: int) -> list[str]:
 
 
 def experts_restated(keys: Keys) -> dict[str, Any]:
-    """Return what ``config.json`` says of the number of experts, for the `Keys` of a file, by both names of it."""
+    """Return the keys of ``config.json`` for the number of experts, under both names, from the `Keys` of a file."""
     return {
         "num_local_experts": keys.integer("expert_count"),
         "num_experts": keys.integer("expert_count"),

@@ -73,7 +73,7 @@ _MEDUSA_OUTPUT = re.compile(r"(?:medusa_heads?\.)?(?:\d+\.\d+|lm_heads\.\d+)\.we
 
 
 def holds_codes(tensor: StoredTensor) -> bool:
-    """Return whether a stored tensor is packed: a float of fewer than 16 bits, or a matrix of integers but a table."""
+    """Return whether a tensor holds packed codes: a float below 16 bits, or a matrix of integers that is no table."""
     if tensor.dtype in _INTEGERS:
         return len(tensor.shape) > 1 and tensor.name.rpartition(".")[2] not in _TABLES
     return tensor.dtype.startswith("F") and tensor.dtype not in FLOATS
@@ -131,7 +131,7 @@ class MatchedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """A checkpoint, understood.
+    """A checkpoint whose every tensor has a known place in the model.
 
     Attributes:
         architecture: the declarations, or None after the generic rule (then ``dimensions`` is None as well).
@@ -260,14 +260,14 @@ def needs_architecture(matched: Matched, method: str, reason: str = "") -> Input
 def declared(
     matched: Matched, method: str = "with calibration data"
 ) -> tuple[Architecture, Dimensions]:
-    """Return the declarations and sizes of a model; raise InputError, naming ``method``, where it has none."""
+    """Return the declarations and sizes of a model; raise InputError, which names ``method``, if it has none."""
     if matched.architecture is None or matched.dimensions is None:
         raise needs_architecture(matched, method)
     return matched.architecture, matched.dimensions
 
 
 def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched:
-    """Settle a tied head that is stored twice; ``equal`` compares the bytes of two stored tensors by name.
+    """Drop a tied head that is stored twice; ``equal`` compares the bytes of two stored tensors by name.
 
     Raises:
         InputError: they differ, so that the configuration and the tensors contradict each other.
@@ -294,7 +294,7 @@ def _check_stored(stored: list[StoredTensor]) -> None:
 
 
 def _check_codes(stored: list[StoredTensor]) -> None:
-    """Refuse packed tensors that no format has read, where no declaration says what each tensor has to be."""
+    """Refuse packed tensors that no format decoded, for models without declarations."""
     problems = [_code(tensor) for tensor in stored if holds_codes(tensor)]
     _raise(problems, "the quantization in config.json and the tensors disagree")
 
@@ -358,7 +358,7 @@ def _partition(
     stored: Iterable[StoredTensor],
     heads: Mapping[str, MatchedTensor],
 ) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
-    """Return the tensors that have a place by canonical name, those that are dropped with the reason, and problems."""
+    """Sort stored tensors: those with a place (by canonical name), dropped ones with the reason, and problems."""
     found: dict[str, MatchedTensor] = {}
     dropped: list[tuple[StoredTensor, str]] = []
     problems: list[str] = []
@@ -398,7 +398,7 @@ def _beyond(name: str, layers: int) -> str:
 
 
 def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, ...]:
-    """Rename shared inputs to stored modules: plans and files speak of those."""
+    """Name shared inputs by stored modules, the names that plans and files use."""
     modules = {
         tensor.name.removesuffix(".weight"): tensor.stored.name.removesuffix(".weight")
         for tensor in tensors
@@ -410,7 +410,7 @@ def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """One declared tensor: what a stored one of this name has to be.
+    """A declared tensor: what the stored tensor of this name must look like.
 
     Attributes:
         name: canonical name, that of the running model.
@@ -430,7 +430,7 @@ class _Slot:
     stack: str = ""
 
     def filled(self, stored: StoredTensor) -> MatchedTensor:
-        """Return the tensor that fills it."""
+        """Return the matched tensor for a stored one."""
         return MatchedTensor(
             self.name, stored, self.role, self.block, self.linear, self.transposed, self.expert
         )
@@ -497,7 +497,7 @@ class _Slots:
         ]
 
     def twice(self, found: Container[str]) -> list[str]:
-        """Return what is wrong with stacks of experts whose parts are there too."""
+        """Return a problem for every expert stack that is stored along with matrices of single experts."""
         parts = {slot.stack for slot in self.by_name.values() if slot.stack and slot.name in found}
         return [
             f"{name}: some of its experts are stored one by one too"
@@ -549,7 +549,7 @@ def _module(item: Parameter) -> str:
 
 
 def _role(item: Parameter, linears: Mapping[str, object], matrices: frozenset[str]) -> Role:
-    """Return the role of a tensor; ``matrices``: modules whose weight is no vector, as that of a norm is."""
+    """Return the role of a declared tensor; ``matrices``: modules whose weight has more than one dimension."""
     module, kind = _module(item), item.name.rpartition(".")[2]
     if module in linears and kind == "weight":
         return Role.LINEAR
@@ -617,12 +617,12 @@ def _guessed_role(tensor: StoredTensor, in_block: bool) -> Role:
 
 
 def _of_norm(name: str) -> bool:
-    """Return whether a stored tensor is of a norm itself; one with linears in it, or a block of that name, is none."""
+    """Return whether a tensor belongs directly to a module named as a norm, not to a linear deeper inside one."""
     return "norm" in name.rpartition(".")[0].rpartition(".")[2].lower()
 
 
 def _first_sibling(name: str, names: Container[str]) -> str:
-    """Return the module of the first linear that reads what ``name`` reads, as far as names say so."""
+    """Return the module of the first linear that, by its name, reads the same input as ``name``."""
     parent, _, leaf = name.removesuffix(".weight").rpartition(".")
     for siblings in _SIBLINGS:
         if leaf in siblings:
@@ -633,7 +633,7 @@ def _first_sibling(name: str, names: Container[str]) -> str:
 def _head_tensors(
     config: Mapping[str, Any], layers: int, stored: list[StoredTensor]
 ) -> dict[str, MatchedTensor]:
-    """Return the tensors of heads, as a match has them; arguments as of `heads_of`."""
+    """Return the matched tensors of draft heads by name; arguments as of `heads_of`."""
     found = heads_of(config, layers, stored)
     return {
         tensor.name: MatchedTensor(

@@ -26,7 +26,7 @@ def router(
     correction: str = "",
     stored_correction: str = "",
 ) -> tuple[Parameter, ...]:
-    """Declare what sends tokens to experts; it stays as it is, because no shared input reads it.
+    """Declare the router; it is not quantized, because no shared input lists it.
 
     Args:
         name: of its module.
@@ -46,7 +46,7 @@ def router(
 def shared_experts(
     width: str, *, module: str = "mlp.shared_experts", bias: str = "", gate: str = ""
 ) -> tuple[Mixer | tuple[Parameter, ...], ...]:
-    """Declare the experts that compute every token, which are one gated MLP.
+    """Declare the shared experts, which process every token, as one gated MLP.
 
     Args:
         width: the dimension of what ``down`` reads.
@@ -65,7 +65,7 @@ def dense_or_sparse(
     sparse: tuple[Mixer | tuple[Parameter, ...], ...],
     prefix: str = "",
 ) -> tuple[LayerKind, ...]:
-    """Return two kinds of layers that have ``common`` parts: with an MLP, and with a mixture in its place."""
+    """Return two layer kinds with ``common`` parts: one with a dense MLP, one with experts in its place."""
     return (
         layer(*common, dense, name=prefix + DENSE),
         layer(*common, *sparse, name=prefix + SPARSE),
@@ -73,7 +73,7 @@ def dense_or_sparse(
 
 
 def first_dense(config: Mapping[str, Any], key: str) -> list[str]:
-    """Return the kinds of all layers of which the first few have an MLP and the others a mixture.
+    """Return the kind of every layer of a model whose first layers are dense and the others have experts.
 
     Args:
         config: with the defaults of the family.
@@ -89,12 +89,12 @@ def first_dense(config: Mapping[str, Any], key: str) -> list[str]:
 
 
 def replaced_first(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of all layers by ``first_k_dense_replace``; errors as `first_dense`."""
+    """Return the kind of every layer by ``first_k_dense_replace``; errors as `first_dense`."""
     return first_dense(config, "first_k_dense_replace")
 
 
 def listed(config: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of all layers by ``mlp_layer_types``, or else by ``first_k_dense_replace``.
+    """Return the kind of every layer by ``mlp_layer_types``, or else by ``first_k_dense_replace``.
 
     Raises:
         InputError: it is no list, or has other words (`Architecture.layers` checks its length); or as `first_dense`.
@@ -117,7 +117,7 @@ def experts_one_by_one(
     stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     stored_module: str = "",
 ) -> Mixer:
-    """Declare gated experts that files hold as matrices of their own, and the running model in two stacks.
+    """Declare gated experts that files store one by one and the running model holds in two stacks.
 
     Args:
         width: the dimension of what ``down`` reads; ``experts`` is the one that counts them.
@@ -156,7 +156,7 @@ def experts_in_one(
     stored: tuple[str, str] = ("", ""),
     stored_one: tuple[str, str, str] | None = None,
 ) -> Mixer:
-    """Declare gated experts that files, too, hold stacked in parameters of three dimensions.
+    """Declare gated experts that files, too, store stacked in three-dimensional tensors.
 
     Once they are quantized, files hold them one by one.
 

@@ -93,7 +93,7 @@ class Projector:
     differs: str = ""
 
     def canonical(self, name: str) -> str:
-        """Return the name of a tensor as it is declared."""
+        """Return the declared name of a stored tensor."""
         for beginning, other in self.renamed:
             if name.startswith(beginning):
                 name = other + name.removeprefix(beginning)
@@ -131,7 +131,7 @@ class TowerSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerConfig:
-    """Configuration of a tower, read with checks; ``place`` is its name in messages, "" of the whole."""
+    """Checked access to the configuration of a tower; ``place`` is its name in messages, "" for the top level."""
 
     values: Mapping[str, Any]
     place: str = "vision_config"
@@ -161,7 +161,7 @@ class TowerConfig:
         return float(value)
 
     def require(self, key: str, computed: object, otherwise: object = _ALIKE) -> None:
-        """Refuse any other value of a key than what llama.cpp computes.
+        """Refuse values of a key other than the one that llama.cpp implements.
 
         Args:
             key: of the configuration.
@@ -176,7 +176,7 @@ class TowerConfig:
             raise not_carried(f"{self._called(key)} = {str(value)[:40]}", f"{key} = {computed}")
 
     def require_theta(self, base: float) -> None:
-        """Refuse another base of rotary positions than the one that llama.cpp knows; errors as `require`."""
+        """Refuse a base of rotary positions other than the one that llama.cpp implements; errors as `require`."""
         rope = self.values.get("rope_parameters")
         theta = rope.get("rope_theta") if isinstance(rope, Mapping) else None
         theta = self.values.get("rope_theta", theta)
@@ -211,7 +211,7 @@ class TowerConfig:
 
 
 def not_carried(what: str, instead: str) -> RefusedError:
-    """Return the error for what a projector file cannot say, with what llama.cpp computes."""
+    """Return the error for a setting that a projector file cannot express, with what llama.cpp computes instead."""
     return RefusedError(
         f"config.json: {what} cannot be carried by a projector file (llama.cpp computes: {instead})",
         "leave --mmproj out: the language model alone is written",

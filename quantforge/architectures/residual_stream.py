@@ -24,7 +24,7 @@ _HINT = "leave it out: the rest of the method works without it"
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """Where the channels of the stream lie in one tensor.
+    """Axis of a tensor along which the channels of the residual stream lie.
 
     Attributes:
         axis: along which its channels lie.
@@ -37,7 +37,7 @@ class Channels:
 
 @dataclass(frozen=True, slots=True)
 class ResidualStream:
-    """Every tensor with channels of the stream, but for norms, by canonical name, and the norms.
+    """All tensors that read or write the residual stream, by canonical name, and the norms.
 
     Attributes:
         places: of readers and writers; a tied head is not among them.
@@ -62,7 +62,7 @@ def residual_stream(matched: Matched, asked: str) -> ResidualStream:
 
 
 class _Proof:
-    """One model, and what is not proven of it."""
+    """Proof, for one model, that all readers and writers of the residual stream are known."""
 
     def __init__(self, matched: Matched, asked: str) -> None:
         self._matched, self._asked = matched, asked

@@ -45,7 +45,7 @@ class Checksums:
     _states: tuple[_Hash, ...] = field(repr=False)
 
     def read(self, descriptor: int, into: memoryview, start: int) -> bool:
-        """Fill ``into`` with the bytes from ``start`` on; return whether they are those that the file had."""
+        """Fill ``into`` with the bytes from ``start`` on; return whether they match the checksums."""
         end = start + len(into)
         if not len(into) or end > self.size:
             return not len(into)
@@ -67,7 +67,7 @@ class Checksums:
         return True
 
     def _kept(self, descriptor: int, chunk: int) -> memoryview:
-        """Return a chunk, which is in memory from now on; nothing where it is not the one that was digested."""
+        """Return a chunk and keep it in memory; empty if it does not match its checksum."""
         kept = _place(self.sha256, chunk)
         with kept.lock:
             if not len(kept.data):
@@ -78,7 +78,7 @@ class Checksums:
             return kept.data
 
     def _ahead(self, descriptor: int, chunk: int) -> None:
-        """Have the next chunk read, where reads came from the one before this."""
+        """Read the next chunk in the background if the previous one was read too."""
         if (self.sha256, chunk - 1) not in _LAST or (self.sha256, chunk + 1) in _LAST:
             return
         _place(self.sha256, chunk + 1)  # others do not ask for it again
@@ -94,7 +94,7 @@ class Checksums:
         _READER.submit(read)
 
     def _filled(self, descriptor: int, chunk: int, into: memoryview) -> bool:
-        """Read a whole chunk; return whether it is the one that was digested."""
+        """Read a whole chunk; return whether it matches its checksum."""
         state, start = self._states[chunk].copy(), chunk * self._chunk
         for done in range(0, len(into), _READ):
             part = into[done : done + _READ]
@@ -105,7 +105,7 @@ class Checksums:
 
 
 class _InMemory:
-    """A chunk in memory, none of whose bytes is there yet; who reads it holds the lock."""
+    """A chunk in memory, empty until it is read; the reader holds the lock."""
 
     def __init__(self) -> None:
         self.lock, self.data = Lock(), memoryview(b"")
@@ -117,7 +117,7 @@ _READER = ThreadPoolExecutor(1)  # begins its thread when it is needed
 
 
 def _place(sha256: str, chunk: int) -> _InMemory:
-    """Return the place of a chunk, which is the latest from now on."""
+    """Return the entry of a chunk in the cache, and mark it as most recently used."""
     with _LOCK:
         kept = _LAST.setdefault((sha256, chunk), _InMemory())
         _LAST.move_to_end((sha256, chunk))

@@ -74,13 +74,13 @@ def create(path: Path, mode: int = 0o666) -> int:
 
 
 def fresh(path: Path) -> int:
-    """Make a new file inside of a run's own directory, in place of what an interrupted run has left there."""
+    """Make a new file, replacing one that an interrupted run left at this name of its own."""
     path.unlink(missing_ok=True)
     return create(path)
 
 
 def existing(path: Path, access: int = os.O_WRONLY) -> int:
-    """Open a file that `create` made before; what else has its name is an error.
+    """Open a file that `create` made before; refuse anything else at that name.
 
     Raises:
         OSError: it is missing, a link, no regular file, or has a second name somewhere else.
@@ -142,12 +142,12 @@ def append(path: Path, data: bytes) -> None:
 
 
 def place_of_run(out: Path) -> Path:
-    """Return the hidden folder beside a result in which a run makes it, and which is gone when it has ended."""
+    """Return the hidden working directory of a run, beside its output; it is removed when the run ends."""
     return out.with_name(f".{out.name}.qf")
 
 
 def folder(path: Path) -> None:
-    """Make a directory, or take one that is there.
+    """Make a directory unless it exists.
 
     Raises:
         OSError: something else has that name, a link included.
@@ -177,7 +177,7 @@ def save(
 
 
 def check_name(path: Path, option: str) -> None:
-    """Refuse a name for a new file or directory that would break the lines of cards, lists and terminals.
+    """Refuse a name for a new file or directory that contains control characters or line separators.
 
     Raises:
         UsageError: its last part holds a control character or a separator of lines; ``option`` names it.
@@ -189,7 +189,7 @@ def check_name(path: Path, option: str) -> None:
 
 
 def check_new(path: Path, option: str = "", *, overwrite: bool = False, adds: bool = False) -> None:
-    """Refuse to write what a person has named where something else is; ask this before the work too.
+    """Refuse to write to a path that a person named if it is taken or not writable; call it before the work too.
 
     Args:
         path: what is to be written.
@@ -224,7 +224,7 @@ def check_new(path: Path, option: str = "", *, overwrite: bool = False, adds: bo
 
 
 def free_bytes(directory: Path) -> int:
-    """Return how many bytes this user may still write in a directory, or in the nearest parent that exists."""
+    """Return the free bytes for this user in a directory, or in its nearest parent that exists."""
     while not directory.is_dir() and directory != directory.parent:
         directory = directory.parent
     return shutil.disk_usage(directory).free
@@ -232,7 +232,7 @@ def free_bytes(directory: Path) -> int:
 
 @contextmanager
 def writing(path: Path, needed: int) -> Iterator[None]:
-    """Turn a failure to write ``needed`` bytes at ``path`` into an error: `DeniedError` where one may not."""
+    """Convert an OSError while writing ``needed`` bytes at ``path`` to `DeniedError` or `ResourceError`."""
     try:
         yield
     except OSError as error:
@@ -245,7 +245,7 @@ def writing(path: Path, needed: int) -> Iterator[None]:
 
 
 def denied(path: Path, reason: str, said: str = "") -> DeniedError:
-    """Return the error for a place where this user may not write; ``said``: how the place was named."""
+    """Return the error for missing write permission; ``said``: how the user named the place."""
     return DeniedError(
         f"{said or path}: cannot be written: {reason}",
         "choose a place that you may write to, or change its permissions",
@@ -254,7 +254,7 @@ def denied(path: Path, reason: str, said: str = "") -> DeniedError:
 
 
 def no_space(path: Path, needed: int, reason: str, hint: str = "") -> ResourceError:
-    """Return the error for bytes that do not fit, with what is needed and what is free; ``hint``: for other reasons."""
+    """Return the error for a full disk with the bytes needed and free; ``hint`` replaces the advice to free space."""
     place = path if path.is_dir() else path.parent
     free = free_bytes(place)
     # What is beside a result is removed when the run ends.

@@ -37,7 +37,7 @@ Removed = Mapping[int, tuple[int, ...]]  # ascending numbers of experts by the i
 
 @dataclass(frozen=True, slots=True)
 class Pruning:
-    """Number of experts that a share removes from every layer, checked against what the router does with the rest.
+    """Number of experts to remove from every layer, checked against the number that the router selects.
 
     Attributes:
         experts: that every layer has.
@@ -65,14 +65,14 @@ class Pruning:
         return found
 
     def undecided(self) -> Removed:
-        """Return the last experts of each group: what headers are made of while nothing is known of the experts."""
+        """Return the last experts of each group, as placeholders to plan with before the saliency is known."""
         size = self.experts // self.groups
         last = [n for n in range(self.experts) if n % size >= size - self.removed]
         return dict.fromkeys(self.layers, tuple(last))
 
 
 def pruning_of(source: Checkpoint, asked: str) -> Pruning:
-    """Return how many experts of every layer a share, such as ``25%``, removes, rounded down.
+    """Compute how many experts of every layer to remove for a share such as ``25%``, rounded down.
 
     Raises:
         InputError: ``n_group`` does not divide the number of experts; or as `match`.
@@ -160,14 +160,14 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
 
 
 def as_text(removed: Removed) -> str:
-    """Return which experts are gone, for a manifest: ``0: 3 5, 1: 2 7``."""
+    """Format the removed experts for a manifest: ``0: 3 5, 1: 2 7``."""
     return ", ".join(
         f"{layer}: {' '.join(map(str, gone))}" for layer, gone in sorted(removed.items())
     )
 
 
 def from_text(text: str) -> Removed:
-    """Return what `as_text` has written.
+    """Parse what `as_text` wrote.
 
     Raises:
         InputError: it is nothing like that.
@@ -261,7 +261,7 @@ def _chosen(
 
 
 def fewer_heads(source: Checkpoint) -> Checkpoint:
-    """Return a source without its heads for several tokens.
+    """Return a source without its heads for multi-token prediction.
 
     Raises:
         UsageError: it has none.

@@ -72,7 +72,7 @@ def resolve(model: str, offline: bool = False, cache_dir: Path | None = None) ->
 
 
 def _fetch(name: str) -> str:
-    """Return what fetches a model where there is a network, to be given as a directory."""
+    """Return the command that downloads a model to a local directory."""
     local = name.partition("/")[2]
     return f"where there is a network, type: hf download {name} --local-dir {local}, and give ./{local}"
 
@@ -81,12 +81,12 @@ _GIVE = "give a directory, or org/name[@revision] of the hub"
 
 
 def _missing(name: str) -> str:
-    """Return that there is no such thing, of the kind that its name tells."""
+    """Return "no such file" or "no such directory", by the suffix of the name."""
     return f"no such {'file' if Path(name).suffix.lower() in _FILES else 'directory'}"
 
 
 def _near(model: str) -> str:
-    """Return the name beside it that a missing one is most like, as a question; "" where there is none."""
+    """Return "did you mean ...?" with the most similar name in the same directory; "" without one."""
     place = Path(model)
     try:
         there = [one.name for one in place.parent.iterdir()]
@@ -97,7 +97,7 @@ def _near(model: str) -> str:
 
 
 def models_within(path: Path) -> str:
-    """Return what a directory that is no model is: an adapter, or one with models in it; "" where it is neither."""
+    """Return a hint for a directory that is an adapter or contains models; "" otherwise."""
     if (path / "adapter_config.json").is_file():
         return f"it is an adapter: quantforge quantize BASE --adapter {path}"
     try:
@@ -120,7 +120,7 @@ def _unfinished(path: Path) -> bool:
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text that a configuration claims to be a name is ``org/name``, and nothing else."""
+    """Return whether a text has the form ``org/name``."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text, re.ASCII) is not None
 
 
@@ -131,7 +131,7 @@ def repository_name(text: str) -> str:
 
 
 def source_name(path: Path) -> tuple[str, str]:
-    """Return the name of a model without any trace of where it lies, and its revision if it came from the hub."""
+    """Return the name of a model without its local path, and its revision if it came from the hub."""
     path = path.resolve()
     if path.parent.name == "snapshots":
         repository = path.parent.parent.name.removeprefix("models--")

@@ -43,7 +43,7 @@ _MAX_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has a lock, and the inode of the directory that it is about to publish (or 0): the content of the file."""
+    """Content of a lock file: who holds it, and the inode of the directory about to be published (or 0)."""
 
     pid: int = 0
     host: str = "?"
@@ -69,7 +69,7 @@ class HeldError(BusyError):
 
 
 class Lock:
-    """The lock of one output; ``directory`` is what it stands for, and ``work`` says it to whoever has to wait.
+    """The lock of one output; ``directory`` holds it, and ``work`` describes the holder in errors.
 
     Attributes:
         descriptor: of the locked file, -1 without the lock.
@@ -113,7 +113,7 @@ class Lock:
         raise last
 
     def keep(self) -> None:
-        """Make sure that nobody else can have the lock: its file may have been removed during the run.
+        """Verify that the lock is still held; take it again if its file was removed during the run.
 
         Raises:
             BusyError: it was removed, and another run has begun.
@@ -198,7 +198,7 @@ class Lock:
         return last.publishing
 
     def _beat(self, ends: threading.Event) -> None:
-        """Set the time of the file until the lock is freed."""
+        """Update the time of the file every second until the lock is freed."""
         while not ends.wait(BEAT_SECONDS):
             with suppress(OSError):  # somebody has removed it
                 os.utime(self._path, follow_symlinks=False)
@@ -221,7 +221,7 @@ class Lock:
 
 
 def _read(descriptor: int) -> Holder | None:
-    """Read a lock file: an empty `Holder` if it is empty (its run was killed just then), None if it is not ours."""
+    """Read a lock file: an empty `Holder` if it is empty (its run was killed just then), None if it is no lock file."""
     data = os.pread(descriptor, _MAX_BYTES, 0).strip(b"\0")
     if not data:
         return Holder()
@@ -235,13 +235,13 @@ def _read(descriptor: int) -> Holder | None:
 
 
 class Watch:
-    """Watcher of values that change while somebody works: how long each has stood still, by the monotonic clock."""
+    """Track how long values have been unchanged, by the monotonic clock."""
 
     def __init__(self) -> None:
         self._seen: dict[object, tuple[object, float]] = {}
 
     def seconds_unchanged(self, key: object, value: object) -> float:
-        """Return for how many seconds ``value`` has been what it is, as far as this watcher knows."""
+        """Return for how many seconds ``value`` has been unchanged, as far as this object has seen."""
         now = time.monotonic()
         known, since = self._seen.get(key, (None, now))
         if key not in self._seen or known != value:
@@ -251,7 +251,7 @@ class Watch:
 
 
 class StaleLockMonitor:
-    """Watcher of the processes for whose locks this one waits; calls ``note`` once for each that does not respond.
+    """Watch the holders of locks that this process waits for; call ``note`` once for each that does not respond.
 
     A lock of the system dies with its owner, but not with one that was stopped: whoever waits would wait for ever.
     """
@@ -261,7 +261,7 @@ class StaleLockMonitor:
         self._told: set[object] = set()
 
     def check(self, error: BusyError) -> None:
-        """Look at the holder of a lock that was not to be had."""
+        """Check the holder of a lock that could not be taken."""
         if not isinstance(error, HeldError):
             return
         holder = error.holder

@@ -17,7 +17,7 @@ NUMBERED = re.compile(r"-(\d{5})-of-(\d{5})(\.[^.]*)?\Z")
 
 
 def placed(out: Path, name: str) -> str:
-    """Return the name of a weight file of a plan: that of the output, with the number of the part."""
+    """Return the final name of a planned weight file: the output's name, with the number of the part."""
     part = NUMBERED.search(name)
     return out.name if part is None else f"{out.stem}-{part[1]}-of-{part[2]}{out.suffix}"
 
@@ -44,7 +44,7 @@ def side_of(file: Path, suffix: str = SIDE) -> Path:
 
 
 def recorded_name(outputs: Iterable[str], result: Path) -> str:
-    """Return what a manifest calls a result that is one file, or numbered ones: the name of the whole.
+    """Return the name under which a manifest lists a result of one file, or of numbered files.
 
     Args:
         outputs: names that the manifest lists.
@@ -61,7 +61,7 @@ def recorded_name(outputs: Iterable[str], result: Path) -> str:
 
 
 def present_names(outputs: Mapping[str, Any], result: Path, recorded: str) -> dict[str, Any]:
-    """Return the outputs of a manifest under the names that follow from that of the file which it lies beside."""
+    """Rename the outputs of a manifest to match the present name of the file beside it."""
     own, stem = side_of(result, ""), Path(recorded).stem
     tower = projector_name(Path(recorded))
 

@@ -135,7 +135,7 @@ def read_previous_output(
 
 
 def check_replaceable(out: Path, overwrite: bool) -> None:
-    """Refuse a place for a directory where something is that must not be replaced.
+    """Refuse an output directory that exists and must not be replaced.
 
     Raises:
         RefusedError: no directory, not to be overwritten, or not only what an earlier result's manifest lists.
@@ -163,7 +163,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
 
 
 def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
-    """Return the refusal of a result where another one is: what that was made from, and what to type.
+    """Return the refusal for an output that exists: what it was made from, and what to type.
 
     Args:
         path: the file or directory that is in the way.
@@ -184,7 +184,7 @@ def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
 
 
 def _made_from(manifest: Path) -> str:
-    """Return the end of a sentence: what the result of a manifest was made from, and how."""
+    """Return a clause that says what a result was made from, and how, by its manifest; "" if unknown."""
     try:
         said = parse_object(FILES.read(manifest, roles.MANIFEST, manifest.parent), manifest)
     except InputError:
@@ -215,7 +215,7 @@ def size_of(root: Path, name: str) -> int | None:
 
 
 def _inside(name: str) -> bool:
-    """Return whether a name stays inside, and is written in the one way in which a name is written."""
+    """Return whether a name is a normalized relative path without ``..``."""
     path = PurePosixPath(name)
     return (
         0 < len(path.parts) <= _DEEPEST

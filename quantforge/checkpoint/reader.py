@@ -119,7 +119,7 @@ class Checkpoint:
 
     @property
     def declared(self) -> Declared | None:
-        """Return declarations of this very model, where a view was made by them."""
+        """Return derived declarations of this model if a view was made with them, else None."""
         return None
 
     @property
@@ -128,7 +128,7 @@ class Checkpoint:
         return self
 
     def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
-        """Return the same checkpoint, which compares what is read of its tensors with the digests of its files."""
+        """Return the same checkpoint with checksums, against which everything read of its tensors is verified."""
         entries = {
             name: replace(entry, checksums=checksums[entry.file])
             for name, entry in self.entries.items()
@@ -202,13 +202,13 @@ def role_of(name: str) -> FileRole | None:
 
 
 def is_licence(name: str) -> bool:
-    """Return whether a file of this name is carried as the terms of a model."""
+    """Return whether a file of this name is copied as a license of the model."""
     licence = any(fnmatchcase(name.upper(), pattern) for pattern in LICENCES)
     return licence and Path(name).suffix.lower() not in _NO_LICENCE
 
 
 def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
-    """Refuse sizes that are no sizes, before anything loops over them or allocates by them."""
+    """Refuse invalid sizes before anything loops over them or allocates by them."""
     for key in _SIZES:
         value, least = config.get(key), 0 if key == "head_dim" else 1  # of glm5_next
         for size in value if isinstance(value, list) else [value]:

@@ -103,11 +103,11 @@ class Stage:
 
     @property
     def begun(self) -> bool:
-        """Return whether an earlier run on the output has not ended, or has just published."""
+        """Return whether an earlier run on this output is unfinished, or has just published."""
         return self._lock.directory.exists()
 
     def check(self) -> None:
-        """Refuse a place where no result may lie, before anything is made; errors as on entering."""
+        """Refuse an invalid output path before anything is created; errors as on entering."""
         check_apart(self.out, self._source)
         if not self.begun:  # nothing to recover
             self._check_place()
@@ -138,7 +138,7 @@ class Stage:
         self._lock.release()
 
     def forget(self, also: Callable[[], None] = lambda: None) -> None:
-        """Remove what a run that is over has left, and do what ``also`` does; errors as `Lock.take`."""
+        """Remove the leftovers of a finished run, and call ``also``; errors as `Lock.take`."""
         self._lock.take()
         try:
             also()
@@ -242,7 +242,7 @@ class Stage:
         return not any(self.path.iterdir())
 
     def clear(self) -> None:
-        """Begin afresh: what another run has staged must not become part of this result."""
+        """Empty the stage: files that another run staged must not become part of this result."""
         _remove(self.path)
         folder(self.path)
 
@@ -389,7 +389,7 @@ class FileStage(Stage):
             self._move()
 
     def _move(self) -> None:
-        """Make the removals and renames that the stage lists and that are not made yet; the manifest is the last."""
+        """Perform the listed removals and renames that are still to do, the manifest last."""
         if (self.path / self.manifest).exists():
             names, before = self._planned()
             to_come = [name for name in names if (self.path / name).exists()]
@@ -407,7 +407,7 @@ class FileStage(Stage):
         self.discard()
 
     def _planned(self) -> tuple[list[str], PreviousOutput]:
-        """Return what the stage lists: names to come, and the files that are replaced."""
+        """Read the list in the stage: files to publish, and files to replace."""
         place = self.path / MOVING
         try:
             found = json.loads(FILES.read(place, roles.JOURNAL, self.path))
@@ -438,7 +438,7 @@ class FileStage(Stage):
             before.check()
 
     def _check_free(self, names: Collection[str], before: Mapping[str, int]) -> None:
-        """Refuse what has a name to come and is not of the earlier result; its size says whether it is."""
+        """Refuse files at names to be published, unless they belong to the earlier result by their size."""
         for name in sorted(names):
             path = self.out.with_name(name)
             found = size_of(path.parent, name)
@@ -505,7 +505,7 @@ def _absolute(out: Path) -> Path:
 
 
 def check_folder(place: Path) -> None:
-    """Refuse a place where no directory of several results can be made or gone on with.
+    """Refuse a path at which no directory of several results can be made or continued.
 
     Raises:
         UsageError: as `check_name`.
@@ -522,7 +522,7 @@ def check_folder(place: Path) -> None:
 
 
 def check_apart(out: Path, source: Path | None) -> None:
-    """Refuse a result that would touch the model which it is made from.
+    """Refuse an output that overlaps the source model.
 
     Raises:
         UsageError: one of the two is, or lies in, the other.
@@ -537,7 +537,7 @@ def check_apart(out: Path, source: Path | None) -> None:
 
 
 def unwritable(directory: Path, error: OSError) -> InputError:
-    """Return the error of a directory in which nothing can be made."""
+    """Return the error for a directory that is not writable."""
     return InputError.at(
         directory,
         f"cannot write here: {error.strerror}",

@@ -28,7 +28,7 @@ KEPT = 2  # experts that are held
 
 
 class _LastRead:
-    """The experts of one checkpoint that were read last; safe on several threads."""
+    """Cache of the experts of one checkpoint that were read last; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

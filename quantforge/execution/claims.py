@@ -53,7 +53,7 @@ _FILE = re.compile(r"\d+\.(data|record|beats|new)")
 
 
 class State(StrEnum):
-    """How far a unit is."""
+    """Progress of a unit."""
 
     FREE = "free"
     HELD = "held"
@@ -75,7 +75,7 @@ class UnitDirectory:
 
 
 class Claim:
-    """One unit in the hands of this process, as a context manager.
+    """One unit claimed by this process, as a context manager.
 
     Leaving it without `finish` gives the unit back. If the claim was taken over meanwhile, errors of the work, whose
     files are gone, are dropped, and ``lost`` says so.
@@ -111,7 +111,7 @@ class Claim:
         return self.lost and isinstance(error, QuantForgeError | OSError)
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """Hand in the unit, whose files are on the disk, with its record.
+        """Mark the unit as done, with its record; its files are on the disk already.
 
         Raises:
             ResourceError: the disk is full, or the claim was taken over before the record was written.
@@ -128,7 +128,7 @@ class Claim:
         return not self.lost
 
     def _beat(self) -> None:
-        """Count until the claim ends or is taken over."""
+        """Increment the heartbeat until the claim ends or is taken over."""
         count = 0
         with suppress(OSError):
             beats = self.directory / self.file("beats")
@@ -157,7 +157,7 @@ class Claims:
 
     @property
     def run(self) -> Path | None:
-        """Return the directory of the run: the first that was found is taken for it, until `prepare` makes another."""
+        """Return the directory of the run, the first found or the one that `prepare` makes; None without one."""
         if self._run is None:
             names = [name for name in _folders(self.directory) if _RUN.fullmatch(name)]
             self._run = self.directory / names[0] if names else None
@@ -165,7 +165,7 @@ class Claims:
 
     @property
     def there(self) -> bool:
-        """Return whether there is anything to share: not before the first worker, nor after the end of the run."""
+        """Return whether the shared run exists: not before the first worker, nor after the end."""
         return self.run is not None and self.run.is_dir()
 
     def prepare(self, fingerprint: Mapping[str, str]) -> None:
@@ -194,7 +194,7 @@ class Claims:
         self.check(fingerprint)
 
     def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Refuse a directory of another run; one that is gone passes.
+        """Refuse a directory that belongs to a different run; accept a missing one.
 
         Raises:
             IntegrityError: naming in what the two differ.
@@ -208,7 +208,7 @@ class Claims:
                 raise
 
     def _check_own(self) -> None:
-        """Refuse a directory that is there and holds no run: somebody's files."""
+        """Refuse an existing directory that is not a shared run."""
         if self.directory.is_dir() and any(self.directory.iterdir()):
             raise RefusedError.at(
                 self.directory,
@@ -217,7 +217,7 @@ class Claims:
             )
 
     def check_there(self) -> None:
-        """Refuse to go on with a run that is over and has left no result.
+        """Refuse to continue a run that ended without a result.
 
         Raises:
             IntegrityError: the directory is gone.
@@ -243,7 +243,7 @@ class Claims:
         return None
 
     def is_open(self, names: Collection[str]) -> bool:
-        """Return whether any of these units is free, or held by a worker that is not heard of; errors as `take`."""
+        """Return whether any of these units is free, or held by a worker that does not respond; errors as `take`."""
         return any(True for _ in self._open(names))
 
     def done(self) -> dict[str, UnitDirectory]:

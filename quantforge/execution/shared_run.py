@@ -78,7 +78,7 @@ KEPT = "kept"  # in the record of a unit that one process alone had finished: it
 
 
 class Worker:
-    """A process that does units of a shared run.
+    """A process that works on units of a shared run.
 
     Args:
         claims: which units are whose.
@@ -99,7 +99,7 @@ class Worker:
         self._records: list[Record] = []
 
     def work_off(self) -> None:
-        """Do units that no other process does, until all are done or the run is over.
+        """Process unclaimed units until all are done or the run is over.
 
         Raises:
             InputError: a weight or an activation is not finite.
@@ -127,7 +127,7 @@ class Worker:
                     time.sleep(claiming.BEAT_SECONDS)
 
     def _follow(self, sample: Sample) -> None:
-        """Do blocks that can be claimed, one after the other, on the states that the ranks before them hand on."""
+        """Process claimable blocks one after another, on the states that earlier ranks pass on."""
         if self._claims.run is None:
             return
         handed = HandedStates(self._claims.run / "states")
@@ -176,7 +176,7 @@ class Worker:
     def _do(
         self, claim: Claim, work: Callable[[DataFree], Record], passes: Callable[[], object] = tuple
     ) -> None:
-        """Do a unit into the file of its claim; of one that the journal has, only what ``passes`` the rows."""
+        """Process a unit and write its file; for a unit in the journal, only pass the rows through (``passes``)."""
         start, total = time.monotonic(), len(self._units)
         unit = self._units[self._claims.names[claim.unit]]
         record: Record = {"unit": unit.name, KEPT: True}
@@ -276,7 +276,7 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
 
 
 def finished_alone(stage: Stage, units: Iterable[Unit], fingerprint: Mapping[str, str]) -> set[str]:
-    """Return the names of the units that one process finished whole before others shared the run.
+    """Return the names of units that a single process finished before the run was shared.
 
     Args:
         stage: of the output.
@@ -305,7 +305,7 @@ def locked(
     stage: Stage, work: Callable[[], Result], note: Callable[[str], None],
     unless: Callable[[], bool] = lambda: False, waits: bool = False,
 ) -> Result | None:  # fmt: skip
-    """Do something under the lock of an output, as soon as no other process has it.
+    """Call ``work`` under the lock of an output, as soon as no other process holds it.
 
     Args:
         stage: of the output.
@@ -333,7 +333,7 @@ def locked(
 
 
 class SteppedBackError(Exception):
-    """The states that a rank waits for will not come unless it does something else first."""
+    """The states that a rank waits for will not arrive unless it does another unit first."""
 
 
 class HandedStates:
@@ -410,7 +410,7 @@ class HandedStates:
             self._written.result()
 
     def forget(self, block: int) -> None:
-        """Remove what lies in front of a block that is done."""
+        """Remove the states in front of a finished block."""
         for path in self._directory.glob(f"{block}.*"):
             with suppress(OSError):
                 path.unlink()

@@ -107,7 +107,7 @@ def claimed_units(units: Iterable[Unit]) -> tuple[Unit, ...]:
 
 
 def shares_of(units: Iterable[Unit]) -> dict[str, float]:
-    """Return which share of the work each unit takes, by the weights that it rounds; experts belong to their block."""
+    """Estimate each unit's share of the work by the weights that it rounds; experts count with their block."""
     found: dict[str, float] = {}
     for unit in units:
         name = unit.name.partition(EXPERT)[0]
@@ -128,7 +128,7 @@ def shares_of(units: Iterable[Unit]) -> dict[str, float]:
 def check_shareable(
     plan: Plan, *, overwrite: bool, prunes: bool, torchrun: bool, replayed: bool
 ) -> None:
-    """Refuse what several processes cannot share.
+    """Refuse a run that several processes cannot share.
 
     Args:
         plan: of the run.
@@ -157,7 +157,7 @@ def check_shareable(
 
 
 def check_new_output(*, overwrite: bool) -> None:
-    """Refuse to replace an earlier result by one that processes share.
+    """Refuse to overwrite an earlier result in a shared run.
 
     Raises:
         UsageError: that is asked for.

@@ -21,7 +21,7 @@ from quantforge.packers.input_rounding import histogram
 
 
 class Accumulator:
-    """Running sums of what is wanted of one activation."""
+    """Running sums for the requested statistics of one activation."""
 
     def __init__(self, wanted: Iterable[Statistic]) -> None:
         self._wanted = frozenset(wanted)
@@ -114,6 +114,6 @@ def _runs(in_features: int) -> Iterator[slice]:
 
 
 def _mirror(hessian: Tensor) -> None:
-    """Copy what is right of the diagonal to the left of it."""
+    """Copy the upper triangle to the lower one."""
     for run in _runs(len(hessian)):
         hessian[run.stop :, run] = hessian[run, run.stop :].T

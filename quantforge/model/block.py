@@ -40,7 +40,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 class Weighed(NamedTuple):
-    """Shared input whose statistics are wanted, with what each token counts: ``[rows, length]``, none for all alike."""
+    """Shared input to summarise, with weights of the tokens ``[rows, length]``; None weighs all alike."""
 
     key: str
     statistics: frozenset[Statistic]
@@ -157,7 +157,7 @@ class BlockPart:
 
     @property
     def own_linears(self) -> tuple[str, ...]:
-        """Return those of them that are modules of their own, which experts in a stack are not."""
+        """Return the linears that are separate modules, unlike experts in a stack."""
         return tuple(name for name in self.linears if name not in self._places)
 
     def stack_of(self, linear: str) -> str:
@@ -227,7 +227,7 @@ class BlockPart:
         self._refill()
 
     def close(self) -> None:
-        """Let go of the weights, and of what reached the experts."""
+        """Free the weights, and the tokens collected for the experts."""
         if self.experts is not None:
             self.experts.close()
         empty(self.module)
@@ -305,7 +305,7 @@ class BlockPart:
         return [total.result() for _, total in sums]
 
     def capture(self, submodule: str, rows: int) -> list[Call]:
-        """Return the inputs of a sub-module for the micro-batches that hold the first ``rows`` rows.
+        """Return the inputs of a submodule for the micro-batches that contain the first ``rows`` rows.
 
         Of an expert, it is the input of the first tokens sent to it, as many as these rows have.
 
@@ -393,7 +393,7 @@ class BlockPart:
         self.advanced = True
 
     def _pass(self, seen: _SeenInputs, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run one row; return its output, and what the linears that are listened to have read."""
+        """Run one row; return its output, and the inputs of the observed linears."""
         if self.experts is not None:
             self.experts.at(row.start)
         with torch.autocast(row.states.device.type, torch.bfloat16, enabled=self._bfloat16):
@@ -403,7 +403,7 @@ class BlockPart:
         return row.states if outputs is None else outputs, found
 
     def _run(self, batch: Batch) -> Tensor | None:
-        """Run a micro-batch; None when a hook had seen enough."""
+        """Run a micro-batch; return None if a hook stopped it."""
         try:
             with cutting():
                 return batch.run(self.module)
@@ -446,7 +446,7 @@ def _roots(item: Weighed, rows: Sequence[Batch]) -> list[Tensor] | None:
 
 
 class _EnoughError(Exception):
-    """Raised when everything that is wanted of a forward was seen."""
+    """Raised to stop a forward pass once everything needed was seen."""
 
 
 class _SeenInputs:

@@ -153,7 +153,7 @@ def _reach(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _run(model: PreTrainedModel, row: int, ids: Tensor, given: Mapping[str, Tensor]) -> Call:
-    """Return what a whole model hands to its text tower."""
+    """Return the arguments that a whole model passes to its text tower."""
     try:
         model(input_ids=ids, use_cache=False, **given)
     except _ReachedError as reached:

@@ -187,7 +187,7 @@ def _is_stack(parameter: str, found: Architecture) -> bool:
 
 
 def _one_by_one(names: WeightMapping, found: Architecture) -> dict[str, str]:
-    """Return canonical names of experts that are stored one by one where transformers knows them stacked alone."""
+    """Return canonical names of experts that files store one by one although transformers only knows them stacked."""
     blocks = {}
     for name, source in names.sources.items():
         inside, beside = BLOCK.match(name), BLOCK.match(source.stored[0])
@@ -250,7 +250,7 @@ def _as_stored(
 
 
 def _with(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
-    """Return a kind with a stored tensor in the place of the parameters of its source."""
+    """Return a layer kind with a stored tensor in place of the parameters of its source."""
     made = {found[3] for name in source.parameters if (found := BLOCK.match(name))}
     items: Mapping[str, Parameter] = {
         item.name: item for item in kind.parameters if item.name not in made
@@ -339,7 +339,7 @@ def _sizes_of_mappings(call: Call) -> dict[str, int]:
 
 
 def _named(made: Derived, known: Iterable[Derived]) -> Derived:
-    """Return a kind under a new name, or the known kind that equals it."""
+    """Give a new layer kind a name, or return the known kind that equals it."""
     others = {item.kind.name: item for item in known}
     for item in others.values():
         if replace(made.kind, name=item.kind.name) == item.kind:
@@ -348,7 +348,7 @@ def _named(made: Derived, known: Iterable[Derived]) -> Derived:
 
 
 def _key(config: Any, index: int, block: nn.Module) -> object:
-    """Return a key that layers of the same kind share."""
+    """Return a key that is equal for layers of the same kind."""
     listed = (_stated(config, name) for name in ("layer_types", "mlp_layer_types"))
     words = tuple(
         str(item[index]) if isinstance(item, Sequence) and len(item) > index else ""

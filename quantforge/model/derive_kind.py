@@ -146,7 +146,7 @@ def derive_kind(
 
 
 def agreed(derived: Sequence[Derived]) -> list[Derived]:
-    """Return the kinds, with one way to cut each fused linear.
+    """Make layer kinds agree on how each fused linear is sliced.
 
     A family states the slices of a linear once. A kind whose linear has another shape or other slices than in the first
     kind that has it loses its absorbers in that linear.
@@ -238,7 +238,7 @@ def _within(linears: Iterable[str]) -> str:
 
 
 def modules_of(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]:
-    """Return what a block consists of: its parameters with their shapes, by class of their module."""
+    """Return a block's parameters with their shapes and the class of their module."""
     return frozenset(
         (f"{name}.{key}", type(module), tuple(value.shape))
         for name, module in block.named_modules()

@@ -71,7 +71,7 @@ def routed_call(
 
 
 def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments of a call in the order in which the module declares them."""
+    """Return the arguments of a call in the order of the module's signature."""
     taken = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
     return list(taken.arguments.values())[1:]
 

@@ -119,7 +119,7 @@ class Experts:
         return next(iter(self.held(number).values())).device
 
     def release(self, number: int) -> None:
-        """Let go of an expert; it is read anew when it is needed again."""
+        """Free the weights of an expert; they are read again when needed."""
         self._held.pop(number, None)
 
     def read_with(self, load: Load) -> Load:
@@ -146,7 +146,7 @@ class Experts:
 
     @contextmanager
     def collecting(self, tokens: RoutedTokens) -> Iterator[None]:
-        """Keep what reaches the experts while the block runs.
+        """Collect the tokens that reach the experts while the block runs.
 
         What they return is not known yet, so that NaN stands for it.
         """
@@ -164,13 +164,13 @@ class Experts:
 
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """Let NaN stand for what the experts return."""
+        """Replace the experts' outputs by NaN."""
         with self.computing(lambda _, states, __: torch.full_like(states, torch.nan)):
             yield
 
     @contextmanager
     def returning(self) -> Iterator[None]:
-        """Let the experts return the outputs that were added up, while the block runs."""
+        """Replace the experts by their accumulated outputs while the block runs."""
 
         def outputs(row: int, states: Tensor, _: Tensor) -> Tensor:
             assert self.tokens is not None
@@ -181,7 +181,7 @@ class Experts:
 
     @contextmanager
     def computing(self, outputs: Outputs) -> Iterator[None]:
-        """Let a function compute what the experts return, while the block runs."""
+        """Replace the experts by a function while the block runs."""
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             call = self._call(args, kwargs)
@@ -525,7 +525,7 @@ class StackInputs(FunctionMode):
         self.products: dict[str, Tensor] = {}
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Look at a product; compute it as ever."""
+        """Record a product with a watched matrix, and compute it."""
         where = _PRODUCTS.get(function)
         if where is not None and len(args) > where[1]:
             name = self._names.get(args[where[1]].untyped_storage().data_ptr())

@@ -57,7 +57,7 @@ class StateLayout(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Return how many numbers one token has."""
+        """Return the number of values per token."""
         return prod(self.inner)
 
     def packed(self, states: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ class StateLayout(NamedTuple):
         return states.movedim((self.axis, self.axis + 1), (0, 1)).flatten(2)
 
     def unpacked(self, states: Tensor) -> Tensor:
-        """Return packed states as the blocks know them."""
+        """Return packed states in the layout of the blocks."""
         if self.axis == 0 and len(self.inner) == 1:
             return states
         whole = states.reshape(*states.shape[:2], *self.inner)
@@ -88,7 +88,7 @@ class HiddenStates(Protocol):
 
 
 class TokenStates(HiddenStates, Protocol):
-    """Hidden states that are reached by token too: numbered over all rows, ``row * length + position``."""
+    """Hidden states that can be read and written by token, numbered ``row * length + position``."""
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Return the states ``[tokens, hidden]`` of tokens, given their ascending numbers."""
@@ -98,7 +98,7 @@ class TokenStates(HiddenStates, Protocol):
 
 
 class InMemory:
-    """Hidden states as one tensor."""
+    """Hidden states in one tensor in memory."""
 
     def __init__(self, rows: int, length: int, hidden: int) -> None:
         self._states = torch.empty(rows, length, hidden)
@@ -125,7 +125,7 @@ class InMemory:
 
 
 class UnnamedFile:
-    """File of a directory that has no name there, for tensors of any type by their offsets; safe on several threads.
+    """Temporary file without a name that stores tensors of any type at offsets; thread-safe.
 
     Raises:
         ResourceError: the file cannot be made or written.
@@ -208,7 +208,7 @@ class OnDisk:
 
 
 class LeafStore:
-    """Room for the tensors of structures; safe on several threads.
+    """Store for the tensors in nested structures, in memory or on disk; thread-safe.
 
     Args:
         directory: where the file is made once there is a tensor; None keeps tensors in memory.
@@ -226,11 +226,11 @@ class LeafStore:
         return tree_map(self._put, structure)
 
     def take(self, leaf: Any) -> Any:
-        """Return a leaf of what `put` returned as it was, a tensor on the CPU."""
+        """Return a leaf of what `put` returned in its original form, tensors on the CPU."""
         return leaf.read() if isinstance(leaf, _LeafOnDisk) else leaf
 
     def joined(self, device: torch.device, *leaves: Any) -> Any:
-        """Return the same leaf of several rows, joined along the first axis where it is a tensor."""
+        """Return the same leaf of several rows, concatenated along the first axis if it is a tensor."""
         found = [self.take(leaf) for leaf in leaves]
         if not isinstance(found[0], Tensor):
             return found[0]
@@ -258,7 +258,7 @@ class LeafStore:
 
 
 class _LeafOnDisk:
-    """Place of a tensor in the file; where nothing refers to it any more, it is free."""
+    """Place of a tensor in the file, which is reused once nothing refers to it."""
 
     def __init__(self, file: UnnamedFile, offset: int, tensor: Tensor, free: list[int]) -> None:
         self._file, self._offset, self._free = file, offset, free

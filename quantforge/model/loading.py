@@ -27,7 +27,7 @@ LARGE = 1 << 24  # numbers of an embedding that is held whole
 
 
 class TensorSource(Protocol):
-    """Interface of a checkpoint towards a stream."""
+    """What a model stream needs of a checkpoint."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -41,7 +41,7 @@ class TensorSource(Protocol):
 
 
 class ModuleWeights:
-    """The weights of a checkpoint, read into modules on a device."""
+    """Reader of a checkpoint's weights into the modules of a text model on a device."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class ModuleWeights:
         device: str | torch.device = "cpu",
         names: WeightMapping | None = None,
     ) -> None:
-        """Read from a checkpoint to a device; ``names`` make the parameters that its files hold in another form."""
+        """Read from a checkpoint to a device; ``names`` converts parameters that its files hold in another form."""
         self._source = source
         self._names = names
         self._matched = matched
@@ -128,7 +128,7 @@ class ModuleWeights:
 
 
 class WholeWeights:
-    """The weights of a checkpoint by the names of the whole running model, towers included, as float32."""
+    """Reader of a checkpoint's weights as float32 by the names of the whole running model, towers included."""
 
     def __init__(self, source: TensorSource, names: WeightMapping, device: torch.device) -> None:
         """Read from a checkpoint to a device by ``names`` of the whole model."""
@@ -142,7 +142,7 @@ class WholeWeights:
         return self._names.make(self._names.sources[name], self._read)[name]
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Gather rows of a matrix, ``rows`` ascending; of one that is converted the whole is read."""
+        """Gather rows of a matrix, ``rows`` ascending; a matrix that is converted is read whole."""
         name = self._names.tied.get(name, name)
         source = self._names.sources[name]
         if source.rule is not None:
@@ -156,7 +156,7 @@ class WholeWeights:
 
 
 class EmbeddingRows:
-    """An embedding of a model, held for the tokens that occur; safe on several threads.
+    """Embedding that holds only the rows of tokens that occur; thread-safe.
 
     The model looks its tokens up by their own numbers, as ever; before it does, they are renumbered to the rows that
     are held. Rows of a token that comes up later, a padding token that the model puts in, are read then.
@@ -223,7 +223,7 @@ def _gathered(source: TensorSource, name: str, shape: tuple[int, ...], rows: Ten
 
 
 def _stacked(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a block that hold something of every expert, by name."""
+    """Return the parameters of a block that hold data of all experts, by name."""
     paths = {stack.parameter.rpartition(".")[0] for stack in kind.stacks}
     return {
         key: value for key, value in module.state_dict().items() if key.rpartition(".")[0] in paths
@@ -236,7 +236,7 @@ def parameter(value: Tensor) -> nn.Parameter:
 
 
 def empty(module: nn.Module) -> None:
-    """Let go of the weights of a module: back to the meta device."""
+    """Free the weights of a module by moving them to the meta device."""
     for child in module.modules():
         for name, value in child.named_parameters(recurse=False):
             setattr(child, name, parameter(torch.empty_like(value, device="meta")))

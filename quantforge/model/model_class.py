@@ -37,7 +37,7 @@ _WHOLE = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 
 def known_type(config: Mapping[str, Any]) -> tuple[str, Event | None]:
-    """Return the ``model_type`` that transformers knows, and an event where another one was stated.
+    """Return the ``model_type`` that transformers knows, and an event if the configuration has another one.
 
     Raises:
         InputError: neither the type nor a class in ``architectures`` is known.
@@ -119,7 +119,7 @@ def _named_class(config: Mapping[str, Any], parsed: PreTrainedConfig) -> type[Pr
 
 
 def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the decoder, with what the whole model says of it."""
+    """Return the configuration of the decoder, with the keys that the whole model overrides."""
     tower = dict(text_config(config))
     if "tie_word_embeddings" in config:
         tower["tie_word_embeddings"] = config["tie_word_embeddings"]
@@ -140,7 +140,7 @@ def _parsed(config: Mapping[str, Any]) -> PreTrainedConfig:
 def _class_in(
     tables: tuple[str, ...], parsed: PreTrainedConfig, named: Any
 ) -> type[PreTrainedModel] | None:
-    """Return the class for a configuration: of all tables one that it names itself, or else the first."""
+    """Return the class for a configuration: the one that it names if the tables have it, or else their first."""
     found = [kind for table in tables for kind in _classes(table, parsed)]
     return next((kind for kind in found if kind.__name__ in named), found[0] if found else None)
 

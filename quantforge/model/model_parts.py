@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find_base_model(model: PreTrainedModel) -> PreTrainedModel | None:
-    """Return the part of a model that returns ``last_hidden_state``, towers included; None where the class says none.
+    """Return the part of a model that returns ``last_hidden_state``, towers included; None if there is none.
 
     Some classes (llama4) do not say which part it is. There it is the one with the same embedding and no output layer.
     """
@@ -32,14 +32,14 @@ def find_base_model(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def base_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Return what `find_base_model` finds in a model that was loaded, which has one."""
+    """Return the base model (see `find_base_model`) of a loaded model, which always has one."""
     found = find_base_model(model)
     assert found is not None
     return found
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the output layer, of the decoder inside where the class of the model names none; None without one."""
+    """Return the output layer of a model, or of the decoder inside it; None without one."""
     from transformers import PreTrainedModel as Model
 
     head: nn.Module | None = model.get_output_embeddings()

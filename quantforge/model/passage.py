@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
 
 class StandIn(nn.Module):
-    """Stand-in for a block: notes what the block would get and hands the hidden states on, or returns an answer.
+    """Stand-in for a block: records its arguments and passes the hidden states on, or calls ``answer`` instead.
 
     Attributes:
         states, call: of the last forward that was noted: the hidden states, and what came beside them.
@@ -60,14 +60,14 @@ class StandIn(nn.Module):
         self._block = (block,)  # in a tuple, so that it is no part of the model
 
     def __getattr__(self, name: str) -> Any:
-        """Answer for the block, which models ask for the kind of its attention and the like."""
+        """Look an attribute up in the block: models read, for instance, the type of its attention."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._block[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block would, with hidden states that are not its."""
+        """Return values of the form that the block returns, without computing it."""
         states, call = parted(args, kwargs)
         if self.answer is not None:
             return self.answer(states, call)
@@ -75,18 +75,18 @@ class StandIn(nn.Module):
         return self.wrapped(states)
 
     def wrapped(self, states: Tensor, beside: tuple[Any, ...] = ()) -> Any:
-        """Return hidden states as the block returns its own."""
+        """Return hidden states in the form in which the block returns them: alone, or first in a tuple."""
         if not self.returned:
             return states
         return (states, *(beside or (None,) * (self.returned - 1)))
 
     def forget(self) -> None:
-        """Let go of what was noted."""
+        """Drop the recorded arguments."""
         self.states, self.call = torch.empty(0), Call((), {})
 
 
 def parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """Return the hidden states of a call, which are its first argument or have their name, and the rest of it."""
+    """Split a call into the hidden states (first argument, or by keyword) and its other arguments."""
     if args:
         return args[0], Call(args[1:], kwargs)
     rest = dict(kwargs)
@@ -105,7 +105,7 @@ def beside_of(returned: Any) -> tuple[Any, ...]:
 
 
 def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
-    """Return the arguments of a call that a block can put something into, by name."""
+    """Return the mutable mappings among the arguments of a call, by name: a block can write to them."""
     return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}
 
 
@@ -131,24 +131,24 @@ class Passage(Protocol):
 
     @property
     def alone(self) -> bool:
-        """Return whether each row has to be reached by itself."""
+        """Return whether rows must pass one at a time."""
 
     def reach(self, start: int, states: Tensor) -> Reached:
-        """Return what reaches the block, given packed states of the rows from ``start`` on; safe on several threads."""
+        """Return the arguments of the block, given packed states of the rows from ``start`` on; thread-safe."""
 
     def left(self, reached: Reached, returned: Any) -> None:
-        """Note what the block returned; what it returned last counts."""
+        """Record what the block returned; the last call counts."""
 
 
 class ShapeCalls(NamedTuple):
-    """Passage that depends on nothing but the number of rows."""
+    """Passage whose arguments depend only on the number of rows."""
 
     layout: StateLayout
     calls: Mapping[int, Call]
     alone: bool = False
 
     def reach(self, start: int, states: Tensor) -> Reached:
-        """Return the states, and what was recorded for as many rows."""
+        """Return the states, and the arguments recorded for that number of rows."""
         rows = len(states)
         return Reached(start, rows, self.layout.unpacked(states), self.calls[rows])
 
@@ -157,14 +157,14 @@ class ShapeCalls(NamedTuple):
 
 
 class EarlierOutputs(NamedTuple):
-    """Values kept of earlier blocks for one row: returned beside the states, and put into mappings, by argument."""
+    """What earlier blocks returned beside the states, and wrote to mappings (by argument), for one row."""
 
     beside: tuple[Any, ...] = ()
     put: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
 
 
 class Replay:
-    """Passage for which the model around its blocks is run anew.
+    """Passage that runs the model's code around its blocks again for every micro-batch.
 
     Args:
         standins: of all blocks.
@@ -205,7 +205,7 @@ class Replay:
         return bool(self.again) or any(tree_leaves(tuple(kept)) for kept in self._kept.values())
 
     def at(self, index: int) -> Replay:
-        """Go to a block; what was noted after the one before is what reaches it."""
+        """Move to a block; what the previous block returned becomes its input."""
         if index != self._index:
             self._kept, self._next, self._index = {**self._kept, **self._next}, {}, index
         return self
@@ -231,7 +231,7 @@ class Replay:
         return reached[0]
 
     def left(self, reached: Reached, returned: Any) -> None:
-        """Note what was returned beside the states, and what was put into mappings."""
+        """Record what was returned beside the states, and what was written to mappings."""
         count = reached.rows
         put = {
             name: {k: v for k, v in value.items() if reached.before[name].get(k) is not v}
@@ -249,7 +249,7 @@ class Replay:
             self._next[reached.start + row] = kept
 
     def ended(self, start: int, states: Tensor, run: Run) -> Any:
-        """Return what another run of the model makes of the states after the last block."""
+        """Run the end of the model (or what ``run`` runs) on the states after the last block."""
         self.at(len(self._standins))
         kept = self._of_rows(start, len(states), states.device)
 
@@ -261,7 +261,7 @@ class Replay:
     def _returned(
         self, index: int, at: Tensor, start: int, states: Tensor, kept: EarlierOutputs
     ) -> Any:
-        """Return what a stand-in returns: of a block that is still to come, what reached it."""
+        """Return the output of a stand-in; a block that is still to come returns its input."""
         if index < self._index:
             store = self.again.get(index)
             found = store.read(start, start + len(states)).to(states) if store else states
@@ -292,7 +292,7 @@ class Replay:
             del self._of_thread.answer
 
     def _of_rows(self, start: int, count: int, device: torch.device) -> EarlierOutputs:
-        """Return what is kept for rows, joined."""
+        """Return the recorded values of several rows, joined."""
         found = [self._kept.get(row, EarlierOutputs()) for row in range(start, start + count)]
         return EarlierOutputs(*tree_map(partial(self._leaves.joined, device), *map(tuple, found)))
 
@@ -311,7 +311,7 @@ class Replay:
                 self.again[index] = None
 
     def _probed(self, outputs: Tensor, ids: Tensor) -> list[Any]:
-        """Return what reaches every block, and what comes of the model, if the blocks return these packed states."""
+        """Return the arguments of every block and the model's output, given the packed states that blocks return."""
         reached: list[Any] = []
 
         def answer(index: int, at: Tensor, call: Call) -> Any:
@@ -334,5 +334,5 @@ def same(first: Any, second: Any) -> bool:
 
 
 def _row(row: int, count: int, value: Any) -> Any:
-    """Return one row of a value that has so many."""
+    """Return one row of a value that has ``count`` rows."""
     return value[row : row + 1] if isinstance(value, Tensor) and count > 1 else value

@@ -35,7 +35,7 @@ SAID = "as transformers runs it"
 
 
 def running_form(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the view of a checkpoint in the form that runs; itself where its files have that form.
+    """Return a view of a checkpoint in the form that transformers runs; itself if its files have that form.
 
     Raises:
         InputError: transformers does not build the model, or its tensors have no place in it.
@@ -92,7 +92,7 @@ def _check(names: WeightMapping, added: Mapping[str, TensorEntry]) -> None:
 
 
 def running_names(plan: Plan, config: Mapping[str, Any]) -> RunningNames | None:
-    """Return the names that modules have when transformers runs a result; None where they are those of its files.
+    """Return the names of a result's modules in the running model; None if they equal those in its files.
 
     That is so for a declared family that declares no other names in files, and has no other tower. It is also None
     where transformers does not build the model, or where its rules do not fit the files: then it does not load the

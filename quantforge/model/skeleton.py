@@ -125,7 +125,7 @@ def _counts(key: str) -> bool:
 
 @contextmanager
 def as_refusals(what: str) -> Iterator[None]:
-    """Refuse what does not run on random tokens and weights.
+    """Turn errors of a trial run on random tokens and weights into refusals.
 
     Args:
         what: is run, by transformers' code.
@@ -157,7 +157,7 @@ def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any
 
 
 def _from_transformers(trace: TracebackType | None) -> bool:
-    """Return whether the innermost code is transformers', not torch's or ours."""
+    """Return whether an error was raised by transformers' code, not by torch's or ours."""
     name = ""
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

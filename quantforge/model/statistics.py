@@ -17,7 +17,7 @@ EXPERT_TOKENS = 1024  # that pass an expert together
 
 
 class Statistic(StrEnum):
-    """Figures that a method asks for of the activation that a shared input reads."""
+    """Statistics of a linear's input that a method may request."""
 
     SQUARES = "squares"  # mean of x^2 per column: importance
     HESSIAN = "hessian"  # mean of x x^T
@@ -29,7 +29,7 @@ class Statistic(StrEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Statistics:
-    """Figures observed of one shared input, over ``tokens`` calibration tokens.
+    """Statistics of one shared input, observed over ``tokens`` calibration tokens.
 
     Attributes:
         tokens: how many activation rows were seen.
@@ -53,14 +53,14 @@ class Statistics:
         return self.squares if self.hessian is None else self.hessian.diagonal()
 
     def copy(self) -> Statistics:
-        """Return the same figures in tensors of their own."""
+        """Return a deep copy."""
         values = (self.squares, self.hessian, self.peaks, self.histogram, self.sample)
         return Statistics(
             self.tokens, *(None if value is None else value.clone() for value in values)
         )
 
     def only(self, wanted: frozenset[Statistic]) -> Statistics:
-        """Return the wanted figures alone, in the same tensors; empty statistics where nothing is wanted."""
+        """Return only the wanted statistics, sharing tensors; empty statistics if nothing is wanted."""
         if not wanted:
             return Statistics()
         return Statistics(
@@ -91,7 +91,7 @@ class Statistics:
 
 
 def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
-    """Return the statistics that have to be observed for inputs that are quantized so."""
+    """Return the statistics that activation quantization of these kinds needs."""
     wanted: set[Statistic] = set()
     for activation in inputs:
         if activation is not None and not activation.dynamic:
@@ -102,7 +102,7 @@ def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
 
 
 def _mixed(own: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
-    """Return ``share`` of the one and the rest of the other, which is left as it is."""
+    """Return the mean of two tensors weighted by ``share`` and ``1 - share``; the first is overwritten."""
     if own is None or prior is None:
         return None if prior is None else prior.clone()
     return own.mul_(share).add_(prior, alpha=1 - share)

@@ -209,7 +209,7 @@ class ModelStream:
                 yield self._finish(self._model, start, states).logits
 
     def _fill(self) -> None:
-        """Fill everything around the blocks but the head and towers; of embeddings the rows of tokens that occur."""
+        """Load everything outside the blocks except the head and towers; of embeddings only rows that occur."""
         own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
         head, main = self._architecture.head, self._architecture.embedding
         tokens = torch.unique(self._rows)
@@ -229,7 +229,7 @@ class ModelStream:
         return found
 
     def _embedded(self, start: int, stop: int) -> Tensor:
-        """Return the hidden states before the first block; note what the blocks get beside them."""
+        """Return the hidden states before the first block, and record the other arguments of the blocks."""
         if self._decoder_calls is None:
             self._run(self._rows[start:stop].to(self._device))
             self._calls.setdefault(stop - start, [standin.call for standin in self._standins])
@@ -242,7 +242,7 @@ class ModelStream:
         return found[0] if len(found) == 1 else torch.cat(found, self._layout.axis)
 
     def _passage(self, index: int) -> Passage:
-        """Return how rows get into a block."""
+        """Return how rows reach a block."""
         if self._replay is not None:
             return self._replay.at(index)
         calls = {rows: found[index] for rows, found in self._calls.items()}
@@ -258,7 +258,7 @@ class ModelStream:
             yield Batch(start, self._states.read(start, stop).to(self._device), passage)
 
     def _finish(self, model: nn.Module, start: int, states: Tensor) -> Any:
-        """Return what the model, or its inner part, computes of the packed states of rows after the last block.
+        """Run the end of the model, or of its base model, on the packed states after the last block.
 
         Safe on several threads.
         """
@@ -274,7 +274,7 @@ class ModelStream:
             self._forget()
 
     def _final_states(self, _: Tensor, __: Call) -> Any:
-        """Return, in the place of the last block, the states that this thread finishes."""
+        """Return, in place of the last block's output, the states that this thread is finishing."""
         return self._standins[-1].wrapped(self._of_thread.states)
 
     def _forget(self) -> None:
@@ -299,14 +299,14 @@ class ModelStream:
         self._states.write(start, states)
 
     def _copy(self) -> HiddenStates:
-        """Return another store with the present states."""
+        """Return a copy of the present states in a new store."""
         copy = self._store()
         for start, stop in self._spans():
             copy.write(start, self._states.read(start, stop))
         return copy
 
     def _store(self, width: int | None = None) -> TokenStates:
-        """Return a new store for the states of all rows, as wide as the hidden states are or as it says."""
+        """Return a new store for states of all rows, ``width`` wide or as wide as the hidden states."""
         rows, length = self._rows.shape
         shape = (rows, length, width or self._layout.width)
         store = OnDisk(*shape, self._directory) if self._directory else InMemory(*shape)
@@ -314,13 +314,13 @@ class ModelStream:
         return store
 
     def _names(self) -> WeightMapping | None:
-        """Return the bridge for what files hold in another form; most declarations that were written need none."""
+        """Return the mapping for tensors that files hold in another form; None if the declarations need none."""
         if self._architecture.derived is None and not self._architecture.converted:
             return None
         return WeightMapping(self._model, [tensor.stored for tensor in self._matched.tensors])
 
     def _ends(self) -> Iterator[tuple[int, int]]:
-        """Yield the rows that go through the end of the model together."""
+        """Yield the spans of rows that go through the end of the model together."""
         yield from self._spans(1 if self._images is not None else 0)
 
     def _spans(self, step: int = 0) -> Iterator[tuple[int, int]]:

@@ -48,7 +48,7 @@ HEADS = ("q", "k", "v")
 
 
 class _Wide(FunctionMode):
-    """Mode in which what asks for a narrower type computes in float64, or in float32."""
+    """Mode in which requests for narrower types give float64 (or float32)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Wide(FunctionMode):
 
 
 class TrialBlock:
-    """A block with random weights, and what reaches it.
+    """A block with random weights and the arguments that reach it.
 
     Attributes:
         states: ``[rows, length, hidden]`` that reach it.
@@ -92,7 +92,7 @@ class TrialBlock:
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Hold random weights."""
+        """Fill the block with random weights inside a ``with`` block."""
         for child in self.module.modules():
             for name, value in child.named_parameters(recurse=False):
                 setattr(child, name, parameter(self._random(value)))
@@ -117,7 +117,7 @@ class TrialBlock:
 
     @contextmanager
     def louder(self, factor: float) -> Iterator[None]:
-        """Hold matrices that are ``factor`` times as large: what is clamped is clamped then."""
+        """Multiply all matrices by ``factor`` inside a ``with`` block, so that clamps take effect."""
         matrices = [value for value in self.module.parameters() if value.dim() > 1]
         for value in matrices:
             value.data.mul_(factor)
@@ -180,7 +180,7 @@ def proven(
     *,
     transposed: bool = False,
 ) -> Candidate | None:
-    """Return the first candidate that is proven to absorb a scale of an activation; None if there is none.
+    """Return the first candidate that passes the trial of absorbing a scale of an activation; None if none does.
 
     Args:
         block: filled.
@@ -269,7 +269,7 @@ class _Trial:
         return self._weight(linear).shape[0]
 
     def holds(self, candidate: Candidate) -> bool:
-        """Return whether the block returns the same after a fold."""
+        """Return whether the block's output is unchanged by a fold."""
         if not self._same(candidate):
             return False
         with self._block.louder(LOUD):

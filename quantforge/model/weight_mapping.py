@@ -53,7 +53,7 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Stored tensors of which parameters of the running model are made.
+    """Stored tensors from which parameters of the running model are made.
 
     Attributes:
         parameters: their names, with the shapes that the rule gives them.
@@ -69,11 +69,11 @@ class WeightSource:
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """Return what the rule does, by the names of transformers' operations."""
+        """Return the names of transformers' operations in the rule."""
         return tuple(type(item).__name__ for item in self.rule.operations) if self.rule else ()
 
     def places(self) -> dict[str, Place]:
-        """Return the place of each stored matrix in a stack of experts, by stored name.
+        """Return the place of each stored expert matrix in a stack, by stored name.
 
         The stack bears the full name of its parameter. Empty for a rule that does more than to stack.
         """
@@ -143,7 +143,7 @@ class WeightMapping:
         return math.prod(self._shapes[stored])
 
     def runtime(self, stored: str) -> str:
-        """Return the parameter in which a stored tensor ends (the first of several).
+        """Return the parameter that a stored tensor becomes part of (the first of several).
 
         Raises:
             InputError: it has no place in the model.
@@ -157,7 +157,7 @@ class WeightMapping:
         return self._runtime[stored]
 
     def turns(self, source: WeightSource) -> bool:
-        """Return whether a source is a stack of matrices that files hold transposed."""
+        """Return whether a source is an expert stack that files hold transposed."""
         (_, shape), *more = source.parameters.items()
         if source.operations != ("Transpose",) or more:
             return False
@@ -167,7 +167,7 @@ class WeightMapping:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return stored tensors without a place that the class of the model ignores on purpose."""
+        """Return the stored tensors without a place that the model class ignores on purpose."""
         patterns = {r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"}
         patterns |= set(self._model._keys_to_ignore_on_load_unexpected or ())
         return tuple(
@@ -175,7 +175,7 @@ class WeightMapping:
         )
 
     def make(self, source: WeightSource, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """Return the parameters of a source, computed of its stored tensors, which ``read`` returns in any type."""
+        """Compute the parameters of a source; ``read`` returns a stored tensor by name, in any type."""
         if source.rule is None:
             (parameter,) = source.parameters
             return {parameter: read(source.stored[0])}
@@ -208,7 +208,7 @@ class WeightMapping:
             self.places |= source.places()
 
     def _follow_declarations(self, matched: Matched) -> None:
-        """Find the parameter of each stored tensor as its family declares it, and of those of towers by rules."""
+        """Find the parameter of each stored tensor by the family's declarations; of tensors of towers by rules."""
         if getattr(self._model.config, "text_config", None) is not None:
             towers = WeightMapping(self._model, [tensor.stored for tensor in matched.foreign])
             self.sources |= towers.sources
@@ -262,7 +262,7 @@ class WeightMapping:
 
 
 def check_whole(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint without declarations that lacks parameters which transformers builds.
+    """Refuse a checkpoint of an undeclared family that lacks parameters of the model that transformers builds.
 
     Declarations account for every tensor while a run is planned. Without them linears are found by their names, and
     what is not there is not missed; a loader would fill it with random numbers. So the model is built without memory,
@@ -324,7 +324,7 @@ def _converted(
 
 
 def _tied(model: PreTrainedModel, sources: Mapping[str, WeightSource]) -> dict[str, str]:
-    """Return the parameters that are in no file because they are another one, which is."""
+    """Return the parameters that are absent from files because they are tied to one that is present."""
     groups: dict[str, set[str]] = {}
     for target, origin in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         group = groups.setdefault(origin, {origin})

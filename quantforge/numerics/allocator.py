@@ -28,7 +28,7 @@ _MOST = 1 << 30  # both are a C int
 
 
 def return_freed_memory(peak: int = 0) -> bool:
-    """Fix the limits for the whole process; return whether the C library is one that has them (glibc).
+    """Set the allocator's limits for the whole process; return whether the C library supports them (glibc).
 
     Args:
         peak: bytes that the run is expected to take.

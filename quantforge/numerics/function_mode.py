@@ -25,5 +25,5 @@ class FunctionMode(TorchFunctionMode, ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Hand a call over, as torch demands."""
+        """Forward a call to `call`; torch's interface."""
         return self.call(func, args, kwargs or {})

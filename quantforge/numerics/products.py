@@ -103,7 +103,7 @@ def _computed(
 
 
 def _cast(value: Any) -> Any:
-    """Return an argument as autocast would hand it on: torch knows of autocast only on the thread that entered it."""
+    """Cast an argument as autocast would; autocast is active only on the thread that entered it."""
     if isinstance(value, Tensor) and value.is_floating_point() and torch.is_autocast_enabled("cpu"):
         return value.to(torch.get_autocast_dtype("cpu"))
     return value
@@ -171,7 +171,7 @@ def _product(
 
 @cache
 def _onednn_is_faster() -> bool:
-    """Return whether oneDNN computes torch's float32 products faster: known of processors of AMD."""
+    """Return whether oneDNN is faster at float32 products than MKL, as on AMD processors."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return (
         "AMD" in capabilities.get("cpu_name", "")
@@ -243,7 +243,7 @@ CUTS: dict[Callable[..., Any], tuple[Callable[..., Cut | None], Sequence[str]]] 
 
 
 def cutting_linears(threads: int) -> AbstractContextManager[object]:
-    """Compute what linears with frozen weights return, and later the gradients of what they read, on several threads.
+    """Compute linears with frozen weights, and later the gradients of their inputs, on several threads.
 
     All else stays on this one. Weights must not change before gradients were taken.
     """

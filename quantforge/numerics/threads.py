@@ -54,7 +54,7 @@ def in_order(
 
 
 class BackgroundTask:
-    """Work that another thread does while this one goes on, one piece at a time; with one worker it is done at once.
+    """Run tasks in a background thread, one at a time; with one worker, run them immediately.
 
     Leaving the ``with`` block waits for the last piece, and raises what went wrong in it.
     """
@@ -64,7 +64,7 @@ class BackgroundTask:
         self._last: Future[None] | None = None
 
     def do(self, work: Callable[[], None]) -> None:
-        """Begin a piece when the one before it is done, whose errors are raised."""
+        """Start a task once the previous one is done; raise that one's error."""
         self.wait()
         if self._pool is None:
             work()
@@ -72,7 +72,7 @@ class BackgroundTask:
             self._last = self._pool.submit(work)
 
     def wait(self) -> None:
-        """Wait for the piece that was begun last, and raise its error."""
+        """Wait for the last task, and raise its error."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
@@ -183,6 +183,6 @@ def side_by_side(
 
 
 def threads_of(parts: int) -> int:
-    """Return how many threads each of so many parts may use that go `side_by_side`."""
+    """Return the number of threads per part for so many parts that run `side_by_side`."""
     threads = TEAMS[-1].threads if TEAMS else 1
     return threads // min(threads, parts)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def finite(values: Tensor) -> bool:
-    """Return whether no value is a NaN or an infinity; nothing as large as ``values`` is made."""
+    """Return whether all values are finite, without allocating a tensor of that size."""
     return not values.numel() or all(math.isfinite(limit) for limit in values.aminmax())
 
 
 def total(values: Tensor) -> float:
-    """Return the sum of all elements in float64, one dimension after the other: torch shares out one long sum."""
+    """Return the sum of all elements in float64, one dimension at a time, so that threads do not change it."""
     while values.dim() > 1:
         values = values.sum(-1, dtype=torch.float64)
     return math.fsum(values.flatten().tolist())
