@@ -53,12 +53,17 @@ def norms(*names: str, dimension: str = "hidden", bias: bool = False) -> tuple[P
     return tuple(Parameter(f"{name}.{kind}", (dimension,)) for name in names for kind in kinds)
 
 
-def outer(norm: str = "model.norm", *, bias: bool = False) -> tuple[Parameter, ...]:
-    """Declare what lies outside of the blocks of a llama: the embedding, the last norm and the head."""
+def outer(
+    norm: str = "model.norm", *, bias: bool = False, head_bias: str = ""
+) -> tuple[Parameter, ...]:
+    """Declare what lies outside of the blocks of a llama: the embedding, the last norm and the head.
+
+    ``bias`` is that of the norm, see `norms`; ``head_bias`` that of the head, see `linear`.
+    """
     return (
         Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
         *norms(norm, bias=bias),
-        Parameter("lm_head.weight", ("vocab", "hidden")),
+        *linear("lm_head", "vocab", "hidden", head_bias),
     )
 
 
@@ -120,7 +125,9 @@ def attention(
     output_bias: str | None = None,
     *,
     norm: Absorber | None = BEFORE_ATTENTION,
+    module: str = "self_attn",
     output: str = "o_proj",
+    q_rows: str = "q",
 ) -> Mixer:
     """Declare separate q, k, v and output projections.
 
@@ -131,18 +138,20 @@ def attention(
         bias: of q, k and v, see `linear`.
         output_bias: of the output projection, where it differs.
         norm: makes what q, k and v read; None where nothing absorbs a scale of it.
+        module: its name.
         output: name of the output projection.
+        q_rows: rows of the query projection, where more than queries come of it.
     """
-    q, k, v, out = (f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", output))
+    q, k, v, out = (f"{module}.{name}" for name in ("q_proj", "k_proj", "v_proj", output))
     return Mixer(
         (
-            *linear(q, "q", "hidden", bias),
+            *linear(q, q_rows, "hidden", bias),
             *linear(k, "kv", "hidden", bias),
             *linear(v, "kv", "hidden", bias),
             *linear(out, "hidden", "q", bias if output_bias is None else output_bias),
         ),
         (
-            SharedInput((q, k, v), "self_attn", norm),
+            SharedInput((q, k, v), module, norm),
             SharedInput((out,), out, Absorber(Absorbs.ROWS, v), heads=True),
         ),
         states=keys_and_values(),
@@ -185,19 +194,23 @@ def plain_mlp(
     bias: str = "",
     *,
     norm: Absorber | None = BEFORE_MLP,
+    module: str = "mlp",
     names: tuple[str, str] = ("up_proj", "down_proj"),
+    width: str = "ffn",
 ) -> Mixer:
     """Declare up and down projections with an activation function between them that is not linear: nothing absorbs.
 
     Args:
         bias: of both, see `linear`.
         norm: makes what ``up`` reads.
+        module: its name.
         names: of the two.
+        width: the dimension of what ``down`` reads.
     """
-    up, down = (f"mlp.{name}" for name in names)
+    up, down = (f"{module}.{name}" for name in names)
     return Mixer(
-        (*linear(up, "ffn", "hidden", bias), *linear(down, "hidden", "ffn", bias)),
-        (SharedInput((up,), "mlp", norm), SharedInput((down,), down)),
+        (*linear(up, width, "hidden", bias), *linear(down, "hidden", width, bias)),
+        (SharedInput((up,), module if norm else up, norm), SharedInput((down,), down)),
         inner_copies=2,
     )
 

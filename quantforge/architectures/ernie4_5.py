@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Parameter, llama
-from quantforge.architectures.declare import attention, gated_mlp, layer, linear, norms
+from quantforge.architectures.declare import attention, gated_mlp, layer, outer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
@@ -104,11 +104,7 @@ ERNIE4_5_MOE = replace(
     llama.ARCHITECTURE,
     model_type="ernie4_5_moe",
     graph=DecoderGraph(neighbours=True, experts=True),
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *norms("model.norm"),
-        *linear("lm_head", "vocab", "hidden", "use_bias"),
-    ),
+    outer=outer(head_bias="use_bias"),
     kinds=(
         *dense_or_sparse(*PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
         layer(*PARTS, *MIXTURE, *shared_experts("shared*inner", bias="use_bias"), name=SHARING),

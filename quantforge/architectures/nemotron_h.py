@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput, Stack
-from quantforge.architectures.declare import Mixer, attention, layer, linear, norms
+from quantforge.architectures.declare import Mixer, attention, layer, norms, plain_mlp
 from quantforge.architectures.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.architectures.mixtures import router
@@ -28,15 +28,6 @@ WORDS: Mapping[str, str] = {
 }
 
 
-def _plain(module: str, width: str, norm: Absorber | None, within: str) -> Mixer:
-    up, down = f"{module}.up_proj", f"{module}.down_proj"
-    return Mixer(
-        (*linear(up, width, "hidden", "mlp_bias"), *linear(down, "hidden", width, "mlp_bias")),
-        (SharedInput((up,), within, norm), SharedInput((down,), down)),
-        inner_copies=2,
-    )
-
-
 def _experts(module: str, width: str) -> Mixer:
     up, down = f"{module}.{{}}.up_proj", f"{module}.{{}}.down_proj"
     shapes = {up: (width, "hidden"), down: ("hidden", width)}
@@ -48,29 +39,6 @@ def _experts(module: str, width: str) -> Mixer:
         tuple(SharedInput((name,), module, each="experts") for name in shapes),
         (Stack(f"{module}.up_proj", (up,)), Stack(f"{module}.down_proj", (down,))),
         inner_copies=2,
-    )
-
-
-def _attention() -> Mixer:
-    """Return attention whose module has another name, and whose projections have no biases."""
-    own = attention(norm=BEFORE)
-
-    def moved(name: str) -> str:
-        return name.replace("self_attn", HERE)
-
-    return Mixer(
-        tuple(replace(item, name=moved(item.name)) for item in own.parameters),
-        tuple(
-            replace(
-                item,
-                linears=tuple(map(moved, item.linears)),
-                within=moved(item.within),
-                absorber=item.absorber
-                and replace(item.absorber, module=moved(item.absorber.module)),
-            )
-            for item in own.inputs
-        ),
-        states=own.states,
     )
 
 
@@ -126,12 +94,12 @@ ARCHITECTURE = replace(
             ),
             name="mamba",
         ),
-        layer(NORM, _attention(), name="attention"),
-        layer(NORM, _plain(HERE, "ffn", BEFORE, HERE), name="mlp"),
+        layer(NORM, attention(norm=BEFORE, module=HERE), name="attention"),
+        layer(NORM, plain_mlp("mlp_bias", norm=BEFORE, module=HERE), name="mlp"),
         layer(
             NORM,
             router(f"{HERE}.gate", correction=f"{HERE}.gate.e_score_correction_bias"),
-            _plain(f"{HERE}.shared_experts", "shared", None, f"{HERE}.shared_experts.up_proj"),
+            plain_mlp("mlp_bias", norm=None, module=f"{HERE}.shared_experts", width="shared"),
             _experts(f"{HERE}.experts", "inner"),
             name="moe",
         ),

@@ -8,12 +8,10 @@ from quantforge.architectures import (
     Absorber,
     Absorbs,
     Architecture,
-    LayerKind,
     Parameter,
     SharedInput,
 )
-from quantforge.architectures.declare import ALWAYS, linear, norms
-from quantforge.architectures.layer_kind import keys_and_values
+from quantforge.architectures.declare import ALWAYS, Mixer, attention, layer, linear, norms
 
 ARCHITECTURE = Architecture(
     model_type="opt",
@@ -25,33 +23,19 @@ ARCHITECTURE = Architecture(
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
     kinds=(
-        LayerKind(
-            parameters=(
-                *norms("self_attn_layer_norm", "final_layer_norm", bias=True),
-                *linear("self_attn.q_proj", "q", "hidden", ALWAYS),
-                *linear("self_attn.k_proj", "kv", "hidden", ALWAYS),
-                *linear("self_attn.v_proj", "kv", "hidden", ALWAYS),
-                *linear("self_attn.out_proj", "hidden", "q", ALWAYS),
-                *linear("fc1", "ffn", "hidden", ALWAYS),
-                *linear("fc2", "hidden", "ffn", ALWAYS),
+        layer(
+            norms("self_attn_layer_norm", "final_layer_norm", bias=True),
+            attention(
+                ALWAYS, norm=Absorber(Absorbs.NORM, "self_attn_layer_norm"), output="out_proj"
             ),
-            inputs=(
-                SharedInput(
-                    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                    "self_attn",
-                    Absorber(Absorbs.NORM, "self_attn_layer_norm"),
+            Mixer(
+                (*linear("fc1", "ffn", "hidden", ALWAYS), *linear("fc2", "hidden", "ffn", ALWAYS)),
+                (
+                    SharedInput(("fc1",), "fc1", Absorber(Absorbs.NORM, "final_layer_norm")),
+                    SharedInput(("fc2",), "fc2", Absorber(Absorbs.ROWS, "fc1")),
                 ),
-                SharedInput(
-                    ("self_attn.out_proj",),
-                    "self_attn.out_proj",
-                    Absorber(Absorbs.ROWS, "self_attn.v_proj"),
-                    heads=True,
-                ),
-                SharedInput(("fc1",), "fc1", Absorber(Absorbs.NORM, "final_layer_norm")),
-                SharedInput(("fc2",), "fc2", Absorber(Absorbs.ROWS, "fc1")),
+                inner_copies=2,
             ),
-            inner_copies=2,
-            states=keys_and_values(),
         ),
     ),
     embedding="model.decoder.embed_tokens",

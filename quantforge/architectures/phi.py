@@ -5,8 +5,8 @@ from quantforge.architectures.declare import (
     ALWAYS,
     attention,
     layer,
-    linear,
     norms,
+    outer,
     plain_mlp,
     side_by_side,
 )
@@ -21,11 +21,7 @@ HEAD_NORMS = tuple(
 ARCHITECTURE = Architecture(
     model_type="phi",
     blocks="model.layers",
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *norms("model.final_layernorm", bias=True),
-        *linear("lm_head", "vocab", "hidden", ALWAYS),
-    ),
+    outer=outer("model.final_layernorm", bias=True, head_bias=ALWAYS),
     kinds=(
         layer(
             norms("input_layernorm", bias=True),

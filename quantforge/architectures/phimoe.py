@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import Parameter, llama
-from quantforge.architectures.declare import LAYER_NORMS, attention, layer, linear, norms
+from quantforge.architectures import llama
+from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mistral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
@@ -11,11 +11,7 @@ from quantforge.architectures.mixtures import experts_one_by_one, router
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phimoe",
-    outer=(
-        Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
-        *norms("model.norm", bias=True),
-        *linear("lm_head", "vocab", "hidden", "lm_head_bias"),
-    ),
+    outer=outer(bias=True, head_bias="lm_head_bias"),
     kinds=(
         layer(
             LAYER_NORMS,

@@ -25,6 +25,7 @@ from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput, 
 from quantforge.architectures.declare import (
     QWEN_TOWER,
     Mixer,
+    attention,
     beside_towers,
     gated_mlp,
     layer,
@@ -32,7 +33,7 @@ from quantforge.architectures.declare import (
     norms,
 )
 from quantforge.architectures.dimensions import layer_types
-from quantforge.architectures.layer_kind import convolution, keys_and_values, recurrent
+from quantforge.architectures.layer_kind import convolution, recurrent
 from quantforge.architectures.layer_windows import NONE
 from quantforge.architectures.llama_cpp import Family
 from quantforge.architectures.mixtures import (
@@ -105,20 +106,7 @@ def gated_delta_net(projections: Mapping[str, str], norm: Absorber | None) -> Mi
 LINEAR, FULL = "linear_attention", "full_attention"
 BEFORE_TOKENS = Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")
 BEFORE_CHANNELS = Absorber(Absorbs.NORM_PLUS_ONE, "post_attention_layernorm")
-Q, K, V, OUT = (f"self_attn.{name}_proj" for name in "qkvo")
-ATTENTION = Mixer(
-    (
-        *linear(Q, "2*heads*head", "hidden", "attention_bias"),
-        *linear(K, "kv", "hidden", "attention_bias"),
-        *linear(V, "kv", "hidden", "attention_bias"),
-        *linear(OUT, "hidden", "q", "attention_bias"),
-    ),
-    (
-        SharedInput((Q, K, V), "self_attn", BEFORE_TOKENS),
-        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, V), heads=True),
-    ),
-    states=keys_and_values(),
-)
+ATTENTION = attention("attention_bias", norm=BEFORE_TOKENS, q_rows="2*heads*head")
 MLP = gated_mlp(norm=BEFORE_CHANNELS)
 MIXTURE = (
     router("mlp.gate"),
