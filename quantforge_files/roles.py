@@ -29,20 +29,17 @@ class FileRole:
     infinite: bool = False
 
 
-CONFIG = FileRole(
-    "configuration", 64 * _MB, 1_200_000, infinite=True
-)  # lists of what is left out name every expert
+# Lists of what is left out name every expert.
+CONFIG = FileRole("configuration", 64 * _MB, 1_200_000, infinite=True)
 INDEX = FileRole("index of weights", 64 * _MB, 1_200_000)
 HEADER = FileRole("safetensors header", 32 * _MB, 4_000_000)  # a quarter of a million tensors
 GGUF_HEADER = FileRole("GGUF header", 128 * _MB, 6_000_000)
 WEIGHTS = FileRole("weights", NO_LIMIT)
 TOKENIZER = FileRole("tokenizer", 136 * _MB, 4_500_000)
-VOCABULARY = FileRole(
-    "vocabulary", 80 * _MB
-)  # sentencepiece, tiktoken, merges, tokens by themselves
-SETTINGS = FileRole(
-    "settings", 32 * _MB, 1_000_000
-)  # of a tokenizer, of generation, of a processor
+# Sentencepiece, tiktoken, merges, tokens by themselves.
+VOCABULARY = FileRole("vocabulary", 80 * _MB)
+# Of a tokenizer, of generation, of a processor.
+SETTINGS = FileRole("settings", 32 * _MB, 1_000_000)
 TEMPLATE = FileRole("chat template", 4 * _MB)
 LICENCE = FileRole("licence", 4 * _MB)
 CARD = FileRole("model card", 16 * _MB)
@@ -51,9 +48,8 @@ SIGNATURE = FileRole("signature", 16 * _MB, 1_000_000)
 KEY = FileRole("key", 64 * _KB)
 RECIPE = FileRole("recipe", _MB)
 TASK = FileRole("task", _MB)
-IMATRIX = FileRole(
-    "importance matrix", 8 * _GB
-)  # with tables of text: what is digested in ten seconds
+# With tables of text: what is digested in ten seconds.
+IMATRIX = FileRole("importance matrix", 8 * _GB)
 TEXT = FileRole("text", 256 * _MB)
 LINE = FileRole("line of JSON", 32 * _MB, 1_000_000)
 TABLE = FileRole("table of text", 8 * _GB)

@@ -103,9 +103,8 @@ def _activation(value: Any) -> bool:
 
 
 def _other_activation(value: Any) -> bool:
-    return value is None or _activation(
-        value
-    )  # null where another key names it, as of the first Gemma
+    # null where another key names it, as of the first Gemma
+    return value is None or _activation(value)
 
 
 def _flag(value: Any) -> bool:

@@ -158,6 +158,25 @@ def attention(
     )
 
 
+def fused_attention(module: str, names: tuple[str, str], bias: str = "") -> Mixer:
+    """Declare q, k and v as rows of one matrix, whose ``slices`` the family states, and an output projection.
+
+    Args:
+        module: its name.
+        names: of the two.
+        bias: of both, see `linear`.
+    """
+    qkv, out = (f"{module}.{name}" for name in names)
+    return Mixer(
+        (*linear(qkv, "qkv", "hidden", bias), *linear(out, "hidden", "q", bias)),
+        (
+            SharedInput((qkv,), module, BEFORE_ATTENTION),
+            SharedInput((out,), out, Absorber(Absorbs.ROWS, qkv, "v"), heads=True),
+        ),
+        states=keys_and_values(),
+    )
+
+
 def gated_mlp(
     bias: str = "",
     *,

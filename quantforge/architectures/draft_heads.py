@@ -36,9 +36,8 @@ COUNTS = (
 USED = ("use_mtp",)
 _OWN = re.compile(r"(\w+\.)*?(mtp|mtp_layers|mtp_\w+|medusa_heads?)\..+")
 _WORDS = ("mtp", "medusa")  # one of them is in every such name
-_JOINS = re.compile(
-    r"(?<!\.experts)\.\d+$|(^|\.)(mtp\w*|medusa_heads?)$"
-)  # a module that holds layers, not of one
+# A module that holds layers, and is no part of one.
+_JOINS = re.compile(r"(?<!\.experts)\.\d+$|(^|\.)(mtp\w*|medusa_heads?)$")
 _NOT_LINEAR = re.compile(r"embed|head|norm|router|(^|\.)gate\.weight|conv")
 EMBEDDING = "embed_tokens.weight"
 

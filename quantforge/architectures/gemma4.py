@@ -320,10 +320,7 @@ def _overrides(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
 
 
 CAP = 30.0  # of logits, in a file that has no key
-_KINDS_OF_TURNS = {
-    SLIDING: ("default",),
-    FULL: ("default", "proportional"),
-}  # kinds of rotary positions
+_ROPE_TYPES = {SLIDING: ("default",), FULL: ("default", "proportional")}
 
 
 def kv_heads(config: Mapping[str, Any]) -> list[int]:
@@ -370,8 +367,8 @@ def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
         )
     for word, stated in turns(config).items():
         kind = stated.get("rope_type", "default")
-        if kind not in _KINDS_OF_TURNS[word]:
-            return f"rope_type = {str(kind)[:40]!r} of {word}", " or ".join(_KINDS_OF_TURNS[word])
+        if kind not in _ROPE_TYPES[word]:
+            return f"rope_type = {str(kind)[:40]!r} of {word}", " or ".join(_ROPE_TYPES[word])
     return None
 
 

@@ -3,33 +3,20 @@
 The halves are side by side or one after the other, each after a norm of its own: what they read is declared alike.
 """
 
-from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from dataclasses import replace
+
+from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.declare import (
     ALWAYS,
-    BEFORE_ATTENTION,
     LAYER_NORMS,
-    Mixer,
+    fused_attention,
     layer,
-    linear,
     norms,
     plain_mlp,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.layer_kind import keys_and_values
 
-QKV, OUT = "attention.query_key_value", "attention.dense"
-ATTENTION = Mixer(
-    (
-        *linear(QKV, "qkv", "hidden", "attention_bias"),
-        *linear(OUT, "hidden", "q", "attention_bias"),
-    ),
-    (
-        SharedInput((QKV,), "attention", BEFORE_ATTENTION),
-        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, QKV, "v"), heads=True),
-    ),
-    inner_copies=4,
-    states=keys_and_values(),
-)
+QKV = "attention.query_key_value"
 ARCHITECTURE = Architecture(
     model_type="gpt_neox",
     blocks="gpt_neox.layers",
@@ -41,7 +28,10 @@ ARCHITECTURE = Architecture(
     kinds=(
         layer(
             LAYER_NORMS,
-            ATTENTION,
+            replace(
+                fused_attention("attention", ("query_key_value", "dense"), "attention_bias"),
+                inner_copies=4,
+            ),
             plain_mlp(ALWAYS, names=("dense_h_to_4h", "dense_4h_to_h")),
         ),
     ),

@@ -25,12 +25,13 @@ from quantforge.architectures.mamba2 import mamba2
 from quantforge.architectures.mixtures import DENSE, SPARSE, experts_in_one, router
 from quantforge.errors import InputError
 
+# Where a configuration leaves them out.
 FACTORS = {
     "attention_multiplier": 1.0,
     "embedding_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
-}  # where a configuration leaves them out
+}
 GGUF_FACTORS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",

@@ -61,9 +61,8 @@ KIMI_K25 = beside_towers(
 LINEAR, FULL = "linear_attention", "full_attention"
 STORED = "block_sparse_moe"
 HERE = "self_attn"
-GATE = (
-    f"{HERE}.forget_gate"  # of the running model; files name its tensors as those of the attention
-)
+# Of the running model; files name its tensors as those of the attention.
+GATE = f"{HERE}.forget_gate"
 JOINED = {f"{HERE}.conv1d.weight": tuple(f"{HERE}.{name}_conv1d.weight" for name in "qkv")}
 WIDTH = "kda_heads*kda_head"
 _NESTED: Mapping[str, tuple[str, int]] = {

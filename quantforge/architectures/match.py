@@ -57,9 +57,8 @@ _NOT_LINEAR = re.compile(
 )
 FLOATS = frozenset({"F16", "BF16", "F32", "F64"})
 _INTEGERS = frozenset({"U8", "I8", "U16", "I16", "U32", "I32"})  # into which tools pack codes
-_TABLES = frozenset(
-    {"bias", "masked_bias", "position_ids", "token_type_ids", "tid2eid"}
-)  # of integers
+# Tables of integers.
+_TABLES = frozenset({"bias", "masked_bias", "position_ids", "token_type_ids", "tid2eid"})
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Linears of EAGLE-3; those of a group read the same activation.
 _EAGLE3_GROUPS = (

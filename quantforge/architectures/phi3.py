@@ -3,30 +3,19 @@
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, SharedInput, llama
+from quantforge.architectures import llama
 from quantforge.architectures.declare import (
-    BEFORE_ATTENTION,
     FUSED_LABELS,
     FUSED_SLICES,
-    Mixer,
+    fused_attention,
     fused_mlp,
     layer,
-    linear,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.layer_kind import keys_and_values
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import Family, Keys
 
-QKV, OUT = "self_attn.qkv_proj", "self_attn.o_proj"
-ATTENTION = Mixer(
-    (*linear(QKV, "qkv", "hidden"), *linear(OUT, "hidden", "q")),
-    (
-        SharedInput((QKV,), "self_attn", BEFORE_ATTENTION),
-        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, QKV, "v"), heads=True),
-    ),
-    states=keys_and_values(),
-)
+QKV = "self_attn.qkv_proj"
 
 
 def restated(keys: Keys) -> dict[str, Any]:
@@ -38,7 +27,7 @@ def restated(keys: Keys) -> dict[str, Any]:
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phi3",
-    kinds=(layer(llama.NORMS, ATTENTION, fused_mlp()),),
+    kinds=(layer(llama.NORMS, fused_attention("self_attn", ("qkv_proj", "o_proj")), fused_mlp()),),
     slices={QKV: ("q", "kv", "kv"), **FUSED_SLICES},
     slice_labels={QKV: ("q", "k", "v"), **FUSED_LABELS},
     defaults={

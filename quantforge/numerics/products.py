@@ -34,10 +34,8 @@ from quantforge.numerics.threads import TEAMS, one_thread
 LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
 SIDE = 256  # rows, or columns, of a tile
 SETUP = 1 << 20  # multiplications that take longer than asking oneDNN for them
-ROWS, FEW_ROWS = (
-    32,
-    8,
-)  # oneDNN is asked for multiples of so many rows: of the second up to the first
+# oneDNN is asked for multiples of so many rows: of the second up to the first.
+ROWS, FEW_ROWS = 32, 8
 Job = Callable[[], object]  # computes one tile
 Cut = tuple[Tensor, list[Job]]  # the result, and what fills it
 

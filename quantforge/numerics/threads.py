@@ -42,9 +42,8 @@ def in_order(
             try:
                 for item in items:
                     waiting.append(pool.submit(work, item))
-                    if (
-                        len(waiting) > 2 * workers
-                    ):  # the next of each thread is there when it ends one
+                    # The next item of each thread is there when it ends one.
+                    if len(waiting) > 2 * workers:
                         yield waiting.popleft().result()
                 while waiting:
                     yield waiting.popleft().result()
