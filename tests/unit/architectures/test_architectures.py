@@ -8,11 +8,14 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quantforge.architectures import architecture_of, families, kimi, lfm2, qwen3_next
+from quantforge import architectures
+from quantforge.architectures import FILES, architecture_of, families, kimi, lfm2, qwen3_next
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
 from quantforge.checkpoint.reader import open_checkpoint
@@ -120,6 +123,14 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
     assert (
         subprocess.run([sys.executable, "-c", code, str(tiny("phi3"))], check=False).returncode == 0
     )
+
+
+def test_every_file_of_families_is_listed_and_no_model_type_is_in_two() -> None:
+    folder = Path(architectures.__file__).parent
+    files = [path.stem for path in folder.glob("*.py") if "\nFAMILIES = " in path.read_text()]
+    assert sorted(files) == sorted(FILES)
+    modules = [import_module(f"{architectures.__name__}.{file}") for file in FILES]
+    assert sorted(name for module in modules for name in module.FAMILIES) == sorted(families())
 
 
 @pytest.mark.parametrize("model_type", families())
