@@ -11,7 +11,7 @@ from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
 from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
 from quantforge.architectures.layer_windows import NONE, WindowRule
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import InputError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Architecture:
     decoders: Mapping[str, Architecture] = field(default_factory=dict)
     streams: int = 1
     fused_attention: bool = True
-    gguf: Family | None = None
+    gguf: GgufFamily | None = None
     kind_of: Callable[[Config], Sequence[str]] | None = None
     other_words: tuple[str, ...] = ()
     converted: bool = False

@@ -12,7 +12,7 @@ from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms, side_by_side
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family, Keys, types_of_period
+from quantforge.architectures.llama_cpp import GgufFamily, Keys, types_of_period
 
 BOTH = side_by_side(attention("attention_bias"), gated_mlp())
 HEAD_NORMS = (
@@ -31,7 +31,7 @@ COHERE = replace(
         "vocab_size": 256000,
     },
     graph=DecoderGraph(before_mlp="", side_by_side=True, neighbours=True),
-    gguf=Family(
+    gguf=GgufFamily(
         "command-r",
         head=False,
         class_name="CohereForCausalLM",
@@ -43,8 +43,8 @@ COHERE = replace(
 )
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     usual = keys.usual()
     return {
         **usual,
@@ -60,7 +60,7 @@ COHERE2 = replace(
     kinds=(layer(norms("input_layernorm"), BOTH),),
     defaults={"tie_word_embeddings": True, "logit_scale": 0.0625, "vocab_size": 256000},
     graph=DecoderGraph(before_mlp="", side_by_side=True, neighbours=True, full_rotary="never"),
-    gguf=Family(
+    gguf=GgufFamily(
         "cohere2",
         head=False,
         class_name="Cohere2ForCausalLM",
@@ -69,7 +69,7 @@ COHERE2 = replace(
         windowed=True,
         epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
         reals={"logit_scale": "logit_scale"},
-        restated=restated,
+        read_config=read_config,
     ),
     windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern"),
 )

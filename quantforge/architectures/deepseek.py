@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.architectures import LayerKind, latent, llama
 from quantforge.architectures.declare import Mixer, gated_mlp
-from quantforge.architectures.llama_cpp import SIGMOID, SOFTMAX, Family, own_epsilon
+from quantforge.architectures.llama_cpp import SIGMOID, SOFTMAX, GgufFamily, own_epsilon
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -60,15 +60,15 @@ def by_queries(config: Mapping[str, Any], kinds: list[str]) -> list[str]:
     return [prefix + kind for kind in kinds]
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: as `of_latents`, and turning whole parts."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None; see `unsupported_latents`."""
     if config.get("head_dim") not in {None, turning := config["qk_rope_head_dim"]}:
         return f"head_dim = {str(config['head_dim'])[:40]}", f"qk_rope_head_dim, {turning}"
-    return of_latents(config)
+    return unsupported_latents(config)
 
 
-def of_latents(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None.
+def unsupported_latents(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
 
     It recognises models without a latent for queries by their number of layers, and takes for granted that YaRN also
     multiplies the scores of attention. Its norms of latents have the epsilon of all others, where that of transformers
@@ -103,7 +103,7 @@ def used_groups(config: Mapping[str, Any]) -> int | None:
     return 1 if found is not None and found == config.get("n_group") else found
 
 
-GGUF = Family(
+GGUF = GgufFamily(
     "deepseek2",
     experts=True,
     sizes={
@@ -141,7 +141,7 @@ LATENT_GGUF = replace(
         "mlp_bias": False,
         "scoring_func": "sigmoid",
     },
-    obstacle=beyond_llama_cpp,
+    unsupported=unsupported_by_llama_cpp,
 )
 
 
@@ -208,7 +208,7 @@ DEEPSEEK_V2 = replace(
             "topk_method": "greedy",
             "norm_topk_prob": False,
         },
-        obstacle=of_latents,
+        unsupported=unsupported_latents,
     ),
     defaults={
         **DEEPSEEK_V3.defaults,

@@ -12,7 +12,7 @@ from typing import Any
 from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, outer
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -35,7 +35,7 @@ ERNIE4_5 = replace(
         "rope_theta": 500_000.0,
     },
     graph=DecoderGraph(neighbours=True),
-    gguf=Family(
+    gguf=GgufFamily(
         "ernie4_5", class_name="Ernie4_5ForCausalLM", bias_keys={"use_bias": "attn_q.bias"}
     ),
 )
@@ -88,8 +88,8 @@ def shared_width(config: Mapping[str, Any]) -> int | None:
     return shared(config) * width if config["moe_num_shared_experts"] else None
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None."""
     last = config["moe_layer_end_index"]
     if 0 <= last < config["num_hidden_layers"] - 1:
         return f"moe_layer_end_index = {last}", "experts up to the last layer"
@@ -131,7 +131,7 @@ ERNIE4_5_MOE = replace(
         "moe_layer_interval": 1,
         "tie_word_embeddings": True,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "ernie4_5-moe",
         experts=True,
         used="moe_k",
@@ -143,7 +143,7 @@ ERNIE4_5_MOE = replace(
             "interleave_moe_layer_step": "moe_layer_interval",
         },
         graph={"use_bias": False, "moe_layer_interval": 1},
-        obstacle=beyond_llama_cpp,
+        unsupported=unsupported_by_llama_cpp,
         names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
     ),
 )

@@ -11,20 +11,23 @@ from quantforge.architectures import llama, olmo
 from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
+from quantforge.architectures.llama_cpp import WITH_TABLE, GgufFamily, Keys
 
 _WINDOWED = 64  # layers of the release with windows
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: it tells windows by the number of layers."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
+
+    It recognizes windows by the number of layers.
+    """
     if config["num_hidden_layers"] == _WINDOWED:
         return f"num_hidden_layers = {_WINDOWED} without windows", "another number"
     return None
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``: that no layer has a window."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe, without windows."""
     usual = keys.usual()
     types = ["full_attention"] * usual["num_hidden_layers"]
     return {**usual, "hidden_act": "silu", "layer_types": types}
@@ -42,14 +45,14 @@ ARCHITECTURE = replace(
         after_mlp="post_feedforward_layernorm",
         full_rotary="alone",
     ),
-    gguf=Family(
+    gguf=GgufFamily(
         "exaone4",
         scalings=WITH_TABLE,
         class_name="Exaone4ForCausalLM",
         heads_fill=True,
         graph={"sliding_window": None},
-        obstacle=beyond_llama_cpp,
-        restated=restated,
+        unsupported=unsupported_by_llama_cpp,
+        read_config=read_config,
     ),
     windows=WindowRule(width=4096, period=4, period_key="sliding_window_pattern", idle=True),
 )

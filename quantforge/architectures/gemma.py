@@ -28,7 +28,7 @@ from quantforge.architectures.declare import (
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.layer_windows import NONE, WindowRule
-from quantforge.architectures.llama_cpp import Family, Keys, types_of_period
+from quantforge.architectures.llama_cpp import GgufFamily, Keys, types_of_period
 from quantforge.architectures.projector import (
     SWAPPED,
     Projector,
@@ -66,8 +66,8 @@ def other_scale(layers_27b: int, config: Mapping[str, Any]) -> tuple[str, str] |
     return f"query_pre_attn_scalar = {scale}", f"llama.cpp divides by sqrt({computed:g})"
 
 
-def restated_gemma2(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def gemma2_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     caps = ("attn_logit_softcapping", "final_logit_softcapping")
     return {**sliding(keys, period=2), **{key: keys.real(key) for key in caps}}
 
@@ -104,7 +104,7 @@ GEMMA2 = replace(
         after_mlp="post_feedforward_layernorm",
     ),
     windows=WindowRule(width=4096, period=2),
-    gguf=Family(
+    gguf=GgufFamily(
         "gemma2",
         norm_plus_one=True,
         head=False,
@@ -112,8 +112,8 @@ GEMMA2 = replace(
         activations=("gelu_pytorch_tanh",),
         period=2,
         windowed=True,
-        obstacle=partial(other_scale, _LAYERS_27B["gemma2"]),
-        restated=restated_gemma2,
+        unsupported=partial(other_scale, _LAYERS_27B["gemma2"]),
+        read_config=gemma2_config,
     ),
 )
 
@@ -131,7 +131,7 @@ GEMMA = replace(
     defaults={**GEMMA2.defaults, "num_attention_heads": 16, "num_key_value_heads": 16},
     fused_attention=True,
     graph=llama.ARCHITECTURE.graph,
-    gguf=Family(
+    gguf=GgufFamily(
         "gemma",
         norm_plus_one=True,
         head=False,
@@ -142,8 +142,8 @@ GEMMA = replace(
 )
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None."""
     if other := other_scale(_LAYERS_27B["gemma3"], config):
         return other
     if config.get("attn_logit_softcapping") or config.get("final_logit_softcapping"):
@@ -151,8 +151,8 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def restated_gemma3(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def gemma3_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     base = keys.real("rope.freq_base_swa", 10_000.0)
     full: dict[str, Any] = {
         "rope_type": "default",
@@ -235,15 +235,15 @@ GEMMA3 = replace(
     text_config="text_config",
     fused_attention=True,
     windows=WindowRule(width=4096, period=6, period_key="sliding_window_pattern"),
-    gguf=Family(
+    gguf=GgufFamily(
         "gemma3",
         norm_plus_one=True,
         class_name="Gemma3ForCausalLM",
         activations=("gelu_pytorch_tanh",),
         period=6,
         windowed=True,
-        obstacle=beyond_llama_cpp,
-        restated=restated_gemma3,
+        unsupported=unsupported_by_llama_cpp,
+        read_config=gemma3_config,
     ),
     projector={"gemma3": projector},
 )

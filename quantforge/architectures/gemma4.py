@@ -37,7 +37,7 @@ from quantforge.architectures.declare import (
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.layer_kind import keys_and_values
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family, Keys
+from quantforge.architectures.llama_cpp import GgufFamily, Keys
 from quantforge.architectures.mixtures import experts_in_one
 from quantforge.architectures.projector import (
     Projector,
@@ -347,8 +347,8 @@ def softcap(config: Mapping[str, Any]) -> Any:
     return config.get("final_logit_softcapping") or 0.0
 
 
-def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp's graph does not compute, and what it does; None where it computes all."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None."""
     words = words_of(config)
     if beyond := uncovered(config):
         return beyond, "attention to earlier tokens, heads of full layers that are alike"
@@ -375,8 +375,8 @@ def obstacle(config: Mapping[str, Any]) -> tuple[str, str] | None:
 _NEVER = 1e30  # divides a frequency to nothing
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``; what no configuration says is not read."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe; refuse what no configuration describes."""
     sizes = keys.sizes()
     slides = [bool(item) for item in keys.of_layers("attention.sliding_window_pattern", bool)]
     if not slides or slides[-1] or not any(slides):
@@ -625,7 +625,7 @@ ARCHITECTURE = Architecture(
         "rope_parameters": TURNS,
     },
     float16=False,
-    gguf=Family(
+    gguf=GgufFamily(
         "gemma4",
         class_name="Gemma4ForCausalLM",
         activations=("gelu_pytorch_tanh",),
@@ -662,8 +662,8 @@ ARCHITECTURE = Architecture(
                 for name in ("gate", "up", "down")
             },
         },
-        obstacle=obstacle,
-        restated=restated,
+        unsupported=unsupported_by_llama_cpp,
+        read_config=read_config,
     ),
     text_config="text_config",
     projector={"gemma4": projector},

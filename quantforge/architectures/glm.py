@@ -26,7 +26,7 @@ from quantforge.architectures.declare import (
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.deepseek import GGUF, MIXTURE
-from quantforge.architectures.llama_cpp import QKV_BIASES, Family
+from quantforge.architectures.llama_cpp import QKV_BIASES, GgufFamily
 from quantforge.architectures.mixtures import dense_or_sparse, listed, replaced_first
 
 MIXERS = (attention("attention_bias", output_bias=""), fused_mlp())
@@ -44,7 +44,7 @@ GLM = replace(
         "rms_norm_eps": 1.5625e-07,
     },
     graph=DecoderGraph(neighbours=True),
-    gguf=Family("chatglm", biases=QKV_BIASES, class_name="GlmForCausalLM", heads_fill=True),
+    gguf=GgufFamily("chatglm", biases=QKV_BIASES, class_name="GlmForCausalLM", heads_fill=True),
 )
 
 
@@ -58,7 +58,7 @@ GLM4 = replace(
         after_mlp="post_mlp_layernorm",
         neighbours=True,
     ),
-    gguf=Family("glm4", biases=QKV_BIASES, class_name="Glm4ForCausalLM"),
+    gguf=GgufFamily("glm4", biases=QKV_BIASES, class_name="Glm4ForCausalLM"),
 )
 
 
@@ -105,18 +105,18 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     return deepseek.by_queries(config, listed(config))
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None."""
     if listed(config) != replaced_first(config):
         return "mlp_layer_types", "dense layers first, as many as first_k_dense_replace says"
-    return deepseek.beyond_llama_cpp(config)
+    return deepseek.unsupported_by_llama_cpp(config)
 
 
 GLM4_MOE_LITE = replace(
     deepseek.DEEPSEEK_V3,
     model_type="glm4_moe_lite",
     kind_of=kinds,
-    gguf=replace(deepseek.LATENT_GGUF, obstacle=beyond_llama_cpp),
+    gguf=replace(deepseek.LATENT_GGUF, unsupported=unsupported_by_llama_cpp),
     defaults={
         "num_hidden_layers": 47,
         "num_attention_heads": 20,

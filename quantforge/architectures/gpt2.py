@@ -20,11 +20,11 @@ from quantforge.architectures import (
 )
 from quantforge.architectures.declare import norms
 from quantforge.architectures.layer_kind import keys_and_values
-from quantforge.architectures.llama_cpp import NORM_BIASES, Family, Keys
+from quantforge.architectures.llama_cpp import NORM_BIASES, GgufFamily, Keys
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     return {
         "n_embd": keys.integer("embedding_length"),
         "n_layer": keys.integer("block_count"),
@@ -90,13 +90,13 @@ GPT2 = Architecture(
         "vocab_size": 50257,
         "tie_word_embeddings": True,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "gpt2",
         biases=("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias", *NORM_BIASES),
         class_name="GPT2LMHeadModel",
         activations=("gelu_new", "gelu_pytorch_tanh"),
         graph={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
-        restated=restated,
+        read_config=read_config,
     ),
 )
 

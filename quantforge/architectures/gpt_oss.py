@@ -9,7 +9,7 @@ from dataclasses import replace
 from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import attention, layer
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.architectures.mixtures import experts_in_one, router
 
 ARCHITECTURE = replace(
@@ -25,7 +25,7 @@ ARCHITECTURE = replace(
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
-    gguf=Family(
+    gguf=GgufFamily(
         "gpt-oss",
         experts=True,
         biases=(

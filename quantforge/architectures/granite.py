@@ -20,7 +20,7 @@ from quantforge.architectures.declare import (
     layer,
     linear,
 )
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, Family
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, GgufFamily
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.architectures.mixtures import DENSE, SPARSE, experts_in_one, router
 from quantforge.errors import InputError
@@ -42,7 +42,7 @@ GRANITE = replace(
     llama.ARCHITECTURE,
     model_type="granite",
     defaults={**llama.ARCHITECTURE.defaults, **FACTORS},
-    gguf=Family(
+    gguf=GgufFamily(
         "granite",
         interleaved=True,
         scalings=WITH_TABLE,
@@ -75,7 +75,7 @@ GRANITEMOE = replace(
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "granitemoe",
         interleaved=True,
         scalings=WITH_TABLE,

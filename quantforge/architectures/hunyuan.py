@@ -14,7 +14,7 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dimensions import dimensions_of
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.architectures.mixtures import experts_one_by_one, router, shared_experts
 from quantforge.errors import InputError
 
@@ -49,7 +49,7 @@ HUNYUAN_V1_DENSE = replace(
     kinds=(layer(llama.NORMS, HEAD_NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"rms_norm_eps": 1e-5},
     graph=GRAPH,
-    gguf=Family("hunyuan-dense", class_name="HunYuanDenseV1ForCausalLM", base=base),
+    gguf=GgufFamily("hunyuan-dense", class_name="HunYuanDenseV1ForCausalLM", base=base),
 )
 
 
@@ -75,7 +75,7 @@ HUNYUAN_V1_MOE = replace(
         "num_experts": 1,
         "moe_topk": 1,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "hunyuan-moe",
         experts=True,
         base=base,

@@ -23,7 +23,7 @@ from quantforge.architectures.declare import (
 )
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.layer_kind import convolution
-from quantforge.architectures.llama_cpp import SIGMOID, Family
+from quantforge.architectures.llama_cpp import SIGMOID, GgufFamily
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -54,8 +54,11 @@ ATTENTION = attention(norm=BEFORE_MIXER, output="out_proj")
 MLP = gated_mlp(norm=Absorber(Absorbs.NORM, "ffn_norm"), module="feed_forward", names=NAMES)
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: it ends where a kind has no layer."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
+
+    It aborts on a model that lacks layers of one kind.
+    """
     if config["conv_L_cache"] < 2:
         return f"conv_L_cache = {config['conv_L_cache']}", "2 or more"
     if len(found := {*mixers(config)}) < len(LFM2.kinds):
@@ -116,14 +119,14 @@ def inner_width(config: Mapping[str, Any]) -> int:
     return width if factor is None else -(-int(factor * width) // multiple) * multiple
 
 
-GGUF = Family(
+GGUF = GgufFamily(
     "lfm2",
     epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
     sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
     lists={"attention.head_count_kv": kv_heads},
     squeezed=("conv.conv.weight",),
     heads_fill=True,
-    obstacle=beyond_llama_cpp,
+    unsupported=unsupported_by_llama_cpp,
 )
 LFM2 = Architecture(
     model_type="lfm2",

@@ -3,7 +3,7 @@
 from quantforge.architectures import Architecture
 from quantforge.architectures.declare import attention, gated_mlp, layer, norms, outer
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, Family
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, WITH_TABLE, GgufFamily
 
 NORMS = norms("input_layernorm", "post_attention_layernorm")
 ARCHITECTURE = Architecture(
@@ -15,7 +15,7 @@ ARCHITECTURE = Architecture(
     head="lm_head",
     final_norm="model.norm",
     graph=DecoderGraph(),
-    gguf=Family(
+    gguf=GgufFamily(
         "llama",
         interleaved=True,
         biases=LLAMA_BIASES,

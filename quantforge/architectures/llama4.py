@@ -14,7 +14,7 @@ from typing import Any
 from quantforge.architectures import llama, text_config
 from quantforge.architectures.declare import ALONE, WITHIN, attention, beside_towers, gated_mlp
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import WITH_TABLE, Family, Keys
+from quantforge.architectures.llama_cpp import WITH_TABLE, GgufFamily, Keys
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -62,8 +62,8 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     return [SPARSE if layer in sparse else DENSE for layer in range(config["num_hidden_layers"])]
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None; errors as `kinds`.
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None; errors as `kinds`.
 
     It knows by heart which layers rotate and which see everything, of which it wants one, and by the number of experts
     whether there are norms over heads.
@@ -89,8 +89,8 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``; a file without chunks is not read."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe; a file without chunks is not read."""
     sizes = keys.sizes()
     if keys.integer("attention.sliding_window", CHUNK) == 0:
         raise keys.not_read("attention.sliding_window = 0", f"chunks of {CHUNK} tokens")
@@ -182,7 +182,7 @@ TEXT = replace(
             *shared_experts("ffn", module="feed_forward.shared_expert"),
         ),
     ),
-    gguf=Family(
+    gguf=GgufFamily(
         "llama4",
         class_name="Llama4ForCausalLM",
         scalings=WITH_TABLE,
@@ -195,8 +195,8 @@ TEXT = replace(
             "floor_scale": CHUNK,
             "attn_scale": 0.1,
         },
-        obstacle=beyond_llama_cpp,
-        restated=restated,
+        unsupported=unsupported_by_llama_cpp,
+        read_config=read_config,
     ),
     kind_of=kinds,
     other_words=(CHUNKED,),

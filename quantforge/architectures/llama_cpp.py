@@ -55,8 +55,8 @@ Stated = Callable[[Mapping[str, Any]], float | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """One family: ``arch`` is llama.cpp's name of it.
+class GgufFamily:
+    """A family as llama.cpp knows it.
 
     Attributes:
         arch: ``general.architecture``.
@@ -86,8 +86,8 @@ class Family:
             the value itself; one that the configuration leaves out, or null, is left out. A number or a real may have
             a function, as ``lists``.
         graph: configuration values that llama.cpp's graph of the family computes; any other is refused.
-        obstacle: returns, for a configuration with the family's defaults, what llama.cpp's graph does not compute and
-            what it does; None where it computes all.
+        unsupported: returns, for a configuration with the family's defaults, a setting that llama.cpp's graph does not
+            support and what it supports; None where it supports all.
         equal: pairs of dimensions that are the same in llama.cpp's graph.
         names: names of tensors in the file, each by its canonical name relative to the block, without the number of an
             expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
@@ -97,8 +97,8 @@ class Family:
         squeezed: endings of canonical names of tensors whose dimensions of one are left out.
         decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
         plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
-        restated: returns, for the `Keys` of a file, what ``config.json`` says; None where that is what it says of a
-            llama.
+        read_config: returns the ``config.json`` that the `Keys` of a file describe; None where they are read as those
+            of a llama.
         epsilon: key of the norms' epsilon in the file, and in the configuration.
         bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
     """
@@ -127,14 +127,14 @@ class Family:
     reals: Mapping[str, str | Stated] = field(default_factory=dict)
     flags: Mapping[str, str | bool] = field(default_factory=dict)
     graph: Mapping[str, object] = field(default_factory=dict)
-    obstacle: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
+    unsupported: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
     equal: tuple[tuple[str, str], ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
     lists: Mapping[str, Callable[[Mapping[str, Any]], Sequence[int]]] = field(default_factory=dict)
     squeezed: tuple[str, ...] = ()
     decays: tuple[str, ...] = ()
     plain_norms: tuple[str, ...] = ()
-    restated: Callable[[Keys], dict[str, Any]] | None = None
+    read_config: Callable[[Keys], dict[str, Any]] | None = None
     epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     bias_keys: Mapping[str, str] = field(
         default_factory=lambda: {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
@@ -169,7 +169,7 @@ def types_of_period(layers: int, period: int) -> list[str]:
     ]
 
 
-def experts_restated(keys: Keys) -> dict[str, Any]:
+def experts_config(keys: Keys) -> dict[str, Any]:
     """Return the keys of ``config.json`` for the number of experts, under both names, from the `Keys` of a file."""
     return {
         "num_local_experts": keys.integer("expert_count"),

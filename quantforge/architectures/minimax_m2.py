@@ -7,7 +7,7 @@ from typing import Any
 from quantforge.architectures import llama
 from quantforge.architectures.declare import NORMS_OF_ALL, attention, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.llama_cpp import SIGMOID, Family
+from quantforge.architectures.llama_cpp import SIGMOID, GgufFamily
 from quantforge.architectures.mistral import STORED, STORED_NAMES
 from quantforge.architectures.mixtures import experts_one_by_one, router
 from quantforge.errors import InputError
@@ -62,7 +62,7 @@ ARCHITECTURE = replace(
         "num_experts_per_tok": 8,
         "partial_rotary_factor": 1.0,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "minimax-m2",
         experts=True,
         sizes={"expert_feed_forward_length": "ffn"},

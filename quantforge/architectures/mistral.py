@@ -19,9 +19,9 @@ from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import (
     LLAMA_BIASES,
     WITH_TABLE,
-    Family,
+    GgufFamily,
     Keys,
-    experts_restated,
+    experts_config,
 )
 from quantforge.architectures.mixtures import experts_one_by_one, router
 from quantforge.architectures.projector import (
@@ -46,7 +46,9 @@ MISTRAL = replace(
     with_layer_types={"mistral": "ministral"},  # the one that obeys layers without a window
     graph=DecoderGraph(one_window=True),
     windows=WindowRule(width=4096, every=True),
-    gguf=Family("llama", interleaved=True, biases=LLAMA_BIASES, window=4096, scalings=WITH_TABLE),
+    gguf=GgufFamily(
+        "llama", interleaved=True, biases=LLAMA_BIASES, window=4096, scalings=WITH_TABLE
+    ),
 )
 # llama.cpp has no graph in which some layers have a window and others none.
 MISTRAL = replace(MISTRAL, decoders={"ministral": replace(MISTRAL, gguf=None)})
@@ -55,9 +57,9 @@ MISTRAL = replace(MISTRAL, decoders={"ministral": replace(MISTRAL, gguf=None)})
 STORED, STORED_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
-    return {**keys.usual(), "hidden_act": "silu", **experts_restated(keys)}
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
+    return {**keys.usual(), "hidden_act": "silu", **experts_config(keys)}
 
 
 MIXTRAL = replace(
@@ -81,13 +83,13 @@ MIXTRAL = replace(
         "rms_norm_eps": 1e-5,
     },
     windows=WindowRule(every=True, listed=False),
-    gguf=Family(
+    gguf=GgufFamily(
         "llama",
         interleaved=True,
         experts=True,
         class_name="MixtralForCausalLM",
         scalings=WITH_TABLE,
-        restated=restated,
+        read_config=read_config,
     ),
 )
 
@@ -114,8 +116,8 @@ def multiplier(config: Mapping[str, Any]) -> float | None:
     return 1.0 if _rope(config).get("mscale_all_dim") else None
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None; errors as `growth`."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None; errors as `growth`."""
     rope = _rope(config)
     if config.get("model_type") != "ministral3":  # transformers takes another family then
         return "a decoder without model_type", "model_type = ministral3"
@@ -138,14 +140,14 @@ MINISTRAL3 = replace(
     model_type="ministral3",
     defaults={**MISTRAL.defaults, "head_dim": 128, "rms_norm_eps": 1e-5},
     windows=WindowRule(every=True, listed=False),
-    gguf=Family(
+    gguf=GgufFamily(
         "mistral3",
         interleaved=True,
         reals={
             "attention.temperature_scale": growth,
             "rope.scaling.yarn_log_multiplier": multiplier,
         },
-        obstacle=beyond_llama_cpp,
+        unsupported=unsupported_by_llama_cpp,
         yarn_multiplier=True,
         yarn_betas=True,
     ),

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import Absorber, Absorbs, llama
 from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -18,7 +18,7 @@ ARCHITECTURE = replace(
         ),
     ),
     defaults={"vocab_size": 256000, "partial_rotary_factor": 0.5},
-    gguf=Family(
+    gguf=GgufFamily(
         "nemotron",
         norm_plus_one=True,
         biases=(*LLAMA_BIASES, *NORM_BIASES),

@@ -14,7 +14,7 @@ from quantforge.architectures import Parameter, llama
 from quantforge.architectures.declare import NORMS_OF_ALL, attention, gated_mlp, layer, norms
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.architectures.mixtures import experts_one_by_one, router
 
 MIXERS = (attention("attention_bias", norm=None), gated_mlp(norm=None))
@@ -45,7 +45,7 @@ OLMO2 = replace(
         after_mlp="post_feedforward_layernorm",
         norms_of_all=True,
     ),
-    gguf=Family(
+    gguf=GgufFamily(
         "olmo2",
         class_name="Olmo2ForCausalLM",
         heads_fill=True,
@@ -86,7 +86,7 @@ OLMOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "olmoe",
         experts=True,
         heads_fill=True,

@@ -11,7 +11,7 @@ from quantforge.architectures.declare import (
     side_by_side,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
 
 HEAD_NORMS = tuple(
     Parameter(f"self_attn.{name}_layernorm.{kind}", ("head",), "qk_layernorm")
@@ -41,7 +41,7 @@ ARCHITECTURE = Architecture(
         side_by_side=True,
         head_norms=("q_layernorm", "k_layernorm"),
     ),
-    gguf=Family(
+    gguf=GgufFamily(
         "phi2",
         biases=(*LLAMA_BIASES, *NORM_BIASES, "output.bias"),
         class_name="PhiForCausalLM",

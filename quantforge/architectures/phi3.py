@@ -13,13 +13,13 @@ from quantforge.architectures.declare import (
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family, Keys
+from quantforge.architectures.llama_cpp import GgufFamily, Keys
 
 QKV = "self_attn.qkv_proj"
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     window = keys.integer("attention.sliding_window", 0) or None
     return {**keys.usual(), "hidden_act": "silu", "sliding_window": window}
 
@@ -39,12 +39,12 @@ ARCHITECTURE = replace(
     },
     graph=DecoderGraph(fused="qkv_proj", one_window=True),
     windows=WindowRule(every=True, listed=False),
-    gguf=Family(
+    gguf=GgufFamily(
         "phi3",
         class_name="Phi3ForCausalLM",
         heads_fill=True,
         scalings=("longrope",),
-        restated=restated,
+        read_config=read_config,
     ),
 )
 FAMILIES = {"phi3": ARCHITECTURE}

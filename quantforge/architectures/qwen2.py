@@ -10,7 +10,7 @@ from dataclasses import replace
 from quantforge.architectures import llama, qwen3
 from quantforge.architectures.declare import ALWAYS, attention, gated_mlp, layer
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import QKV_BIASES, Family
+from quantforge.architectures.llama_cpp import QKV_BIASES, GgufFamily
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_one_by_one,
@@ -24,7 +24,7 @@ QWEN2 = replace(
     kinds=(layer(llama.NORMS, attention(ALWAYS, output_bias=""), gated_mlp()),),
     defaults={"num_key_value_heads": 32},
     windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 28)),
-    gguf=Family(
+    gguf=GgufFamily(
         "qwen2", biases=QKV_BIASES, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096
     ),
 )
@@ -56,7 +56,7 @@ QWEN2_MOE = replace(
         "num_experts_per_tok": 4,
         "norm_topk_prob": False,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "qwen2moe",
         experts=True,
         biases=QKV_BIASES,

@@ -13,7 +13,7 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family, Keys, experts_restated
+from quantforge.architectures.llama_cpp import GgufFamily, Keys, experts_config
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
@@ -30,7 +30,7 @@ QWEN3 = replace(
     kinds=(layer(NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"num_key_value_heads": 32, "head_dim": 128},
     windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 28)),
-    gguf=Family("qwen3", class_name="Qwen3ForCausalLM", window=4096),
+    gguf=GgufFamily("qwen3", class_name="Qwen3ForCausalLM", window=4096),
 )
 
 
@@ -52,8 +52,8 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None."""
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         return "dense layers among those with experts", "experts in every layer"
     if config.get("norm_topk_prob") is False:
@@ -61,12 +61,12 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     return {
         **keys.usual(),
         "hidden_act": "silu",
-        **experts_restated(keys),
+        **experts_config(keys),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
@@ -98,14 +98,14 @@ QWEN3_MOE = replace(
         "norm_topk_prob": False,
     },
     windows=WindowRule(width=4096, asked=True, every=True, listed=False),
-    gguf=Family(
+    gguf=GgufFamily(
         "qwen3moe",
         experts=True,
         class_name="Qwen3MoeForCausalLM",
         window=4096,
         sizes={"expert_feed_forward_length": "inner"},
-        obstacle=beyond_llama_cpp,
-        restated=restated,
+        unsupported=unsupported_by_llama_cpp,
+        read_config=read_config,
     ),
 )
 

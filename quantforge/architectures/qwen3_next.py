@@ -35,7 +35,7 @@ from quantforge.architectures.declare import (
 from quantforge.architectures.dimensions import layer_types
 from quantforge.architectures.layer_kind import convolution, recurrent
 from quantforge.architectures.layer_windows import NONE
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
     experts_in_one,
@@ -132,8 +132,11 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
     return [LINEAR if (index + 1) % every else FULL for index in layers]
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: it puts attention in every n-th layer."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
+
+    It puts attention in every n-th layer.
+    """
     found = mixers(config)
     if LINEAR not in found:
         return "layers that are all full_attention", "linear_attention beside them"
@@ -196,7 +199,7 @@ QWEN3_NEXT = replace(
         "full_attention_interval": 4,
         "partial_rotary_factor": 0.25,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "qwen3next",
         norm_plus_one=True,
         plain_norms=("linear_attn.norm.weight",),
@@ -213,7 +216,7 @@ QWEN3_NEXT = replace(
         },
         graph={"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True},
         equal=(("k_head", "v_head"),),
-        obstacle=beyond_llama_cpp,
+        unsupported=unsupported_by_llama_cpp,
         names={"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"},
         squeezed=("linear_attn.conv1d.weight",),
         decays=("linear_attn.A_log",),

@@ -15,7 +15,7 @@ from typing import Any
 from quantforge.architectures import qwen2, qwen3, text_config
 from quantforge.architectures.declare import QWEN_TOWER, within_whole
 from quantforge.architectures.layer_windows import NONE, WindowRule
-from quantforge.architectures.llama_cpp import QKV_BIASES, Family, own_epsilon
+from quantforge.architectures.llama_cpp import QKV_BIASES, GgufFamily, own_epsilon
 from quantforge.architectures.projector import (
     CLIP_DEVIATION,
     CLIP_MEAN,
@@ -165,21 +165,24 @@ QWEN2_5_VL = replace(
         "rms_norm_eps": 1e-5,
         "rope_theta": 1e6,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "qwen2vl",
         biases=QKV_BIASES,
         heads_fill=True,
         window=4096,
         lists={"rope.dimension_sections": sections},
-        obstacle=own_epsilon,  # it does not read that of the file
+        unsupported=own_epsilon,  # it does not read that of the file
     ),
     windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 80)),
     projector={"qwen2_5_vl": qwen2_5_projector},
 )
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: it ends where layers or columns are too few."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
+
+    It aborts where layers or columns are too few.
+    """
     if config["num_hidden_layers"] <= (deep := deep_count(config)):
         return f"num_hidden_layers = {config['num_hidden_layers']}", f"more than {deep}"
     if config["head_dim"] < 2 * sum(sections(config)):
@@ -264,11 +267,11 @@ QWEN3_VL = replace(
         "intermediate_size": 22016,
         "rope_theta": 5e5,
     },
-    gguf=Family(
+    gguf=GgufFamily(
         "qwen3vl",
         numbers={"n_deepstack_layers": deep_count},
         lists={"rope.dimension_sections": sections},
-        obstacle=beyond_llama_cpp,
+        unsupported=unsupported_by_llama_cpp,
     ),
     windows=NONE,
     projector={"qwen3_vl": qwen3_projector},

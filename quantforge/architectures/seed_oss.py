@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from quantforge.architectures import llama
 from quantforge.architectures.declare import attention, gated_mlp, layer
-from quantforge.architectures.llama_cpp import QKV_BIASES, Family
+from quantforge.architectures.llama_cpp import QKV_BIASES, GgufFamily
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -17,6 +17,6 @@ ARCHITECTURE = replace(
         ),
     ),
     defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
-    gguf=Family("seed_oss", biases=QKV_BIASES, class_name="SeedOssForCausalLM"),
+    gguf=GgufFamily("seed_oss", biases=QKV_BIASES, class_name="SeedOssForCausalLM"),
 )
 FAMILIES = {"seed_oss": ARCHITECTURE}

@@ -7,13 +7,16 @@ from typing import Any
 from quantforge.architectures import llama
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family, Keys
+from quantforge.architectures.llama_cpp import GgufFamily, Keys
 
 INTERVAL = 4
 
 
-def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what llama.cpp does not compute and what it does, or None: there each fourth layer does not rotate."""
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
+
+    It rotates in all but every fourth layer.
+    """
     expected, stated = rotating(dimensions_of(config).layers), config.get("no_rope_layers")
     interval = config.get("no_rope_layer_interval", INTERVAL)
     if stated is None and interval != INTERVAL:
@@ -23,8 +26,8 @@ def beyond_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return None
 
 
-def restated(keys: Keys) -> dict[str, Any]:
-    """Return what the keys of a file say in ``config.json``."""
+def read_config(keys: Keys) -> dict[str, Any]:
+    """Return the ``config.json`` that the keys of a GGUF file describe."""
     usual = keys.usual()
     layers = rotating(usual["num_hidden_layers"])
     return {**usual, "hidden_act": "silu", "no_rope_layers": layers}
@@ -40,12 +43,12 @@ ARCHITECTURE = replace(
     model_type="smollm3",
     defaults={"num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 2e6},
     windows=WindowRule(asked=True),
-    gguf=Family(
+    gguf=GgufFamily(
         "smollm3",
         interleaved=True,
         class_name="SmolLM3ForCausalLM",
-        obstacle=beyond_llama_cpp,
-        restated=restated,
+        unsupported=unsupported_by_llama_cpp,
+        read_config=read_config,
     ),
 )
 FAMILIES = {"smollm3": ARCHITECTURE}

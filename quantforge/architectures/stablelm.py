@@ -20,7 +20,7 @@ from quantforge.architectures.declare import (
     side_by_side,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.llama_cpp import NORM_BIASES, QKV_BIASES, Family
+from quantforge.architectures.llama_cpp import NORM_BIASES, QKV_BIASES, GgufFamily
 
 ATTENTION, MLP = attention("use_qkv_bias", output_bias=""), gated_mlp()
 HEAD_NORMS = tuple(
@@ -58,7 +58,7 @@ ARCHITECTURE = replace(
     graph=DecoderGraph(
         side_by_side="use_parallel_residual", head_norms=("q_layernorm", "k_layernorm")
     ),
-    gguf=Family(
+    gguf=GgufFamily(
         "stablelm",
         biases=(*QKV_BIASES, *NORM_BIASES),
         class_name="StableLmForCausalLM",

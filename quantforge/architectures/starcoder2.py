@@ -6,7 +6,7 @@ from quantforge.architectures import llama
 from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, Family
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
@@ -22,7 +22,7 @@ ARCHITECTURE = replace(
         "tie_word_embeddings": True,
     },
     graph=DecoderGraph(one_window=True),
-    gguf=Family(
+    gguf=GgufFamily(
         "starcoder2",
         biases=(*LLAMA_BIASES, *NORM_BIASES),
         class_name="Starcoder2ForCausalLM",

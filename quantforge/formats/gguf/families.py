@@ -2,14 +2,14 @@
 
 llama.cpp builds the graph of a model from ``general.architecture`` and refuses a file that has one tensor too few or
 too many. What it calls a family, and what its graph takes for granted, is in the family's own file
-(`quantforge.architectures.llama_cpp.Family`). Names come from gguf's own map. What is done to tensors on the way, each
-of it silently wrong when missed:
+(`quantforge.architectures.llama_cpp.GgufFamily`). Names come from gguf's own map. What is done to tensors on the way,
+each of it silently wrong when missed:
 
-* ``Family.interleaved``: the rows of q and k are reordered per head, because llama.cpp rotates neighbouring pairs where
-  transformers rotates the two halves of a head;
-* ``Family.norm_plus_one``: norm weights are stored plus one;
+* ``GgufFamily.interleaved``: the rows of q and k are reordered per head, because llama.cpp rotates neighbouring pairs
+  where transformers rotates the two halves of a head;
+* ``GgufFamily.norm_plus_one``: norm weights are stored plus one;
 * ``Architecture.transposed``: linears are stored turned (``[out, in]``);
-* ``Family.experts``: the experts of a block are stacked into one tensor.
+* ``GgufFamily.experts``: the experts of a block are stacked into one tensor.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from quantforge.architectures import Architecture, architecture_of, families
 from quantforge.architectures.declare import WITHIN
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import RefusedError
 
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
@@ -40,7 +40,7 @@ _WORDS = (
 _TYPED = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
 
 
-def family_of(config: Mapping[str, Any]) -> Family:
+def family_of(config: Mapping[str, Any]) -> GgufFamily:
     """Return the family of a configuration.
 
     Raises:
@@ -89,7 +89,7 @@ class Named:
     others: tuple[str, ...] = ()
 
 
-def names(family: Family, blocks: int, canonical: Iterable[str]) -> dict[str, Named]:
+def names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dict[str, Named]:
     """Map canonical names of transformers' model to names in the file.
 
     Raises:
@@ -152,7 +152,7 @@ def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tupl
 
 
 def _named(
-    family: Family, blocks: int, canonical: Iterable[str]
+    family: GgufFamily, blocks: int, canonical: Iterable[str]
 ) -> Iterator[tuple[str, Named | None]]:
     import gguf
 

@@ -14,7 +14,7 @@ from typing import Any
 from quantforge.architectures import Architecture, architecture_of
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import Family, Stated, types_of_period
+from quantforge.architectures.llama_cpp import GgufFamily, Stated, types_of_period
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.formats.gguf import not_carried
@@ -47,7 +47,7 @@ class Parameters:
         events: what llama.cpp computes otherwise.
     """
 
-    family: Family
+    family: GgufFamily
     keys: dict[str, Value]
     dimensions: Dimensions
     computed: tuple[GgufTensor, ...] = ()
@@ -116,12 +116,12 @@ def _with_computed(config: Mapping[str, Any], defaults: Mapping[str, object]) ->
     return {**own, **config}
 
 
-def _keyed(family: Family, found: Mapping[str, Value]) -> dict[str, Value]:
+def _keyed(family: GgufFamily, found: Mapping[str, Value]) -> dict[str, Value]:
     return {f"{family.arch}.{key}": value for key, value in found.items()}
 
 
 def _of_family(
-    config: Mapping[str, Any], family: Family, sizes: Dimensions, rope: Rope
+    config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions, rope: Rope
 ) -> dict[str, Value]:
     if family.arch in {"llama", "smollm3"}:
         return {"vocab_size": u32(sizes.vocab)}
@@ -141,7 +141,9 @@ def _of_family(
     return {}
 
 
-def _family_keys(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> dict[str, Value]:
+def _family_keys(
+    config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions
+) -> dict[str, Value]:
     """Return the keys that the family's own file declares, for a configuration with its defaults."""
     found = {key: u32(sizes.size(size)) for key, size in family.sizes.items()}
     for key, place in family.numbers.items():
@@ -205,7 +207,7 @@ def _experts(sizes: Dimensions) -> int:
     return count
 
 
-def _used(config: Mapping[str, Any], family: Family, experts: int) -> int:
+def _used(config: Mapping[str, Any], family: GgufFamily, experts: int) -> int:
     count = _integer(config, family.used, 2)
     groups, used = config.get("n_group"), config.get("topk_group")
     most = experts
@@ -216,7 +218,7 @@ def _used(config: Mapping[str, Any], family: Family, experts: int) -> int:
     return count
 
 
-def _check_heads(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> None:
+def _check_heads(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> None:
     """Refuse activations and sizes of heads that llama.cpp's graph of the family does not compute."""
     allowed = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
@@ -232,7 +234,7 @@ def _check_heads(config: Mapping[str, Any], family: Family, sizes: Dimensions) -
 
 
 def _check_graph(
-    config: Mapping[str, Any], declared: Architecture, family: Family, sizes: Dimensions
+    config: Mapping[str, Any], declared: Architecture, family: GgufFamily, sizes: Dimensions
 ) -> None:
     """Refuse what llama.cpp's graph of the family does not compute, and what its declarations do not cover."""
     if not config.get("is_causal", True):
@@ -244,7 +246,7 @@ def _check_graph(
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
             raise not_carried(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
-    if family.obstacle and (why := family.obstacle(config)):
+    if family.unsupported and (why := family.unsupported(config)):
         raise not_carried(*why)
     for one, other in family.equal:
         if sizes.size(one) != sizes.size(other):
@@ -254,7 +256,7 @@ def _check_graph(
 
 
 def _check_part(
-    rope: Rope, family: Family, sizes: Dimensions, defaults: Mapping[str, object]
+    rope: Rope, family: GgufFamily, sizes: Dimensions, defaults: Mapping[str, object]
 ) -> None:
     """Refuse heads of which a part rotates, in a family whose heads always do as a whole."""
     known = (
@@ -280,7 +282,11 @@ def _check_windows(config: Mapping[str, Any], period: int, layers: int) -> None:
 
 
 def _left_out(
-    config: Mapping[str, Any], windows: WindowRule, family: Family, sizes: Dimensions, rope: Rope
+    config: Mapping[str, Any],
+    windows: WindowRule,
+    family: GgufFamily,
+    sizes: Dimensions,
+    rope: Rope,
 ) -> tuple[Event, ...]:
     """Return events for frequencies that llama.cpp rounds, and for a sliding window that it does not have.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats.gguf import not_carried
 from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
@@ -60,7 +60,7 @@ class Rope:
     divided: bool = False
 
 
-def rope_of(config: Mapping[str, Any], family: Family, sizes: Dimensions) -> Rope:
+def rope_of(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> Rope:
     """Read ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``.
 
     Raises:
@@ -145,7 +145,7 @@ def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
     return float(value)
 
 
-def rope_keys(rope: Rope, family: Family) -> dict[str, Value]:
+def rope_keys(rope: Rope, family: GgufFamily) -> dict[str, Value]:
     """Return the keys, without the name of the architecture; errors as `rope_of`."""
     keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
     if rope.local_base is not None:
@@ -162,7 +162,7 @@ def rope_keys(rope: Rope, family: Family) -> dict[str, Value]:
     return keys
 
 
-def _yarn(rope: Rope, family: Family) -> dict[str, Value]:
+def _yarn(rope: Rope, family: GgufFamily) -> dict[str, Value]:
     keys: dict[str, Value] = {"rope.scaling.type": text("yarn")}
     keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
     keys["rope.scaling.original_context_length"] = u32(rope.original or rope.context)
@@ -250,8 +250,8 @@ def _table(name: str, values: list[float]) -> GgufTensor:
     return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
 
 
-def _check_range(rope: Rope, family: Family) -> None:
-    """Refuse a range that is another one in llama.cpp, unless `Family.yarn_rounded` allows for what `rounding` says.
+def _check_range(rope: Rope, family: GgufFamily) -> None:
+    """Refuse a range that differs in llama.cpp, unless `GgufFamily.yarn_rounded` allows for what `rounding` says.
 
     Raises:
         InputError: the range ends before it begins.

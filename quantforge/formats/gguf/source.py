@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.architectures.architecture import Architecture
-from quantforge.architectures.llama_cpp import Family
+from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.checkpoint.checksums import Checksums
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
@@ -151,7 +151,7 @@ def headers_alone(file: GgufFile) -> tuple[HeldTensor, ...]:
 
 
 def _places(
-    entry: TableEntry, originals: tuple[str, ...], family: Family, config: Mapping[str, object]
+    entry: TableEntry, originals: tuple[str, ...], family: GgufFamily, config: Mapping[str, object]
 ) -> dict[str, _Place]:
     """Return one place, or of a stack one for each matrix of an expert."""
     raw = entry.raw()
@@ -190,7 +190,7 @@ def _places(
     }
 
 
-def _heads(name: str, family: Family, config: Mapping[str, object]) -> int:
+def _heads(name: str, family: GgufFamily, config: Mapping[str, object]) -> int:
     module = name.rpartition(".")[0]
     key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(
         module.rpartition(".")[2]
@@ -267,8 +267,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "dtype": "float16" if declared.float16 else "float32",
         **_ids(file),
         **(
-            family.restated(keys)
-            if family.restated
+            family.read_config(keys)
+            if family.read_config
             else {**keys.usual(), "hidden_act": family.activations[0]}
         ),
     }
@@ -304,7 +304,7 @@ _MOST_LAYERS = 1 << 16
 class FileKeys:
     """The keys of one architecture, as a family's own file reads them (`quantforge.architectures.llama_cpp.Keys`)."""
 
-    def __init__(self, file: GgufFile, family: Family, declared: Architecture) -> None:
+    def __init__(self, file: GgufFile, family: GgufFamily, declared: Architecture) -> None:
         self.file, self._family, self._declared = file, family, declared
 
     def sizes(self) -> dict[str, Any]:
