@@ -66,7 +66,7 @@ def type_of(config: Mapping[str, Any]) -> str:
     return kind if kind in KNOWN else str(config.get("model_type", ""))
 
 
-def heads_of(
+def draft_head_tensors(
     config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
 ) -> dict[str, bool]:
     """Return the names of the tensors of draft heads, each with whether it is a linear.

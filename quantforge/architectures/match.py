@@ -33,7 +33,7 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.draft_heads import (
     EAGLE3,
     EMBEDDING,
-    heads_of,
+    draft_head_tensors,
     is_draft,
     layers_of,
     stored_names,
@@ -115,7 +115,7 @@ class MatchedTensor:
         shared: for linear weights the stored module name of the first linear that reads the same activation.
         transposed: a linear weight stored ``[in_features, out_features]``.
         expert: the number of the expert whose matrix it is, -1 for all others.
-        further: it is of a head that predicts further tokens; ``shared`` is stated of the linears among them.
+        draft_head: it is of a head that predicts further tokens; ``shared`` is stated of the linears among them.
     """
 
     name: str
@@ -125,7 +125,7 @@ class MatchedTensor:
     shared: str = ""
     transposed: bool = False
     expert: int = -1
-    further: bool = False
+    draft_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +177,9 @@ class Matched:
         return self.layers[tensor.block].place(linear, tensor.expert)
 
     @property
-    def heads(self) -> tuple[MatchedTensor, ...]:
+    def draft_heads(self) -> tuple[MatchedTensor, ...]:
         """Return the tensors of heads that predict further tokens, see `quantforge.architectures.draft_heads`."""
-        return tuple(tensor for tensor in self.tensors if tensor.further)
+        return tuple(tensor for tensor in self.tensors if tensor.draft_head)
 
     @property
     def foreign(self) -> tuple[MatchedTensor, ...]:
@@ -632,14 +632,14 @@ def _first_sibling(name: str, names: Container[str]) -> str:
 def _head_tensors(
     config: Mapping[str, Any], layers: int, stored: list[StoredTensor]
 ) -> dict[str, MatchedTensor]:
-    """Return the matched tensors of draft heads by name; arguments as of `heads_of`."""
-    found = heads_of(config, layers, stored)
+    """Return the matched tensors of draft heads by name; arguments as of `draft_head_tensors`."""
+    found = draft_head_tensors(config, layers, stored)
     return {
         tensor.name: MatchedTensor(
             tensor.name,
             tensor,
             Role.FOREIGN,
-            further=True,
+            draft_head=True,
             shared=_first_sibling(tensor.name, found) if found[tensor.name] else "",
         )
         for tensor in stored

@@ -103,7 +103,7 @@ class _Proof:
             self._refuse(
                 tensor.stored.name,
                 "lies outside of the decoder, and may read or write its residual stream",
-                "--mtp drop leaves heads for further tokens out" if tensor.further else _HINT,
+                "--mtp drop leaves heads for further tokens out" if tensor.draft_head else _HINT,
             )
         graph = architecture.own_graph
         if graph is None or architecture.transposed:

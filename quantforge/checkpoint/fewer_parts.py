@@ -267,7 +267,7 @@ def fewer_heads(source: Checkpoint) -> Checkpoint:
         UsageError: it has none.
     """
     stored = [entry.stored() for entry in source.entries.values()]
-    heads = match(source.config, stored, source.declared).heads
+    heads = match(source.config, stored, source.declared).draft_heads
     if not heads:
         raise UsageError("--mtp drop: no tensor here predicts further tokens", "leave --mtp out")
     size = sum(tensor.stored.nbytes for tensor in heads)

@@ -271,7 +271,7 @@ def check_declared(
         return
     wrong: dict[bool, list[str]] = {}
     for tensor in matched.tensors:
-        if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.further:
+        if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.draft_head:
             module = tensor.stored.name.removesuffix(".weight")
             packed = module in layouts
             if answers(module) == {not packed}:

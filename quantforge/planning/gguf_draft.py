@@ -170,7 +170,7 @@ def draft_gguf(
         notes=(
             f"{label}: {_summary(targets)}",
             *choices.notes,
-            *(_of_towers(checkpoint, tower) if len(matched.foreign) > len(matched.heads) else ()),
+            *(_of_towers(checkpoint, tower) if len(matched.foreign) > len(matched.draft_heads) else ()),
             *([] if family.arch in model_types_read() else [UNREAD]),
             *tokens.notes,
         ),
@@ -267,7 +267,7 @@ def _dropped(
 
 
 def _left_out(tensor: MatchedTensor) -> str:
-    if tensor.further:
+    if tensor.draft_head:
         return "predicts further tokens, for which these files have no place"
     return "of another tower" if tensor.role is Role.FOREIGN else SAME
 

@@ -87,7 +87,7 @@ def values_of(tensors: Collection[TensorPlan], named: Mapping[str, Named]) -> di
 def _refuse_another(path: Path, known: Set[str], matched: Matched, wanted: Set[str]) -> None:
     numbers = [int(found[1]) + 1 for name in known if (found := _LAYER.match(name))]
     layers = max(numbers, default=0)
-    if layers > matched.blocks and not matched.heads:
+    if layers > matched.blocks and not matched.draft_heads:
         raise InputError(
             f"--imatrix {path}: it has the importance of {layers} layers, the model has {matched.blocks}",
             _OTHER,

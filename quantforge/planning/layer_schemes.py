@@ -104,7 +104,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
             return Decision(self.base, "default")
         if tensor.role is Role.EMBEDDING and self._rounds_embedding:
             return Decision(self.base, tied_rule(self._form))
-        if tensor.further:
+        if tensor.draft_head:
             form = self.base if self._rounds_heads and tensor.shared else None
             return Decision(
                 form, f"predicts further tokens: {'--mtp quantize' if form else 'kept'}"

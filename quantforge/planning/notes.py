@@ -67,7 +67,7 @@ def check_heads(recipe: Recipe, matched: Matched) -> None:
             f"--mtp quantize: {GGUF} files have no place for heads that predict further tokens",
             "leave --mtp out, or take --format compressed-tensors",
         )
-    if not matched.heads:
+    if not matched.draft_heads:
         raise UsageError(
             "--mtp quantize: no tensor here predicts further tokens", "leave --mtp out"
         )
@@ -85,11 +85,11 @@ def facts(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _heads(matched: Matched, draft: Draft) -> tuple[str, ...]:
     """Say what becomes of heads that predict further tokens."""
-    names = {tensor.stored.name for tensor in matched.heads}
+    names = {tensor.stored.name for tensor in matched.draft_heads}
     heads = [tensor for tensor in draft.tensors if tensor.name in names]
     if not heads:
         return ()
-    before = sum(tensor.stored.nbytes for tensor in matched.heads)
+    before = sum(tensor.stored.nbytes for tensor in matched.draft_heads)
     after = sum(tensor.stored_bytes for tensor in heads if tensor.action is not Action.DROP)
     rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
     done = (

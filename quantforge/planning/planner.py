@@ -228,7 +228,7 @@ def _matched(checkpoint: Checkpoint, recipe: Recipe) -> Matched:
         )
     stored = [entry.stored() for entry in checkpoint.entries.values()]
     matched = match(checkpoint.config, stored, checkpoint.declared)
-    own = [item.stored for item in matched.tensors if item.block >= 0 or item.further]
+    own = [item.stored for item in matched.tensors if item.block >= 0 or item.draft_head]
     check_experts(matched.config, own)
     check_alone(matched.draft, recipe)
     return matched

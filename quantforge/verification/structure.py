@@ -182,14 +182,14 @@ def _check_towers(report: Report, artifact: Artifact, source: Original | None) -
     Their tensors are those of the source; without a source, those that transformers expects.
     """
     foreign = artifact.matched.foreign
-    whole = any(not tensor.further for tensor in foreign)  # a model with its towers
+    whole = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
     own = {_short(tensor.name) for tensor in foreign}
     towers = {_tower(name) for name in own}
     unclear = {
         _tower(t.stored.name) for t in artifact.matched.tensors if t.role is not Role.FOREIGN
     }
     if source is not None:
-        expected = {tensor.name: tensor.further for tensor in source.matched.foreign}
+        expected = {tensor.name: tensor.draft_head for tensor in source.matched.foreign}
         unclear |= {_tower(name) for name in own - {*map(_short, expected)}}  # renamed by a tool
     elif whole:
         plain = _plain(artifact)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantforge import verbs
-from quantforge.architectures.draft_heads import heads_of, without_heads
+from quantforge.architectures.draft_heads import draft_head_tensors, without_heads
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.plans import Action, StoredTensor
 from quantforge.results import manifest
@@ -217,7 +217,9 @@ def test_gguf_says_that_it_leaves_them_out(with_head: Make) -> None:
 
 def test_names_and_counts() -> None:
     def found(config: dict[str, Any], *names: str) -> dict[str, bool]:
-        return heads_of(config, 4, [StoredTensor(name, "BF16", (64, 64)) for name in names])
+        return draft_head_tensors(
+            config, 4, [StoredTensor(name, "BF16", (64, 64)) for name in names]
+        )
 
     counted = {"num_nextn_predict_layers": 1, "n_routed_experts": 8}
     assert (

@@ -130,7 +130,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
 def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
     source = open_checkpoint(tiny("glm4-moe"))
     matched = match(source.config, [entry.stored() for entry in source.entries.values()])
-    head = replace(matched.tensors[0], name="further", role=Role.FOREIGN, further=True)
+    head = replace(matched.tensors[0], name="further", role=Role.FOREIGN, draft_head=True)
     with pytest.raises(RefusedError, match="lies outside of the decoder") as refused:
         residual_stream(replace(matched, tensors=(*matched.tensors, head)), "this")
     assert refused.value.hint == "--mtp drop leaves heads for further tokens out"
