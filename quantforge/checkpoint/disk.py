@@ -8,8 +8,8 @@ write), for which it advises to free space.
 
 Nothing else in the project opens a file for writing (a test looks for it), because names beside an
 output may be planted: a link leads to somebody's file, and what is there already is not ours.
-`create` makes a new file or fails, `existing` opens a regular file that was made by `create` before,
-`folder` makes a directory or takes a real one, and `save` writes a file that a person has named:
+`create` makes a new file or fails, `open_existing` opens a regular file that was made by `create` before,
+`make_folder` makes a directory or takes a real one, and `save` writes a file that a person has named:
 whole or not at all, and over an earlier one only when that was asked for.
 """
 
@@ -73,13 +73,13 @@ def create(path: Path, mode: int = 0o666) -> int:
     return system.open_nofollow(path, system.NEW, mode)
 
 
-def fresh(path: Path) -> int:
+def create_fresh(path: Path) -> int:
     """Make a new file, replacing one that an interrupted run left at this name of its own."""
     path.unlink(missing_ok=True)
     return create(path)
 
 
-def existing(path: Path, access: int = os.O_WRONLY) -> int:
+def open_existing(path: Path, access: int = os.O_WRONLY) -> int:
     """Open a file that `create` made before; refuse anything else at that name.
 
     Raises:
@@ -105,7 +105,7 @@ def whole_file(
     """
     disk = disk or DISK
     unfinished = path.with_name(part)
-    descriptor = fresh(unfinished)
+    descriptor = create_fresh(unfinished)
     try:
         try:
             yield descriptor
@@ -120,10 +120,10 @@ def whole_file(
 
 
 def open_to_append(path: Path) -> int:
-    """Open a file that was made here, or make it, and return the descriptor; errors as `existing`."""
+    """Open a file that was made here, or make it, and return the descriptor; errors as `open_existing`."""
     if not os.path.lexists(path):
         os.close(create(path))
-    return existing(path, os.O_WRONLY | os.O_APPEND)
+    return open_existing(path, os.O_WRONLY | os.O_APPEND)
 
 
 def append(path: Path, data: bytes) -> None:
@@ -141,12 +141,12 @@ def append(path: Path, data: bytes) -> None:
             os.close(descriptor)
 
 
-def place_of_run(out: Path) -> Path:
+def run_folder(out: Path) -> Path:
     """Return the hidden working directory of a run, beside its output; it is removed when the run ends."""
     return out.with_name(f".{out.name}.qf")
 
 
-def folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
     """Make a directory unless it exists.
 
     Raises:

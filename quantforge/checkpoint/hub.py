@@ -12,7 +12,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 
-from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.disk import run_folder
 from quantforge.errors import InputError
 
 # Both parts begin with a letter or a digit: no path that begins with ., / or ~ is a name.
@@ -114,7 +114,7 @@ def models_within(path: Path) -> str:
 
 def _unfinished(path: Path) -> bool:
     try:
-        return place_of_run(path).exists()
+        return run_folder(path).exists()
     except (OSError, ValueError):  # no name, or one that is too long for a file
         return False
 

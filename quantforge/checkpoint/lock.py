@@ -31,7 +31,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from quantforge.checkpoint.disk import create, existing, folder
+from quantforge.checkpoint.disk import create, make_folder, open_existing
 from quantforge.errors import BusyError, RefusedError
 
 FILE = "lock"
@@ -122,7 +122,7 @@ class Lock:
             return
         self._close()
         try:
-            folder(self.directory)
+            make_folder(self.directory)
             self.descriptor = create(self._path)
             fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (FileExistsError, BlockingIOError) as error:
@@ -162,7 +162,7 @@ class Lock:
     def _opened(self) -> int:
         """Open the file, made if the directory is empty; what was not made by a run is refused."""
         try:
-            folder(self.directory)
+            make_folder(self.directory)
         except FileExistsError as error:
             raise self._foreign(self.directory, "is no directory of a run") from error
         names = self._names()
@@ -176,7 +176,7 @@ class Lock:
                 "holds files and no lock of quantforge: another run may still work there",
             )
         try:
-            descriptor = existing(self._path, os.O_RDWR)
+            descriptor = open_existing(self._path, os.O_RDWR)
         except (FileNotFoundError, PermissionError):
             raise
         except OSError as error:

@@ -33,10 +33,10 @@ from quantforge.checkpoint.disk import (
     DISK,
     Disk,
     check_name,
-    folder,
     free_bytes,
+    make_folder,
     no_space,
-    place_of_run,
+    run_folder,
     whole_file,
     writing,
 )
@@ -92,7 +92,7 @@ class Stage:
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
         self.named, self.out = out, _absolute(out)
-        self._lock = Lock(place_of_run(self.out))
+        self._lock = Lock(run_folder(self.out))
         self.path = self._lock.directory / STAGE
         self.journal = self._lock.directory / "journal"
         self.units = self._lock.directory / "units"
@@ -120,7 +120,7 @@ class Stage:
                 self._recover(published)
                 self._lock.record(0)
                 self._check_place()
-                folder(self.path)
+                make_folder(self.path)
                 for cut in self.path.rglob(f"*{PART}"):  # whose writing was interrupted
                     cut.unlink()
                 if self._overwrite and self.out.exists():
@@ -154,8 +154,8 @@ class Stage:
         """Find out before the work whether this file system can swap directories."""
         first, second = self.path / ".swap-1", self.path / ".swap-2"
         try:
-            folder(first)
-            folder(second)
+            make_folder(first)
+            make_folder(second)
             self._disk.exchange(first, second)
         except OSError as error:
             raise RefusedError.at(
@@ -244,7 +244,7 @@ class Stage:
     def clear(self) -> None:
         """Empty the stage: files that another run staged must not become part of this result."""
         _remove(self.path)
-        folder(self.path)
+        make_folder(self.path)
 
     def discard(self) -> None:
         """Remove the stage and all that was staged."""
@@ -261,7 +261,7 @@ class Stage:
             made = self.path
             for part in parts[:-1]:
                 made = made / part
-                folder(made)
+                make_folder(made)
             with whole_file(target, target.name + PART, self._disk) as descriptor:
                 yield descriptor
         self._written.add(relative)

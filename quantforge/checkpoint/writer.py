@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from quantforge.checkpoint.disk import DISK, Disk, existing, fresh, writing
+from quantforge.checkpoint.disk import DISK, Disk, create_fresh, open_existing, writing
 from quantforge.checkpoint.safetensors import MAX_HEADER_BYTES, METADATA, TensorEntry, torch_dtype
 from quantforge.errors import IntegrityError
 from quantforge.plans import DTYPE_BITS, FilePlan, StoredTensor
@@ -238,7 +238,7 @@ class WeightsWriter:
         with writing(self._stage, sum(plan.size for plan in self._plans)):
             try:
                 for path, plan in zip(self._files, self._plans, strict=True):
-                    descriptor = fresh(path)
+                    descriptor = create_fresh(path)
                     try:
                         self._disk.allocate(descriptor, plan.size)
                         for offset, data in plan.fixed:
@@ -279,7 +279,7 @@ class WeightsWriter:
     def _descriptor(self, number: int) -> int:
         if self._open[0] != number:
             self._release()
-            self._open = (number, existing(self._files[number]))
+            self._open = (number, open_existing(self._files[number]))
         return self._open[1]
 
     def _release(self) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import append, check_new, existing
+from quantforge.checkpoint.disk import append, check_new, open_existing
 from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
 from quantforge.cli.typed_paths import shown
@@ -175,7 +175,7 @@ class RunLog:
 def _is_log(path: Path) -> bool:
     """Return whether a file is empty or was begun by a `RunLog`."""
     try:
-        descriptor = existing(path, os.O_RDONLY)
+        descriptor = open_existing(path, os.O_RDONLY)
     except OSError:
         return False
     try:

@@ -30,7 +30,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from quantforge.checkpoint.disk import DISK, existing, folder, fresh, writing
+from quantforge.checkpoint.disk import DISK, create_fresh, make_folder, open_existing, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.lock import Watch
 from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
@@ -132,14 +132,14 @@ class Claim:
         count = 0
         with suppress(OSError):
             beats = self.directory / self.file("beats")
-            descriptor = fresh(beats)
+            descriptor = create_fresh(beats)
             while True:
                 count += 1
                 DISK.write_at(descriptor, memoryview(str(count).encode()), 0)
                 os.close(descriptor)
                 if self._ends.wait(BEAT_SECONDS):
                     return
-                descriptor = existing(beats)
+                descriptor = open_existing(beats)
 
 
 class Claims:
@@ -181,11 +181,11 @@ class Claims:
             begun = self.directory.with_name(f"{self.directory.name}.new")
             with writing(self.directory.parent, 0):
                 shutil.rmtree(begun, ignore_errors=True)
-                folder(begun)
+                make_folder(begun)
                 run = begun / secrets.token_hex(8)
-                folder(run)
+                make_folder(run)
                 for unit in range(len(self.names)):
-                    folder(run / UnitDirectory(unit, 0, State.FREE).name)
+                    make_folder(run / UnitDirectory(unit, 0, State.FREE).name)
                 write_fingerprint(run, fingerprint)
                 DISK.sync(begun)
                 DISK.rename(begun, self.directory)

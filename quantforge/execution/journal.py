@@ -21,7 +21,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.disk import DISK, existing, folder, open_to_append, whole_file, writing
+from quantforge.checkpoint.disk import (
+    DISK,
+    make_folder,
+    open_existing,
+    open_to_append,
+    whole_file,
+    writing,
+)
 from quantforge.checkpoint.files import FILES, parse_object, read_object
 from quantforge.checkpoint.stage import Stage
 from quantforge.errors import InputError, IntegrityError
@@ -103,7 +110,7 @@ class Journal:
         else:
             with writing(directory, 0):
                 shutil.rmtree(directory, ignore_errors=True)
-                folder(directory)
+                make_folder(directory)
                 write_fingerprint(directory, fingerprint)
         self.resumed = bool(self.done)
         with writing(directory / JOURNAL, 0):
@@ -115,7 +122,7 @@ class Journal:
         records, length = records_of(self.directory)
         if written(self.directory) > length:
             with writing(path, 0):
-                descriptor = existing(path)
+                descriptor = open_existing(path)
                 os.ftruncate(descriptor, length)
                 os.close(descriptor)
         return records

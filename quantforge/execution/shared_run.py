@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.disk import folder, save, writing
+from quantforge.checkpoint.disk import make_folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.lock import StaleLockMonitor, Watch
 from quantforge.checkpoint.safetensors import TensorEntry
@@ -357,7 +357,7 @@ class HandedStates:
         self._writer = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
         with writing(directory, 0):
-            folder(directory)
+            make_folder(directory)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the rows of one micro-batch in front of the block, as soon as they are there.

@@ -18,7 +18,7 @@ from typing import Self
 
 import torch
 
-from quantforge.checkpoint.disk import existing
+from quantforge.checkpoint.disk import open_existing
 from quantforge.errors import ResourceError
 from quantforge.numerics.allocator import trim
 from quantforge.planning.capacity import MARGIN  # of what is free
@@ -115,7 +115,7 @@ class PeakMemory:
 
 def _reset_mark() -> bool:
     try:
-        descriptor = existing(_CLEAR)
+        descriptor = open_existing(_CLEAR)
         try:
             os.write(descriptor, b"5")
         finally:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from quantforge.arguments import as_list, check_arguments
-from quantforge.checkpoint.disk import check_new, place_of_run, save
+from quantforge.checkpoint.disk import check_new, run_folder, save
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.lock import Lock
 from quantforge.checkpoint.reader import Checkpoint
@@ -435,7 +435,7 @@ def _kept(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Journ
             yield Journal(Path(scratch) / "journal", fingerprint)
         return
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
-    place = place_of_run(beside / f"allocate-{digest[:_DIGEST]}")
+    place = run_folder(beside / f"allocate-{digest[:_DIGEST]}")
     lock = Lock(place, "measures the same candidates for a recipe in this folder")
     try:
         lock.take()

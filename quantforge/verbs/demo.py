@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from quantforge.arguments import check_arguments
-from quantforge.checkpoint.disk import DISK, folder, save, writing
+from quantforge.checkpoint.disk import DISK, make_folder, save, writing
 from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, RefusedError
 from quantforge.verbs.demo_text import evaluation_text
@@ -42,7 +42,7 @@ def demo(out: str | Path = NAME) -> Path:
     text = evaluation_text().encode()
     with writing(place, len(text) + sum(path.stat().st_size for path in _packaged().iterdir())):
         try:
-            folder(part)
+            make_folder(part)
             for path in sorted(_packaged().iterdir()):
                 save(
                     part / path.name, FILES.read(path, TOKENIZER, None), overwrite=True

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.disk import run_folder
 from quantforge.checkpoint.output_names import MODELFILE, projector_name
 from quantforge.checkpoint.stage import STAGE, Stage
 from quantforge.errors import BusyError, RefusedError
@@ -107,7 +107,7 @@ def is_made(job: Job, files: Mapping[str, Any]) -> bool:
 
 def clear_run(out: Path) -> None:
     """Remove what the run of a result that is kept has left beside it, unless another process is about it."""
-    if place_of_run(out).is_dir() and not _is_staged(out):
+    if run_folder(out).is_dir() and not _is_staged(out):
         with suppress(OSError):  # of a directory that may only be read
             forget(Stage(out, overwrite=False))
 
@@ -125,7 +125,7 @@ def made_again_after(out: Path) -> str:
 
 def _is_staged(out: Path) -> bool:
     """Return whether a run has yet to publish, or to remove what it has replaced."""
-    return os.path.lexists(place_of_run(out) / STAGE)
+    return os.path.lexists(run_folder(out) / STAGE)
 
 
 def _is_whole(document: Mapping[str, Any], out: Path, but: str = "") -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.arguments import as_list, check_arguments
-from quantforge.checkpoint.disk import check_new, folder, place_of_run, save, writing
+from quantforge.checkpoint.disk import check_new, make_folder, run_folder, save, writing
 from quantforge.checkpoint.files import FILES, read_object
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.stage import check_folder
@@ -179,7 +179,7 @@ def release(
         planned = plan_release(spec, out, settings, only, budget)
         asked, place, variants = planned.spec, planned.place, planned.variants
         with writing(place, 0):
-            folder(place)
+            make_folder(place)
         with turn(place / SPEC, settings.note):
             _lay_out(planned)
         scored = 1 + len(variants.jobs) if asked.scoring.text else 0
@@ -263,7 +263,7 @@ def _within(variants: Variants, budget: int | None) -> tuple[list[str], dict[str
 def _check_place(place: Path) -> None:
     """Refuse a directory that holds something else than a release; errors as `check_folder` and `check_new`."""
     check_folder(place)
-    own = place_of_run(place / SPEC)  # of a process that begins this release
+    own = run_folder(place / SPEC)  # of a process that begins this release
     begun = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part")  # of one that was killed
     there = place.iterdir() if place.exists() else ()
     others = [path for path in there if path != own and not begun.fullmatch(path.name)]
@@ -304,7 +304,7 @@ def _lay_out(planned: PlannedRelease) -> None:
             _renew(place / MANIFEST_NAME, document.encode())
         _renew(place / SPEC, planned.asked_by)
         for job in variants.jobs.values():
-            folder(job.out.parent)
+            make_folder(job.out.parent)
     if variants.settings.join:  # another process may have written figures by now
         return
     for job in (variants.jobs[name] for name in variants.missing):

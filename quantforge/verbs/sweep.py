@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
 from quantforge.arguments import check_arguments
-from quantforge.checkpoint.disk import folder, writing
+from quantforge.checkpoint.disk import make_folder, writing
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.stage import check_folder
 from quantforge.errors import (
@@ -145,7 +145,7 @@ def make_results(
         if left_out and (settings.policy.strict or not variants.jobs):
             raise _refusal(left_out, len(asked))
         with writing(place, 0):
-            folder(place)
+            make_folder(place)
         variants.make(place / "sweep", 1 + len(variants.jobs))
     results = {name: job.out for name, job in variants.jobs.items()}
     made = [recipes[name] for name in results]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.disk import place_of_run, writing
+from quantforge.checkpoint.disk import run_folder, writing
 from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.lock import Lock, StaleLockMonitor
 from quantforge.checkpoint.reader import QUANTIZATION, Checkpoint
@@ -282,7 +282,7 @@ def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
         RefusedError: what lies there is no lock.
         ResourceError: it cannot be made.
     """
-    lock, monitor = Lock(place_of_run(place)), StaleLockMonitor(note)
+    lock, monitor = Lock(run_folder(place)), StaleLockMonitor(note)
     try:  # a signal may come between the lock and what is inside
         while True:
             try:

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 
-from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.disk import run_folder
 from quantforge.results.manifest import NAME
 from quantforge.results.significant import size, sized
 from tests.runs import ROWS, command
@@ -91,7 +91,7 @@ def test_tensors_without_a_pattern_are_all(model, capsys):
 
 def test_a_result_whose_run_has_not_ended_is_told_from_one_that_never_was(tmp_path, capsys):
     assert "no such directory\n" in command(capsys, "inspect", tmp_path / "g").err
-    place_of_run(tmp_path / "g").mkdir()
+    run_folder(tmp_path / "g").mkdir()
     result = command(capsys, "inspect", tmp_path / "g")
     assert (result.code, "has not ended" in result.err) == (3, True)
 

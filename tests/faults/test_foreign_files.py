@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import DISK, create, existing, folder, save
+from quantforge.checkpoint.disk import DISK, create, make_folder, open_existing, save
 from quantforge.checkpoint.output_names import SIDE
 from quantforge.checkpoint.previous_output import MANIFEST
 from quantforge.checkpoint.stage import FileStage, Stage
@@ -383,10 +383,10 @@ def test_a_new_file_is_new_and_an_existing_one_is_ours(tmp_path: Path) -> None:
             create(tmp_path / name)
     for name in ("link", "nowhere", "other", "pipe"):
         with pytest.raises(OSError, match=r"no file|symbolic|No such|device"):
-            os.close(existing(tmp_path / name))
+            os.close(open_existing(tmp_path / name))
     for name in ("link", "nowhere", "mine"):
         with pytest.raises(OSError, match="exists"):
-            folder(tmp_path / name)
+            make_folder(tmp_path / name)
     for name in ("link", "nowhere", "pipe"):
         with pytest.raises(RefusedError):
             save(tmp_path / name, b"x", overwrite=True)

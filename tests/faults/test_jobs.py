@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.disk import run_folder
 from quantforge.cli import processes
 from quantforge.errors import UsageError
 from quantforge.settings import Settings
@@ -201,7 +201,7 @@ def test_with_the_one_that_speaks_all_jobs_end(spec, tmp_path):
     _, errors = run.communicate(timeout=DEADLINE)  # every process has closed its end
     assert run.returncode == 130
     assert "goes on behind what it had finished" in errors
-    assert not place_of_run(out / SPEC).exists()
+    assert not run_folder(out / SPEC).exists()
 
 
 def test_results_are_not_replaced_while_others_may_make_them(spec, tmp_path):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.disk import run_folder
 from quantforge.errors import InputError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
 from quantforge.results import manifest
@@ -47,7 +47,7 @@ def test_results_have_the_bytes_of_their_commands_and_what_is_there_is_kept(mode
 def test_a_result_beside_what_a_killed_run_has_left_is_kept(model, tmp_path, left, overwrite):
     out, over = tmp_path / "s", {"type": ["Q8_0"], "method": ["rtn"]}
     path = swept(model, out, over).results["Q8_0-rtn"]
-    before, run = path.stat().st_mtime_ns, place_of_run(path)
+    before, run = path.stat().st_mtime_ns, run_folder(path)
     run.mkdir()
     (run / "lock").touch()
     for name in left:

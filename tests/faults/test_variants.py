@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 
-from quantforge.checkpoint.disk import place_of_run
+from quantforge.checkpoint.disk import run_folder
 from quantforge.cli.meter import Clock
 from quantforge.errors import QuantForgeError
 from quantforge.execution import execute

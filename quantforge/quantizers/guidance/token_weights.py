@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.disk import existing, fresh, no_space, writing
+from quantforge.checkpoint.disk import create_fresh, no_space, open_existing, writing
 from quantforge.errors import InputError, RefusedError, without
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
@@ -65,7 +65,7 @@ class TokenWeights:
         self.runs: dict[str, list[tuple[int, int]]] = {name: [] for name in experts}
         self._end = size = len(linears) * self._bytes
         with writing(path, size):
-            self._file = fresh(path) if runs is None else existing(path, os.O_RDWR)
+            self._file = create_fresh(path) if runs is None else open_existing(path, os.O_RDWR)
             if runs is None and size:
                 system.allocate(self._file, size)
         for name, found in (runs or {}).items():

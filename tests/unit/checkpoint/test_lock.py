@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from quantforge.checkpoint import lock as lock_module
-from quantforge.checkpoint.disk import existing
+from quantforge.checkpoint.disk import open_existing
 from quantforge.checkpoint.lock import FILE, Lock
 from quantforge.errors import BusyError, RefusedError
 from quantforge_files import system
@@ -104,7 +104,7 @@ def test_a_file_that_goes_while_it_is_opened_is_missing(
 
     monkeypatch.setattr(system, "open_nofollow", opening)
     with pytest.raises(FileNotFoundError):
-        existing(path)
+        open_existing(path)
 
 
 def test_a_signal_before_the_file_is_made_leaves_no_directory(
