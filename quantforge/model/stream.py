@@ -323,10 +323,10 @@ class ModelStream:
         """Yield the spans of rows that go through the end of the model together."""
         yield from self._spans(1 if self._images is not None else 0)
 
-    def _spans(self, step: int = 0) -> Iterator[tuple[int, int]]:
-        """Yield the rows that pass together: ``step`` at a time, or those of a micro-batch."""
+    def _spans(self, step: int = 0, first: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the rows from ``first`` on that pass together: ``step`` at a time, or those of a micro-batch."""
         count, step = len(self._rows), step or self._micro_batch
-        for start in range(0, count, step):
+        for start in range(first, count, step):
             yield start, min(start + step, count)
 
 
