@@ -208,11 +208,11 @@ def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> 
 
 def test_what_stands_still_is_measured_from_when_it_was_first_seen() -> None:
     watch = Watch()
-    assert watch.still("a", 1) == 0
+    assert watch.seconds_unchanged("a", 1) == 0
     time.sleep(0.02)
-    assert 0.02 <= watch.still("a", 1) < 5
-    assert watch.still("b", 1) == 0
-    assert watch.still("a", 2) == 0
+    assert 0.02 <= watch.seconds_unchanged("a", 1) < 5
+    assert watch.seconds_unchanged("b", 1) == 0
+    assert watch.seconds_unchanged("a", 2) == 0
 
 
 def test_what_is_not_of_the_run_is_no_unit(tmp_path: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from quantforge.model import observe
+from quantforge.model import accumulator
 from quantforge.model.statistics import Statistic
 
 
 def test_rows_without_weight_take_no_product_and_count_as_tokens(monkeypatch):
     products = []
-    original = observe.addmm_
-    monkeypatch.setattr(observe, "addmm_", lambda *given: products.append(original(*given)))
+    original = accumulator.addmm_
+    monkeypatch.setattr(accumulator, "addmm_", lambda *given: products.append(original(*given)))
     rows = [torch.randn(8, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     weights = [torch.full((8,), float(place == 1)) for place in range(4)]
-    total, alone = (observe.Accumulator({Statistic.HESSIAN}) for _ in range(2))
+    total, alone = (accumulator.Accumulator({Statistic.HESSIAN}) for _ in range(2))
     for first in (0, 2):  # the second two rows have none at all
         for job in total.adding(rows[first : first + 2], weights[first : first + 2]):
             job()
