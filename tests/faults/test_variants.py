@@ -77,7 +77,7 @@ def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
     carried_out, groups = variants.carry_out, []
 
     def noting(group):
-        assert not any(place_of_run(out).exists() for outs in groups for out in outs)
+        assert not any(run_folder(out).exists() for outs in groups for out in outs)
         carried_out(group)
         groups.append([stage.out for stage, _ in group])
 
