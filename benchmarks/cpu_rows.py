@@ -37,9 +37,7 @@ from quantforge_kernels.select import select  # noqa: E402
 
 PROMPT, LONG, STEPS, WARM_UPS = 32, 2048, 11, 3
 DENSE, DENSE_BYTES = (16384, 2048), 250e6
-FORMS = {
-    "int4 g128": ("int", 4, 128), "2 bits g256": ("int", 2, 256), "ternary g256": ("ternary", 2, 256),
-}  # fmt: skip
+FORMS = {"int4 g128": (4, 128), "2 bits g256": (2, 256)}
 
 
 @torch.inference_mode()
@@ -51,8 +49,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    for name, (grid, bits, group) in FORMS.items():
-        problem = Problem(4096, 4096, bits, group, True, torch.bfloat16, "cpu", grid)
+    for name, (bits, group) in FORMS.items():
+        problem = Problem(4096, 4096, bits, group, True, torch.bfloat16, "cpu")
         for rows, least in packed_times(problem).items():
             print(f"{name}, {rows} rows: {1000 * least:.3f} ms")
     schemes = (parse(name) for name in ("int4:g128:sym:bf16", "int8:row:sym:bf16"))

@@ -59,7 +59,6 @@ PACKED: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "Q6_K": (6, 16, BF16, {"superblock": 256}),
     "int3 g64": (3, 64, BF16, {}),
     "int2 g256": (2, 256, BF16, {}),
-    "ternary": (2, 256, BF16, {"grid": "ternary"}),
     "int8 row": (8, 0, BF16, {}),
     "int8 x int8": (8, 0, BF16, {"activation": "int8"}),
     "nf4 g64": (4, 64, BF16, {"grid": "table"}),
@@ -118,9 +117,7 @@ def layer(
     form: dict[str, Any] = {"symmetric": True} | more
     problem = Problem(*shape, bits, group or shape[1], dtype=dtype, device="cpu", **form)
     kernel, groups = select(problem), (shape[0], problem.groups)
-    codes = torch.randint(
-        0, 3 if problem.grid == "ternary" else 1 << bits, shape, dtype=torch.uint8
-    )
+    codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8)
     parameters = {"scales": torch.rand(groups).half()}
     if problem.grid == "table":
         parameters["table"] = torch.linspace(-1, 1, 16)

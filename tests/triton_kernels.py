@@ -18,7 +18,6 @@ def problem(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), tile_
     )  # fmt: skip
 
 
-TERNARY = {"grid": "ternary", "bits": 2, "group": 256}
 # Forms of weights as files hold them, as arguments of `problem`.
 FORMS = {
     "int4": {"bits": 4, "group": 128},
@@ -58,7 +57,7 @@ def weights(task: Problem, seed: int = 0):
     def halves(*shape):
         return (torch.randn(shape, generator=rng) * 0.01).half()
 
-    codes = integers(0, 3 if task.grid == "ternary" else 2**task.bits, shape)
+    codes = integers(0, 2**task.bits, shape)
     if task.grid in reference.FLOAT8:
         codes = torch.randn(shape, generator=rng).to(reference.FLOAT8[task.grid]).view(torch.uint8)
     parameters = {"scales": halves(*size)}

@@ -29,7 +29,6 @@ from quantforge_kernels.gpu import (
     eight_bits,
     layer_kernels,
     plane_kernels,
-    ternary,
 )
 from quantforge_kernels.gpu.plane_products import constants_of
 from quantforge_kernels.problem import Problem
@@ -111,16 +110,6 @@ def variants() -> dict[str, tuple[Any, ...]]:
         4,
         0,
     )
-    types = {"x_ptr": "*bf16", "words_ptr": "*i32", "scales_ptr": "*fp16", "out_ptr": "*bf16"}
-    tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_W": 128}
-    for name, mode in (("exponents", 1), ("assembly", 2)):
-        found[f"ternary row, {name}"] = (
-            ternary.row_kernel, types, tile | {"MODE": mode}, 1, 8 * 128 * 256 // 13,
-        )  # fmt: skip
-    tile |= {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_W": 16, "WIDEN": False}
-    found["ternary rows"] = (ternary.rows_kernel, types, tile, 2, 64 * 16 * 256 // 13)
-    tile = {"GROUP": 256, "STEP": 13, "BLOCK_N": 8, "BLOCK_K": 512}
-    found["ternary decode"] = (ternary.decode_kernel, types, tile, 4, 0)
     for kind, word in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
         types = {
             "x_ptr": word, "x_scales": "*fp32", "codes_ptr": word, "scales_ptr": "*fp32",

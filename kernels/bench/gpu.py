@@ -29,7 +29,6 @@ from triton.errors import TritonError
 
 from quantforge_kernels import attention, kv, reference
 from quantforge_kernels.gpu import eight_bit_products, plane_products
-from quantforge_kernels.gpu import ternary_products as ternary
 from quantforge_kernels.gpu.launching import Configuration
 from quantforge_kernels.kv_runs import KINDS
 from quantforge_kernels.problem import Problem
@@ -45,7 +44,6 @@ TIMED = (
     "fp8 128x128",
     "q4_k",
     "q6_k",
-    "tq1_0",
 )
 LLAMA_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -103,7 +101,6 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
                 part[f"{form}, {rows} rows, {dtype}"] = one_error(task, rows)
     for dtype in (torch.float16, torch.bfloat16):
         part[f"assembly equals plain Triton, {dtype}"] = same_bits(dtype)
-        part[f"the same of ternary weights, {dtype}"] = same_ternary_bits(dtype)
     for kind, grid in (("int8", "int"), ("fp8", "fp8")):
         task = Problem(1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
         if eight_bit_products.accepts(task):
@@ -147,15 +144,6 @@ def same_bits(dtype: torch.dtype) -> bool:
         )
         for mode in (1, 2)
     ]  # fmt: skip
-    return torch.equal(*results)
-
-
-def same_ternary_bits(dtype: torch.dtype) -> bool:
-    task = problem("tq1_0", (4096, 4096), dtype)
-    held = ternary.prepare(*random_weights(task), task)
-    x = torch.randn(1, 4096, device="cuda").to(dtype)
-    tile = Configuration(8, 128, 1, 1)
-    results = [ternary.launch(x, held["words"], held["scales"], 256, tile, mode) for mode in (1, 2)]
     return torch.equal(*results)
 
 

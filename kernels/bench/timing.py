@@ -38,7 +38,6 @@ FORMS: dict[str, dict[str, object]] = {
         "bits": 4, "group_size": 32, "symmetric": False, "minima": True, "superblock": 256,
     },
     "q6_k": {"bits": 6, "group_size": 16, "symmetric": True, "superblock": 256},
-    "tq1_0": {"bits": 2, "group_size": 256, "symmetric": True, "grid": "ternary"},
 }  # fmt: skip
 
 
@@ -52,8 +51,7 @@ def random_weights(task: Problem, device: str = "cuda") -> tuple[Tensor, dict[st
     """Return codes over their whole range, and parameters."""
     shape = (task.out_features, task.in_features)
     size = (-(-shape[0] // task.tile_rows), task.groups)
-    values = 3 if task.grid == "ternary" else 2**task.bits
-    codes = torch.randint(0, values, shape, dtype=torch.uint8, device=device)
+    codes = torch.randint(0, 2**task.bits, shape, dtype=torch.uint8, device=device)
     if task.grid in {"fp8", "e5m2"}:
         least = 0x7F if task.grid == "fp8" else 0x7C
         codes = torch.where((codes & 0x7F) >= least, 0, codes)

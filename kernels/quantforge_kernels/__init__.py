@@ -3,7 +3,6 @@
 In this folder:
 
     attention  Attention of one new token per sequence over a paged cache
-    base3      Codes of three values at 1.6 bits: ten digits of base 3 in 16 bits, twenty in a word
     grouped    Grouped products: rows, each multiplied by the matrices of its owners, as tokens are by their experts
     kv         Keys and values of a cache, as they are stored: 16 or 32 bits, int8, fp8, or int4
     kv_runs    Runs of a quantized cache: how many channels share a scale, and the bytes of a row

@@ -5,9 +5,8 @@ One linear layer with quantized weights computes ``y = x W^T``, where
     W[n, k] = value(codes[n, k]) * scale - low        scale and low of the group of (n, k)
 
 ``value`` is, by grid, ``code - zero`` (``int``; the zero is ``2^(bits-1)`` where the grid is
-symmetric and 0 where it has minima), ``table[code]`` (``table``: a codebook of 16 values), the
-number whose byte the code is (``fp8``: float8_e4m3fn, ``e5m2``: float8_e5m2), or ``code - 1`` of the
-codes 0, 1 and 2 (``ternary``: held in 1.6 bits instead of 2). ``scale`` is a parameter per group,
+symmetric and 0 where it has minima), ``table[code]`` (``table``: a codebook of 16 values), or the
+number whose byte the code is (``fp8``: float8_e4m3fn, ``e5m2``: float8_e5m2). ``scale`` is a parameter per group,
 ``scales``, times ``d`` per superblock where there are two levels; ``low``, if there are minima, is
 likewise ``mins`` times ``dmin``. These few forms cover what files hold: GPTQ and AWQ, NF4 and NVFP4,
 fp8 in tiles, and GGML's types of 4, 5, 8 bits, its K-quants and its ternary ones.
@@ -32,7 +31,7 @@ from torch import Tensor
 Packed = Mapping[str, Tensor]
 Parameters = Mapping[str, Tensor]
 Weights = tuple[Tensor, Parameters]
-GRIDS = ("int", "table", "fp8", "e5m2", "ternary")
+GRIDS = ("int", "table", "fp8", "e5m2")
 LOWER = ("", "pairs", "e4m3")
 LOWER_LEVEL = frozenset({"scales", "mins"})
 

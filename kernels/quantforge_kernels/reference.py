@@ -4,8 +4,7 @@ Codes stay packed at exactly ``bits`` bits each (rows padded to a multiple of 8 
 that do not divide a byte are split into planes that do: a 3-bit code is its low 2 bits in one
 plane and its high bit in another, so all unpacking is masks and shifts of whole bytes. Inside a
 row of a plane the codes are strided: byte ``j`` holds the codes ``j, j + n, j + 2n ...`` (``n``
-bytes per row), which makes unpacking a concatenation instead of an interleave. Ternary codes are the
-digits of `base3`, twenty neighbours to a word.
+bytes per row), which makes unpacking a concatenation instead of an interleave.
 
 A product decodes a tile of output rows, multiplies, and forgets it; the whole matrix never exists.
 The cost is that of a decoded copy per call, which vanishes over very many rows and dominates when
@@ -19,7 +18,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge_kernels import base3
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.layout import WIDTHS
 from quantforge_kernels.problem import (
@@ -66,9 +64,7 @@ def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Pack the codes; parameters stay as they are, but for the lower of two levels (`narrowed`)."""
-    ternary = problem.grid == "ternary"
-    planes = [base3.to_words(base3.in_words(codes))] if ternary else pack_rows(codes, problem.bits)
-    packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
+    packed = {f"codes{i}": plane for i, plane in enumerate(pack_rows(codes, problem.bits))}
     held = narrowed(parameters, problem)
     return packed | {name: value.contiguous() for name, value in held.items()}
 
@@ -90,8 +86,6 @@ def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:
 
 
 def _codes(packed: Packed, problem: Problem, rows: slice) -> Tensor:
-    if problem.grid == "ternary":
-        return base3.from_words(packed["codes0"][rows]).flatten(1)[:, : problem.in_features]
     planes = [packed[f"codes{i}"][rows] for i in range(len(WIDTHS[problem.bits]))]
     return unpack_rows(planes, problem.bits, problem.in_features)
 
@@ -103,8 +97,6 @@ def _values(codes: Tensor, packed: Packed, problem: Problem, rows: slice) -> Ten
     if problem.grid == "table":
         return packed["table"][codes.int()]
     values = codes.float()
-    if problem.grid == "ternary":
-        return values.sub_(1.0)
     if problem.symmetric:
         return values.sub_(2.0 ** (problem.bits - 1))
     return (

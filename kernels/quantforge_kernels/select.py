@@ -16,7 +16,7 @@ from torch import Tensor
 from quantforge_kernels import layers, reference
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.cpu import packed_integers, torch_operators
-from quantforge_kernels.gpu import eight_bit_products, plane_products, ternary_products
+from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners, by_matrix
 from quantforge_kernels.kv import PAGE, Store
 from quantforge_kernels.problem import Kernel, Packed, Problem, has_triton
@@ -26,7 +26,6 @@ KERNELS: tuple[Kernel, ...] = (
     plane_products.INTEGERS,
     plane_products.TABLES,
     plane_products.FLOAT8,
-    ternary_products.KERNEL,
     packed_integers.OF_OCTETS,
     packed_integers.KERNEL,
     torch_operators.INT4,

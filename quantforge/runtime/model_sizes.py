@@ -65,7 +65,10 @@ def most_held(
         weights += count
         size = 0
         if layout is not None and tensor.stored.name not in decoded:
-            size = int(PACKING * sum(stored[part].nbytes for part in layout.stored))
+            codes = (
+                count * layout.scheme.weight.weight_bits // 8
+            )  # TQ1_0 packs five to a byte, kernels four
+            size = int(PACKING * max(codes, sum(stored[part].nbytes for part in layout.stored)))
         elif tensor.role is not Role.FOREIGN:
             size = count * dtype.itemsize
         needed += size // (cuts[tensor.name].share.ranks if tensor.name in cuts else 1)

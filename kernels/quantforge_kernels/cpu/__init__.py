@@ -12,7 +12,7 @@ In this folder:
     layer_launchers   Launchers of the programs for layers: norm, bias, gate, rotary, dense products
     layer_programs    Norm, rotary and gate on a processor with vectors: what `quantforge_kernels.layers` defines
     many_rows         Products of many rows on a processor, in a type that it has arithmetic for
-    packed_integers   Products of packed integers on a processor with vectors: the kernel ``llvm-int``
+    packed_integers   Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits
     program_cache     Compiled programs on disk: what one process compiled the next one loads
     recording         A list of programs to be run again: what a CUDA graph is to a GPU, for a processor
     torch_operators   torch's own CPU operators for packed weights, in bfloat16

@@ -22,7 +22,6 @@ from functools import reduce
 
 from llvmlite import ir
 
-from quantforge_kernels import base3
 from quantforge_kernels.cpu.emit import (
     F32,
     I8,
@@ -46,7 +45,6 @@ from quantforge_kernels.cpu.lane_layout import (
     PARAMETERS,
     SCALES,
     STRIP,
-    TERNARY,
     TILES,
     UNITS,
     X_CODES,
@@ -69,7 +67,6 @@ _PAIR = {
     "avx2": "llvm.x86.avx2.pmadd.wd",
 }
 _ABOVE = {"scales": "d", "mins": "dmin"}  # the upper level
-_SHUFFLE = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b"}  # by lanes
 
 
 def multiply(form: Form, parallel: bool) -> ir.Module:
@@ -146,7 +143,7 @@ def decode(form: Form, parallel: bool) -> ir.Module:
             scale = weights.parameter("scales", tile, unit, i)
             lows = None if form.zero == "centre" else weights.parameter(form.zero, tile, unit, i)
             for column in range(i * blocks.block, (i + 1) * blocks.block):
-                pair, upper = pair_of(column, form.widths)
+                pair, upper = pair_of(column)
                 both = build.bitcast(codes[pair], e.vector(I32))
                 code = build.lshr(both, above) if upper else build.and_(both, below)
                 value = build.sitofp(code, e.vector(F32))
@@ -177,7 +174,7 @@ def quantize(module: ir.Module, form: Form) -> None:
     x, codes, scales, sums = (e.address(place) for place in (X, X_CODES, X_SCALES, X_SUMS))
     columns, units = e.word(COLUMNS), e.word(UNITS)
     width, octets, most_code = form.dtype.itemsize, form.input_bits // 8, MOST[form.input_bits]
-    order = in_pairs(e.lanes) if octets == 2 and form.widths != (TERNARY,) else range(e.lanes)
+    order = in_pairs(e.lanes) if octets == 2 else range(e.lanes)
     vectors = block // e.lanes
     floats, integers = e.vector(F32), e.vector(I32)
     suffix = f"v{e.lanes}"
@@ -496,9 +493,6 @@ def _fields(e: Emitter, word: Value, width: int, low: int, bits: int) -> Iterato
     A field is moved to the bits from ``low`` on. Numbers of 16 bits have the fields of two bytes, one after the other.
     """
     build, count = e.build, 32 // bits * e.lanes
-    if width == TERNARY:
-        yield from _digits(e, build.bitcast(word, e.vector(I16, count)))
-        return
     # Shifts are of 16 bits at the least: processors have none of bytes.
     wide, again = (I16, 2 * e.lanes), 1 if bits == 16 else 0x101
     halves = build.bitcast(word, e.vector(*wide))
@@ -514,23 +508,3 @@ def _fields(e: Emitter, word: Value, width: int, low: int, bits: int) -> Iterato
                     value, e.splat(I16, (((1 << width) - 1) << low) * again, wide[1])
                 )
             yield value if bits == 16 else build.bitcast(value, e.vector(I8, count))
-
-
-def _digits(e: Emitter, halves: Value) -> Iterator[Value]:
-    """Yield the digits of `base3` likewise.
-
-    A product brings out two digits as one number below 9, and two tables part them: look-ups are cheaper than products.
-    """
-    build, count = e.build, 2 * e.lanes
-    narrow, wide, octets = e.vector(I16, count), e.vector(I32, count), e.vector(I8, 2 * count)
-    tables = [
-        ir.Constant(octets, (digits + [0] * 7) * (2 * count // 16))
-        for digits in ([two // 3 for two in range(9)], [two % 3 for two in range(9)])
-    ]
-    for place in range(0, base3.PER_HALF, 2):
-        rest = build.mul(halves, e.splat(I16, 3**place, count))
-        product = build.mul(build.zext(rest, wide), e.splat(I32, 9, count))
-        two = build.trunc(build.lshr(product, e.splat(I32, 16, count)), narrow)
-        index = build.bitcast(two, octets)  # its upper bytes are 0, and stay 0
-        for table in tables:
-            yield build.bitcast(e.call(_SHUFFLE[e.lanes], octets, table, index), narrow)

@@ -8,9 +8,7 @@ ones:
     bits [w f, w f + w) of its byte b   hold   column  j 32 / w + 4 f + b
 
 so that field ``f`` of all four bytes is four neighbours. Seen as two halves, the same word gives the columns 0 and 2
-of such four, and then 1 and 3: `IN_PAIRS`. A plane of width `TERNARY` holds twenty columns in a word, ten in each half,
-as the digits of `base3`: the even columns and the odd ones. What is over in the last word of a unit is left empty.
-Parameters are ``[tiles, groups, lanes]``.
+of such four, and then 1 and 3: `IN_PAIRS`. Parameters are ``[tiles, groups, lanes]``.
 Missing rows, and columns up to a whole `Blocks.unit`, are zeros. `to_lanes` and `from_lanes` are
 inverses, as are `tiled` and `untiled`.
 """
@@ -23,14 +21,11 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from quantforge_kernels import base3
 from quantforge_kernels.layout import WIDTHS
 
 LONGEST_BLOCK = 64  # 128 would fit a 32-bit sum of products of 8 and 16 bits, but LLVM does worse by the longer loop
 LONGEST_UNIT = 512
-TERNARY = 0  # a width: see `base3`
 IN_PAIRS = (0, 2, 1, 3)  # of four columns: the order in which fields of 16 bits give them
-TERNARY_UNIT = 256  # columns, in 13 words: 1.625 bits each
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +92,9 @@ class Form:
     input_bits: int = 16
 
 
-def widths_of(grid: str, bits: int) -> tuple[int, ...]:
-    """Return the widths of the planes, from the lowest bits."""
-    return (TERNARY,) if grid == "ternary" else WIDTHS[bits]
-
-
 def words_of(width: int, columns: int) -> int:
     """Return the words of a plane that so many columns of a row fill."""
-    return -(-columns // (32 // width if width else 2 * base3.PER_HALF))
+    return -(-columns // (32 // width))
 
 
 def in_pairs(lanes: int) -> list[int]:
@@ -112,10 +102,8 @@ def in_pairs(lanes: int) -> list[int]:
     return [first + one for first in range(0, lanes, 4) for one in IN_PAIRS]
 
 
-def pair_of(column: int, widths: tuple[int, ...]) -> tuple[int, int]:
+def pair_of(column: int) -> tuple[int, int]:
     """Return the pair of a column, by the order in which words give pairs, and whether it is in the upper half."""
-    if widths == (TERNARY,):
-        return column // 2, column % 2
     place = IN_PAIRS.index(column % 4)
     return column // 4 * 2 + place // 2, place % 2
 
@@ -135,8 +123,7 @@ def cut(
     """
     sizes = range(LONGEST_BLOCK, 0, -lanes)
     block = next((size for size in sizes if group % size == 0), 0)
-    least = min(widths)
-    unit = lcm(block, 32 // least) if least else block * (TERNARY_UNIT // (block or 1))
+    unit = lcm(block, 32 // min(widths))
     if pairs:
         unit = lcm(unit, 2 * block)
     if not block or unit > LONGEST_UNIT or (pairs and block < group):
@@ -151,9 +138,6 @@ def to_lanes(codes: Tensor, widths: tuple[int, ...], blocks: Blocks) -> list[Ten
     rows, columns = codes.shape
     padding = (0, -columns % blocks.unit, 0, -rows % blocks.lanes)
     padded = torch.nn.functional.pad(codes, padding)
-    if widths == (TERNARY,):
-        words = base3.to_words(base3.in_words(padded.view(len(padded), -1, blocks.unit)))
-        return [words.view(-1, blocks.lanes, words[0].numel()).transpose(1, 2).contiguous()]
     planes, low = [], 0
     for width in widths:
         fields = 8 // width
@@ -172,10 +156,6 @@ def from_lanes(
     planes: list[Tensor], widths: tuple[int, ...], blocks: Blocks, rows: int, columns: int
 ) -> Tensor:
     """Return the uint8 codes ``[rows, columns]`` of `to_lanes`."""
-    if widths == (TERNARY,):
-        words = planes[0].transpose(1, 2).flatten(0, 1)[:rows]
-        digits = base3.from_words(words.view(rows, -1, words_of(TERNARY, blocks.unit)))
-        return digits.flatten(2)[:, :, : blocks.unit].flatten(1)[:, :columns].contiguous()
     codes: Tensor | None = None
     low = 0
     for plane, width in zip(planes, widths, strict=True):

@@ -1,4 +1,4 @@
-"""Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits and ternary codes.
+"""Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits.
 
 `prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_programs`. Many rows are
 torch's where it is faster (`many_rows`), by a slab of the weight at a time that one of them has decoded.
@@ -31,9 +31,9 @@ from quantforge_kernels.cpu.lane_layout import (
     tiled,
     to_lanes,
     untiled,
-    widths_of,
 )
 from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, grouped_form
+from quantforge_kernels.layout import WIDTHS
 from quantforge_kernels.problem import (
     Kernel,
     Packed,
@@ -68,7 +68,7 @@ def _lies_in_lanes(problem: Problem) -> bool:
     """Return whether there is a layout for the weights, in whatever type activations are."""
     return (
         problem.device == "cpu"
-        and problem.grid in {"int", "ternary"}
+        and problem.grid == "int"
         and not problem.activation
         and problem.lower != "e4m3"
         and problem.dtype in {torch.bfloat16, torch.float16, torch.float32}
@@ -85,7 +85,6 @@ def accepts_octets(problem: Problem) -> bool:
     """
     return (
         problem.input_bits == OCTET
-        and problem.grid == "int"
         and _lies_in_lanes(problem)
         and (problem.bits < OCTET or feature() == "avx512vnni")
     )
@@ -94,17 +93,13 @@ def accepts_octets(problem: Problem) -> bool:
 def blocks_of(problem: Problem, name: str) -> Blocks | None:
     """Return the sizes into which the columns are cut for a feature, or None where groups fill no vector."""
     return cut(
-        _widths(problem),
+        WIDTHS[problem.bits],
         problem.in_features,
         problem.group_size,
         problem.superblock,
         LANES[name],
         pairs=problem.lower == "pairs",
     )
-
-
-def _widths(problem: Problem) -> tuple[int, ...]:
-    return widths_of(problem.grid, problem.bits)
 
 
 def _cut(problem: Problem) -> Blocks:
@@ -118,7 +113,7 @@ def _cut(problem: Problem) -> Blocks:
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Lay codes and parameters out by tiles."""
     blocks = _cut(problem)
-    planes = to_lanes(codes, _widths(problem), blocks)
+    planes = to_lanes(codes, WIDTHS[problem.bits], blocks)
     packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
     for name, value in parameters.items():
         groups = _groups(problem, blocks) if name in _PER_GROUP else value.shape[1]
@@ -135,7 +130,7 @@ def _groups(problem: Problem, blocks: Blocks) -> int:
 def restore(packed: Packed, problem: Problem) -> Weights:
     """Undo `prepare`."""
     rows, columns = problem.out_features, problem.in_features
-    widths = _widths(problem)
+    widths = WIDTHS[problem.bits]
     planes = [packed[f"codes{i}"] for i in range(len(widths))]
     parameters = {
         name: untiled(value, rows, problem.groups if name in _PER_GROUP else value.shape[1])
@@ -157,12 +152,11 @@ def form_of(problem: Problem, stored: Stored, name: str) -> Form:
     assert blocks is not None
     zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
     parameters = tuple(pair for pair in stored if pair[0] in PARAMETERS)
-    centre = 1 if problem.grid == "ternary" else 1 << (problem.bits - 1)
     return Form(
         blocks=blocks,
-        widths=_widths(problem),
+        widths=WIDTHS[problem.bits],
         zero=zero,
-        centre=centre,
+        centre=1 << (problem.bits - 1),
         stored=parameters,
         dtype=problem.dtype,
         rows=1,

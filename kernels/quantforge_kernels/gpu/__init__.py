@@ -10,6 +10,4 @@ In this folder:
     layer_kernels       Triton kernels for what stands between the products of a decoder: norm, rotary, gate
     plane_kernels       Triton kernels over bit planes (see `layout`): `matvec_kernel`
     plane_products      Products with packed weights on a GPU, by `gpu.plane_kernels`
-    ternary             Triton kernels over the digits of `base3`: one row, a few rows on tensor cores, and decoding
-    ternary_products    Products with ternary weights on a GPU, by `gpu.ternary`: twenty digits of `base3` in a word
 """

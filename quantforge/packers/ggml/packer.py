@@ -146,8 +146,6 @@ def stated(tensor: QuantizedTensor) -> Statement:
         parameters["mins"] = -parameters["mins"]
     superblock = SUPERBLOCKS[grid].columns if "d" in parameters else 0
     lower = "pairs" if grid == "q2_k" else ""
-    if grid == "tq1_0":
-        return Statement("ternary", (tensor.codes + 1).to(torch.uint8), parameters, superblock)
     values = GRIDS[grid].values
     if values is None:
         return Statement(

@@ -159,7 +159,6 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
         ({}, "triton-int-grouped"),
         ({"grid": "table"}, "triton-table-grouped"),
         ({"grid": "fp8", "bits": 8}, "triton-fp8-grouped"),
-        ({"grid": "ternary", "bits": 2, "group_size": 256}, "triton-ternary"),
         ({"bits": 8, "activation": "int8", "group_size": 256}, "triton-w8a8"),
         ({"bits": 4, "activation": "int8"}, "reference"),
     ],
@@ -177,7 +176,7 @@ VECTORS = [
     {"bits": 3, "group": 64}, {"bits": 8, "group": 256},
     {"bits": 4, "group": 32, "symmetric": False, "minima": True, "superblock": 256},
     {"bits": 2, "group": 16, "symmetric": False, "minima": True, "superblock": 256, "lower": "pairs"},
-    {"grid": "ternary", "bits": 2, "group": 256},
+    {"bits": 2, "group": 256},
 ]  # fmt: skip
 
 

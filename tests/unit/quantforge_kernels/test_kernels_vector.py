@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import reference
 from quantforge_kernels.cpu import features, many_rows, packed_integers
-from quantforge_kernels.cpu.lane_layout import cut, from_lanes, to_lanes, widths_of
+from quantforge_kernels.cpu.lane_layout import cut, from_lanes, to_lanes
+from quantforge_kernels.layout import WIDTHS
 from quantforge_kernels.select import failure, select
-from tests.triton_kernels import FORMS, TERNARY, problem, weights
+from tests.triton_kernels import FORMS, problem, weights
 
 pytestmark = pytest.mark.skipif(
     features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
 )
 INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int") == "int"}
-INTEGERS["ternary"] = TERNARY
 
 
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
@@ -51,7 +51,7 @@ def test_products_equal_the_formula(name, rows):
     )  # float16 keeps 11 bits: 2^-12 of the result, and of decoded weights
 
 
-@pytest.mark.parametrize("name", ["int4", "q6_k", "ternary"])
+@pytest.mark.parametrize("name", ["int4", "q6_k"])
 @pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
 def test_all_vectors_compute_the_same(name, feature, monkeypatch):
 
@@ -81,7 +81,7 @@ def test_threads_do_not_change_a_bit(rows):
     assert torch.equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("name", ["int4", "q4_k", "ternary"])
+@pytest.mark.parametrize("name", ["int4", "q4_k"])
 def test_a_row_has_the_same_bits_beside_any_others(name, monkeypatch):
     monkeypatch.setattr(many_rows, "_native", lambda _dtype: False)  # no row is torch's
     # 109 rows: strips of 32, groups of 8 and of 4, and one; threads take pieces of them.
@@ -145,7 +145,7 @@ def test_preparing_can_be_undone(name):
     st.sampled_from([8, 16]),
 )  # fmt: skip
 def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
-    widths = widths_of("int", bits)
+    widths = WIDTHS[bits]
     blocks = cut(widths, groups * group, group, 0, lanes)
     assert blocks is not None
     assert group % blocks.block == 0
@@ -154,27 +154,6 @@ def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
     assert torch.equal(from_lanes(planes, widths, blocks, rows, groups * group), codes)
     filled = (rows + -rows % lanes) * (groups * group + -(groups * group) % blocks.unit)
     assert sum(plane.nbytes for plane in planes) == filled * bits // 8
-
-
-@pytest.mark.parametrize("lanes", [8, 16])
-@pytest.mark.parametrize(("columns", "group"), [(768, 256), (96, 32), (240, 48), (1024, 1024)])
-def test_ternary_codes_take_thirteen_words_for_256(columns, group, lanes):
-    widths = widths_of("ternary", 2)
-    blocks = cut(widths, columns, group, 0, lanes)
-    codes = torch.randint(0, 3, (19, columns), dtype=torch.uint8)
-    (plane,) = to_lanes(codes, widths, blocks)
-    assert torch.equal(from_lanes([plane], widths, blocks, 19, columns), codes)
-    units = -(-columns // blocks.unit)
-    words = -(-blocks.unit // 20)
-    assert plane.shape == (-(-19 // lanes), units * words, lanes)
-    assert blocks.unit == 256 or group == 48
-    task = problem(shape=(19, columns), dtype=torch.bfloat16, **TERNARY | {"group": group})
-    codes, parameters = weights(task)
-    weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
-    for rows in (1, 70):
-        x = torch.randn(rows, columns).bfloat16()
-        y = packed_integers.matmul(x, packed_integers.prepare(codes, parameters, task), task)
-        assert error(y, x, weight) < 5e-3
 
 
 def test_columns_that_fill_no_unit_are_padded():
@@ -216,7 +195,7 @@ def rounded_octets(x: torch.Tensor, block: int) -> torch.Tensor:
     return ((parts / step).round() * step).flatten(1)
 
 
-@pytest.mark.parametrize("name", [name for name in INTEGERS if name != "ternary"])
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("feature", features.FEATURES)
 @pytest.mark.parametrize("rows", [1, 3, 20, 70])
 def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypatch):
