@@ -12,7 +12,7 @@ leaves its group of columns, so that it is multiplied by one scale. That asks fo
 divides the group: the largest power of two up to 128 that does. Groups whose power of two is too
 small for a whole word take chunks of 128, and the kernel a scale per column (slow, and right).
 
-Rows are padded to whole chunks and to 16 bytes. `to_planes` and `from_planes` are inverses.
+Rows are padded to whole chunks and to 16 bytes.
 """
 
 from __future__ import annotations
@@ -47,17 +47,3 @@ def to_planes(codes: Tensor, bits: int, chunk: int) -> list[Tensor]:
         planes.append(torch.nn.functional.pad(words, (0, -words.shape[1] % 4)).contiguous())
         low += width
     return planes
-
-
-def from_planes(planes: list[Tensor], bits: int, chunk: int, columns: int) -> Tensor:
-    """Return the uint8 codes ``[out, columns]`` of `to_planes`."""
-    rows, chunks = len(planes[0]), -(-columns // chunk)
-    codes = torch.zeros(rows, chunks * chunk, dtype=torch.uint8, device=planes[0].device)
-    low = 0
-    for plane, width in zip(planes, WIDTHS[bits], strict=True):
-        fields, words = 32 // width, chunk * width // 32
-        part = plane[:, : chunks * words].view(rows, chunks, words)
-        values = [(part >> (width * field)) & (2**width - 1) for field in range(fields)]
-        codes |= torch.stack(values, dim=2).view(rows, -1).byte() << low
-        low += width
-    return codes[:, :columns]

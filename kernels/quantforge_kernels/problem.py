@@ -13,7 +13,7 @@ fp8 in tiles, and GGML's types of 4, 5, 8 bits, its K-quants and its ternary one
 
 A `Problem` says everything on which the choice of a kernel may depend; every kernel multiplies any
 number of rows of activations. A `Kernel` says which
-problems it solves, re-lays the weights once, at load (``prepare``, undone by ``restore``), and then
+problems it solves, re-lays the weights once, at load (``prepare``), and then
 multiplies from its own layout (``matmul``). This package speaks plain tensors only, and knows
 nothing of files, schemes or models.
 """
@@ -30,7 +30,6 @@ from torch import Tensor
 
 Packed = Mapping[str, Tensor]
 Parameters = Mapping[str, Tensor]
-Weights = tuple[Tensor, Parameters]
 GRIDS = ("int", "table", "fp8", "e5m2")
 LOWER = ("", "pairs", "e4m3")
 LOWER_LEVEL = frozenset({"scales", "mins"})
@@ -98,8 +97,6 @@ class Kernel:
             below ``d``; see `narrowed`), ``zeros`` (uint8) or ``mins``, all ``[ceil(out / tile_rows), groups]``;
             ``d`` and ``dmin`` ``[out, in / superblock]``; ``table`` float32 ``[16]``.
         matmul: ``(x [rows, in], packed, problem) -> y [rows, out]``, in the type of ``x``.
-        restore: ``(packed, problem) -> (codes, parameters)``, the inverse of ``prepare``; None
-            where a kernel cannot fail and is never left again.
         rows_apart: packed weights lie one after the other by so many rows; those of a multiple of
             it can be joined to one.
     """
@@ -108,7 +105,6 @@ class Kernel:
     accepts: Callable[[Problem], bool]
     prepare: Callable[[Tensor, Parameters, Problem], Packed]
     matmul: Callable[[Tensor, Packed, Problem], Tensor]
-    restore: Callable[[Packed, Problem], Weights] | None = None
     rows_apart: int = 1
 
 

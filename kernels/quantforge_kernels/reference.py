@@ -25,7 +25,6 @@ from quantforge_kernels.problem import (
     Packed,
     Parameters,
     Problem,
-    Weights,
     narrowed,
     wide,
     widened,
@@ -69,7 +68,7 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     return packed | {name: value.contiguous() for name, value in held.items()}
 
 
-def restore(packed: Packed, problem: Problem) -> Weights:
+def restore(packed: Packed, problem: Problem) -> tuple[Tensor, Parameters]:
     """Undo `prepare`, for a kernel that is to multiply in the place of this one."""
     codes = _codes(packed, problem, slice(None)).contiguous()
     held = {name: value for name, value in packed.items() if not name.startswith("codes")}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantforge_kernels import layers, reference
 from quantforge_kernels.attention import Scores, attend
-from quantforge_kernels.cpu import packed_integers, torch_operators
+from quantforge_kernels.cpu import packed_integers
 from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners, by_matrix
 from quantforge_kernels.kv import PAGE, Store
@@ -28,8 +28,6 @@ KERNELS: tuple[Kernel, ...] = (
     plane_products.FLOAT8,
     packed_integers.OF_OCTETS,
     packed_integers.KERNEL,
-    torch_operators.INT4,
-    torch_operators.INT8,
     reference.KERNEL,
 )
 GROUPED: tuple[GroupedKernel, ...] = (*plane_products.GROUPED, *packed_integers.GROUPED)

@@ -33,7 +33,6 @@ from quantforge.runtime.linear import PackedLinear, multiply, ranks_of
 from quantforge.runtime.packed_experts import waits
 from quantforge.runtime.ragged import RaggedBatch, Span, Taps, attend_many
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of, queries_of, width_of
-from quantforge_kernels import reference
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.layers import add_bias, add_norm, gelu_gate, linear, rotate, silu_gate
 
@@ -476,12 +475,10 @@ def joinable(parts: Sequence[nn.Module]) -> bool:
         return False
     problems = {replace(part.problem, out_features=0) for part in packed}
     names = {tuple(part.packed) for part in packed}
-    chosen = packed[0].chosen
-    by_rows = chosen is reference.KERNEL or chosen.restore is not None
-    apart = max(chosen.rows_apart, packed[0].problem.tile_rows)
+    apart = max(packed[0].chosen.rows_apart, packed[0].problem.tile_rows)
     whole = all(part.problem.out_features % apart == 0 for part in packed)
     plain = all(part.takes_plain_input for part in packed)
-    return len(problems) == len(names) == 1 and by_rows and whole and plain
+    return len(problems) == len(names) == 1 and whole and plain
 
 
 def _joined(module: Any, *names: str) -> Joined | None:

@@ -189,7 +189,7 @@ class PackedLinear(PackedWeights):
     def _prepared(self, weight: KernelWeight) -> Packed:
         """Prepare the weight and try the kernel; where it fails, the reference takes the weight (`failure`: why)."""
         packed = self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
-        if self.chosen.restore is None:
+        if self.chosen is reference.KERNEL:
             return packed
         self.failure = failure(self.chosen, packed, weight.problem)
         if self.failure is None:

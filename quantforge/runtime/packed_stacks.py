@@ -86,7 +86,7 @@ class PackedStack(PackedWeights):
 
     def _tried(self, first: KernelWeight) -> str | None:
         """Return why the kernel fails on the first matrix alone; None where it does not."""
-        if self.chosen.layout.restore is None:
+        if self.chosen.layout is reference.KERNEL:
             return None
         alone = replace(self.problem, matrices=1)
         packed = stack(iter([(first.codes, first.parameters)]), alone, self.chosen)

@@ -15,5 +15,4 @@ In this folder:
     packed_integers   Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits
     program_cache     Compiled programs on disk: what one process compiled the next one loads
     recording         A list of programs to be run again: what a CUDA graph is to a GPU, for a processor
-    torch_operators   torch's own CPU operators for packed weights, in bfloat16
 """

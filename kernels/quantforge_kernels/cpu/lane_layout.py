@@ -9,8 +9,7 @@ ones:
 
 so that field ``f`` of all four bytes is four neighbours. Seen as two halves, the same word gives the columns 0 and 2
 of such four, and then 1 and 3: `IN_PAIRS`. Parameters are ``[tiles, groups, lanes]``.
-Missing rows, and columns up to a whole `Blocks.unit`, are zeros. `to_lanes` and `from_lanes` are
-inverses, as are `tiled` and `untiled`.
+Missing rows, and columns up to a whole `Blocks.unit`, are zeros.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from math import lcm
 
 import torch
 from torch import Tensor
-
-from quantforge_kernels.layout import WIDTHS
 
 LONGEST_BLOCK = 64  # 128 would fit a 32-bit sum of products of 8 and 16 bits, but LLVM does worse by the longer loop
 LONGEST_UNIT = 512
@@ -152,33 +149,8 @@ def to_lanes(codes: Tensor, widths: tuple[int, ...], blocks: Blocks) -> list[Ten
     return planes
 
 
-def from_lanes(
-    planes: list[Tensor], widths: tuple[int, ...], blocks: Blocks, rows: int, columns: int
-) -> Tensor:
-    """Return the uint8 codes ``[rows, columns]`` of `to_lanes`."""
-    codes: Tensor | None = None
-    low = 0
-    for plane, width in zip(planes, widths, strict=True):
-        words = plane.transpose(1, 2)
-        fields = [
-            (words >> (width * field + 8 * octet)) & (2**width - 1)
-            for field in range(8 // width)
-            for octet in range(4)
-        ]
-        part = torch.stack(fields, dim=-1).flatten(2).flatten(0, 1).byte() << low
-        codes = part if codes is None else codes | part
-        low += width
-    assert codes is not None
-    return codes[:rows, :columns].contiguous()
-
-
 def tiled(parameter: Tensor, lanes: int, groups: int) -> Tensor:
     """Lay ``[out, groups]`` out as ``[tiles, groups, lanes]``, padded with zeros."""
     rows, given = parameter.shape
     padded = torch.nn.functional.pad(parameter, (0, groups - given, 0, -rows % lanes))
     return padded.view(-1, lanes, groups).transpose(1, 2).contiguous()
-
-
-def untiled(parameter: Tensor, rows: int, groups: int) -> Tensor:
-    """Return the ``[rows, groups]`` of `tiled`."""
-    return parameter.transpose(1, 2).flatten(0, 1)[:rows, :groups].contiguous()

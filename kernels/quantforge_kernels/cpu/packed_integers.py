@@ -27,10 +27,8 @@ from quantforge_kernels.cpu.lane_layout import (
     Blocks,
     Form,
     cut,
-    from_lanes,
     tiled,
     to_lanes,
-    untiled,
 )
 from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, grouped_form
 from quantforge_kernels.layout import WIDTHS
@@ -39,9 +37,7 @@ from quantforge_kernels.problem import (
     Packed,
     Parameters,
     Problem,
-    Weights,
     narrowed,
-    widened,
 )
 
 if TYPE_CHECKING:
@@ -125,19 +121,6 @@ def _groups(problem: Problem, blocks: Blocks) -> int:
     """Return the groups of a row that is filled up to whole units."""
     units = -(-problem.in_features // blocks.unit)
     return -(-units * blocks.unit // problem.group_size)
-
-
-def restore(packed: Packed, problem: Problem) -> Weights:
-    """Undo `prepare`."""
-    rows, columns = problem.out_features, problem.in_features
-    widths = WIDTHS[problem.bits]
-    planes = [packed[f"codes{i}"] for i in range(len(widths))]
-    parameters = {
-        name: untiled(value, rows, problem.groups if name in _PER_GROUP else value.shape[1])
-        for name, value in widened(packed, problem).items()
-        if not name.startswith("codes")
-    }
-    return from_lanes(planes, widths, _cut(problem), rows, columns), parameters
 
 
 def form_of(problem: Problem, stored: Stored, name: str) -> Form:
@@ -302,7 +285,7 @@ def grouped_matmul(x: Tensor, owners: Owners, packed: Packed, problem: GroupedPr
     return y[:, : problem.each.out_features]
 
 
-KERNEL = Kernel("llvm-int", accepts, prepare, matmul, restore, rows_apart=16)
-OF_OCTETS = Kernel("llvm-int8", accepts_octets, prepare, matmul, restore, rows_apart=16)
+KERNEL = Kernel("llvm-int", accepts, prepare, matmul, rows_apart=16)
+OF_OCTETS = Kernel("llvm-int8", accepts_octets, prepare, matmul, rows_apart=16)
 _GATHERED = by_matrix(KERNEL)
 GROUPED = (grouped_form(OF_OCTETS, grouped_matmul), grouped_form(KERNEL, grouped_matmul))

@@ -20,7 +20,6 @@ from quantforge_kernels.problem import (
     Packed,
     Parameters,
     Problem,
-    Weights,
     has_triton,
     knows_float8,
 )
@@ -47,13 +46,6 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Keep the codes a byte each, rows padded to 16 bytes with zeros."""
     signed = (codes ^ 0x80) if problem.grid == "int" else codes
     return {"codes": _padded(signed), "scales": parameters["scales"].contiguous()}
-
-
-def restore(packed: Packed, problem: Problem) -> Weights:
-    """Undo `prepare`."""
-    codes = packed["codes"][:, : problem.in_features]
-    codes = codes ^ 0x80 if problem.grid == "int" else codes
-    return codes, {"scales": packed["scales"]}
 
 
 def _padded(codes: Tensor) -> Tensor:
@@ -102,4 +94,4 @@ def _scaled_matmul(
     return out
 
 
-KERNEL = Kernel("triton-w8a8", accepts, prepare, matmul, restore)
+KERNEL = Kernel("triton-w8a8", accepts, prepare, matmul)

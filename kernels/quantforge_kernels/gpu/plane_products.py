@@ -29,7 +29,7 @@ from quantforge_kernels.grouped import (
     Owners,
     grouped_form,
 )
-from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, from_planes, to_planes
+from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, to_planes
 from quantforge_kernels.problem import (
     GRIDS,
     LOWER,
@@ -37,11 +37,9 @@ from quantforge_kernels.problem import (
     Packed,
     Parameters,
     Problem,
-    Weights,
     has_triton,
     narrowed,
     power_of_two,
-    widened,
 )
 
 MOST_ROWS = 64
@@ -83,14 +81,6 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     if "table" in held:
         held["table"] = held["table"].clone()  # a tensor of its own is aligned, see `table_value`
     return {f"words{i}": plane for i, plane in enumerate(planes)} | held
-
-
-def restore(packed: Packed, problem: Problem) -> Weights:
-    """Undo `prepare`."""
-    columns, _ = chunk(problem)
-    codes = from_planes(_planes(packed), problem.bits, columns, problem.in_features)
-    parameters = {name: value for name, value in packed.items() if not name.startswith("words")}
-    return codes, widened(parameters, problem)
 
 
 def _planes(packed: Packed) -> list[Tensor]:
@@ -357,7 +347,7 @@ def _pointers(planes: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> list[T
     return [*words, *(tensors.get(name, tensors["scales"]) for name in names)]
 
 
-INTEGERS = Kernel("triton-int", accepts_integers, prepare, matmul, restore)
-TABLES = Kernel("triton-table", accepts_tables, prepare, matmul, restore)
-FLOAT8 = Kernel("triton-fp8", accepts_float8, prepare, matmul, restore)
+INTEGERS = Kernel("triton-int", accepts_integers, prepare, matmul)
+TABLES = Kernel("triton-table", accepts_tables, prepare, matmul)
+FLOAT8 = Kernel("triton-fp8", accepts_float8, prepare, matmul)
 GROUPED = tuple(grouped_form(kernel, grouped_matmul) for kernel in (INTEGERS, TABLES, FLOAT8))

@@ -159,13 +159,7 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
             return step(ids[:, 2]).clone()
 
     wanted = steps()
-    kernel = Kernel(
-        "triton",
-        lambda _: True,
-        plane_products.prepare,
-        plane_products.matmul,
-        plane_products.restore,
-    )
+    kernel = Kernel("triton", lambda _: True, plane_products.prepare, plane_products.matmul)
     monkeypatch.setattr(linear, "select", lambda _problem: kernel)
     monkeypatch.setattr(runtime, "attend", attend_fused)
     monkeypatch.setattr(runtime, "add_norm", layers.add_norm_fused)

@@ -11,11 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from quantforge_kernels import reference
-from quantforge_kernels.cpu import torch_operators
 from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.gpu import launching as configuration
 from quantforge_kernels.gpu.launching import Configuration
-from quantforge_kernels.layout import chunk_of, from_planes, to_planes
+from quantforge_kernels.layout import WIDTHS, chunk_of, to_planes
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
 from tests.triton_kernels import (
@@ -41,6 +40,17 @@ def run(task: Problem, rows: int = 1):
     assert y.shape == (rows, task.out_features)
     assert y.dtype == task.dtype
     return relative_error(y, expected(task, given, x))
+
+
+def from_planes(planes, bits, chunk, columns):
+    """The codes ``[out, columns]`` of `to_planes`."""
+    rows, chunks, codes, low = len(planes[0]), -(-columns // chunk), 0, 0
+    for plane, width in zip(planes, WIDTHS[bits], strict=True):
+        part = plane[:, : chunks * chunk * width // 32].view(rows, chunks, -1)
+        values = [(part >> (width * field)) & (2**width - 1) for field in range(32 // width)]
+        codes = codes | torch.stack(values, dim=2).view(rows, -1).byte() << low
+        low += width
+    return codes[:, :columns]
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -137,27 +147,6 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
     held = plane_products.prepare(codes, scales, task)
     found = plane_products.decode([held["words0"]], held, task, torch.float32)
     assert torch.equal(found, codes.view(reference.FLOAT8[grid]).float())
-
-
-EIGHT_BITS = ("int8 per row", "fp8", "fp8 in tiles")
-
-
-@pytest.mark.parametrize(
-    ("form", "module"),
-    [
-        *((form, plane_products) for form in FORMS),
-        *((form, eight_bit_products) for form in EIGHT_BITS),
-    ],
-)
-def test_repacking_is_undone_to_the_bit(form, module):
-    task = problem(**FORMS[form], shape=(7, 256))
-    codes, parameters = weights(task)
-    again, kept = module.restore(module.prepare(codes, parameters, task), task)
-    assert torch.equal(again, codes)
-    assert kept.keys() == parameters.keys()
-    for name, value in parameters.items():
-        assert kept[name].dtype == value.dtype
-        assert torch.equal(kept[name].view(torch.uint8), value.view(torch.uint8))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -278,8 +267,6 @@ def test_eight_bit_products(rows, grid, shape, group, tile_rows):
         assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
         unquantized = expected(problem(grid, 8, group, True, shape, tile_rows), given, x)
         assert relative_error(y, unquantized) > 1e-3  # x was quantized
-    again = eight_bit_products.restore(held, task)
-    assert torch.equal(again[0], given[0])
 
 
 @pytest.mark.parametrize(
@@ -309,7 +296,6 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
         task = Problem(48, 256, 4, 128, True, torch.bfloat16, "cpu", grid, 1, activation)
         assert select(task).name == "reference"
     assert KERNELS[-1] is reference.KERNEL
-    assert torch_operators.INT4 in KERNELS
 
 
 def test_tuned_configurations_are_read_back_and_used(monkeypatch):

@@ -71,13 +71,7 @@ def test_little_is_added_to_the_bytes_of_the_file(text):
 def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))
-    kernel = Kernel(
-        "triton",
-        lambda _: True,
-        plane_products.prepare,
-        plane_products.matmul,
-        plane_products.restore,
-    )
+    kernel = Kernel("triton", lambda _: True, plane_products.prepare, plane_products.matmul)
     monkeypatch.setattr(linear, "select", lambda _: kernel)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
     assert layer.kernel == "triton"
@@ -89,9 +83,7 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
     def broken(*_):
         raise RuntimeError("ptxas: no such register\nand more")
 
-    kernel = Kernel(
-        "triton-int", lambda _: True, plane_products.prepare, broken, plane_products.restore
-    )
+    kernel = Kernel("triton-int", lambda _: True, plane_products.prepare, broken)
     tensor = rounded("int4:g128:sym:f16")
     monkeypatch.setattr(linear, "select", lambda _: kernel)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
