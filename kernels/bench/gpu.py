@@ -29,7 +29,6 @@ from triton.errors import TritonError
 
 from quantforge_kernels import attention, kv, reference
 from quantforge_kernels.gpu import eight_bit_products, plane_products
-from quantforge_kernels.gpu.launching import Configuration
 from quantforge_kernels.kv_runs import KINDS
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
@@ -140,7 +139,7 @@ def same_bits(dtype: torch.dtype) -> bool:
     results = [
         plane_products.launch(
             "matvec", x, [held["words0"]], held, task,
-            Configuration(8, 1024, 1, 1), mode,
+            plane_products.Tile(8, 1024, 1, 1), mode,
         )
         for mode in (1, 2)
     ]  # fmt: skip

@@ -25,7 +25,6 @@ EXCEPTIONS = {
     ("quantforge.planning.recipe_options", "known[text].read_text"): "data of the package",
     ("quantforge.packers.lattices.points", "numpy.fromfile"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
-    ("quantforge_kernels.gpu.launching", "file.read_text"): "data of the package",
     ("quantforge_kernels.cpu.program_cache", "os.open"): "this user's own folder, checked",
     ("quantforge_kernels.cpu.program_cache", "os.fdopen"): "likewise, with a limit",
     ("quantforge_calibration.readers", "ParquetFile"): "is given an open file",

@@ -7,9 +7,6 @@ arithmetic, the reference computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 
@@ -54,29 +51,9 @@ def _padded(codes: Tensor) -> Tensor:
 
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     """Quantize the rows of ``x`` and multiply."""
-    y: Tensor = operator()(
-        x, packed["codes"], packed["scales"], problem.grid, problem.group_size, problem.tile_rows
-    )
-    return y
-
-
-@cache
-def operator() -> Callable[..., Tensor]:
-    """Register ``quantforge::scaled_matmul``."""
-    operation = torch.library.custom_op(
-        "quantforge::scaled_matmul", _scaled_matmul, mutates_args=()
-    )
-    operation.register_fake(
-        lambda x, codes, _scales, _grid, _group, _tile: x.new_empty(x.shape[0], codes.shape[0])
-    )
-    return operation
-
-
-def _scaled_matmul(
-    x: Tensor, codes: Tensor, scales: Tensor, grid: str, group: int, tile_rows: int
-) -> Tensor:
     from quantforge_kernels.gpu.eight_bits import eight_bit_kernel
 
+    codes, scales, grid, group = packed["codes"], packed["scales"], problem.grid, problem.group_size
     (tokens, columns), rows = x.shape, len(codes)
     out = x.new_empty(tokens, rows)
     if tokens == 0:
@@ -88,7 +65,7 @@ def _scaled_matmul(
         eight_bit_kernel, (-(-rows // 64), -(-tokens // 16)),
         quantized, x_scales, codes.view(_DTYPES[grid]), scales, out,
         tokens, rows, columns, codes.shape[1] // _ALIGNED, scales.shape[1],
-        GROUP=max(group, 1), TILE_ROWS=tile_rows, BLOCK_M=16, BLOCK_N=64, BLOCK_K=block_k,
+        GROUP=group, TILE_ROWS=problem.tile_rows, BLOCK_M=16, BLOCK_N=64, BLOCK_K=block_k,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -16,13 +16,13 @@ graph holds it all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from quantforge_kernels.gpu.launching import Configuration, configure, launch_kernel
+from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.grouped import (
     GroupedProblem,
     OwnedRows,
@@ -46,7 +46,17 @@ MOST_ROWS = 64
 ONE_BY_ONE = 16  # pairs, or as many as a quarter of the matrices: then few of them share an owner
 SLAB_BYTES = 64 << 20  # of decoded weights, when there are many rows
 _NOT_FINITE = {"fp8": 0x7F, "e5m2": 0x7C}  # the least such byte without its sign
-_ORDER = ("scales", "d", "zeros", "mins", "dmin", "table")
+PROGRAMS = 8 * 132  # wanted: enough warps to keep the memory of a large GPU busy
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows and columns that a program works off at a time, its warps, and how many programs share the columns."""
+
+    block_n: int
+    block_k: int
+    warps: int
+    split: int
 
 
 def accepts_integers(problem: Problem) -> bool:
@@ -83,61 +93,21 @@ def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     return {f"words{i}": plane for i, plane in enumerate(planes)} | held
 
 
-def _planes(packed: Packed) -> list[Tensor]:
-    return [packed[f"words{i}"] for i in range(3) if f"words{i}" in packed]
-
-
 def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     """Multiply ``x`` ``[rows, in]``."""
-    parameters = [packed[name] for name in _ORDER if name in packed]
-    names = [name for name in _ORDER if name in packed]
-    y: Tensor = operator()(
-        x.contiguous(), _planes(packed), parameters, ",".join(names), problem.out_features,
-        problem.grid, problem.bits, problem.group_size, problem.symmetric, problem.tile_rows,
-        problem.minima, problem.superblock, problem.lower,
-    )  # fmt: skip
-    return y
-
-
-@cache
-def operator() -> Callable[..., Tensor]:
-    """Register ``quantforge::packed_matmul``, opaque to `torch.compile`, with a shape rule."""
-    operation = torch.library.custom_op(
-        "quantforge::packed_matmul", _packed_matmul, mutates_args=()
-    )
-    operation.register_fake(
-        lambda x, _planes, _parameters, _names, rows, *_: x.new_empty(x.shape[0], rows)
-    )
-    return operation
-
-
-def _packed_matmul(
-    x: Tensor,
-    planes: Sequence[Tensor],
-    parameters: Sequence[Tensor],
-    names: str,
-    out_features: int,
-    grid: str,
-    bits: int,
-    group: int,
-    symmetric: bool,
-    tile_rows: int,
-    minima: bool,
-    superblock: int,
-    lower: str,
-) -> Tensor:
-    problem = Problem(
-        out_features, x.shape[1], bits, group, symmetric, x.dtype, x.device.type, grid, tile_rows,
-        minima=minima, superblock=superblock, lower=lower,
-    )  # fmt: skip
-    tensors = dict(zip(names.split(","), parameters, strict=True))
     if len(x) == 0:
-        return x.new_empty(0, out_features)
+        return x.new_empty(0, problem.out_features)
+    x, (planes, tensors) = x.contiguous(), parts(packed)
     if len(x) > MOST_ROWS:
         return _by_slabs(x, planes, tensors, problem)
     kernel = "matvec" if len(x) == 1 else "rows"
-    tile = tile_of(kernel, problem, x.device)
-    return launch(kernel, x, planes, tensors, problem, tile)
+    return launch(kernel, x, planes, tensors, problem, tile_of(kernel, problem))
+
+
+def parts(packed: Packed) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the planes of a packed weight, and its parameters by their names."""
+    planes = [packed[f"words{i}"] for i in range(3) if f"words{i}" in packed]
+    return planes, {name: value for name, value in packed.items() if not name.startswith("words")}
 
 
 def _by_slabs(
@@ -171,18 +141,15 @@ def launch_grouped(
     """Launch one of the two kernels, with the tile that is configured for it."""
     pairs, task = len(owners.pairs), problem.each
     strips = pairs if kernel == "matvec" else -(-pairs // strip_of(pairs, owners.matrices))
-    tile = tile_of(kernel, task, x.device, strips)
-    planes, tensors = flat(packed)
-    return launch(kernel, OwnedRows(x.contiguous(), owners), planes, tensors, task, tile)
+    tile = tile_of(kernel, task, strips)
+    return launch(kernel, OwnedRows(x.contiguous(), owners), *parts(flat(packed)), task, tile)
 
 
-def flat(packed: Packed) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the planes and the parameters of all matrices as those of one taller matrix."""
-    rows = {
+def flat(packed: Packed) -> dict[str, Tensor]:
+    """Return the matrices as one taller matrix."""
+    return {
         name: value.flatten(0, 1) if value.dim() > 2 else value for name, value in packed.items()
     }
-    planes = [rows[f"words{i}"] for i in range(3) if f"words{i}" in rows]
-    return planes, {name: value for name, value in rows.items() if not name.startswith("words")}
 
 
 def strip_of(pairs: int, matrices: int) -> int:
@@ -227,10 +194,25 @@ def least_tile(kernel: str, problem: Problem) -> int:
     return columns if kernel == "matvec" else max(columns, 16 * 32 // min(WIDTHS[problem.bits]))
 
 
-def tile_of(kernel: str, problem: Problem, device: torch.device, strips: int = 0) -> Configuration:
-    """Return the tile that is configured for a kernel; ``strips`` as `configure` takes them."""
-    size, least = (problem.out_features, problem.in_features), least_tile(kernel, problem)
-    return configure(kernel, size, problem.bits, problem.group_size, least, device, strips)
+def tile_of(kernel: str, problem: Problem, strips: int = 1) -> Tile:
+    """Return the tile of a program: small ones, so that a layer makes several programs for each multiprocessor.
+
+    The columns of a narrow layer are split among programs.
+
+    Args:
+        kernel: ``matvec`` or ``rows``.
+        problem: the product with one matrix.
+        strips: of a grouped product, the pairs or the strips of pairs that are multiplied beside each other.
+    """
+    least, columns = least_tile(kernel, problem), problem.in_features
+    block_n, warps, widest = (8, 1, 1024) if kernel == "matvec" else (64, 2, 128)
+    block_k = max(least, min(widest, power_of_two(columns)))
+    inside = min(widest, problem.group_size & -problem.group_size)  # in one group: the cheapest
+    if kernel == "rows" and least <= inside:
+        block_k = inside
+    alone = -(-problem.out_features // block_n) * warps * strips
+    split = max(1, min(PROGRAMS // alone, -(-columns // block_k)))
+    return Tile(block_n, block_k, warps, split)
 
 
 def mode_of(dtype: torch.dtype, device: torch.device) -> int:
@@ -246,7 +228,7 @@ def launch(
     planes: Sequence[Tensor],
     tensors: Mapping[str, Tensor],
     problem: Problem,
-    tile: Configuration,
+    tile: Tile,
     mode: int | None = None,
 ) -> Tensor:
     """Launch ``matvec`` or ``rows`` and add up the splits.

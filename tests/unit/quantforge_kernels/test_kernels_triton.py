@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from quantforge_kernels import reference
 from quantforge_kernels.gpu import eight_bit_products, plane_products
-from quantforge_kernels.gpu import launching as configuration
-from quantforge_kernels.gpu.launching import Configuration
 from quantforge_kernels.layout import WIDTHS, chunk_of, to_planes
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
@@ -201,7 +199,7 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
     task = problem("int", 4, 64, False, (37, 1600))
     given, x = weights(task), activations(task, 1 if kernel == "matvec" else 5)
     held = plane_products.prepare(*given, task)
-    y = plane_products.launch(kernel, x, [held["words0"]], held, task, Configuration(*tile))
+    y = plane_products.launch(kernel, x, [held["words0"]], held, task, plane_products.Tile(*tile))
     assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
 
 
@@ -220,7 +218,7 @@ def test_exponents_stand_for_codes(bits, symmetric):
             words,
             held,
             task,
-            Configuration(8, 256, 1, 2),
+            plane_products.Tile(8, 256, 1, 2),
             mode,
         )
         for mode in ((0, 1) if DEVICE == "cpu" else (0, 1, 2))
@@ -298,22 +296,10 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
     assert KERNELS[-1] is reference.KERNEL
 
 
-def test_tuned_configurations_are_read_back_and_used(monkeypatch):
-    name = configuration.key("matvec", 4, 128, 4096, 4096)
-    entries = {name: Configuration(4, 2048, 2, 3)}
-    text = configuration.save(entries)
-    assert configuration.parse(text) == entries
-    monkeypatch.setattr(configuration, "_tuned", lambda _device: configuration.parse(text))
-    chosen = configuration.configure("matvec", (4096, 4096), 4, 128, 128, torch.device("cpu"))
-    assert chosen == Configuration(4, 2048, 2, 3)
-    other = configuration.configure("matvec", (4096, 8192), 4, 128, 128, torch.device("cpu"))
-    assert other == Configuration(8, 1024, 1, 2)
-
-
 @pytest.mark.parametrize("kernel", ["matvec", "rows"])
 @pytest.mark.parametrize("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)])
-def test_sensible_configurations(kernel, shape):
-    chosen = configuration.configure(kernel, shape, 4, 128, 128, torch.device("cpu"))
+def test_sensible_tiles(kernel, shape):
+    chosen = plane_products.tile_of(kernel, problem("int", 4, 128, True, shape))
     assert chosen.block_k >= 128
     assert chosen.block_k & (chosen.block_k - 1) == 0
     assert 1 <= chosen.split <= max(1, -(-shape[1] // chosen.block_k))
