@@ -50,27 +50,7 @@ def attend(
     plain = [store.codes for store in (keys, values) if not store.kind]
     if layer_launchers.accepts_cache(q.shape[2], (keys.kind, values.kind), q, *plain):
         return layer_launchers.attend(q, keys, values, table, lengths, scores)
-    least, most = (int(value) for value in lengths.aminmax())
-    if least < most or scores.cap:
-        return attend_plain(q, keys, values, table, lengths, scores)
-    return attend_even(q, keys, values, table, most, scores)
-
-
-def attend_even(
-    q: Tensor, keys: Store, values: Store, table: Tensor, length: int, scores: Scores
-) -> Tensor:
-    """Compute `attend` where every sequence has ``length`` tokens and scores are not capped.
-
-    Nothing has to be masked. torch's own operator took longer than all of this (bfloat16, a processor without AMX).
-    """
-    seen = slice(max(0, length - scores.window) if scores.window else 0, length)
-    k, v = (
-        _gather(store, table[:, : -(-length // PAGE)], q.dtype)[:, seen].float().transpose(1, 2)
-        for store in (keys, values)
-    )
-    grouped = q.view(len(q), k.shape[1], -1, q.shape[2]).float()
-    weight = torch.matmul(grouped * scores.scale, k.transpose(2, 3)).softmax(-1)
-    return torch.matmul(weight, v).view_as(q).to(q.dtype)
+    return attend_plain(q, keys, values, table, lengths, scores)
 
 
 def attend_plain(
