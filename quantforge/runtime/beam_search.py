@@ -10,8 +10,8 @@ others continue. A finished one gives way to a better one. The search is over af
 * ``True``: when ``beams`` are finished, or as above;
 * ``"never"``: as ``False``, scored at the greatest length where a positive penalty favours length.
 
-With one beam the greedy continuation is found. The cache follows: the row of a beam becomes a copy of the one that it
-continues, from where they differ.
+With one beam the greedy continuation is found. The cache follows: after the prompt, the row of a beam becomes a copy of
+the one that it continues.
 """
 
 from __future__ import annotations
@@ -65,13 +65,12 @@ def beam_search(
     Raises:
         InputError: logits that are no numbers; a vocabulary with too few tokens for so many beams.
     """
-    search = _Search(options, new_tokens, stop, len(ids))
+    search = _Search(options, new_tokens, stop)
     prompts = torch.tensor([list(ids)] * options.beams, device=engine.device)
     logits = engine.start(prompts, new_tokens).float()[:1]  # the beams are still the same
     while (parents := search.advance(logits)) is not None:
         on_step(options.beams)
-        length = len(ids) + search.length - 1
-        engine.reorder(parents, search.same_up_to(parents, length))
+        engine.reorder(parents, len(ids))
         last = [beam.tokens[-1] for beam in search.running]
         logits = engine.step(torch.tensor(last, device=engine.device)).float()
     on_step(options.beams)
@@ -80,21 +79,14 @@ def beam_search(
 
 @dataclass(slots=True)
 class _Search:
-    """State of a search: running and finished beams, and up to where rows of the cache are the same."""
+    """State of a search: running and finished beams."""
 
     options: BeamOptions
     new_tokens: int
     stop: frozenset[int]
-    prompt: int
     length: int = 0
     running: list[Beam] = field(default_factory=lambda: [Beam((), 0.0)])
     finished: list[Beam] = field(default_factory=list)
-    _same: list[list[int]] = field(
-        default_factory=list
-    )  # tokens that the rows of two beams have in common
-
-    def __post_init__(self) -> None:
-        self._same = [[self.prompt] * self.options.beams for _ in range(self.options.beams)]
 
     def advance(self, logits: Tensor) -> list[int] | None:
         """Take a step with logits ``[running, vocabulary]``; return which row each beam continues, None at the end.
@@ -118,19 +110,6 @@ class _Search:
         going = going[: self.options.beams]
         self.running = [beam for _, beam in going]
         return None if last or self._over() else [parent for parent, _ in going]
-
-    def same_up_to(self, parents: Sequence[int], length: int) -> int:
-        """Return how many tokens the rows have in common with those that they are to continue, and note the new rows.
-
-        Args:
-            parents: for each row, the one it is to be a copy of.
-            length: tokens in the cache.
-        """
-        pairs = [self._same[row][parent] for row, parent in enumerate(parents) if row != parent]
-        self._same = [
-            [length if one == two else self._same[one][two] for two in parents] for one in parents
-        ]
-        return min(pairs, default=length)
 
     def _candidates(self, logits: Tensor) -> list[tuple[float, int, int]]:
         """Return the best continuations as (sum, beam, token), the best one first."""

@@ -13,7 +13,7 @@ has a step of its own (`EngineSteps`), over a view of the cache whose rows are t
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,31 +33,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048  # of a prefill, over all sequences
 WARM_UPS = 2
-
-
-class DecodingEngine(Protocol):
-    """Something that decodes: ``start`` a batch of prompts, then ``step`` by step."""
-
-    @property
-    def device(self) -> torch.device:
-        """Return where it computes."""
-
-    def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Compute prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``.
-
-        ``new_tokens``: as many steps may follow.
-        """
-
-    def step(self, ids: Tensor) -> Tensor:
-        """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
-
-    def reorder(self, parents: Sequence[int], same: int) -> None:
-        """Make each sequence continue from what another one has computed so far.
-
-        Args:
-            parents: for each sequence, the one that it becomes a copy of.
-            same: so many first tokens each has in common with that one.
-        """
 
 
 def engine_of(
@@ -84,7 +59,7 @@ def engine_of(
 
 
 class DecoderEngine:
-    """The own decoder."""
+    """The own decoder: ``start`` a batch of prompts, then ``step`` by step."""
 
     def __init__(self, decoder: Decoder, cache: str = "") -> None:
         self._decoder = decoder
@@ -94,24 +69,29 @@ class DecoderEngine:
         self.device = decoder.device
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Run the prompt, as `DecodingEngine.start` says."""
+        """Compute prompts ``[sequences, tokens]``, which ``new_tokens`` steps may follow; return logits as `step`."""
         cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
         self._cache, self._step = cache, Step(self._decoder, cache)
         return prefill(self._decoder, ids, cache, new_tokens)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Decode one token per sequence, as `DecodingEngine.step` says."""
+        """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
         assert self._step is not None
         return self._step(ids)
 
     def reorder(self, parents: Sequence[int], same: int) -> None:
-        """Copy the pages that differ, as `DecodingEngine.reorder` says."""
+        """Make each sequence continue from what another one has computed so far.
+
+        Args:
+            parents: for each sequence, the one that it becomes a copy of.
+            same: so many first tokens each has in common with that one.
+        """
         assert self._cache is not None
         self._cache.copy_rows(parents, same)
 
 
 class TransformersEngine:
-    """The forward of transformers with our linear layers, and its cache."""
+    """The forward of transformers with our linear layers, and its cache; methods as those of `DecoderEngine`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -119,16 +99,16 @@ class TransformersEngine:
         self.device = model.device
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
-        """Run the prompt, as `DecodingEngine.start` says."""
+        """Compute prompts."""
         self._cache = None
         return self._forward(ids)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Decode one token per sequence, as `DecodingEngine.step` says."""
+        """Append one token per sequence."""
         return self._forward(ids[:, None])
 
     def reorder(self, parents: Sequence[int], same: int) -> None:  # noqa: ARG002 (it copies all)
-        """Copy rows of the cache, as `DecodingEngine.reorder` says."""
+        """Copy rows of the cache."""
         self._cache.reorder_cache(torch.tensor(parents, device=self.device))
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -137,6 +117,9 @@ class TransformersEngine:
         self._cache = output.past_key_values
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+DecodingEngine = DecoderEngine | TransformersEngine
 
 
 @torch.inference_mode()
