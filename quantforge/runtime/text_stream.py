@@ -4,16 +4,12 @@ A token of byte-level BPE may end in the middle of a character, and a decoder ma
 it is given. So a piece of text is what some tokens add after the ones before them, and it waits while its end is no
 whole character (decoders write U+FFFD there).
 
-Stop strings are found wherever the pieces part. For each string its longest beginning that the text ends with is known
-(Knuth, Morris and Pratt, 1977): what could still become a stop string is exactly the longest of these beginnings, and
-waits. The table of the algorithm is made as far as a text has matched, so that a string of a megabyte costs nothing
-until then, and time is linear in the length of the text for each string. The text ends with the first character that
-completes a string; of several that it completes the longest counts.
+Stop strings are found wherever the pieces part: the longest end of the text that begins a stop string waits for what
+follows. The text ends with the first character that completes a string, the longest one where it completes several.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 
 from quantforge_calibration.tokenizer import TextTokenizer
@@ -95,61 +91,28 @@ class StopMatcher:
     """
 
     def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        self._needles = [_Needle(one) for one in stop]
-        self._include = include
+        self._stop, self._include = stop, include
+        self._waiting = ""  # the end of the text that could still become a stop string
         self.found: str | None = None
 
     def add(self, piece: str) -> str:
         """Return the text that is sure now: no stop string, nor what could become one; none after the end."""
-        if not self._needles:
-            return piece
         if self.found is not None:
             return ""
-        held, waited = self._held()
-        used = len(piece)
-        for place, character in enumerate(piece):
-            for one in self._needles:
-                one.step(character)
-            ended = [one.text for one in self._needles if one.matched == len(one.text)]
-            if ended:
-                self.found, used = max(ended, key=len), place + 1
-                break
-        waits = self._held()[1]
-        if self.found is not None:
-            waits = 0 if self._include else len(self.found)
-        sure = waited + used - waits
-        if sure <= waited:  # a piece may release nothing of a megabyte that waits: it is not copied
-            return held[:sure]
-        return held[:waited] + piece[: sure - waited]
+        text = self._waiting + piece
+        ends = [(text.find(one) + len(one), -len(one), one) for one in self._stop if one in text]
+        if ends:
+            end, _, self.found = min(ends)
+            sure = end if self._include else end - len(self.found)
+            self._waiting = ""
+            return text[:sure]
+        most = min(len(text), max(map(len, self._stop), default=0))
+        starts = range(len(text) - most, len(text))
+        begins = (at for at in starts if any(one.startswith(text[at:]) for one in self._stop))
+        sure = next(begins, len(text))
+        self._waiting = text[sure:]
+        return text[:sure]
 
     def rest(self) -> str:
         """Return the text that waited, when no more comes."""
-        held, waited = ("", 0) if self.found is not None else self._held()
-        return held[:waited]
-
-    def _held(self) -> tuple[str, int]:
-        """Return a string and how much of its beginning waits."""
-        one = max(self._needles, key=lambda needle: needle.matched, default=None)
-        return ("", 0) if one is None else (one.text, one.matched)
-
-
-class _Needle:
-    """A stop string, and how much of its beginning the text ends with."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.matched = text, 0
-        # Of each beginning of `text`, the longest other beginning that it ends with.
-        self._borders = array("q")
-
-    def step(self, character: str) -> None:
-        """Take the next character of the text; after a whole match nothing may follow."""
-        self.matched = self._grown(self.matched, character)
-        while len(self._borders) < self.matched:
-            place = len(self._borders)
-            last = self._borders[-1] if place else 0
-            self._borders.append(self._grown(last, self.text[place]) if place else 0)
-
-    def _grown(self, matched: int, character: str) -> int:
-        while matched and self.text[matched] != character:
-            matched = self._borders[matched - 1]
-        return matched + (self.text[matched] == character)
+        return self._waiting
