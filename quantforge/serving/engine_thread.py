@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import TypeVar
 
-from quantforge.errors import QuantForgeError
 from quantforge.runtime.serving.engine import Counters, ServingEngine
 from quantforge.runtime.serving.generation_requests import (
     Finished,
@@ -25,7 +23,6 @@ from quantforge.runtime.serving.generation_requests import (
 )
 from quantforge.serving.api_error import ApiError
 
-T = TypeVar("T")
 Events = asyncio.Queue[Happening]
 LOG = logging.getLogger(__name__)
 BROKEN = "the engine has failed; the log of the server has the reason"
@@ -70,13 +67,13 @@ class EngineThread:
         """Return the number of requests that have not ended."""
         return len(self._events)
 
-    async def submit(self, requests: Sequence[GenerationRequest]) -> Events:
-        """Queue all of these requests or none, and return the queue of their events.
+    def submit(self, requests: Sequence[GenerationRequest]) -> Events:
+        """Queue requests that the engine has room for, and return the queue of their events.
 
-        Who ends before they do, even while waiting here, has to `cancel` them.
+        Who ends before they do has to `cancel` them.
 
         Raises:
-            ApiError: the engine refuses one of them, or there is no room.
+            ApiError: too many requests are waiting, or the engine has failed.
         """
         if self.broken:
             raise ApiError(BROKEN, 503, code="engine_failed")
@@ -89,14 +86,8 @@ class EngineThread:
         if self.open + len(requests) > self._most:
             raise full()
         events: Events = asyncio.Queue()
-        ids = [one.id for one in requests]
-        self._events |= dict.fromkeys(ids, events)
-        try:
-            await self._call(lambda: self._submit(requests))
-        except QuantForgeError as error:
-            for one in ids:
-                del self._events[one]
-            raise ApiError(f"{error.message} ({error.hint})") from error
+        self._events |= dict.fromkeys((one.id for one in requests), events)
+        self._commands.put(lambda: self._submit(requests))
         return events
 
     def cancel(self, ids: Iterable[str]) -> None:
@@ -111,28 +102,13 @@ class EngineThread:
 
     async def counters(self) -> Counters:
         """Return the counts of the engine between two steps."""
-        return await self._call(lambda: self._engine.counters)
-
-    async def _call(self, work: Callable[[], T]) -> T:
-        """Return what work gives on the thread; it is done even if nobody waits for it any more."""
-        future: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                future.set_result(work())
-            except Exception as error:  # goes to the caller
-                future.set_exception(error)
-
-        self._commands.put(command)
+        future: Future[Counters] = Future()
+        self._commands.put(lambda: future.set_result(self._engine.counters))
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for number, one in enumerate(requests):
-            try:
-                self._engine.submit(one)
-            except QuantForgeError:
-                self._cancel([before.id for before in requests[:number]])
-                raise
+        for one in requests:
+            self._engine.submit(one)
             self._inside.add(one.id)
 
     def _cancel(self, ids: Iterable[str]) -> None:

