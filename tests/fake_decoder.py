@@ -33,6 +33,14 @@ def alone(request) -> list[int]:
     return found
 
 
+def chain(tokens):
+    """Return the tree of one token for each place."""
+    tree, node = DraftTree(), ROOT
+    for token in tokens:
+        node = tree.add(node, token)
+    return tree
+
+
 class Oracle(Drafter):
     """Drafts trees of a shape in which what really follows often stands, anywhere."""
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
 from quantforge.runtime.text_side import TextSide
-from quantforge.serving.routes import ServedModel, ServerLimits, application
+from quantforge.serving.routes import ServedModel, application
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.fake_decoder import VOCABULARY, FakeDecoder
@@ -133,8 +133,8 @@ async def served(
     """A client of a server that has given back every page when it ends."""
     options = {"rows": 4, "tokens": 300, "token_budget": 64, **options}
     engine = ServingEngine(decoder or FakeDecoder(), EngineOptions(**options))
-    limits = ServerLimits(waiting, body_bytes, seconds)
-    model = ServedModel(NAME, fake_side(template), engine, options["rows"], limits)
+    side = fake_side(template)
+    model = ServedModel(NAME, side, engine, options["rows"], waiting, body_bytes, seconds)
     model.engine.start()
     try:
         yield Client(model)

@@ -248,7 +248,6 @@ class PagedCache(CacheRows):
         pages: in all, of layers without a ring.
 
     Raises:
-        InputError: no sequence, no token, or no page.
         ResourceError: a GPU has no room for it.
     """
 
@@ -262,11 +261,8 @@ class PagedCache(CacheRows):
         scales: LayerScales | None = None,
         ahead: int = 0,
     ) -> None:
-        if sequences < 1 or tokens < 1 or (pages is not None and pages < 1):
-            of = "" if pages is None else f" in {pages} pages"
-            raise InputError(
-                f"a cache of {sequences} sequences of {tokens} tokens{of}", "at least one of each"
-            )
+        assert sequences > 0
+        assert tokens > 0
         layout = CacheLayout(shape, tokens, ahead)
         each = -(-tokens // PAGE)
         paged = PAGED in layout.keys  # else there is nothing in the pool that could run out

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,15 +30,6 @@ BITS = 8  # significant bits of a scale
 LEAST = 2.0**-14  # the smallest normal float16
 
 
-class Cache(Protocol):
-    """Interface of a cache towards an attention layer."""
-
-    def update(
-        self, keys: Tensor, values: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """Take ``[rows, kv_heads, tokens, head]`` each, and return what attention is to see."""
-
-
 class CachePeaks:
     """The largest magnitude of keys and values, float32 ``[kv_heads]`` each; None before any were seen."""
 
@@ -50,7 +41,7 @@ class CachePeaks:
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Note the largest magnitudes per head, and return keys and values unchanged."""
+        """Note the largest magnitudes of ``[rows, kv_heads, tokens, head]`` by head; return both unchanged."""
         with self._turn:
             self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
         return keys, values
@@ -82,7 +73,7 @@ class RoundedCache:
         return _rounded(keys, self._keys), _rounded(values, self._values)
 
 
-def listen(attention: nn.Module, cache: Cache) -> RemovableHandle:
+def listen(attention: nn.Module, cache: CachePeaks | RoundedCache) -> RemovableHandle:
     """Make an attention module hand its keys and values to ``cache``, and on to the cache that it has, if any."""
 
     def hook(
@@ -95,7 +86,7 @@ def listen(attention: nn.Module, cache: Cache) -> RemovableHandle:
     return attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def listening(block: nn.Module, cache: Cache | None) -> AbstractContextManager[object]:
+def listening(block: nn.Module, cache: CachePeaks | None) -> AbstractContextManager[object]:
     """Return a context in which the attention of a block hands its keys and values to ``cache``, if there is one."""
     if cache is None:
         return nullcontext()
@@ -105,7 +96,7 @@ def listening(block: nn.Module, cache: Cache | None) -> AbstractContextManager[o
 class _Chain:
     """Two caches in turn: one that rounds, then one that really keeps what it is given."""
 
-    def __init__(self, first: Cache, second: Any) -> None:
+    def __init__(self, first: CachePeaks | RoundedCache, second: Any) -> None:
         self._first, self._second = first, second
 
     def update(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheRows, CacheView, LayerScales, PagedCache
 from quantforge.runtime.decoder import BlockInputs, Decoder, supports
 from quantforge.runtime.generation_options import Sampling
@@ -175,11 +175,7 @@ def prefill(decoder: Decoder, ids: Tensor, cache: PagedCache, new_tokens: int) -
         InputError: the cache has no room for them.
     """
     sequences, length = ids.shape
-    if sequences != cache.sequences:
-        raise InputError(
-            f"{sequences} prompts for a cache of {cache.sequences} sequences",
-            "make one of its size",
-        )
+    assert sequences == cache.sequences
     for sequence in range(sequences):
         cache.reserve(sequence, cache.length(sequence) + length + new_tokens)
     step = max(1, CHUNK_TOKENS // sequences)

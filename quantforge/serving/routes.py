@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -45,23 +44,6 @@ LAST_SECONDS = 5.0  # to send the end of a stream to a client that does not read
 STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """Limits of a server: what it accepts from a client, and how long it works for one.
-
-    Attributes:
-        waiting: most completions that wait beside those that are computed; more are refused.
-        body_bytes: of a request.
-        seconds: from a request to the end of its completions.
-        stopping_seconds: for completions that are not finished when the server is asked to stop.
-    """
-
-    waiting: int
-    body_bytes: int
-    seconds: float
-    stopping_seconds: float = 5.0
-
-
 class ServedModel:
     """A model behind an HTTP interface.
 
@@ -70,7 +52,9 @@ class ServedModel:
         side: its tokenizer and chat template.
         engine: computes it.
         rows: completions that the engine computes at a time.
-        limits: of the server.
+        waiting: most completions that wait beside those; more are refused.
+        body_bytes: most bytes of a request.
+        seconds: most time from a request to the end of its completions.
         prepare: is called on the engine's thread before anything else.
 
     Attributes:
@@ -88,11 +72,14 @@ class ServedModel:
         side: TextSide,
         engine: ServingEngine,
         rows: int,
-        limits: ServerLimits,
+        waiting: int,
+        body_bytes: int,
+        seconds: float,
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name, self.side, self.rows, self.limits = name, side, rows, limits
-        self.most = rows + limits.waiting
+        self.name, self.side, self.rows = name, side, rows
+        self.body_bytes, self.seconds = body_bytes, seconds
+        self.most = rows + waiting
         self.engine = EngineThread(engine, self.most, prepare)
         self.room, self.cache_tokens = engine.room, PAGE * engine.cache.pages
         self.texts = TokenTexts(side.tokenizer)
@@ -209,7 +196,7 @@ class CompletionEndpoint:
         begun = perf_counter()
         model.requests += 1
         try:
-            data = await read_body(Request(scope, receive), model.limits.body_bytes)
+            data = await read_body(Request(scope, receive), model.body_bytes)
             body = parse_body(self._kind, data, model.name)
             await while_connected(receive, self._respond(body, begun, scope, receive, send))
         except ClientDisconnect:
@@ -221,7 +208,7 @@ class CompletionEndpoint:
         self, body: Body, begun: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
         """Compute the completions and send them, in time; the end frees whatever the engine holds of them."""
-        model, seconds = self._model, self._model.limits.seconds
+        model, seconds = self._model, self._model.seconds
         documents = self._documents(model.name, model.texts)
         completions: list[Completion] = []
         found: list[list[Piece]] = []

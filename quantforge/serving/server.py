@@ -22,7 +22,8 @@ from quantforge.serving.routes import ServedModel, application
 from quantforge_files import system
 
 BACKLOG = 512
-UNREAD_SECONDS = 5.0  # for clients that do not read, after the seconds that completions have
+STOPPING_SECONDS = 5.0  # for completions that have not ended when the server is asked to stop
+UNREAD_SECONDS = 5.0  # after those, for clients that do not read
 
 
 class ModelServer(uvicorn.Server):
@@ -65,9 +66,7 @@ class ModelServer(uvicorn.Server):
         """Let requests end, for a while, also where no signal has asked for it."""
         self._model.stopping = True
         engine = self._model.engine
-        late = asyncio.get_running_loop().call_later(
-            self._model.limits.stopping_seconds, engine.cancel_all
-        )
+        late = asyncio.get_running_loop().call_later(STOPPING_SECONDS, engine.cancel_all)
         await super().shutdown(sockets)
         late.cancel()
         await asyncio.to_thread(engine.stop)
@@ -112,7 +111,7 @@ def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) ->
         ws="none",
         lifespan="off",
         server_header=False,
-        timeout_graceful_shutdown=int(model.limits.stopping_seconds + UNREAD_SECONDS),
+        timeout_graceful_shutdown=int(STOPPING_SECONDS + UNREAD_SECONDS),
     )
     logging.getLogger("uvicorn.error").addFilter(_worth_logging)
     return ModelServer(config, model, ready)

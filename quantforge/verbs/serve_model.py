@@ -105,7 +105,7 @@ def served_model(
     from quantforge.runtime.decoder import Decoder, supports
     from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
     from quantforge.runtime.text_side import text_side
-    from quantforge.serving.routes import ServedModel, ServerLimits
+    from quantforge.serving.routes import ServedModel
 
     if not supports(loaded.model):
         raise RefusedError(
@@ -134,9 +134,16 @@ def served_model(
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
 
-    limits = ServerLimits(options["waiting"], options["max_body"] << 20, options["timeout"])
-    named = options["served_name"] or _name(name)
-    return ServedModel(named, side, engine, rows, limits, prepare)
+    return ServedModel(
+        options["served_name"] or _name(name),
+        side,
+        engine,
+        rows,
+        options["waiting"],
+        options["max_body"] << 20,
+        options["timeout"],
+        prepare,
+    )
 
 
 def _pages(layout: CacheLayout, rows: int, gib: float) -> int:

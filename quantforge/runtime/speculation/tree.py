@@ -105,11 +105,3 @@ class DraftTree:
         for node, parent in enumerate(self.parents):
             seen[node + 1] |= seen[parent + 1]
         return seen if root else seen[1:, 1:]
-
-
-def chain(tokens: Iterable[int]) -> DraftTree:
-    """Return the tree of one token for each place."""
-    tree, node = DraftTree(), ROOT
-    for token in tokens:
-        node = tree.add(node, token)
-    return tree

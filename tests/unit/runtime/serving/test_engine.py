@@ -21,8 +21,7 @@ from quantforge.runtime.serving.generation_requests import (
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
-from quantforge.runtime.speculation.tree import chain
-from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, drafted, following
+from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, chain, drafted, following
 
 
 def prompt(length, seed=0):

@@ -18,9 +18,9 @@ from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder, Spec
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
-from quantforge.runtime.speculation.tree import chain
 from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens
 from tests.choices import plain_text
+from tests.fake_decoder import chain
 from tests.plain_loop import StopLimits, generate
 
 DEMO = Path("models/demo")

@@ -20,8 +20,9 @@ from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
 from quantforge.runtime.speculation.options import MOST_NODES, DraftOptions, shape_of
-from quantforge.runtime.speculation.tree import ROOT, DraftTree, chain
+from quantforge.runtime.speculation.tree import ROOT, DraftTree
 from tests.choices import plain_text
+from tests.fake_decoder import chain
 from tests.plain_loop import StopLimits, generate
 from tests.unit.runtime.speculation.test_speculate import (
     DEMO,
