@@ -138,7 +138,7 @@ def same_bits(dtype: torch.dtype) -> bool:
     x = torch.randn(1, 4096, device="cuda").to(dtype)
     results = [
         plane_products.launch(
-            "matvec", x, [held["words0"]], held, task,
+            "matvec", x, held, task,
             plane_products.Tile(8, 1024, 1, 1), mode,
         )
         for mode in (1, 2)

@@ -16,7 +16,6 @@ graph holds it all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,31 +96,26 @@ def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     """Multiply ``x`` ``[rows, in]``."""
     if len(x) == 0:
         return x.new_empty(0, problem.out_features)
-    x, (planes, tensors) = x.contiguous(), parts(packed)
     if len(x) > MOST_ROWS:
-        return _by_slabs(x, planes, tensors, problem)
+        return _by_slabs(x, packed, problem)
     kernel = "matvec" if len(x) == 1 else "rows"
-    return launch(kernel, x, planes, tensors, problem, tile_of(kernel, problem))
+    return launch(kernel, x.contiguous(), packed, problem, tile_of(kernel, problem))
 
 
-def parts(packed: Packed) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the planes of a packed weight, and its parameters by their names."""
-    planes = [packed[f"words{i}"] for i in range(3) if f"words{i}" in packed]
-    return planes, {name: value for name, value in packed.items() if not name.startswith("words")}
-
-
-def _by_slabs(
-    x: Tensor, planes: Sequence[Tensor], tensors: Mapping[str, Tensor], problem: Problem
-) -> Tensor:
+def _by_slabs(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
     result = x.new_empty(len(x), problem.out_features)
     step = SLAB_BYTES // (problem.in_features * x.element_size()) // problem.tile_rows
     step = max(1, step) * problem.tile_rows
     for first in range(0, problem.out_features, step):
         rows = slice(first, first + step)
         scaled = slice(first // problem.tile_rows, -(-(first + step) // problem.tile_rows))
-        part = {name: v if name == "table" else v[scaled] for name, v in tensors.items()}
-        weight = decode([plane[rows] for plane in planes], part, problem, x.dtype)
-        result[:, rows] = x @ weight.T
+        part = {
+            name: value[rows if name.startswith("words") else scaled]
+            for name, value in packed.items()
+            if name != "table"
+        }
+        part |= {"table": packed["table"]} if "table" in packed else {}
+        result[:, rows] = x @ decode(part, problem, x.dtype).T
     return result
 
 
@@ -142,7 +136,7 @@ def launch_grouped(
     pairs, task = len(owners.pairs), problem.each
     strips = pairs if kernel == "matvec" else -(-pairs // strip_of(pairs, owners.matrices))
     tile = tile_of(kernel, task, strips)
-    return launch(kernel, OwnedRows(x.contiguous(), owners), *parts(flat(packed)), task, tile)
+    return launch(kernel, OwnedRows(x.contiguous(), owners), flat(packed), task, tile)
 
 
 def flat(packed: Packed) -> dict[str, Tensor]:
@@ -225,8 +219,7 @@ def mode_of(dtype: torch.dtype, device: torch.device) -> int:
 def launch(
     kernel: str,
     given: Tensor | OwnedRows,
-    planes: Sequence[Tensor],
-    tensors: Mapping[str, Tensor],
+    packed: Packed,
     problem: Problem,
     tile: Tile,
     mode: int | None = None,
@@ -235,9 +228,8 @@ def launch(
 
     Args:
         kernel: which of the two.
-        given: rows ``[tokens, in]``; with owners, ``planes`` and ``tensors`` are those of several matrices.
-        planes: of the codes.
-        tensors: the parameters by their names.
+        given: rows ``[tokens, in]``, with their owners where there are several matrices.
+        packed: the weight; of several matrices, see `flat`.
         problem: the product, of one row or many.
         tile: sizes of a program's tile, and how many programs share the columns.
         mode: of `mode_of` when left out.
@@ -256,8 +248,8 @@ def launch(
     out = x.new_empty(
         (tile.split, pairs, rows), dtype=x.dtype if tile.split == 1 else torch.float32
     )
-    pointers = _pointers(planes, tensors)
-    sizes = (rows, columns, problem.groups, *_quads(planes), share)
+    pointers = _pointers(packed)
+    sizes = (rows, columns, problem.groups, *_quads(packed), share)
     chosen = mode_of(x.dtype, x.device) if mode is None else mode
     constants = constants_of(problem) | {"MODE": chosen, "EACH": each}
     programs = -(-rows // tile.block_n)
@@ -299,34 +291,32 @@ def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def decode(
-    planes: Sequence[Tensor], tensors: Mapping[str, Tensor], problem: Problem, dtype: torch.dtype
-) -> Tensor:
+def decode(packed: Packed, problem: Problem, dtype: torch.dtype) -> Tensor:
     """Return the weight of some rows, by `plane_kernels.decode_kernel`."""
     from quantforge_kernels.gpu.plane_kernels import decode_kernel
 
-    rows = len(planes[0])
-    out = torch.empty(rows, problem.in_features, dtype=dtype, device=planes[0].device)
+    rows, device = len(packed["words0"]), packed["words0"].device
+    out = torch.empty(rows, problem.in_features, dtype=dtype, device=device)
     grid = (-(-rows // 8), -(-problem.in_features // 512))
     launch_kernel(
         decode_kernel, grid,
-        *_pointers(planes, tensors), out, rows, problem.in_features, problem.groups, *_quads(planes),
-        **constants_of(problem), MODE=mode_of(dtype, out.device), BLOCK_N=8, BLOCK_K=512, num_warps=4,
+        *_pointers(packed), out, rows, problem.in_features, problem.groups, *_quads(packed),
+        **constants_of(problem), MODE=mode_of(dtype, device), BLOCK_N=8, BLOCK_K=512, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _quads(planes: Sequence[Tensor]) -> tuple[int, int, int]:
-    quads = [plane.shape[1] // 4 for plane in planes]
-    return tuple((*quads, 0, 0)[:3])  # type: ignore[return-value]
+def _quads(packed: Packed) -> list[int]:
+    """Return by how many times four words the rows of each plane are apart; 0 where there is no plane."""
+    names = (f"words{i}" for i in range(3))
+    return [packed[name].shape[1] // 4 if name in packed else 0 for name in names]
 
 
-def _pointers(planes: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+def _pointers(packed: Packed) -> list[Tensor]:
     """Return planes, table, scales and zeros in the order of the kernels; what is not there is not read."""
-    words = [*planes, planes[0], planes[0]][:3]
-    lows = "mins" if "mins" in tensors else "zeros"
-    names = ("table", "scales", "d", lows, "dmin")
-    return [*words, *(tensors.get(name, tensors["scales"]) for name in names)]
+    words = [packed.get(f"words{i}", packed["words0"]) for i in range(3)]
+    names = ("table", "scales", "d", "mins" if "mins" in packed else "zeros", "dmin")
+    return [*words, *(packed.get(name, packed["scales"]) for name in names)]
 
 
 INTEGERS = Kernel("triton-int", accepts_integers, prepare, matmul)

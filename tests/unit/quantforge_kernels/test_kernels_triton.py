@@ -143,7 +143,7 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
                 plane_products.prepare(one, scales, task)
     codes[:, least:] = 0
     held = plane_products.prepare(codes, scales, task)
-    found = plane_products.decode([held["words0"]], held, task, torch.float32)
+    found = plane_products.decode(held, task, torch.float32)
     assert torch.equal(found, codes.view(reference.FLOAT8[grid]).float())
 
 
@@ -199,7 +199,7 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
     task = problem("int", 4, 64, False, (37, 1600))
     given, x = weights(task), activations(task, 1 if kernel == "matvec" else 5)
     held = plane_products.prepare(*given, task)
-    y = plane_products.launch(kernel, x, [held["words0"]], held, task, plane_products.Tile(*tile))
+    y = plane_products.launch(kernel, x, held, task, plane_products.Tile(*tile))
     assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
 
 
@@ -210,12 +210,10 @@ def test_exponents_stand_for_codes(bits, symmetric):
     task = problem("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
     given, x = weights(task), activations(task)
     held = plane_products.prepare(*given, task)
-    words = [held[name] for name in ("words0", "words1") if name in held]
     results = [
         plane_products.launch(
             "matvec",
             x,
-            words,
             held,
             task,
             plane_products.Tile(8, 256, 1, 2),
