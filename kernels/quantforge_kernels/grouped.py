@@ -70,14 +70,6 @@ class Owners:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnedRows:
-    """Rows ``[rows, in]`` with their owners."""
-
-    x: Tensor
-    owners: Owners
-
-
-@dataclass(frozen=True, slots=True)
 class GroupedKernel:
     """A way to multiply rows by the packed matrices of their owners.
 

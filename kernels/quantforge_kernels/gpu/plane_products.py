@@ -22,12 +22,7 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels.gpu.launching import launch_kernel
-from quantforge_kernels.grouped import (
-    GroupedProblem,
-    OwnedRows,
-    Owners,
-    grouped_form,
-)
+from quantforge_kernels.grouped import GroupedProblem, Owners, grouped_form
 from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, to_planes
 from quantforge_kernels.problem import (
     GRIDS,
@@ -136,7 +131,7 @@ def launch_grouped(
     pairs, task = len(owners.pairs), problem.each
     strips = pairs if kernel == "matvec" else -(-pairs // strip_of(pairs, owners.matrices))
     tile = tile_of(kernel, task, strips)
-    return launch(kernel, OwnedRows(x.contiguous(), owners), flat(packed), task, tile)
+    return launch(kernel, x.contiguous(), flat(packed), task, tile, owners=owners)
 
 
 def flat(packed: Packed) -> dict[str, Tensor]:
@@ -218,28 +213,29 @@ def mode_of(dtype: torch.dtype, device: torch.device) -> int:
 
 def launch(
     kernel: str,
-    given: Tensor | OwnedRows,
+    x: Tensor,
     packed: Packed,
     problem: Problem,
     tile: Tile,
     mode: int | None = None,
+    owners: Owners | None = None,
 ) -> Tensor:
     """Launch ``matvec`` or ``rows`` and add up the splits.
 
     Args:
         kernel: which of the two.
-        given: rows ``[tokens, in]``, with their owners where there are several matrices.
+        x: rows ``[tokens, in]``.
         packed: the weight; of several matrices, see `flat`.
         problem: the product, of one row or many.
         tile: sizes of a program's tile, and how many programs share the columns.
         mode: of `mode_of` when left out.
+        owners: of the rows, where there are several matrices.
 
     Returns:
         ``[tokens, out]``, or ``[pairs, out]``, in the type of ``x``.
     """
     from quantforge_kernels.gpu.plane_kernels import matvec_kernel, rows_kernel
 
-    x, owners = (given.x, given.owners) if isinstance(given, OwnedRows) else (given, None)
     tokens, columns = x.shape
     pairs = tokens if owners is None else len(owners.pairs)
     each = 0 if owners is None else pairs // tokens
