@@ -14,7 +14,6 @@ In this folder:
     memory              Memory of a device: room that is checked before anything is loaded
     model_sizes         Figures of a model for reports: bits per weight, bytes, schemes
     packed_experts      Experts of a mixture whose weights stay packed
-    packed_stacks       Stacks of experts' matrices that stay packed
     put_adapter         A model with an adapter of low rank on its linears, whose weights stay packed
     ragged              Attention of several new tokens per sequence over the paged cache, and ragged batches of them
     rotary              Angles of rotary positions: frequencies as transformers derives them, times positions

@@ -19,8 +19,13 @@ from quantforge.runtime import packed_experts as packed_experts_of
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.runtime.model_sizes import bytes_per_token, held_bytes
-from quantforge.runtime.packed_experts import PackedExperts, packed_experts
-from quantforge.runtime.packed_stacks import PackedStack, SeparateStack, stack_of
+from quantforge.runtime.packed_experts import (
+    PackedExperts,
+    PackedStack,
+    SeparateStack,
+    packed_experts,
+    stack_of,
+)
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.grouped import Owners
