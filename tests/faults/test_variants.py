@@ -135,7 +135,7 @@ def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothi
     with ExitStack() as others, followed(listen):
         for job in held.jobs.values():
             others.enter_context(job.stage)
-        with patch.object(variants, "kept", lambda job, _: job.out.name in there):
+        with patch.object(variants, "is_made", lambda job, _: job.out.name in there):
             assert planned.make(tmp_path / "x", 0) == ("2",)
     waiting = [one for one in told if one.waits]
     assert [round(one.share / 0.95, 1) for one in waiting] == [0.3, 0.7]
