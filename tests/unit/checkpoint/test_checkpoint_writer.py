@@ -281,6 +281,6 @@ def test_bytes_depend_on_nothing_but_the_plan(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONHASHSEED": str(seed), "LC_ALL": "C", "TZ": f"UTC{seed}"},
             check=True, capture_output=True, text=True,
         ).stdout
-        for seed in range(3)
+        for seed in range(2)
     }  # fmt: skip
     assert len(digests) == 1
