@@ -11,10 +11,24 @@ from typing import Any
 
 import pytest
 
+# Of the families of `tests.conftest`, one for each thing that code depends on; what only a declaration has is seen
+# in `tests/equivalence`, where declared and derived families are compared and every stream is held against its model.
+KINDS = (
+    "llama", "llama-tied", "gemma3", "phi3", "gpt2", "opt", "lfm2", "olmo2", "cohere2", "gemma4", "falcon-h1",
+    "qwen3.5", "gemma3-multimodal", "qwen3-moe", "deepseek-v3", "lfm2-moe", "granitemoe", "gemma4-moe", "gpt-oss",
+    "llama4", "qwen3-next",
+)  # fmt: skip
+
 
 def further(*values: Any) -> Any:
     """Return a case of ``pytest.mark.parametrize`` that only the whole suite runs."""
     return pytest.param(*values, marks=pytest.mark.thorough)
+
+
+def one_of_each(families: Iterable[str], *more: str) -> list[Any]:
+    """Return families, of which only the whole suite runs those that are neither of `KINDS` nor ``more``."""
+    found = list(families)
+    return usual(found, *(name for name in KINDS if name in found), *more)
 
 
 def usual(cases: Iterable[Any], *kept: Any) -> list[Any]:

@@ -25,6 +25,7 @@ from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import VOCABULARY, Tiny
 from tests.runs import CALIBRATION, StopError, command, crash_after, quantize, recipe, tree
+from tests.thorough import usual
 
 DEMO = Path(__file__).parents[2] / "models/demo-moe"
 ROWS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_seed(5))
@@ -38,7 +39,10 @@ def removed(out: Path) -> dict[int, tuple[int, ...]]:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen2-moe", "olmoe", "deepseek-v2", "ernie4-5-moe", "gpt-oss", "granitemoe", "lfm2-moe"],
+    usual(
+        ["qwen2-moe", "olmoe", "deepseek-v2", "ernie4-5-moe", "gpt-oss", "granitemoe", "lfm2-moe"],
+        *("qwen2-moe", "ernie4-5-moe", "gpt-oss", "granitemoe"),
+    ),
 )
 def test_a_smaller_checkpoint_that_everyone_loads(tiny: Tiny, tmp_path: Path, family: str) -> None:
     model, out = tiny(family), tmp_path / "p"

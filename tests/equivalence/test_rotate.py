@@ -38,7 +38,7 @@ from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
 from tests.runs import command, quantize, recipe, swift
-from tests.thorough import further
+from tests.thorough import further, one_of_each
 
 ROWS = torch.randint(0, VOCABULARY, (2, 30), generator=torch.Generator().manual_seed(1))
 ROTATED = (
@@ -69,7 +69,7 @@ def logits(checkpoint: Checkpoint) -> Tensor:
         return torch.cat(list(stream.logits()))
 
 
-@pytest.mark.parametrize("family", ROTATED)
+@pytest.mark.parametrize("family", one_of_each(ROTATED, "granite", "gemma", "mixtral"))
 def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
     rotated = prepared(source, ["rotate"])

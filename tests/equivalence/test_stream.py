@@ -24,6 +24,7 @@ from quantforge.model.hidden_states import InMemory
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
 from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCABULARY, Tiny
+from tests.thorough import one_of_each
 
 ALL = frozenset(Statistic)
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
@@ -90,7 +91,7 @@ def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
     assert (streamed - expected).abs().max() == 0
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
 def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: str) -> None:
     checkpoint, matched = opened(tiny(family))
     model = whole_model(tiny(family))
@@ -144,7 +145,8 @@ def test_statistics_do_not_depend_on_threads(tiny: Tiny) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-@pytest.mark.parametrize("family", [*FAMILIES][::3])  # rounding knows no family
+# Rounding knows no family; a state and scores that are not divided carry more of it on.
+@pytest.mark.parametrize("family", ["llama", "falcon-h1", "gemma4"])
 def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family: str) -> None:
     checkpoint, matched = opened(tiny(family))
     recurrent = any("A_log" in tensor.name for tensor in matched.tensors)
@@ -340,7 +342,7 @@ def random_scale(block: BlockPart, shared: Any, seed: int) -> Tensor:
     return expand_heads(block.dimensions, scale) if shared.heads else scale
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
 def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
     _, matched = opened(tiny(family))
     model = whole_model(tiny(family), torch.float64)

@@ -18,11 +18,15 @@ from quantforge.verification.verify import verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
 from tests.evaluations import options
 from tests.runs import quantize, recipe
-from tests.thorough import usual
+from tests.thorough import further, usual
 
 STACKED = ("gpt-oss", "granitemoe", "granitemoeshared", "granitemoehybrid", "gemma4-moe")
 NOT_LOADED = ("kimi-linear",)  # by transformers, as plan says
 ONE_BY_ONE = sorted({*MIXTURES} - {*STACKED, *NOT_LOADED, "mixtral", "qwen3-moe"})
+# Kinds of stacks: gate and up interleaved, with biases; one after the other.
+STACKS = ("gpt-oss", "granitemoe")
+# Latent attention with shared experts; a shared expert with a gate of its own; convolutions; linear attention; biases.
+SINGLE = ("deepseek-v3", "qwen2-moe", "lfm2-moe", "qwen3-next", "phimoe")
 MOST = 3e-5  # logits are about 1; packed experts are multiplied in float32 sums of another order
 # linears of three blocks beside the experts, where these are not four in each
 DENSE = {"granitemoeshared": 3 * 6, "granitemoehybrid": 14, "gemma4-moe": 7 + 2 * 6}
@@ -84,7 +88,7 @@ def transformers_says(plan: Plan) -> str:
     return "" if verdict.loads else verdict.reason
 
 
-@pytest.mark.parametrize("family", usual(ONE_BY_ONE, *ONE_BY_ONE[::2]))
+@pytest.mark.parametrize("family", usual(ONE_BY_ONE, *SINGLE))
 def test_mixtures_decode_as_transformers_does(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Experts, shared experts and latent attention are quantized; routers and what weighs experts stay."""
     blind = CalibrationOptions(source="none")
@@ -100,7 +104,7 @@ def test_mixtures_decode_as_transformers_does(tiny: Tiny, tmp_path: Path, family
 
 @pytest.mark.parametrize(
     ("family", "linears", "method"),
-    [("mixtral", 16 + 32, "rtn"), ("qwen3-moe", 16 + 23, "awq+gptq")],
+    [further("mixtral", 16 + 32, "rtn"), ("qwen3-moe", 16 + 23, "awq+gptq")],
 )
 def test_experts_one_by_one(
     tiny: Tiny, tmp_path: Path, family: str, linears: int, method: str
@@ -149,7 +153,7 @@ def test_rows_of_queries_that_an_engine_reorders_are_not_packed_for_it(
     assert not made["sglang"].loads
 
 
-@pytest.mark.parametrize("family", STACKED)
+@pytest.mark.parametrize("family", usual(STACKED, *STACKS))
 def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, family: str) -> None:
     """Every expert is a tensor of its own; what stock transformers does not join is said, and decoded here rightly."""
     source, blind = tiny(family), CalibrationOptions(source="none")
@@ -197,7 +201,7 @@ def test_transforms_and_feedback_work_on_all_experts(
         assert (ours - theirs(tmp_path / "q")).abs().max() <= MOST
 
 
-@pytest.mark.parametrize("family", STACKED)
+@pytest.mark.parametrize("family", usual(STACKED, *STACKS))
 def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, family: str) -> None:
     source = tiny(family)
     rest = recipe("gptq", scheme="int8:g32:sym", ignore=("*experts*",))

@@ -20,6 +20,7 @@ from quantforge.model.skeleton import build
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, Tiny
+from tests.thorough import one_of_each
 
 
 @pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["full_attention", "sliding_attention"]])
@@ -41,7 +42,7 @@ def test_layers_without_a_window_are_those_of_transformers(
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_of_each(FAMILIES))
 def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family: str) -> None:
     model = build(open_checkpoint(tiny(family)).config)
     large = [v for k, v in model.named_parameters() if v.dim() > 1 and "norm" not in k]

@@ -129,7 +129,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
         assert (outputs(wide) - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_statistics_are_those_of_the_changed_block(tiny: Tiny, family: str) -> None:
     with first_block(tiny(family)) as part:
         changed, _, _ = awq.apply(part, before := observed(part), layers_of(part), ROUNDING)

@@ -23,6 +23,7 @@ from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor
+from tests.thorough import one_of_each
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43).view(2, 20) % 300
@@ -93,7 +94,7 @@ def test_bfloat16_uses_programs_where_there_are_vectors(scheme, vectors, monkeyp
     assert (layer(x).double() - expected).norm() < 6e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
 def test_plain_models_load_to_the_same_logits(tiny, family):
     loaded = load(tiny(family))
     with torch.inference_mode():

@@ -23,6 +23,7 @@ from quantforge_kernels import reference
 from tests.quantized import random_tensor
 from tests.runs import CALIBRATION
 from tests.shares import load_part, on_ranks
+from tests.thorough import one_of_each
 from tests.unit.runtime.test_decoder import COMPUTED, COMPUTED_MIXTURES, filled, logits_of
 
 HALF = Share(0, 2, lambda part: part)
@@ -64,7 +65,10 @@ def rounded(tiny, tmp_path_factory):
     return make
 
 
-@pytest.mark.parametrize("family", [name for name in COMPUTED if name not in COMPUTED_MIXTURES])
+@pytest.mark.parametrize(
+    "family",
+    one_of_each((name for name in COMPUTED if name not in COMPUTED_MIXTURES), "stablelm-parallel"),
+)
 def test_two_ranks_give_the_logits_of_one(tiny, family):
     """Every family; sums of two parts differ from one sum by rounding in float32."""
     if family in NORMS_OF_HEADS:
