@@ -84,8 +84,10 @@ def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObj
     _no_row_is_worse(weights, Statistics(hessian=hessian), schemes, rounding)
 
 
-@pytest.mark.parametrize("transform", [awq, smooth])
-@pytest.mark.parametrize("grid", ["int4:g16:asym", "int4:g32:sym", "nf4:g16", "fp8_e4m3:row"])
+@pytest.mark.parametrize(
+    ("transform", "grid"),
+    [(awq, "int4:g16:asym"), (awq, "nf4:g16"), (smooth, "int4:g32:sym"), (smooth, "fp8_e4m3:row")],
+)
 def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> None:
     generator, scheme = torch.Generator().manual_seed(7), parse(grid)
     rounding = Rounding(awq=AwqOptions(rows=2))

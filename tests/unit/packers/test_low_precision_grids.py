@@ -83,8 +83,9 @@ def test_runs_that_end_next_to_the_border_of_a_group(text):
         assert torch.equal(packer.decode(run, parameters, scheme, columns), values[:, columns])
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize(
+    ("text", "search"), [(text, at % 2 == 0) for at, text in enumerate(SCHEMES)]
+)
 def test_zeros_constants_and_tiny_groups_stay_finite(text, search):
     weight = torch.zeros(128, 256)
     weight[1], weight[2], weight[3, :64] = 0.5, -0.5, 1e-30

@@ -38,7 +38,7 @@ def relative_error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> fl
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("columns", [1, 7, 8, 64, 129])
+@pytest.mark.parametrize("columns", [7, 64, 129])
 def test_packing_rows_is_lossless_and_dense(bits, columns):
     codes = torch.randint(0, 2**bits, (5, columns), dtype=torch.uint8)
     planes = reference.pack_rows(codes, bits)
@@ -48,8 +48,10 @@ def test_packing_rows_is_lossless_and_dense(bits, columns):
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize(("shape", "group"), [((5, 24), 8), ((70, 120), 120), ((600, 512), 64)])
+@pytest.mark.parametrize(
+    ("symmetric", "shape", "group"),
+    [(True, (5, 24), 8), (False, (70, 120), 120), (True, (600, 512), 64)],
+)
 def test_reference_decodes_exactly_and_multiplies(bits, symmetric, shape, group):
     task = problem(bits, group, symmetric, torch.float32, shape)
     codes, parameters, weight, x = make(task)

@@ -56,8 +56,10 @@ def test_owners_are_sorted_and_counted():
     assert found == [(0, [3]), (1, [1, 2]), (3, [5]), (4, [0, 4])]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("rows", "each"), [(1, 2), (7, 3), (3, 1), (0, 2)])
+@pytest.mark.parametrize(
+    ("form", "rows", "each"),
+    [*((form, 7, 3) for form in FORMS), ("int4", 1, 2), ("int4", 3, 1), ("int4", 0, 2)],
+)
 def test_products_one_after_the_other(form, rows, each):
     task = problem(**FORMS[form], shape=(5, 256))
     kernel = by_matrix(reference.KERNEL)

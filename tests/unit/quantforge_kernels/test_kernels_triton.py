@@ -52,8 +52,7 @@ def from_planes(planes, bits, chunk, columns):
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("columns", [1, 31, 128, 200])
-@pytest.mark.parametrize("group", [8, 32, 96, 128])
+@pytest.mark.parametrize(("columns", "group"), [(1, 8), (31, 32), (128, 96), (200, 128)])
 def test_planes_are_lossless_and_dense(bits, columns, group):
     codes = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
     chunk, _ = chunk_of(bits, group)

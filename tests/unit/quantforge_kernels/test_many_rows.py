@@ -35,8 +35,19 @@ class NoSlowProduct(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("rows", [1, 8, 9, 17, 32, 33, 65, 200])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "bias"),
+    [
+        (1, False),
+        (8, True),
+        (9, False),
+        (17, True),
+        (32, False),
+        (33, True),
+        (65, False),
+        (200, True),
+    ],
+)
 def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkeypatch):
     monkeypatch.setattr(many_rows, "SLAB_WEIGHTS", 64 * 50)
     x, weight = torch.randn(rows, 64).to(dtype), torch.randn(160, 64).to(dtype)
