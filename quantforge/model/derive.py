@@ -65,7 +65,7 @@ TAKEN = (
 _NUMBER = re.compile(r"\.\d+\.")
 GROUPS = ("n_group", "topk_group", "num_expert_group")
 UNBOUNDED = 1 << 30  # positions of a model whose configuration does not limit them
-ROWS = 32  # of embeddings
+ROWS = 32  # of embeddings, those of positions too: more than twice LENGTH
 LENGTH = 13  # of a row of tokens: the size of nothing else
 LARGEST = 1 << 26  # elements of a tensor outside of the blocks, embeddings apart
 # What a block returns beside its hidden states, given its index and what reaches it; None: they are returned alone.
@@ -561,14 +561,11 @@ class _Outside:
     def _fill(self) -> None:
         for module in self._model.modules():
             for name, value in module.named_parameters(recurse=False):
+                shape: tuple[int, ...] = value.shape
                 if isinstance(module, nn.Embedding):
                     module.padding_idx = None
-                    shape = torch.Size(
-                        (min(value.shape[0], max(ROWS, 2 * LENGTH)), *value.shape[1:])
-                    )
+                    shape = (min(shape[0], ROWS), *shape[1:])
                 elif value.numel() > LARGEST or module is head_of(self._model):
                     continue
-                else:
-                    shape = value.shape
                 real = 0.5 + torch.rand(shape, generator=self._generator)
                 setattr(module, name, parameter(real))

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,14 @@ from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.errors import RefusedError
 from quantforge.model.expert_calls import routed_call
 from quantforge.model.passage import beside_of, states_of
-from quantforge.model.trial_block import LOUD, Candidate, TrialBlock, proven, same_after
+from quantforge.model.trial_block import (
+    Candidate,
+    TrialBlock,
+    holds_louder,
+    proven,
+    random_scale,
+    same_after,
+)
 from quantforge.numerics.function_mode import Function, FunctionMode
 
 GATED = ("gate_proj", "up_proj")
@@ -227,14 +235,10 @@ def _input(linears: tuple[str, ...], found: Candidate | None) -> SharedInput:
 
 def _within(linears: Iterable[str]) -> str:
     """Return the module that holds all linears; for one that lies in the block itself, the linear."""
-    paths = [name.split(".")[:-1] for name in linears]
-    common = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
     names = list(linears)
-    return ".".join(common) or (names[0] if len(names) == 1 else "")
+    paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    common = takewhile(lambda parts: len(set(parts)) == 1, paths)
+    return ".".join(parts[0] for parts in common) or (names[0] if len(names) == 1 else "")
 
 
 def modules_of(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]:
@@ -305,10 +309,10 @@ class _Watched(FunctionMode):
         x = _flat(args[0])
         self.linears.append(name)
         for known in self.activations:
-            if known.value.shape == x.shape and torch.equal(known.value, x):
+            if torch.equal(known.value, x):
                 known.linears.append(name)
                 return
-        makers = [key for key, y in self._made if y.shape == x.shape and torch.equal(y, x)]
+        makers = [key for key, y in self._made if torch.equal(y, x)]
         self.activations.append(_ReadActivation(x, [name], tuple(makers)))
 
     def _makes(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
@@ -446,16 +450,12 @@ def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Mi
 def _mixture(block: TrialBlock, products: Sequence[_Product], module: str, each: str) -> _Mixture:
     groups: list[list[_Product]] = []
     for item in products:
-        same = (
-            g
-            for g in groups
-            if g[0].inputs.shape == item.inputs.shape and torch.equal(g[0].inputs, item.inputs)
-        )
-        group = next(same, None)
-        if group is None:
-            groups.append([item])
+        for group in groups:
+            if torch.equal(group[0].inputs, item.inputs):
+                group.append(item)
+                break
         else:
-            group.append(item)
+            groups.append([item])
     *before, last = groups
     stacks: list[Stack] = []
     inputs: list[SharedInput] = []
@@ -512,9 +512,7 @@ def _interleaved(block: TrialBlock, stack: Stack, down: _Product) -> bool:
 
 def _folds(block: TrialBlock, stack: Stack, position: int, down: _Product) -> bool:
     """Return whether the rows at ``position`` take the inverse of a factor for the columns of ``down``."""
-    generator = torch.Generator().manual_seed(7)
-    scale = torch.rand(down.in_features, generator=generator, dtype=block.dtype)
-    scale = torch.exp2(2 * scale - 1)
+    scale = random_scale(block, down.in_features)
 
     def same() -> bool:
         divided = block.parameter(stack.parameter).clone()
@@ -524,7 +522,4 @@ def _folds(block: TrialBlock, stack: Stack, position: int, down: _Product) -> bo
         multiplied = read * (scale[:, None] if down.transposed else scale)
         return same_after(block, {stack.parameter: divided}, {down.parameter: multiplied})
 
-    if not same():
-        return False
-    with block.louder(LOUD):
-        return same()
+    return holds_louder(block, same)

@@ -11,9 +11,10 @@ divided, the output has to change; otherwise the trial proves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -270,17 +271,11 @@ class _Trial:
 
     def holds(self, candidate: Candidate) -> bool:
         """Return whether the block's output is unchanged by a fold."""
-        if not self._same(candidate):
-            return False
-        with self._block.louder(LOUD):
-            return self._same(candidate)
+        return holds_louder(self._block, partial(self._same, candidate))
 
     def _same(self, candidate: Candidate) -> bool:
-        generator = torch.Generator().manual_seed(7)
         count = self.dimensions.kv if candidate.heads else self.width
-        channels = torch.exp2(
-            2 * torch.rand(count, generator=generator, dtype=self._block.dtype) - 1
-        )
+        channels = random_scale(self._block, count)
         scale = expand_heads(self.dimensions, channels) if candidate.heads else channels
         divided = self._divided(candidate, channels)
         multiplied = {}
@@ -307,6 +302,20 @@ class _Trial:
             changed[f"{module}.bias"] = bias.clone()
             changed[f"{module}.bias"][candidate.rows] /= channels
         return changed
+
+
+def random_scale(block: TrialBlock, count: int) -> Tensor:
+    """Return a factor from 0.5 to 2 for each of ``count`` channels."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.exp2(2 * torch.rand(count, generator=generator, dtype=block.dtype) - 1)
+
+
+def holds_louder(block: TrialBlock, same: Callable[[], bool]) -> bool:
+    """Return whether ``same`` holds for weights of the usual size and for weights `LOUD` times as large."""
+    if not same():
+        return False
+    with block.louder(LOUD):
+        return same()
 
 
 def same_after(
