@@ -17,7 +17,7 @@ each other. ``decoder`` says which it was.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,58 +61,6 @@ class Pace:
     tokens_per_second: float
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Medians of one model.
-
-    Attributes:
-        decoder: ``own`` or ``transformers``.
-        ttft_seconds: time to the first token, prefill included, by tokens of the prompt; the last
-            is the whole prompt.
-        paces: by batch size; the first is 1.
-        bandwidth_use: bytes read per second of decoding one sequence, over the measured bandwidth.
-        kv_token_bytes: bytes that a token takes in the cache, or None where it is transformers'.
-        processor_share: share of the processor time that the threads asked for and got, from 0 to 1; None on a GPU and
-            where the system does not count it.
-    """
-
-    decoder: str
-    ttft_seconds: Mapping[int, float]
-    paces: Mapping[int, Pace]
-    bandwidth_use: float
-    kv_token_bytes: int | None
-    processor_share: float | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Return the number of tokens of the whole prompt."""
-        return max(self.ttft_seconds)
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        """Return the tokens of the whole prompt over the time to the first token."""
-        return self.prompt_tokens / self.ttft_seconds[self.prompt_tokens]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the figures of a row of the report."""
-        one = self.paces[1]
-        return {
-            "decoder": self.decoder,
-            "prefill_tokens_per_second": self.prefill_tokens_per_second,
-            "decode_tokens_per_second": one.tokens_per_second,
-            "ttft_seconds": self.ttft_seconds[self.prompt_tokens],
-            "ttft_by_prompt": {str(tokens): value for tokens, value in self.ttft_seconds.items()},
-            "tpot_seconds": one.tpot_seconds,
-            "tpot_spread": one.tpot_spread,
-            "decode_by_batch": {
-                str(batch): pace.tokens_per_second for batch, pace in self.paces.items()
-            },
-            "bandwidth_use": self.bandwidth_use,
-            "kv_bytes_per_token": self.kv_token_bytes,
-            "processor_share": self.processor_share,
-        }
-
-
 def measure_as_deployed(
     path: Path,
     windows: Windows,
@@ -144,13 +92,13 @@ def measure_as_deployed(
     tell("loading as an engine would")
     with PeakMemory(device) as peak:
         loaded = load(path, device, dtype, input_bits=input_bits)
-        speed = measure_speed(loaded, prompt, bandwidth, cache)
+        figures = measure_speed(loaded, prompt, bandwidth, cache)
     return {
         "read_bytes_per_token": loaded.read_bytes,
         "held_bytes": loaded.held_bytes,
         "kernels": dict(loaded.kernels),
         "peak_bytes": peak.bytes,
-        **speed.to_json(),
+        **figures,
     }
 
 
@@ -162,7 +110,9 @@ def read_bandwidth(device: str = "cpu") -> float:
 
 
 @torch.inference_mode()
-def measure_speed(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = "") -> Speed:
+def measure_speed(
+    loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = ""
+) -> dict[str, Any]:
     """Measure a model on a prompt ``[1, tokens]``; takes some seconds.
 
     Args:
@@ -170,6 +120,12 @@ def measure_speed(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str =
         prompt: token ids; together with `NEW_TOKENS` they fit the model's positions.
         bandwidth: bytes per second, of `read_bandwidth` on the same device.
         cache: kind of the own decoder's cache, see `quantforge.architectures.cache_kinds`; the model's when left out.
+
+    Returns:
+        Figures of a row of the report, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to
+        the first token (``ttft``) has the prefill in it; ``bandwidth_use`` is what is read in a second of decoding one
+        sequence, over the measured bandwidth; ``processor_share`` is the share of the processor time that the threads
+        asked for and got, None on a GPU and where the system does not count it.
 
     Raises:
         InputError: the prompt is empty.
@@ -189,16 +145,21 @@ def measure_speed(loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str =
         times = _repeat(start, device, PREFILL_RUNS, 1)
         first[length] = median(times)
     paces = {batch: _pace(engine, prompt, batch, device) for batch in (1, *BATCHES)}
-    context = prompt.shape[1] + NEW_TOKENS // 2
-    read = loaded.read_bytes + (token_bytes or 0) * context
-    return Speed(
-        decoder="own" if token_bytes is not None else "transformers",
-        ttft_seconds=first,
-        paces=paces,
-        bandwidth_use=read / paces[1].tpot_seconds / bandwidth,
-        kv_token_bytes=token_bytes,
-        processor_share=processor_share.so_far() if device.type == "cpu" else None,
-    )
+    tokens, one = prompt.shape[1], paces[1]
+    read = loaded.read_bytes + (token_bytes or 0) * (tokens + NEW_TOKENS // 2)
+    return {
+        "decoder": "own" if token_bytes is not None else "transformers",
+        "prefill_tokens_per_second": tokens / first[tokens],
+        "decode_tokens_per_second": one.tokens_per_second,
+        "ttft_seconds": first[tokens],
+        "ttft_by_prompt": {str(length): seconds for length, seconds in first.items()},
+        "tpot_seconds": one.tpot_seconds,
+        "tpot_spread": one.tpot_spread,
+        "decode_by_batch": {str(batch): pace.tokens_per_second for batch, pace in paces.items()},
+        "bandwidth_use": read / one.tpot_seconds / bandwidth,
+        "kv_bytes_per_token": token_bytes,
+        "processor_share": processor_share.so_far() if device.type == "cpu" else None,
+    }
 
 
 def _pace(engine: DecodingEngine, prompt: Tensor, batch: int, device: torch.device) -> Pace:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 import torch
 
@@ -33,19 +35,22 @@ def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
     monkeypatch.setattr(speed, "_timed", lambda *a: times.append(timed(*a)) or times[-1])
     measured = speed.measure_speed(loaded, prompt, 1e9)
     assert len(times) == 1 + 3 * speed.LEAST_STEPS  # one prompt, three sizes of a batch
-    read = loaded.read_bytes + measured.kv_token_bytes * (12 + speed.NEW_TOKENS // 2)
-    assert measured.bandwidth_use == pytest.approx(read / measured.paces[1].tpot_seconds / 1e9)
-    assert measured.paces[4].tokens_per_second == pytest.approx(4 / measured.paces[4].tpot_seconds)
+    read = loaded.read_bytes + measured["kv_bytes_per_token"] * (12 + speed.NEW_TOKENS // 2)
+    assert measured["bandwidth_use"] == pytest.approx(read / measured["tpot_seconds"] / 1e9)
+    assert measured["decode_tokens_per_second"] == pytest.approx(1 / measured["tpot_seconds"])
+    pace = median(times[-speed.LEAST_STEPS :])  # of the largest batch, which comes last
+    assert measured["decode_by_batch"]["16"] == pytest.approx(16 / pace)
     with pytest.raises(InputError, match="prompt"):
         speed.measure_speed(loaded, prompt[:, :0], 1e9)
 
 
 def test_families_without_a_decoder_of_ours_run_through_transformers(tiny):
     measured = speed.measure_speed(load(tiny("gpt2")), torch.arange(40)[None], 1e9)
-    assert measured.decoder == "transformers"
-    assert measured.kv_token_bytes is None
-    assert list(measured.ttft_seconds) == [32, 40]
-    assert measured.prompt_tokens == 40
+    assert measured["decoder"] == "transformers"
+    assert measured["kv_bytes_per_token"] is None
+    assert list(measured["ttft_by_prompt"]) == ["32", "40"]
+    assert measured["ttft_seconds"] == measured["ttft_by_prompt"]["40"]
+    assert measured["prefill_tokens_per_second"] == pytest.approx(40 / measured["ttft_seconds"])
 
 
 def test_both_decoders_decode_the_same(tiny):
@@ -62,7 +67,7 @@ def test_both_decoders_decode_the_same(tiny):
 
 def test_a_quantized_cache_is_measured(tiny):
     measured = speed.measure_speed(load(tiny("llama")), torch.arange(12)[None], 1e9, "int8")
-    assert measured.kv_token_bytes == 3 * 2 * 2 * (16 + 2)
+    assert measured["kv_bytes_per_token"] == 3 * 2 * 2 * (16 + 2)
 
 
 def test_read_bandwidth_is_a_rate(monkeypatch):
