@@ -73,13 +73,6 @@ class LlamaCpp:
         (answer,) = self._forced(ids, self._letter, count)
         return {item["id"]: item["logprob"] for item in answer["top_logprobs"]}
 
-    def greedy(self, ids: Sequence[int], count: int) -> list[int]:
-        """Return the likeliest continuation, one token after another."""
-        found = list(ids)
-        for _ in range(count):
-            found += self.top(found, 1)
-        return found[len(ids) :]
-
     def nll(self, ids: Sequence[int]) -> list[float]:
         """Return the negative log-likelihood of every token but the first, in nats.
 
