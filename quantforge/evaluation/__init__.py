@@ -1,5 +1,10 @@
 """Evaluation: perplexity, divergence from a reference, speed and memory, and their reports.
 
+Begin with five modules: `evaluate` takes one model after another, `windows` cuts the text, `divergence` scores a model
+on the windows and against the reference, `head` makes logits a part at a time, `block_errors` compares blocks. All
+others measure what an option asks for (answers, caches, tasks, speed, llama.cpp, requests) or write what was measured
+(tables, reports, cards).
+
 In this folder:
 
     bench_requests  Requests of a bench: a seeded stream or a trace, what each had to wait for, and the figures of all
