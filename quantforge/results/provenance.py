@@ -47,29 +47,23 @@ def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str,
 
 def statement(document: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return an in-toto statement: these files came out of that recipe and those files."""
-    source = document["source"]
+    source, versions = document["source"], document["versions"]
+    files = [
+        _resource(f"{source['model']}/{name}", one) for name, one in sorted(source["files"].items())
+    ]
+    packages = [{"name": name, "annotations": {"version": versions[name]}} for name in DECIDING]
+    definition = {
+        "buildType": BUILD_TYPE,
+        "externalParameters": {"recipe": document["recipe"], "model": source["model"]},
+        "internalParameters": {"versions": versions},
+        "resolvedDependencies": [*files, *packages],
+    }
+    builder = {"id": f"quantforge/{__version__}"}
     return {
         "_type": "https://in-toto.io/Statement/v1",
         "subject": [_resource(name, entry) for name, entry in sorted(outputs.items())],
         "predicateType": "https://slsa.dev/provenance/v1",
-        "predicate": {
-            "buildDefinition": {
-                "buildType": BUILD_TYPE,
-                "externalParameters": {"recipe": document["recipe"], "model": source["model"]},
-                "internalParameters": {"versions": document["versions"]},
-                "resolvedDependencies": [
-                    *(
-                        _resource(f"{source['model']}/{name}", entry)
-                        for name, entry in sorted(source["files"].items())
-                    ),
-                    *(
-                        {"name": name, "annotations": {"version": document["versions"][name]}}
-                        for name in DECIDING
-                    ),
-                ],
-            },
-            "runDetails": {"builder": {"id": f"quantforge/{__version__}"}},
-        },
+        "predicate": {"buildDefinition": definition, "runDetails": {"builder": builder}},
     }
 
 
@@ -79,21 +73,15 @@ def _resource(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a CycloneDX bill of materials: a model, its ancestor, its calibration text, the tools."""
-    source = document["source"]
+    source, kind = document["source"], "machine-learning-model"
+    ancestor = {"type": kind, "name": source["model"], "components": _files(source["files"])}
+    if "revision" in source:
+        ancestor["version"] = source["revision"]
     model = {
-        "type": "machine-learning-model",
+        "type": kind,
         "bom-ref": "model",
         "name": name,
-        "pedigree": {
-            "ancestors": [
-                {
-                    "type": "machine-learning-model",
-                    "name": source["model"],
-                    **({"version": source["revision"]} if "revision" in source else {}),
-                    "components": _files(source["files"]),
-                }
-            ]
-        },
+        "pedigree": {"ancestors": [ancestor]},
         "components": _files(outputs),
         "modelCard": {
             "modelParameters": {
@@ -106,22 +94,14 @@ def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> 
             for key in ("method", "format", "bits_per_weight")
         ],
     }
+    tools = [{"type": "application", "name": "quantforge", "version": __version__}]
+    versions = document["versions"]
+    tools += [{"type": "library", "name": key, "version": versions[key]} for key in DECIDING]
     body = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
-        "metadata": {
-            "component": model,
-            "tools": {
-                "components": [
-                    {"type": "application", "name": "quantforge", "version": __version__},
-                    *(
-                        {"type": "library", "name": key, "version": document["versions"][key]}
-                        for key in DECIDING
-                    ),
-                ]
-            },
-        },
+        "metadata": {"component": model, "tools": {"components": tools}},
         "components": _calibration(document["calibration"]),
     }
     digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
