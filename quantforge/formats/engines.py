@@ -294,28 +294,28 @@ def unmapped(
 
 def engine_verdicts(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     """Return one verdict per engine on a model in a format."""
-    if about.one_file or model.draft or model.compared or not model.unmapped:
-        return _by_layers(about, model)
-    return tuple(
-        _left_open(verdict, model) if verdict.engine == TRANSFORMERS and verdict.loads else verdict
-        for verdict in _by_layers(about, model)
-    )
-
-
-def _left_open(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
-    said = "; ".join(filter(None, (model.unmapped, verdict.reason)))
-    return EngineVerdict(verdict.engine, None, said, verdict.reason)
-
-
-def _by_layers(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     found = layer_verdicts(about.engines, model.layers.values())
     if model.draft:
         return tuple(_of_draft(verdict, model) for verdict in found)
-    if model.unstacked and model.kept_experts and not (about.one_file or model.layers):
-        return tuple(EngineVerdict(verdict.engine, False, _UNSTACKED) for verdict in found)
-    if about.one_file or not model.layers:
+    if about.one_file:
         return found
-    return tuple(_of_model(verdict, about.engines[verdict.engine], model) for verdict in found)
+    if model.layers:
+        found = tuple(_of_model(verdict, about.engines[verdict.engine], model) for verdict in found)
+    elif model.unstacked and model.kept_experts:
+        return tuple(EngineVerdict(verdict.engine, False, _UNSTACKED) for verdict in found)
+    if model.compared or not model.unmapped:
+        return found
+    return tuple(
+        EngineVerdict(TRANSFORMERS, None, _joined(model.unmapped, verdict.reason), verdict.reason)
+        if verdict.engine == TRANSFORMERS and verdict.loads
+        else verdict
+        for verdict in found
+    )
+
+
+def _joined(*reasons: str) -> str:
+    """Return reasons as one text, each once, without empty ones."""
+    return "; ".join(dict.fromkeys(filter(None, reasons)))
 
 
 def layer_verdicts(
@@ -330,16 +330,15 @@ def _layer_verdict(
     name: str, engine: Engine, layers: list[tuple[LayerScheme, Shape]]
 ) -> EngineVerdict:
     weights = list(dict.fromkeys((layer.weight, shape) for layer, shape in layers))
-    inputs = "; ".join(filter(None, dict.fromkeys(engine.inputs(layer) for layer, _ in layers)))
+
+    def answers(rules: Iterable[Rule]) -> list[str]:
+        return [rule(scheme, shape) for rule in rules for scheme, shape in weights]
+
+    inputs = _joined(*(engine.inputs(layer) for layer, _ in layers))
     mixed = engine.mixture if len({layer for layer, _ in layers}) > 1 else ""
-    if reasons := _answers(engine.never, engine.refuses, weights) or inputs or mixed:
+    if reasons := _joined(engine.never, *answers(engine.refuses)) or inputs or mixed:
         return EngineVerdict(name, False, reasons)
-    return EngineVerdict(name, True, _answers(engine.note, engine.notes, weights))
-
-
-def _answers(general: str, rules: Iterable[Rule], layers: list[tuple[Scheme, Shape]]) -> str:
-    answers = [general, *(rule(scheme, shape) for rule in rules for scheme, shape in layers)]
-    return "; ".join(dict.fromkeys(filter(None, answers)))
+    return EngineVerdict(name, True, _joined(engine.note, *answers(engine.notes)))
 
 
 def reads_weights(*model_types: str) -> bool:
@@ -370,9 +369,13 @@ def _of_model(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Eng
     if reason := next(filter(None, obstacles), ""):
         return EngineVerdict(verdict.engine, False, reason)
     if unrolls and model.experts and of_vllm:
-        said = "; ".join(filter(None, (verdict.reason, UNTRIED)))
-        return EngineVerdict(verdict.engine, True, said)
-    return _with_notes(verdict, model) if decoded else verdict
+        return EngineVerdict(verdict.engine, True, _joined(verdict.reason, UNTRIED))
+    if not decoded:
+        return verdict
+    inputs = any(layer.input is not None for layer, _ in model.layers.values())
+    why = _TURNED_BACK if model.turned else _DECODED
+    said = _joined(verdict.reason, why, _BARE_INPUTS if inputs else "")
+    return EngineVerdict(verdict.engine, True, said)
 
 
 def _of_experts(engine: Engine, model: ModelToLoad) -> Iterator[str]:
@@ -391,8 +394,8 @@ def _of_draft(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
     outside = any(module.endswith(("lm_head", "embed_tokens")) for module in model.layers)
     if verdict.loads and (_one_scheme(model) or outside):
         return EngineVerdict(verdict.engine, False, _NOT_READ_MIXED)
-    said = filter(None, (verdict.reason, _OF_EAGLE3 if verdict.loads else ""))
-    return EngineVerdict(verdict.engine, verdict.loads, "; ".join(said))
+    said = _joined(verdict.reason, _OF_EAGLE3 if verdict.loads else "")
+    return EngineVerdict(verdict.engine, verdict.loads, said)
 
 
 def converts(config: Mapping[str, Any]) -> bool:
@@ -403,16 +406,6 @@ def converts(config: Mapping[str, Any]) -> bool:
 
 def _one_scheme(model: ModelToLoad) -> str:
     return _ONE_SCHEME if len({layer for layer, _ in model.layers.values()}) > 1 else ""
-
-
-def _with_notes(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
-    inputs = any(layer.input is not None for layer, _ in model.layers.values())
-    notes = (
-        verdict.reason,
-        _TURNED_BACK if model.turned else _DECODED,
-        _BARE_INPUTS if inputs else "",
-    )
-    return EngineVerdict(verdict.engine, True, "; ".join(filter(None, notes)))
 
 
 def _family(model: ModelToLoad, *, unrolls: bool) -> str:

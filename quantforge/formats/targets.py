@@ -206,7 +206,11 @@ def check(
     for tensor in tensors:
         if tensor.scheme is not None and serving.devices > 1:
             _check_split(tensor, serving.devices)
-    _check_cache(engine, target, serving)
+    if _cache_of(serving) not in {PLAIN, *target.caches}:
+        raise RefusedError(
+            f"--for {engine}: no cache in {_cache_of(serving)}",
+            f"--cache {either(target.caches)}" if target.caches else "leave --cache out",
+        )
     unbounded = serving.context is not None and not target.context
     needed = format_of(key).ABOUT.packages.get(engine, "")
     return (
@@ -215,15 +219,6 @@ def check(
         *([f"{engine}: --context changes nothing: {_UNBOUNDED}"] if unbounded else []),
         f"{_SERVE}{command_of(engine, _PLACE, serving, tokenizer=source if key == GGUF else '')}",
     )
-
-
-def _check_cache(engine: str, target: Target, serving: Serving) -> None:
-    cache = _cache_of(serving)
-    if cache not in {PLAIN, *target.caches}:
-        raise RefusedError(
-            f"--for {engine}: no cache in {cache}",
-            f"--cache {either(target.caches)}" if target.caches else "leave --cache out",
-        )
 
 
 def _cache_of(serving: Serving) -> str:
