@@ -133,7 +133,7 @@ class ReleaseSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _VariantTable:
     """``[[variant]]``: a recipe, its choices and limits."""
 
     name: str = ""
@@ -150,7 +150,7 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _ReleaseTables:
     """The tables of a release file; rows of variants are read one by one."""
 
     model: str = ""
@@ -220,7 +220,7 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
     data = read_toml(text, origin, _EXAMPLE)
     if not isinstance(data.get("variant", []), list):
         raise InputError(f"{origin}: variant: tables are expected", "[[variant]]")
-    file: _File = built(_File, data, origin)
+    file: _ReleaseTables = built(_ReleaseTables, data, origin)
     if not file.model:
         raise InputError(f"{origin}: 'model' is missing", 'model = "DIR, FILE.gguf or ORG/NAME"')
     scoring = file.evaluation
@@ -233,7 +233,9 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
         raise InputError(f"{origin}: evaluation: nothing to score", "windows from 1, length from 2")
     limits = file.gates.checked(f"{origin}: gates")
     calibration = {key: getattr(file.calibration, key) for key in data.get("calibration", ())}
-    variants = tuple(_variant(row, calibration, limits, origin) for row in _rows(file, origin))
+    variants = tuple(
+        _variant(row, calibration, limits, origin) for row in _variant_tables(file, origin)
+    )
     _check_names(variants, origin)
     if not scoring.text:
         unscored = {name: one.name for one in variants for name in one.gates.scored}
@@ -250,7 +252,7 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
     return ReleaseSpec(file.model, variants, scoring, file.card)
 
 
-def _rows(file: _File, origin: str) -> list[Mapping[str, Any]]:
+def _variant_tables(file: _ReleaseTables, origin: str) -> list[Mapping[str, Any]]:
     """Return the tables of all variants, those of the sets first."""
     rows: list[Mapping[str, Any]] = []
     stem = Path(file.model.partition("@")[0]).name.removesuffix(".gguf")
@@ -283,8 +285,8 @@ def _variant(
     _check_keys(table, origin)
     if not isinstance(table.get("recipe", ""), str | dict):
         raise InputError(f"{origin}: recipe: a name, a file or a table is expected")
-    row: _Row = built(_Row, table, origin)
-    choices = {item.name: getattr(row, item.name) for item in fields(_Row)[3:]}
+    row: _VariantTable = built(_VariantTable, table, origin)
+    choices = {item.name: getattr(row, item.name) for item in fields(_VariantTable)[3:]}
     try:
         base: Recipe | str | None
         if isinstance(row.recipe, dict):
@@ -305,7 +307,7 @@ _SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, w
 
 def _check_keys(table: Mapping[str, Any], origin: str) -> None:
     """Refuse keys of a variant that belong to its recipe or to `allocate`, with what to write instead."""
-    for key in table.keys() - {item.name for item in fields(_Row)}:
+    for key in table.keys() - {item.name for item in fields(_VariantTable)}:
         hint = f"{key} is of the recipe: recipe = {{{key} = ...}}"
         if key in _SIZES:
             hint = f'quantforge allocate MODEL --{key} ... -o mixture.toml, then recipe = "mixture.toml"'

@@ -148,6 +148,18 @@ class PlannedRelease:
     variants: Variants
     left_out: Mapping[str, int]
 
+    @property
+    def outs(self) -> dict[str, Path]:
+        """Return where each variant goes, by its name."""
+        return {name: job.out for name, job in self.variants.jobs.items()}
+
+    @property
+    def reports(self) -> tuple[Path, ...]:
+        """Return where the reports go; none where nothing is scored."""
+        scoring = self.spec.scoring
+        kinds = scoring.reports if scoring.text else ()
+        return tuple(self.place / f"evaluation.{kind}" for kind in kinds)
+
 
 @check_arguments()
 @torch_defaults()
@@ -185,10 +197,10 @@ def release(
         scored = 1 + len(variants.jobs) if asked.scoring.text else 0
         made = variants.make(place / SPEC, scored)
         with turn(place / SPEC, settings.note), phase("publishing", 1.0):
-            _renew(place / SPEC, planned.asked_by)  # another release may have begun here
-            finished = _finish(place, asked, variants)
-    reports = tuple(_reports_of(place, asked))
-    return Released(place, finished, made, reports, planned.left_out, asked.card.repository)
+            _write_if_changed(place / SPEC, planned.asked_by)  # another release may have begun here
+            finished = _finish(planned)
+    repository = asked.card.repository
+    return Released(place, finished, made, planned.reports, planned.left_out, repository)
 
 
 def plan_release(
@@ -217,28 +229,21 @@ def plan_release(
         raise RefusedError(
             f"{len(errors)} of {len(recipes)} variants cannot be made: {said}", hints
         )
-    _check_scored(asked, settings)
-    names, left_out = _within(variants, budget)
+    if text := asked.scoring.text:
+        reference = resolve(asked.model, settings.offline)
+        check_text(reference, text, asked.scoring.length, offline=settings.offline)
+        if "html" in asked.scoring.reports:
+            from quantforge.evaluation.report_page.charts import check_drawing
+
+            check_drawing()
+    names, left_out = _within_budget(variants, budget)
     asked, variants = asked.only(names), variants.only(names)
     _check_place(place)
     _check_cards(variants, scored=bool(asked.scoring.text))
     return PlannedRelease(asked, asked_by, place, variants, left_out)
 
 
-def _check_scored(asked: ReleaseSpec, settings: Settings) -> None:
-    """Refuse a text that gates and reports cannot be made of, and reports that cannot be written."""
-    scoring = asked.scoring
-    if not scoring.text:
-        return
-    reference = resolve(asked.model, settings.offline)
-    check_text(reference, scoring.text, scoring.length, offline=settings.offline)
-    if "html" in scoring.reports:
-        from quantforge.evaluation.report_page.charts import check_drawing
-
-        check_drawing()
-
-
-def _within(variants: Variants, budget: int | None) -> tuple[list[str], dict[str, int]]:
+def _within_budget(variants: Variants, budget: int | None) -> tuple[list[str], dict[str, int]]:
     """Return the names of variants whose files take at most a budget of bytes, and the size of each of the others.
 
     Raises:
@@ -300,9 +305,9 @@ def _lay_out(planned: PlannedRelease) -> None:
     place, variants = planned.place, planned.variants
     with writing(place, 0):
         if not _is_release(place):
-            document = json.dumps({"schema": SCHEMA, "variants": []}) + "\n"
-            _renew(place / MANIFEST_NAME, document.encode())
-        _renew(place / SPEC, planned.asked_by)
+            empty = {"schema": SCHEMA, "variants": []}
+            _write_if_changed(place / MANIFEST_NAME, json.dumps(empty) + "\n")
+        _write_if_changed(place / SPEC, planned.asked_by)
         for job in variants.jobs.values():
             make_folder(job.out.parent)
     if variants.settings.join:  # another process may have written figures by now
@@ -313,26 +318,26 @@ def _lay_out(planned: PlannedRelease) -> None:
             forget_repository(job.out)
 
 
-def _finish(place: Path, asked: ReleaseSpec, variants: Variants) -> tuple[ReleasedVariant, ...]:
-    """Score the variants, unless that is done, and write what lies beside them.
-
-    Args:
-        place: the directory of the release.
-        asked: what it consists of.
-        variants: which are all there.
+def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
+    """Score the variants, which are all there, unless that is done, and write what lies beside them.
 
     Raises:
         IntegrityError: a file of a variant is not what the variant's manifest states.
         QuantForgeError: as `evaluate` and `save`.
     """
-    outs = {name: job.out for name, job in variants.jobs.items()}
-    documents = {out: manifest.read(out) or {} for out in outs.values()}
-    digests = _digests(documents)
-    key = _key(asked, variants, documents)
-    figures, found = _scored(place, asked, variants, key)
+    place, card, outs = planned.place, planned.spec.card, planned.outs
+    outputs = {out: (manifest.read(out) or {})["outputs"] for out in outs.values()}
+    listed = {
+        out: {name: one for name, one in files.items() if name != CARD}  # figures go into cards
+        for out, files in outputs.items()
+    }
+    digests = _digests(listed)
+    key = _key(planned, [*listed.values()])
+    figures, found = _scored(planned, key)
     released = []
-    for one in asked.variants:
-        out, plan, scored = outs[one.name], variants.jobs[one.name].planned.plan, figures.get(one.name, {})  # fmt: skip
+    for one in planned.spec.variants:
+        out, plan = outs[one.name], planned.variants.jobs[one.name].planned.plan
+        scored = figures.get(one.name, {})
         failed = one.gates.failed({**scored, "weight_bytes": plan.output_bytes})
         released.append(
             ReleasedVariant(
@@ -340,48 +345,37 @@ def _finish(place: Path, asked: ReleaseSpec, variants: Variants) -> tuple[Releas
             )
         )
         if out.is_dir():
-            named = repository_of(asked.card.repository, out) or HERE
+            named = repository_of(card.repository, out) or HERE
             write_loading(out, loading(plan, named, chat=chats(out)))
-    _write_cards(asked, variants, released, found)
+    _write_cards(planned, released, found)
     document = {
         "schema": SCHEMA,
-        "source": dict(variants.files),
+        "source": dict(planned.variants.files),
         "versions": manifest.versions(),
         "evaluation": {"key": key, "figures": figures} if figures else None,
         "variants": [one.document() for one in released],
     }
-    _write(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    _write(place / UPLOAD, upload_script(asked.card.repository, released))
-    _write(place / SUMS, _sums(place, asked, [*outs.values()], digests))
+    _write_if_changed(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
+    _write_if_changed(place / UPLOAD, upload_script(card.repository, released))
+    _write_if_changed(place / SUMS, _sums(planned, digests))
     return tuple(released)
 
 
-def _reports_of(place: Path, asked: ReleaseSpec) -> list[Path]:
-    """Return where the reports of a release are; none where nothing is scored."""
-    kinds = asked.scoring.reports if asked.scoring.text else ()
-    return [place / f"evaluation.{kind}" for kind in kinds]
-
-
-def _renew(path: Path, data: bytes) -> None:
+def _write_if_changed(path: Path, content: bytes | str) -> None:
     """Write a file, in place of an earlier one; one that has these bytes stays as it is. Errors as `save`."""
+    data = content.encode() if isinstance(content, str) else content
     digest = hashlib.sha256(data).hexdigest()
-    same = path.is_file() and not path.is_symlink() and path.stat().st_size == len(data)
-    if not same or manifest.sha256(path, path.parent) != digest:
+    there = path.is_file() and not path.is_symlink()
+    if not there or manifest.sha256(path, path.parent) != digest:
         save(path, data, overwrite=True)
 
 
-def _write(path: Path, text: str) -> None:
-    _renew(path, text.encode())
-
-
-def _digests(documents: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the SHA-256 digests of what the manifests of variants list, but for cards; errors as `release`."""
+def _digests(listed: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
+    """Return the SHA-256 digests of files that the manifests of variants list; errors as `release`."""
     found = {}
-    for out, document in documents.items():
+    for out, files in listed.items():
         root = out if out.is_dir() else out.parent
-        for name, entry in document["outputs"].items():
-            if name == CARD:
-                continue
+        for name, entry in files.items():
             found[root / name] = manifest.sha256(root / name, root)
             if found[root / name] != entry["sha256"]:
                 raise IntegrityError(
@@ -392,37 +386,26 @@ def _digests(documents: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
     return found
 
 
-def _key(
-    asked: ReleaseSpec, variants: Variants, documents: Mapping[Path, Mapping[str, Any]]
-) -> str:
+def _key(planned: PlannedRelease, listed: Sequence[Mapping[str, Any]]) -> str:
     """Return the digest of what decides the figures: source, variants, text (its content) and versions."""
-    outputs = [
-        {name: entry for name, entry in document["outputs"].items() if name != CARD}
-        for document in documents.values()
-    ]
+    variants, scoring = planned.variants, planned.spec.scoring
+    text = scoring.text and text_name(scoring.text)
     decides = [
-        variants.files,
-        outputs,
-        asdict(asked.scoring),
-        asked.scoring.text and text_name(asked.scoring.text),
-        manifest.versions(),
-        [*variants.jobs],
-    ]
+        variants.files, listed, asdict(scoring), text, manifest.versions(), [*variants.jobs]
+    ]  # fmt: skip
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-def _scored(
-    place: Path, asked: ReleaseSpec, variants: Variants, key: str
-) -> tuple[dict[str, Any], Evaluation | None]:
+def _scored(planned: PlannedRelease, key: str) -> tuple[dict[str, Any], Evaluation | None]:
     """Return the figures of every variant by its name, and the evaluation unless they are those of an earlier run."""
-    scoring = asked.scoring
+    asked, place, variants = planned.spec, planned.place, planned.variants
+    scoring, outs = asked.scoring, [*planned.outs.values()]
     if not scoring.text:
         return {}, None
-    outs, reports = [job.out for job in variants.jobs.values()], _reports_of(place, asked)
     cards = {out.with_name(CARD) for out in outs if out.is_file()}
     try:
         earlier = read_object(place / MANIFEST_NAME, MANIFEST, place)["evaluation"]
-        whole = all(path.is_file() for path in (*reports, *cards))
+        whole = all(path.is_file() for path in (*planned.reports, *cards))
         whole = whole and all(has_figures(out) for out in outs if out.is_dir())
         if earlier["key"] == key and whole:
             return dict(earlier["figures"]), None
@@ -435,26 +418,23 @@ def _scored(
     )  # fmt: skip
     from quantforge.evaluation.report import render
 
-    for kind, path in zip(scoring.reports, reports, strict=True):
-        _write(path, render(found, REPORTS[kind]))
+    for kind, path in zip(scoring.reports, planned.reports, strict=True):
+        _write_if_changed(path, render(found, REPORTS[kind]))
     rows = zip(variants.jobs, found.rows[1:], strict=True)
     return {name: {figure: row[figure] for figure in _FIGURES} for name, row in rows}, found
 
 
 def _write_cards(
-    asked: ReleaseSpec,
-    variants: Variants,
-    released: Sequence[ReleasedVariant],
-    found: Evaluation | None,
+    planned: PlannedRelease, released: Sequence[ReleasedVariant], found: Evaluation | None
 ) -> None:
     """Write the card of the folder of files, but for those beyond a gate, and put new figures into all cards."""
     files = [one for one in released if one.out.is_file() and not one.failed]
     if files:
         figures = {one.out.name: one.figures["kl_mean"] for one in files if one.figures}
         outs = [one.out for one in files]
-        repository = repository_of(asked.card.repository, outs[0])
-        folder, base = outs[0].parent, asked.card.base_model
-        write_folder_card(folder, figures, variants.source, base, outs, repository)
+        card, source = planned.spec.card, planned.variants.source
+        repository = repository_of(card.repository, outs[0])
+        write_folder_card(outs[0].parent, figures, source, card.base_model, outs, repository)
     if found is None:
         return
     from quantforge.evaluation.card_section import index, section
@@ -466,12 +446,11 @@ def _write_cards(
         write_figures(place, section(shown, place), index(shown, place))
 
 
-def _sums(
-    place: Path, asked: ReleaseSpec, outs: Sequence[Path], digests: Mapping[Path, str]
-) -> str:
+def _sums(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:
     """Return a list for ``sha256sum -c``: files of the variants and those beside them, and no others."""
-    paths = {place / SPEC, place / MANIFEST_NAME, place / UPLOAD, *_reports_of(place, asked)}
-    for out in outs:
+    place = planned.place
+    paths = {place / SPEC, place / MANIFEST_NAME, place / UPLOAD, *planned.reports}
+    for out in planned.outs.values():
         if out.is_dir():
             paths |= {path for path in out.rglob("*") if path.is_file()}
         else:

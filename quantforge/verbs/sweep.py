@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
@@ -187,12 +187,11 @@ def combinations(
             option = name.replace("_", "-")
             raise UsageError(f"--over {name}: --{option} is given too", "leave one of them out")
     rows = [
-        [(name, _typed(name, value)) for value in _checked(name, values)]
-        for name, values in grid.items()
+        [(name, value) for value in _checked_values(name, values)] for name, values in grid.items()
     ]
     found: dict[str, dict[str, Any]] = {}
     for row in itertools.product(*rows):
-        name = "-".join(_word(*one) for one in row)
+        name = "-".join(_value_name(*one) for one in row)
         if name in found:
             raise UsageError(
                 f"two combinations are called {name}", "vary one choice by texts that differ more"
@@ -201,9 +200,11 @@ def combinations(
     return found
 
 
-def _checked(name: str, values: Sequence[Any]) -> Sequence[Any]:
+def _checked_values(name: str, values: Sequence[Any]) -> list[Any]:
+    """Return the values of a choice, in its type; errors as `combinations`."""
     kind = place_of(name)[1]
-    if any("tuple" in str(one).lower() for one in (kind, *get_args(kind))):
+    kinds = {kind, *get_args(kind)}
+    if any("tuple" in str(one).lower() for one in kinds):
         raise UsageError(f"--over {name}: takes a list", "vary it by recipes of their own")
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise UsageError(
@@ -216,26 +217,26 @@ def _checked(name: str, values: Sequence[Any]) -> Sequence[Any]:
         raise UsageError(f"--over {name}: no values", f"write --over {name}=A,B")
     if len(set(map(str, values))) < len(values):
         raise UsageError(f"--over {name}: a value twice", "name each once")
-    return values
+    texts = str in kinds
+    return [
+        _typed(name, one, kinds) if isinstance(one, str) and not texts else one for one in values
+    ]
 
 
-def _typed(name: str, value: Any) -> Any:
-    """Return a value in the type of its choice."""
-    kinds = {kind for one in [place_of(name)[1]] for kind in (one, *get_args(one))}
-    if not isinstance(value, str) or str in kinds:
-        return value
+def _typed(name: str, text: str, kinds: Set[Any]) -> Any:
+    """Return a text as a value of one of some types."""
     if bool in kinds:
-        if value not in {"true", "false"}:
-            raise InputError(f"--over {name}={value}: not understood", "write true or false")
-        return value == "true"
+        if text not in {"true", "false"}:
+            raise InputError(f"--over {name}={text}: not understood", "write true or false")
+        return text == "true"
     try:
-        return int(value) if int in kinds else float(value)
+        return int(text) if int in kinds else float(text)
     except ValueError as error:
         hint = f"write --over {name}=2,4"
-        raise InputError(f"--over {name}={value}: not a number", hint) from error
+        raise InputError(f"--over {name}={text}: not a number", hint) from error
 
 
-def _word(name: str, value: Any) -> str:
+def _value_name(name: str, value: Any) -> str:
     """Return a value as a part of a name: a text is itself, of a number the choice is said too."""
     text = re.sub(r"[^\w.+]+", "-", str(value))
     if not isinstance(value, str):
