@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.cli import choices, options
+from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
 from quantforge.cli.typed_paths import typed_adapter
 from quantforge.results.significant import significant, size
 
 if TYPE_CHECKING:
-    from quantforge.planning.size_target import MemoryUse
     from quantforge.verbs import Allocated
 
 EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
@@ -34,7 +32,10 @@ _CHOSEN_HERE = {
 
 
 @options.takes(
-    given=choices.recipe_parameters(name for name in choices.RECIPE if name not in _CHOSEN_HERE)
+    given=choices.recipe_parameters(name for name in choices.RECIPE if name not in _CHOSEN_HERE),
+    run=options.run_options(
+        *options.WHERE, "activations", *options.ACCEPTED, *options.SHOWN, "reasons"
+    ),
 )
 def allocate(
     model: options.Model,
@@ -45,39 +46,18 @@ def allocate(
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="The recipe to write.")
     ],
-    given: choices.Given,
+    given: options.Given,
     cache: options.Cache = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the recipe.")] = False,
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    activations: options.Activations = "memory",
-    strict: options.Strict = False,
-    allow: options.Allow = None,
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    verbose: options.Reasons = False,
-    json_progress: options.JsonProgress = False,
+    run: options.Given,
 ) -> None:
     """Choose a scheme for every layer, so that a model of a given size diverges least; write it as a recipe for gptq.
 
     The errors of all candidates are measured with the solver that will round them.
     """
-    from quantforge.settings import Settings
-
-    console = Console(
-        as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=json_progress
-    )
-    settings = Settings(
-        device=device,
-        threads=threads,
-        activations=activations,
-        offline=offline,
-        overwrite=overwrite,
-        policy=options.build_policy(strict, allow),
-        progress=console.show,
-        note=console.note,
-        serving=options.serving_of(None, cache),
+    console = processes.console_of(run)
+    settings = processes.settings_of(
+        run, console, overwrite=overwrite, serving=options.serving_of(None, cache)
     )
     with console.watch():
         from quantforge import verbs
@@ -91,7 +71,7 @@ def allocate(
             candidates=candidates or (),
             **given,
         )
-    if as_json:
+    if console.as_json:
         console.document(
             {"schema": "quantforge.allocate/1", "path": str(output), **found.document()}
         )
@@ -106,24 +86,6 @@ def _left_out(found: Allocated) -> str:
     count, takes = len(found.left_out), found.recipe.engine or found.recipe.format
     said = "scheme is no candidate" if count == 1 else "schemes are no candidates"
     return f"{count} usual {said}: {takes} does not take them for this model (-v says why of each)"
-
-
-def _show_memory(console: Console, used: MemoryUse) -> None:
-    load = used.load
-    each = " of each device" if load.devices > 1 else ""
-    sequences = "1 sequence" if load.batch == 1 else f"{load.batch:,} sequences"
-    console.text()
-    console.table(
-        (f"memory{each}", "bytes", "of"),
-        [
-            ("weights", size(used.weights), "the recipe"),
-            ("cache", size(used.cache), f"{sequences} of {load.context:,} tokens in {load.cache}"),
-            ("working", size(used.working), "a step"),
-            ("spare", size(used.spare), "code, graphs, the allocator"),
-            ("left", size(used.left), ""),
-        ],
-    )
-    console.text()
 
 
 def _show(console: Console, found: Allocated) -> None:
@@ -145,8 +107,6 @@ def _show(console: Console, found: Allocated) -> None:
     console.text(
         "bits in blocks: of a weight there, as planned; `quantize` says what it stores, head and embedding apart"
     )
-    if found.memory:
-        _show_memory(console, found.memory)
     console.text("expected KL: nats per token that errors inside of blocks cause, to second order")
     console.text()
     console.table(
@@ -154,16 +114,5 @@ def _show(console: Console, found: Allocated) -> None:
         [(v.engine, v.word, v.reason) for v in found.engines],
     )
     console.text()
-    console.wrapped(_loaded(found))
-
-
-def _loaded(found: Allocated) -> str:
-    """Return which engines load the recipe's mixture, and what to ask for so that others load one."""
     loading = [one.engine for one in found.engines if one.loads]
-    said = f"loaded by {', '.join(loading) or 'none of these'}"
-    least: dict[float, list[str]] = {}
-    for engine, bits in found.least.items():
-        least.setdefault(math.ceil(100 * bits) / 100, []).append(f"--for {engine}")
-    for bits, engines in least.items():
-        said += f"; {' or '.join(engines)} takes what that engine loads mixed, from --target {bits:g}bpw on"
-    return said
+    console.wrapped(f"loaded by {', '.join(loading) or 'none of these'}")

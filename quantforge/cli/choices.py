@@ -151,7 +151,6 @@ OF_CHOICES: Mapping[str, Completer] = {
     **dict.fromkeys(("scheme", "head", "embedding"), among(_SCHEMES)),
     "recipe": among(builtin_recipes()),
 }
-Given = Mapping[str, Any]  # choices by the names of `RECIPE`, None where one was not made
 
 
 def flag_of(name: str) -> str:

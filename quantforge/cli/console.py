@@ -23,7 +23,7 @@ from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column, folded
 from quantforge.execution.progress import Progress
 
-_SPOKEN = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
+_KEPT_IN_TEXT = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
 PIPE_WIDTH = 80  # characters, where there is no terminal
 ENTRY_WIDTH = 17  # of the name of an entry, with the gap behind it
 
@@ -55,15 +55,15 @@ class Console:
 
     def text(self, text: str = "") -> None:
         """Write lines of data to stdout, without control characters."""
-        sys.stdout.write(told(text) + "\n")
+        sys.stdout.write(escaped(text) + "\n")
 
     def flush(self) -> None:
         """Make sure that whoever reads stdout has what was written."""
         sys.stdout.flush()
 
     def piece(self, text: str) -> None:
-        """Write a piece of a generated text to stdout at once, see `spoken`."""
-        sys.stdout.write(spoken(text))
+        """Write a piece of a generated text to stdout at once, see `escaped_text`."""
+        sys.stdout.write(escaped_text(text))
         sys.stdout.flush()
 
     @property
@@ -86,7 +86,7 @@ class Console:
         width = self.width if self.terminal else sys.maxsize
         self.text(
             textwrap.fill(
-                told(text),
+                escaped(text),
                 width,
                 initial_indent=f"{name:{ENTRY_WIDTH}}",
                 subsequent_indent=indent,
@@ -110,7 +110,7 @@ class Console:
 
         drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
         columns = [
-            replace(one, header=told(one.header), cells=tuple(map(told, one.cells)))
+            replace(one, header=escaped(one.header), cells=tuple(map(escaped, one.cells)))
             for one in columns
         ]
         needed = sum(column.width + GAP for column in columns)
@@ -131,7 +131,7 @@ class Console:
         )
         with rich.capture() as written:
             if title:
-                rich.print(Text(told(title), style="bold"), soft_wrap=True)
+                rich.print(Text(escaped(title), style="bold"), soft_wrap=True)
             rich.print(drawn)
         for line in written.get().splitlines():
             sys.stdout.write(line.rstrip() + "\n")
@@ -141,7 +141,7 @@ class Console:
         if self._machine:
             sys.stderr.write(json.dumps({"note": as_typed(text)}) + "\n")
         elif not self.quiet:
-            self._meter.write(told(text))
+            self._meter.write(escaped(text))
 
     def footer(self, text: str) -> None:
         """Write a note broken into lines where words end: what nobody copies into a shell."""
@@ -149,7 +149,7 @@ class Console:
 
     def _filled(self, text: str, indent: str = "") -> str:
         return textwrap.fill(
-            told(text),
+            escaped(text),
             self.width,
             subsequent_indent=indent,
             break_long_words=False,
@@ -165,11 +165,11 @@ class Console:
     def watch(self) -> Iterator[None]:
         """Show progress of what happens inside, as `show` is told; nothing is left open when it ends in any way."""
         if self._machine:
-            meter: Meter = MachineLines(told)
+            meter: Meter = MachineLines(escaped)
         elif self.quiet:
             meter = Silence()
         else:
-            meter = Bar(told) if sys.stderr.isatty() else Lines(told)
+            meter = Bar(escaped) if sys.stderr.isatty() else Lines(escaped)
         before, self._meter = self._meter, meter
         try:
             with meter:
@@ -190,9 +190,9 @@ class Console:
             fields = {key: as_typed(value) for key, value in fields.items()}
             sys.stderr.write(json.dumps({"error": fields}) + "\n")
             return
-        sys.stderr.write(f"error: {told(message)}\n")
+        sys.stderr.write(f"error: {escaped(message)}\n")
         if error.hint:
-            sys.stderr.write(f"hint: {told(error.hint)}\n")
+            sys.stderr.write(f"hint: {escaped(error.hint)}\n")
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
@@ -205,15 +205,15 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def told(text: str) -> str:
+def escaped(text: str) -> str:
     """Return a text as it is printed: `printable`, its paths as they were typed, each in one line."""
     return printable(in_one_line(as_typed(text)))
 
 
-def spoken(text: str) -> str:
+def escaped_text(text: str) -> str:
     """Escape as `printable` does, but leave tabs, spaces of all widths, and what joins letters and emoji."""
     return "".join(
-        c if c in _SPOKEN or unicodedata.category(c) == "Zs" else printable(c) for c in text
+        c if c in _KEPT_IN_TEXT or unicodedata.category(c) == "Zs" else printable(c) for c in text
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantforge.cli import options
+from quantforge.cli import options, processes
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
@@ -22,28 +22,27 @@ DIGEST, DIGITS = re.compile("[0-9a-f]{64}"), 12  # of a digest, enough to tell i
 SIDES = ("first", "second")
 
 
+@options.takes(run=options.run_options("offline", *options.SHOWN))
 def diff(
     first: Annotated[
         str,
         typer.Argument(metavar="A", help="A model directory or a GGUF file."),
     ],
     second: Annotated[str, typer.Argument(metavar="B", help="Another, of any format.")],
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    json_progress: options.JsonProgress = False,
+    *,
+    run: options.Given,
 ) -> None:
     """Compare two models: what was done, tensors, decoded values, files. Exit 5 if values or files differ.
 
     Files are those that a model carries beside its weights, config.json but for how weights are stored, and of two GGUF
     files every byte; not the card README.md, nor the manifest.
     """
-    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    console = processes.console_of(run)
     with console.watch():
         from quantforge import verbs
 
-        found = verbs.diff(first, second, offline=offline, progress=console.show)
-    if as_json:
+        found = verbs.diff(first, second, offline=bool(run["offline"]), progress=console.show)
+    if console.as_json:
         console.document(found.document())
     else:
         _show(console, found)

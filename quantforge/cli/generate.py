@@ -1,17 +1,16 @@
 """``quantforge generate``: a model continues a text or answers; without a prompt, a terminal gets a chat.
 
-Answers are shown as they come, with their speed; those of several models side by side, with what differs.
+Answers are shown as they come, with their speed; those of several models one after another, with where they differ.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,26 +21,22 @@ import typer
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.cli import options, processes
-from quantforge.cli.console import Console, spoken
+from quantforge.cli.console import Console
 from quantforge.errors import InputError, QuantForgeError, UsageError
-from quantforge.execution.progress import Progress
 from quantforge.numerics.shared_processors import FULL_SHARE
 from quantforge.results.significant import significant
-from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits
+from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits, limits_from
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, under_torchrun
 from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
-    from rich.text import Text
-
     from quantforge.runtime.generated_text import Generated
     from quantforge.runtime.text_model import LiveAnswer, Messages, TextModel
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
 MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
-LEAST_WIDTH = 30  # of a column, where models answer side by side
 
 EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "false": False,
@@ -61,7 +56,7 @@ Compare = Annotated[
     typer.Option(
         "--compare",
         metavar="MODEL",
-        help="Let this model answer too (repeatable), side by side.",
+        help="Let this model answer too (repeatable).",
         rich_help_panel=ANSWERS,
     ),
 ]
@@ -145,7 +140,10 @@ def _answer_parameters() -> Iterator[inspect.Parameter]:
         )
 
 
-@options.takes(given=_answer_parameters())
+@options.takes(
+    given=_answer_parameters(),
+    run=options.run_options("device", "threads", "input_bits", "offline", "as_json", "quiet"),
+)
 def generate(
     model: options.Model,
     prompt: Prompt = None,
@@ -158,44 +156,27 @@ def generate(
     draft_tokens: options.DraftTokens = DRAFT_TOKENS,
     draft_tree: options.DraftTree = "",
     cache: Cache = "",
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    input_bits: options.InputBits = 16,
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
+    run: options.Given,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
-    from quantforge.verbs.generate_text import (
-        check_drafts,
-        limits_of,
-        open_speaker,
-        opened_to_answer,
-    )
+    from quantforge.verbs.generate_text import check_drafts, open_text_model, opened_to_answer
 
-    console = Console(as_json=as_json, quiet=quiet or as_json or processes.silent())
-    given = _read(given)
+    console, as_json = processes.console_of(run), bool(run["as_json"])
+    rules = _typed_options(given)
     _check_order(model, prompt or "")
-    _check_ranks(prompt, draft)
+    _check_ranks(prompt)
     text = _piped() if prompt in {None, "-"} else prompt
-    if text is None and (as_json or compare or given["n"] > 1):
+    if text is None and (as_json or compare or rules["n"] > 1):
         needing = "--json, --compare and -n need a PROMPT"
         raise UsageError(needing, 'quantforge generate MODEL "..."')
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare:
-        _check_compared(given, draft)
-    _check_effect(given, cache, as_json=as_json)
+        _check_compared(rules, draft)
+    _check_effect(rules, cache, as_json=as_json)
     drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
-    limits = limits_of(**given)
-    settings = Settings(
-        processes.own_device(device),
-        threads,
-        offline=offline,
-        input_bits=input_bits,
-        note=console.note,
-        split=under_torchrun(),
-    )
+    limits = limits_from(rules.pop("max_tokens"), rules)
+    settings = processes.settings_of(run, console, split=under_torchrun())
     models = (model, *(compare or ()))
     for one in models:  # what headers refuse is refused before one is said to load
         if not is_hub_name(one.partition("@")[0]):
@@ -203,12 +184,12 @@ def generate(
     check_drafts(model, drafts, settings)
     console.note(f"loading {model}")  # what comes next imports torch
     if text is None:
-        speaker = open_speaker(model, settings, drafts, cache)
-        _chat(console, speaker, limits, system=system, raw=raw)
+        text_model = open_text_model(model, settings, drafts, cache)
+        _chat(console, text_model, limits, system=system, raw=raw)
         return
     asked = _Question(text, limits, system, raw, drafts, cache)
-    with processes.one_speaks():
-        found = _ask_all(console, models, settings, asked)
+    with processes.only_first_prints():
+        found = _answer_all(console, models, settings, asked)
         if as_json:
             answers = [one.document() for one in found]
             console.document(
@@ -218,7 +199,7 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def _read(given: Mapping[str, Any]) -> dict[str, Any]:
+def _typed_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of answers that say something; errors as `_biases` and `_early_stopping`."""
     found = {name: value for name, value in given.items() if value is not None}
     if "logit_bias" in found:
@@ -260,18 +241,12 @@ def _early_stopping(text: str) -> bool | Literal["never"]:
     return EARLY_STOPPING[text]
 
 
-def _check_ranks(prompt: str | None, draft: str | None) -> None:
-    """Refuse under torchrun what its processes could not do alike, as `UsageError`."""
-    if not under_torchrun():
-        return
-    if prompt in {None, "-"}:
+def _check_ranks(prompt: str | None) -> None:
+    """Refuse a prompt that torchrun's processes could not read alike, as `UsageError`."""
+    if under_torchrun() and prompt in {None, "-"}:
         raise UsageError(
             "torchrun: its processes have no terminal and no standard input in common",
             'torchrun ... -m quantforge generate MODEL "..."',
-        )
-    if draft:
-        raise UsageError(
-            f"--draft {draft}: torchrun's processes share one model", "leave --draft out"
         )
 
 
@@ -353,46 +328,41 @@ class _Question:
     cache: str = ""
 
 
-def _ask_all(
+def _answer_all(
     console: Console, models: Sequence[str], settings: Settings, asked: _Question
 ) -> list[Generated]:
-    """Let models answer one after another (one is in memory at a time), and show it; errors as `open_speaker`.
+    """Let models answer one after another (one is in memory at a time), and show it; errors as `open_text_model`.
 
     What cannot be read of any of them is refused before the first answers. An interruption ends the answer, and with it
     the list.
     """
-    from quantforge.verbs.generate_text import has_template, open_speaker
+    from quantforge.verbs.generate_text import has_template, open_text_model
 
     for model in models[1:]:  # the first is opened next
         if not has_template(model, settings) and asked.system is not None:
             raise _no_template(model)
-    columns = len(models) > 1 and sys.stdout.isatty()
-    columns = columns and console.width // len(models) >= LEAST_WIDTH
-    hidden = columns or console.as_json
     found: list[Generated] = []
     for model in models:
-        if len(models) > 1 and not hidden:
+        if len(models) > 1 and not console.as_json:
             console.text(f"== {model}")
         if found:  # the first was told of before all imports
             console.note(f"loading {model}")
-        speaker = open_speaker(model, settings, asked.drafts, asked.cache)
-        _tell(console, speaker, raw=asked.raw)
-        prompt = _opening(speaker, asked.text, asked.system)
-        answer = speaker.answer(prompt, asked.limits, raw=asked.raw)
-        found.append(_collect(console, answer) if hidden else _say(console, answer))
-        del answer, speaker  # before the next one comes in
+        text_model = open_text_model(model, settings, asked.drafts, asked.cache)
+        _print_notes(console, text_model, raw=asked.raw)
+        prompt = _first_prompt(text_model, asked.text, asked.system)
+        answer = text_model.answer(prompt, asked.limits, raw=asked.raw)
+        found.append(_whole_answer(answer) if console.as_json else _print_answer(console, answer))
+        del answer, text_model  # before the next one comes in
         if found[-1].stopped == "interrupted":
             break
-    if columns and not console.as_json:
-        _side_by_side(found)
     for one in found:
         label = f"{one.model}: " if len(models) > 1 else ""
-        parting = _parting(found[0], one) if one is not found[0] else ""
-        console.footer(f"{label}{speed_of(one, asked.limits.max_tokens)}{parting}")
+        differs = _where_it_differs(found[0], one) if one is not found[0] else ""
+        console.footer(f"{label}{speed_of(one, asked.limits.max_tokens)}{differs}")
     return found
 
 
-def _opening(speaker: TextModel, text: str, system: str | None) -> str | Messages:
+def _first_prompt(text_model: TextModel, text: str, system: str | None) -> str | Messages:
     """Return the first prompt of a conversation.
 
     Raises:
@@ -400,8 +370,8 @@ def _opening(speaker: TextModel, text: str, system: str | None) -> str | Message
     """
     if system is None:
         return text
-    if not speaker.templated:
-        raise _no_template(speaker.name)
+    if not text_model.templated:
+        raise _no_template(text_model.name)
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
@@ -411,17 +381,17 @@ def _no_template(name: str) -> UsageError:
     )
 
 
-def _tell(console: Console, speaker: TextModel, *, raw: bool) -> None:
+def _print_notes(console: Console, text_model: TextModel, *, raw: bool) -> None:
     """Say what a person should know of a model before it answers."""
-    for event in speaker.events:
+    for event in text_model.events:
         console.note(f"{event.kind}: {event.where}: {event.detail}")
-    for note in () if raw else speaker.notes:
+    for note in () if raw else text_model.notes:
         console.note(note)
-    if not speaker.templated and not raw:
-        console.note(f"{speaker.name} has no chat template: it completes the prompt as text")
+    if not text_model.templated and not raw:
+        console.note(f"{text_model.name} has no chat template: it completes the prompt as text")
 
 
-def _say(console: Console, answer: LiveAnswer) -> Generated:
+def _print_answer(console: Console, answer: LiveAnswer) -> Generated:
     """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
     with _interruptible():
         for piece in answer:
@@ -447,13 +417,13 @@ def speed_of(one: Generated, most: int) -> str:
     }
     count, several = sum(len(choice.tokens) for choice in one.choices), len(one.choices) > 1
     return (
-        f"prompt {one.prompt_tokens} tokens{_rate(prompt)}; "
-        f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate(steps)}"
-        f"{'' if several else words[one.stopped]}{_drafted(one)}{_displaced(one)}"
+        f"prompt {one.prompt_tokens} tokens{_rate_words(prompt)}; "
+        f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate_words(steps)}"
+        f"{'' if several else words[one.stopped]}{_drafting_words(one)}{_processor_words(one)}"
     )
 
 
-def _displaced(one: Generated) -> str:
+def _processor_words(one: Generated) -> str:
     """Return how much processor time the threads got where other programs took some, or nothing."""
     share = one.processor_share
     if share is None or share >= FULL_SHARE:
@@ -461,7 +431,7 @@ def _displaced(one: Generated) -> str:
     return f"; slowed down by other programs (the threads got {share:.0%} of the processor time)"
 
 
-def _drafted(one: Generated) -> str:
+def _drafting_words(one: Generated) -> str:
     """Return what came of drafted tokens, or nothing."""
     found = one.speculation
     if found is None:
@@ -474,7 +444,7 @@ def _drafted(one: Generated) -> str:
     )
 
 
-def _rate(value: float | None) -> str:
+def _rate_words(value: float | None) -> str:
     return "" if value is None else f", {significant(value)} tokens/s"
 
 
@@ -490,15 +460,15 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _collect(console: Console, answer: LiveAnswer) -> Generated:
-    with console.watch(), _interruptible():
+def _whole_answer(answer: LiveAnswer) -> Generated:
+    """Return a whole answer, shown as a document alone; Ctrl-C ends it."""
+    with _interruptible():
         for _ in answer:
-            one = answer.generated()
-            console.show(Progress(phase=f"answer of {one.model}", step=f"{len(one.tokens)} tokens"))
+            pass
     return answer.generated()
 
 
-def _parting(first: Generated, other: Generated) -> str:
+def _where_it_differs(first: Generated, other: Generated) -> str:
     """Return after how many tokens an answer differs from the first model's, as text."""
     same = 0
     for one, two in zip(first.tokens, other.tokens, strict=False):
@@ -510,33 +480,6 @@ def _parting(first: Generated, other: Generated) -> str:
     return f"; differs from {first.model} after {same} tokens"
 
 
-def _side_by_side(found: Sequence[Generated]) -> None:
-    """Draw a column for each model; words that the first one does not have there are marked."""
-    from rich.console import Console as Rich
-    from rich.table import Table
-
-    drawn = Table(expand=True)
-    for one in found:
-        drawn.add_column(one.model, ratio=1, overflow="fold")
-    first = _words(spoken(found[0].text))
-    drawn.add_row(*(_marked(first, _words(spoken(one.text))) for one in found))
-    Rich().print(drawn)
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\S+|\s+", text)
-
-
-def _marked(first: Sequence[str], words: Sequence[str]) -> Text:
-    from rich.text import Text
-
-    drawn = Text()
-    matcher = difflib.SequenceMatcher(None, first, words, autojunk=False)
-    for kind, _, _, begin, end in matcher.get_opcodes():
-        drawn.append("".join(words[begin:end]), "" if kind == "equal" else "bold underline")
-    return drawn
-
-
 # ---- a chat on a terminal
 
 
@@ -545,58 +488,51 @@ COMMANDS = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C ends an a
 
 
 def _chat(
-    console: Console, speaker: TextModel, limits: AnswerLimits, *, system: str | None, raw: bool
+    console: Console, text_model: TextModel, limits: AnswerLimits, *, system: str | None, raw: bool
 ) -> None:
-    """Answer line after line until the end of input; a model that only completes text keeps no history.
+    """Answer line after line until the end of input, which neither Ctrl-C nor a refusal is.
+
+    A model that only completes text keeps no history.
 
     Raises:
         UsageError: a system prompt for a model without a template.
     """
-    remembers = speaker.templated and not raw
-    _opening(speaker, "", system)
-    _tell(console, speaker, raw=raw)
+    remembers = text_model.templated and not raw
+    _first_prompt(text_model, "", system)
+    _print_notes(console, text_model, raw=raw)
     console.note(
-        f"{speaker.name}: {COMMANDS}" if remembers else f"{speaker.name}: /exit or Ctrl-D ends"
+        f"{text_model.name}: {COMMANDS}"
+        if remembers
+        else f"{text_model.name}: /exit or Ctrl-D ends"
     )
     first = [] if system is None else [{"role": "system", "content": system}]
     history = list(first)
-
-    def turn() -> bool:
-        """Read a line and answer it; return whether the chat goes on."""
-        line = _line(console)
-        if line is None or line in {"/exit", "/quit"}:
-            return False
-        if line == "/reset":
-            history[:] = first
-        elif re.fullmatch("/[a-z]+", line):
-            console.note(COMMANDS)
-        elif line:
-            talk = [*history, {"role": "user", "content": line}]
-            found = _say(console, speaker.answer(talk if remembers else line, limits, raw=raw))
-            console.note(f"[{speed_of(found, limits.max_tokens)}]")
-            history[:] = [*talk, {"role": "assistant", "content": found.text}]
-        return True
-
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        while _goes_on(console, turn):
-            pass
+        while True:
+            try:
+                line = _line(console)
+                if line is None or line in {"/exit", "/quit"}:
+                    return
+                if line == "/reset":
+                    history = list(first)
+                elif re.fullmatch("/[a-z]+", line):
+                    console.note(COMMANDS)
+                elif line:
+                    talk = [*history, {"role": "user", "content": line}]
+                    asked = talk if remembers else line
+                    found = _print_answer(console, text_model.answer(asked, limits, raw=raw))
+                    console.note(f"[{speed_of(found, limits.max_tokens)}]")
+                    history = [*talk, {"role": "assistant", "content": found.text}]
+            except KeyboardInterrupt:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one in the same moment
+                console.piece("\n")
+                console.note("Ctrl-D ends")
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            except QuantForgeError as error:  # a prompt that is too long, say
+                console.error(error)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def _goes_on(console: Console, turn: Callable[[], bool]) -> bool:
-    """Do a turn of a chat, which neither Ctrl-C nor a refusal ends, wherever in the turn it comes."""
-    try:
-        return turn()
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one in the same moment
-        console.piece("\n")
-        console.note("Ctrl-D ends")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    except QuantForgeError as error:  # a prompt that is too long, say
-        console.error(error)
-    return True
 
 
 def _line(console: Console) -> str | None:

@@ -83,7 +83,7 @@ def inspect(
     if found.chat_templates:
         console.text(f"chat templates: {', '.join(found.chat_templates)}")
     for key, value in found.provenance.items():
-        if said := _said(key, value):
+        if said := _recorded_words(key, value):
             console.text(f"{key.replace('_counts', 's')}: {said}")
     for note in found.notes:
         console.text(f"note: {note}")
@@ -115,7 +115,7 @@ def _matching(tensors: Sequence[HeldTensor], pattern: str) -> tuple[HeldTensor, 
     raise UsageError(f"--tensors {pattern}: no tensor has such a name", hint)
 
 
-def _said(key: str, value: Any) -> str:
+def _recorded_words(key: str, value: Any) -> str:
     """Return what a manifest says under a key in words; a foreign one may have anything there."""
     if not isinstance(value, dict):
         return "" if value is None else str(value)

@@ -6,8 +6,8 @@ Those that choose something of a recipe are in `choices`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,32 +49,13 @@ def _activations(value: str) -> str:
     return value
 
 
-def _result(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="Result", **more)
-
-
-def _run(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="How it runs", **more)
-
-
-def _accepted(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="What is accepted", **more)
-
-
-def _shown(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="What is shown", **more)
-
-
-def _size(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="Within a size", **more)
-
-
-def _served(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="Where it is served", **more)
-
-
-def _speculation(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="Speculation", **more)
+_result: Any = partial(typer.Option, rich_help_panel="Result")
+_run: Any = partial(typer.Option, rich_help_panel="How it runs")
+_accepted: Any = partial(typer.Option, rich_help_panel="What is accepted")
+_shown: Any = partial(typer.Option, rich_help_panel="What is shown")
+_size: Any = partial(typer.Option, rich_help_panel="Within a size")
+_served: Any = partial(typer.Option, rich_help_panel="Where it is served")
+_speculation: Any = partial(typer.Option, rich_help_panel="Speculation")
 
 
 def _draft(names: str) -> Any:
@@ -242,9 +223,8 @@ Target = Annotated[
     _size(
         "--target",
         metavar="SIZE",
-        help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 4GB/token: what "
-        "a token reads; 24GB@32k (24GB@8x32k): memory, with the cache of one (eight) "
-        "sequences of so many tokens.",
+        help="3.5bpw: bits per weight inside of blocks; 18GB or 17GiB: all weight files; 24GB@32k (24GB@8x32k): "
+        "memory, with the cache of one (eight) sequences of so many tokens.",
     ),
 ]
 Like = Annotated[
@@ -313,6 +293,39 @@ DraftTree = Annotated[
         help="Drafted tokens after each token, place by place, as 3x2x1, checked in one pass.",
     ),
 ]
+
+# Options of how a verb runs and what it shows: type and default. `run_options` gives a verb some of them as one group,
+# of which `quantforge.cli.processes` makes its console and settings.
+RUN: Mapping[str, tuple[Any, Any]] = {
+    "device": (Device, "cpu"), "threads": (Threads, None), "input_bits": (InputBits, 16), "jobs": (Jobs, 1),
+    "join": (Join, False), "activations": (Activations, "memory"), "strict": (Strict, False), "allow": (Allow, None),
+    "offline": (Offline, False), "as_json": (Json, False), "quiet": (Quiet, False), "reasons": (Reasons, False),
+    "json_progress": (JsonProgress, False),
+}  # fmt: skip
+# Options of where a result is served, and of how much it has to do there.
+LOAD: Mapping[str, tuple[Any, Any]] = {
+    "context": (Context, None), "batch": (Batch, None), "cache": (Cache, None), "memory": (Memory, None),
+    "bandwidth": (Bandwidth, None), "compute": (Compute, None), "device_name": (DeviceName, None),
+    "price": (Price, None),
+}  # fmt: skip
+WHERE, SHARED = ("device", "threads", "offline"), ("jobs", "join", "activations")
+ACCEPTED, SHOWN = ("strict", "allow"), ("as_json", "quiet", "json_progress")
+Given = Mapping[
+    str, Any
+]  # what was typed, by the names of a group of options; None for a flag that was not
+
+
+def run_options(*names: str) -> list[inspect.Parameter]:
+    """Return the parameters of a command for some options of `RUN`."""
+    return parameters({name: option for name, option in RUN.items() if name in names})
+
+
+def parameters(options: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
+    """Return the parameters of a command for options: type and default by name."""
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+        for name, (kind, default) in options.items()
+    ]
 
 
 def takes(

@@ -7,37 +7,29 @@ from typing import Annotated
 import typer
 
 from quantforge.checkpoint.hub import resolve
-from quantforge.cli import choices, options
+from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
-from quantforge.settings import Settings
 from quantforge_files.strict_json import uncollected
 
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
 
-@options.takes(given=choices.recipe_parameters(choices.RECIPE))
+@options.takes(
+    given=choices.recipe_parameters(choices.RECIPE),
+    run=options.run_options("threads", "activations", *options.ACCEPTED, "offline"),
+    load=options.parameters(options.LOAD),
+)
 def plan(
     model: options.Model,
     *,
-    given: choices.Given,
+    given: options.Given,
     output: options.Output = None,
     target: options.Target = None,
     like: options.Like = None,
     candidates: options.Candidates = None,
     mmproj: options.Mmproj = False,
-    threads: options.Threads = None,
-    activations: options.Activations = "memory",
-    strict: options.Strict = False,
-    allow: options.Allow = None,
-    offline: options.Offline = False,
-    context: options.Context = None,
-    batch: options.Batch = None,
-    cache: options.Cache = None,
-    memory: options.Memory = None,
-    bandwidth: options.Bandwidth = None,
-    compute: options.Compute = None,
-    device_name: options.DeviceName = None,
-    price: options.Price = None,
+    run: options.Given,
+    load: options.Given,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -52,25 +44,18 @@ def plan(
     from quantforge.planning import naming
 
     console = Console(as_json=as_json, quiet=quiet)
-    deployment = shown_plan.Deployment(
-        context, batch, cache, memory, bandwidth, compute, device_name, price
-    )
-    settings = Settings(
-        threads=threads,
-        activations=activations,
-        offline=offline,
-        mmproj=mmproj,
-        serving=options.serving_of(context, cache),
-    )
+    deployment = shown_plan.Deployment(**load)
+    serving = options.serving_of(deployment.context, deployment.cache)
+    settings = processes.settings_of(run, console, mmproj=mmproj, serving=serving)
     given = {**given, "target": target, "like": like, "candidates": candidates or ()}
     with uncollected():
         if deployment.given:
-            load = deployment.load(given.get("tensor_parallel"))
-            made, found = verbs.capacity(model, load, settings=settings, out=output, **given)
+            used = deployment.load(given.get("tensor_parallel"))
+            made, found = verbs.capacity(model, used, settings=settings, out=output, **given)
         else:
             made, found = verbs.plan(model, settings=settings, out=output, **given), None
         rows = deployment.rows(found) if found else []
-        output = output or naming.place(made.name, resolve(model, offline))
+        output = output or naming.place(made.name, resolve(model, settings.offline))
         took = shown_plan.forecast(made, output, settings)
         if as_json:
             in_use = {"capacity": shown_plan.capacity_document(found, rows)} if found else {}
@@ -79,4 +64,4 @@ def plan(
             shown_plan.show_plan(console, made, output, took, every=every)
             if found:
                 shown_plan.show_capacity(console, found, rows)
-    options.build_policy(strict, allow).check(made.substitutions)
+    settings.policy.check(made.substitutions)

@@ -20,12 +20,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
-from typing import IO, TypedDict
+from typing import IO, Any, TypedDict
 
 from quantforge.checkpoint.disk import create
 from quantforge.cli.console import Console
+from quantforge.cli.options import Given, build_policy
 from quantforge.errors import ResourceError, UsageError
-from quantforge.settings import processors, under_torchrun
+from quantforge.settings import Settings, processors, under_torchrun
 
 OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them
 VERBS = ("quantize", "release", "sweep", "generate")  # whose work ranks share
@@ -54,6 +55,34 @@ def console(*, as_json: bool, quiet: bool, verbose: bool = False, machine: bool 
     return Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=machine)
 
 
+def console_of(run: Given) -> Console:
+    """Return the console of a verb by its options of `options.RUN`."""
+    return console(
+        as_json=bool(run["as_json"]),
+        quiet=bool(run.get("quiet")),
+        verbose=bool(run.get("reasons")),
+        machine=bool(run.get("json_progress")),
+    )
+
+
+def settings_of(run: Given, console: Console, **more: Any) -> Settings:
+    """Return the settings of a run by the verb's options of `options.RUN`, and ``more`` of them."""
+    jobs, names = run.get("jobs", 1), ("input_bits", "activations", "offline")
+    given = {name: run[name] for name in names if run.get(name) is not None}
+    return Settings(
+        **{
+            "device": own_device(run.get("device", "cpu")),
+            "threads": threads_of(run.get("threads"), jobs),
+            "join": "join" in run and (bool(run["join"]) or jobs > 1 or under_torchrun()),
+            "policy": build_policy(bool(run.get("strict")), run.get("allow")),
+            "progress": console.show,
+            "note": console.note,
+            **given,
+            **more,
+        }
+    )
+
+
 # ---- torchrun
 
 
@@ -76,7 +105,7 @@ def own_device(asked: str) -> str:
 
 
 @contextmanager
-def one_speaks() -> Iterator[None]:
+def only_first_prints() -> Iterator[None]:
     """Drop what processes write to stdout for which another one speaks."""
     if not silent():
         yield

@@ -27,7 +27,7 @@ _LOG = b'{"part": "'  # how the file of --log begins
 def quantize(
     model: options.Model,
     *,
-    given: choices.Given,
+    given: options.Given,
     output: options.Output = None,
     target: options.Target = None,
     like: options.Like = None,

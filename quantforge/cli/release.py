@@ -14,7 +14,6 @@ from quantforge.cli import options, processes
 from quantforge.cli.console import Console
 from quantforge.planning import quantities
 from quantforge.results.significant import size
-from quantforge.settings import under_torchrun
 from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
@@ -55,6 +54,9 @@ Place = Annotated[
 _HEADERS = ("variant", "format", "method", "files", "KL", "gates")
 
 
+@options.takes(
+    run=options.run_options(*options.WHERE, *options.SHARED, *options.ACCEPTED, *options.SHOWN)
+)
 def release(
     spec: Annotated[Path, typer.Argument(metavar="FILE", help="A release file (TOML).")],
     *,
@@ -68,37 +70,15 @@ def release(
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     dry_run: options.DryRun = False,
-    strict: options.Strict = False,
-    allow: options.Allow = None,
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    jobs: options.Jobs = 1,
-    join: options.Join = False,
-    activations: options.Activations = "memory",
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    json_progress: options.JsonProgress = False,
+    run: options.Given,
 ) -> None:
     """Make the variants that a file names, with one report, cards, checksums and upload commands.
 
     The same command goes on after any interruption. Exit 6 when a variant is beyond one of the file's gates.
     """
-    from quantforge.settings import Settings
-
-    console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
-    settings = Settings(
-        device=processes.own_device(device),
-        threads=processes.threads_of(threads, jobs),
-        activations=activations,
-        offline=offline,
-        overwrite=overwrite,
-        provenance=provenance,
-        sign=sign,
-        join=join or jobs > 1 or under_torchrun(),
-        policy=options.build_policy(strict, allow),
-        progress=console.show,
-        note=console.note,
+    console = processes.console_of(run)
+    settings = processes.settings_of(
+        run, console, overwrite=overwrite, provenance=provenance, sign=sign
     )
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
@@ -107,7 +87,7 @@ def release(
     if dry_run:
         _show_plan(console, spec, out, settings, only or (), most)
         return
-    with console.watch(), processes.started(jobs, console.note) as failed:
+    with console.watch(), processes.started(run["jobs"], console.note) as failed:
         from quantforge import verbs
 
         made = verbs.release(spec, out, settings, only or (), most)
@@ -148,13 +128,13 @@ def _report(
         )
     else:
         console.table(_HEADERS, rows)
-        _say_left_out(console, made.left_out)
+        _note_left_out(console, made.left_out)
         others = "made by other processes or kept" if settings.join else "kept"
         console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
         console.note(f"to publish it: {made.upload}")
 
 
-def _say_left_out(console: Console, sizes: Mapping[str, int]) -> None:
+def _note_left_out(console: Console, sizes: Mapping[str, int]) -> None:
     for name, nbytes in sizes.items():
         console.note(f"{name} is left out: its files take {size(nbytes)}")
 
@@ -211,4 +191,4 @@ def _show_plan(
     console.table(("variant", "format", "method", "files", "state"), cells)
     for said in decisions_of(plans):
         console.note(said)
-    _say_left_out(console, planned.left_out)
+    _note_left_out(console, planned.left_out)

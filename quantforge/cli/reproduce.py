@@ -7,14 +7,16 @@ from typing import Annotated
 
 import typer
 
-from quantforge.cli import choices, options
-from quantforge.cli.console import Console
+from quantforge.cli import choices, options, processes
 
 EXAMPLE = "Example: quantforge reproduce demo-gptq-int4 --source demo"
 DIFFERENT = 5
 
 
-@options.takes(text=choices.recipe_parameters(("calibration",)))
+@options.takes(
+    text=choices.recipe_parameters(("calibration",)),
+    run=options.run_options(*options.WHERE, *options.SHOWN),
+)
 def reproduce(
     path: Annotated[
         Path,
@@ -34,37 +36,29 @@ def reproduce(
             help="Keep the second result here (what states another name is not compared).",
         ),
     ] = None,
-    text: choices.Given,
+    text: options.Given,
     imatrix: options.ImatrixFile = None,
     adapter: options.Adapter = None,
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    json_progress: options.JsonProgress = False,
+    run: options.Given,
 ) -> None:
     """Run the recipe of a result again and compare every file that its manifest lists, but for the card README.md.
 
     Exit 5 and a list of files if any byte came out otherwise than it is now, edited files included.
     """
-    from quantforge.settings import Settings
-
-    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
-    settings = Settings(
-        device=device,
-        threads=threads,
-        offline=offline,
+    console = processes.console_of(run)
+    settings = processes.settings_of(
+        run,
+        console,
         imatrix=imatrix,
         adapter=adapter,
         calibration=text["calibration"] or "",
-        progress=console.show,
+        note=lambda _: None,
     )
     with console.watch():
         from quantforge import verbs
 
         made = verbs.reproduce(path, source, settings, output)
-    if as_json:
+    if console.as_json:
         console.document(made.document())
     else:
         for name in made.differing:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quantforge.architectures.cache_kinds import FORM, WORDS, completions
-from quantforge.cli import options
-from quantforge.cli.console import Console
-from quantforge.serving.serve_options import DEFAULTS, ServeOptions
-from quantforge.settings import Settings
+from quantforge.cli import options, processes
+from quantforge.serving.serve_options import DEFAULTS
 
 if TYPE_CHECKING:
     from quantforge.verbs import ListeningServer
@@ -73,58 +72,33 @@ Timeout = Annotated[
 ]
 
 
-def serve(
-    model: options.Model,
-    host: Host = DEFAULTS["host"],
-    port: Port = DEFAULTS["port"],
-    served_name: ServedName = "",
-    cache: Cache = "",
-    cache_memory: CacheGib = DEFAULTS["cache_gib"],
-    context: Context = None,
-    concurrent: Concurrent = DEFAULTS["concurrent"],
-    waiting: Waiting = DEFAULTS["waiting"],
-    max_body: MaxBody = DEFAULTS["max_body"],
-    timeout: Timeout = DEFAULTS["timeout"],
-    draft: options.StepDraft = None,
-    draft_tokens: options.DraftTokens = DEFAULTS["draft_tokens"],
-    draft_tree: options.DraftTree = "",
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    input_bits: options.InputBits = 16,
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-) -> None:
+# By the names of `ServeOptions`, in the order of ``--help``.
+GIVEN: Mapping[str, tuple[Any, Any]] = {
+    "host": (Host, DEFAULTS["host"]), "port": (Port, DEFAULTS["port"]), "served_name": (ServedName, ""),
+    "cache": (Cache, ""), "cache_gib": (CacheGib, DEFAULTS["cache_gib"]), "context": (Context, None),
+    "concurrent": (Concurrent, DEFAULTS["concurrent"]), "waiting": (Waiting, DEFAULTS["waiting"]),
+    "max_body": (MaxBody, DEFAULTS["max_body"]), "timeout": (Timeout, DEFAULTS["timeout"]),
+    "draft": (options.StepDraft, None), "draft_tokens": (options.DraftTokens, DEFAULTS["draft_tokens"]),
+    "draft_tree": (options.DraftTree, ""),
+}  # fmt: skip
+
+
+@options.takes(
+    given=options.parameters(GIVEN),
+    run=options.run_options("device", "threads", "input_bits", "offline", "as_json", "quiet"),
+)
+def serve(model: options.Model, *, given: options.Given, run: options.Given) -> None:
     """Serve a model to clients of OpenAI's API; Ctrl-C stops it."""
-    console = Console(as_json=as_json, quiet=quiet or as_json)
-    given: ServeOptions = {
-        "host": host,
-        "port": port,
-        "served_name": served_name,
-        "cache": cache,
-        "cache_gib": cache_memory,
-        "concurrent": concurrent,
-        "waiting": waiting,
-        "max_body": max_body,
-        "timeout": timeout,
-        "draft": draft or "",
-        "draft_tokens": draft_tokens,
-        "draft_tree": draft_tree,
-    }
-    if context is not None:
-        given["context"] = context
-    settings = Settings(
-        device=device, threads=threads, offline=offline, input_bits=input_bits, note=console.note
-    )
+    console = processes.console_of(run)
 
     def ready(server: ListeningServer) -> None:
-        if as_json:
+        if console.as_json:
             console.document({"schema": "quantforge.serve/1", **server.document()})
             return
         console.text(f"serving {server.model} at {server.url}")
         console.text(example(server))
-        if not host.startswith(LOCAL):
-            console.note(f"whoever reaches {host} may use it: there is no password")
+        if not given["host"].startswith(LOCAL):
+            console.note(f"whoever reaches {given['host']} may use it: there is no password")
         console.note(
             f"{server.concurrent} completions at a time, {server.context} tokens each at most, "
             f"{server.cache_tokens} in all; Ctrl-C stops"
@@ -133,7 +107,9 @@ def serve(
 
     from quantforge.verbs import serve_model
 
-    serve_model.serve(model, settings, ready=ready, **given)
+    settings = processes.settings_of(run, console)
+    typed = {name: value for name, value in given.items() if value is not None}
+    serve_model.serve(model, settings, ready=ready, **typed)
     console.note("stopped")
 
 

@@ -13,7 +13,6 @@ from quantforge.cli import choices, evaluate, options, processes
 from quantforge.cli.console import Console
 from quantforge.cli.typed_paths import from_here, shown
 from quantforge.errors import UsageError
-from quantforge.settings import under_torchrun
 
 if TYPE_CHECKING:
     from quantforge.verbs import Swept
@@ -46,13 +45,16 @@ Replace = Annotated[
 ]
 
 
-@options.takes(given=choices.recipe_parameters(choices.RECIPE))
+@options.takes(
+    given=choices.recipe_parameters(choices.RECIPE),
+    run=options.run_options(*options.WHERE, *options.SHARED, *options.ACCEPTED, *options.SHOWN),
+)
 def sweep(
     model: options.Model,
     *,
     over: Varied,
     output: Place = None,
-    given: choices.Given,
+    given: options.Given,
     text: evaluate.Text = None,
     windows: evaluate.WindowCount = 80,
     window_length: ScoredLength = 512,
@@ -61,40 +63,18 @@ def sweep(
     summary: evaluate.Summary = None,
     overwrite: Replace = False,
     wide: evaluate.Wide = False,
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    jobs: options.Jobs = 1,
-    join: options.Join = False,
-    activations: options.Activations = "memory",
-    strict: options.Strict = False,
-    allow: options.Allow = None,
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    json_progress: options.JsonProgress = False,
+    run: options.Given,
 ) -> None:
     """Quantize a model by all combinations of some choices, measure them, and mark those that no other beats.
 
     The same command goes on after any interruption. Combinations that cannot be made are left out and named, refused
     with --strict.
     """
-    from quantforge.settings import Settings
-
-    console = processes.console(as_json=as_json, quiet=quiet, machine=json_progress)
+    console = processes.console_of(run)
     evaluate.check_reports(report or [], summary, overwrite=overwrite)
-    settings = Settings(
-        device=processes.own_device(device),
-        threads=processes.threads_of(threads, jobs),
-        join=join or jobs > 1 or under_torchrun(),
-        activations=activations,
-        offline=offline,
-        overwrite=overwrite,
-        policy=options.build_policy(strict, allow),
-        progress=console.show,
-        note=console.note,
-    )
+    settings = processes.settings_of(run, console, overwrite=overwrite)
     grid, out = _grid(over), output or _place(model)
-    with console.watch(), processes.started(jobs, console.note) as failed:
+    with console.watch(), processes.started(run["jobs"], console.note) as failed:
         from quantforge import verbs
         from quantforge.verbs.sweep import make_results
 
@@ -112,14 +92,14 @@ def sweep(
     _show(console, found, failed, wide=wide)
     evaluate.save_reports(found.evaluation, report or [], overwrite=overwrite)
     evaluate.write_summary(summary, found.evaluation)
-    _tell_files(console, report, summary)
+    _note_reports(console, report, summary)
 
 
 def _place(model: str) -> Path:
     return Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
 
 
-def _tell_files(console: Console, reports: Sequence[Path] | None, summary: Path | None) -> None:
+def _note_reports(console: Console, reports: Sequence[Path] | None, summary: Path | None) -> None:
     for path in (*(reports or ()), *([summary] if summary else ())):
         console.note(f"report: {path}")
 
@@ -135,10 +115,10 @@ def _show(
         )
     else:
         evaluate.show_tables(console, found.evaluation, wide=wide)
-        _tell_results(console, found)
+        _note_results(console, found)
 
 
-def _tell_results(console: Console, found: Swept) -> None:
+def _note_results(console: Console, found: Swept) -> None:
     """Say where the results are, and what is done with the closest of those that no other beats."""
     rows = found.evaluation.rows
     best = [rows[index]["path"] for index in found.evaluation.verdict.front]

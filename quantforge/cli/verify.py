@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.cli import options
+from quantforge.cli import options, processes
 from quantforge.cli.console import Console
 from quantforge.formats.targets import TARGETS
 from quantforge.verification.findings import Severity
@@ -33,6 +33,7 @@ WITH_SOURCE = dict.fromkeys(
 )
 
 
+@options.takes(run=options.run_options(*options.WHERE, *options.SHOWN))
 def verify(
     path: Annotated[
         str,
@@ -59,15 +60,11 @@ def verify(
         ),
     ] = None,
     adapter: options.Adapter = None,
-    device: options.Device = "cpu",
-    threads: options.Threads = None,
-    offline: options.Offline = False,
-    as_json: options.Json = False,
-    quiet: options.Quiet = False,
-    json_progress: options.JsonProgress = False,
+    *,
+    run: options.Given,
 ) -> None:
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
-    console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
+    console = processes.console_of(run)
     with console.watch():
         from quantforge import verbs
 
@@ -76,14 +73,14 @@ def verify(
             source,
             engine=engine,
             forward=forward,
-            device=device,
-            threads=threads,
+            device=run["device"],
+            threads=run["threads"],
             key=key,
             adapter=adapter,
-            offline=offline,
+            offline=bool(run["offline"]),
             progress=console.show,
         )
-    if as_json:
+    if console.as_json:
         console.document(report.document(strict=strict))
     else:
         _show(console, report, strict=strict)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from quantforge.architectures.cache_kinds import kinds_of
-from quantforge.arguments import check_arguments, check_names
+from quantforge.arguments import check_arguments
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError
 from quantforge.formats import detect
@@ -15,7 +15,7 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.generated_text import Generated
-from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits, limits_from
+from quantforge.runtime.generation_options import MAX_TOKENS, limits_from
 from quantforge.runtime.speculation.options import (
     DRAFT_TOKENS,
     FOR_ONE_TEXT,
@@ -100,30 +100,20 @@ def generate(
         RefusedError: ``settings.policy`` does not accept what loading tells of, or a cache is named for a model that
             the own decoder does not compute.
     """
-    limits = limits_of(max_tokens, **options)
+    limits = limits_from(max_tokens, {**options})
     drafts = DraftOptions(draft, draft_tokens, draft_tree)
     from quantforge.runtime.text_model import checked
 
     checked(prompt)
-    speaker = open_speaker(model, settings or Settings(), drafts, cache)
-    answer = speaker.answer(prompt, limits, raw=raw)
+    text_model = open_text_model(model, settings or Settings(), drafts, cache)
+    answer = text_model.answer(prompt, limits, raw=raw)
     for piece in answer:
         if stream is not None:
             stream(piece)
     return answer.generated()
 
 
-def limits_of(max_tokens: int, **options: Unpack[AnswerOptions]) -> AnswerLimits:
-    """Return the rules for an answer, checked.
-
-    Raises:
-        UsageError: a name or a value that means nothing.
-    """
-    check_names(options, AnswerOptions.__annotations__)
-    return limits_from(max_tokens, {**options})
-
-
-def open_speaker(
+def open_text_model(
     model: str | Path | Loaded,
     settings: Settings,
     drafts: DraftOptions = NO_DRAFT,

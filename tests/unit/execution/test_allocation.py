@@ -11,7 +11,6 @@ import torch
 
 from quantforge import verbs
 from quantforge.checkpoint.lock import Lock
-from quantforge.cli import allocate as cli
 from quantforge.errors import BusyError, InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
 from quantforge.planning.capacity import Load
@@ -349,16 +348,6 @@ def test_engines_that_load_the_mixture_are_told(made):
     loads = {one.engine: one.loads for one in found.engines}
     assert not loads["vllm"]  # 2 and 3 bits
     assert found.document()["engines"][1]["reason"]
-
-
-def test_it_is_told_from_which_target_on_another_engine_loads_a_mixture(small):
-    schemes = ("int3:g128:sym", "int4:g128:sym", "int8:g128:sym")
-    found = allocated("3.5bpw", model=small, candidates=schemes, **FEW)
-    assert found.least["vllm"] == found.uniform[schemes[1]][1] > 4
-    assert "transformers" not in found.least  # which loads it
-    said = cli._loaded(found)
-    assert said.startswith("loaded by transformers; --for vllm")
-    assert " takes what that engine loads mixed, from --target 4.1" in said
 
 
 def test_a_recipe_that_is_there_is_kept(tmp_path):
