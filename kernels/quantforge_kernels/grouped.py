@@ -2,7 +2,7 @@
 
     y[p] = x[p / each] W[owner[p]]^T          p = 0 ... rows * each - 1
 
-A pair ``p`` is one row and one of its owners. All matrices state one `Problem`, and are laid out by the
+A pair ``p`` is one row and one of its owners. All matrices have one `Problem`, and are laid out by the
 kernel that multiplies one of them; each of its packed tensors gets a first dimension that counts the
 matrices, so that a matrix is a view of them. Of the matrices that own no row nothing is read.
 
@@ -128,7 +128,7 @@ def stack(
 
     Args:
         weights: codes and parameters of every matrix, as `Kernel.prepare` takes them.
-        problem: what all of them state.
+        problem: of all of them.
         kernel: that multiplies.
 
     Raises:

@@ -41,7 +41,7 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """One of the texts that a model has written behind a prompt.
+    """One of the texts that a model has written after a prompt.
 
     Attributes:
         text: without special tokens, and without the string that ended it.
@@ -74,7 +74,7 @@ class GeneratedText:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Texts that a model has written behind a prompt.
+    """Texts that a model has written after a prompt.
 
     Attributes:
         model: as it was named.
@@ -124,7 +124,7 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the tokens per second behind the first one; None without any."""
+        """Return the tokens per second after the first one; None without any."""
         return self.steps / self.step_seconds if self.steps else None
 
     def document(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Sampling:
         frequency_penalty: for each time that a token was generated.
         presence_penalty: once for a token that was generated.
         logit_bias: by token id.
-        logprobs: tell the log-probability of each token chosen, and of so many most likely ones; None tells nothing.
+        logprobs: report the log-probability of each token chosen, and of so many most likely ones; None: of none.
 
     Raises:
         UsageError: a value out of its range, see `RANGES`.
@@ -247,7 +247,7 @@ def check_stop(stop: object) -> tuple[str, ...]:
 
 
 def limits_from(max_tokens: int, options: dict[str, Any]) -> AnswerLimits:
-    """Return the rules that options by name state: those of `Sampling`, `BeamOptions` and `AnswerLimits`.
+    """Return the rules that options by name give: those of `Sampling`, `BeamOptions` and `AnswerLimits`.
 
     Raises:
         UsageError: a value out of its range; one that another one makes meaningless.

@@ -1,10 +1,9 @@
 """A linear layer whose weight stays packed in memory.
 
-It states its `QuantizedTensor` as a problem of the kernels (which grid, which parameters, in their plain terms; nothing
-is rounded on the way), gives codes and parameters to the first kernel that accepts them, keeps
-only what that kernel prepared, and multiplies. Which kernel it was is part of every report. A kernel
-that fails on this machine, which is found out at once, gives the weight back to the reference, and
-``failure`` says so.
+It describes its `QuantizedTensor` as a problem of the kernels (which grid, which parameters, in their plain terms;
+nothing is rounded on the way), gives codes and parameters to the first kernel that accepts them, keeps only what that
+kernel prepared, and multiplies. Which kernel it was is part of every report. A kernel that fails on this machine, which
+is found out at once, gives the weight back to the reference, and ``failure`` says so.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A served model behind OpenAI's API over HTTP.
 
 A request passes through `routes`: `request_bodies` checks it, `completions` makes requests to the engine of it,
-`engine_thread` computes them together with those of others, `completions` makes text of the tokens, `documents` sends.
+`engine_thread` computes them together with those of others, and `completions` makes text and documents of the tokens.
 
 In this folder:
 
