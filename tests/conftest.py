@@ -7,12 +7,13 @@ allows it, and every optional bias is there.
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import gc
+import hashlib
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from functools import cache
 from pathlib import Path
@@ -42,11 +43,25 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-# Loops that numba compiles take a minute, in each process of a session: what one has compiled, the others read.
+# Loops that numba compiles take a minute: what one process has compiled, the others read, and later sessions.
 LOOPS = "NUMBA_CACHE_DIR"
-FIRST = LOOPS not in os.environ
-if FIRST:
-    os.environ[LOOPS] = tempfile.mkdtemp(prefix="loops-")
+
+
+def loops_folder() -> Path:
+    """Return a folder that is named after all that loops are made of: numba sees no change in what a loop calls."""
+    root = Path(__file__).parents[1]
+    parts = (root / "quantforge" / name for name in ("numerics", "packers", "quantizers"))
+    sources = [path for part in parts for path in sorted(part.rglob("*.py"))]
+    made_of = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    folder = root / ".pytest_cache" / f"loops-{made_of[:16]}"
+    for older in folder.parent.glob("loops-*"):
+        if older != folder:
+            shutil.rmtree(older, ignore_errors=True)
+    return folder
+
+
+if LOOPS not in os.environ:
+    os.environ[LOOPS] = str(loops_folder())
 numba.config.CACHE_DIR = os.environ[LOOPS]  # it has read the variable when it was imported
 numba.njit = functools.partial(numba.njit, cache=True)
 
@@ -54,8 +69,6 @@ numba.njit = functools.partial(numba.njit, cache=True)
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI a test that is skipped for want of a library has failed."""
-    if FIRST:
-        shutil.rmtree(os.environ[LOOPS], ignore_errors=True)
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if not os.environ.get("CI") or reporter is None:
         return
@@ -375,6 +388,20 @@ def make_tiny(family: str, directory: Path, **changes: Any) -> Path:
     return directory
 
 
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """Return a folder that one process of the session makes, whole or not at all, and all of them read."""
+    own = factory.getbasetemp()
+    out = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made" / name
+    out.parent.mkdir(exist_ok=True)
+    with out.with_name(f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():
+            stage = out.with_name(f".{name}")
+            make(stage)
+            stage.rename(out)
+    return out
+
+
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     """Return a function from the name of a family to the directory of its tiny model. Do not write into it."""
@@ -382,6 +409,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
     @cache
     def make(family: str) -> Path:
-        return make_tiny(family, tmp_path_factory.mktemp(family))
+        return made_once(tmp_path_factory, family, lambda place: make_tiny(family, place))
 
     return make

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests import gguf_models
+from tests.conftest import made_once
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +20,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     def model(name: str, **changes: object) -> Path:
         key = f"{name} {sorted(changes.items(), key=str)}"
         if key not in made:
-            made[key] = gguf_models.make(name, tmp_path_factory.mktemp("models") / "m", **changes)
+            own = f"gguf-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+            make = lambda place: gguf_models.make(name, place / "m", **changes)  # noqa: E731
+            made[key] = made_once(tmp_path_factory, own, make) / "m"
         return made[key]
 
     return model
