@@ -131,11 +131,11 @@ def test_keys_and_values_of_different_widths_are_refused(engine):
 
 
 @pytest.mark.parametrize("engine", TARGETS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine, kind):
-    alike = [Serving(cache=name) for name in (kind, f"k={kind},v={kind}", f"v={kind},k={kind}")]
-    assert len({allowed(engine, one) for one in alike}) == 1
-    assert len({command_of(engine, OUT, one) for one in alike}) == 1
+def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine):
+    for kind in KINDS:
+        alike = [Serving(cache=name) for name in (kind, f"k={kind},v={kind}", f"v={kind},k={kind}")]
+        assert len({allowed(engine, one) for one in alike}) == 1
+        assert len({command_of(engine, OUT, one) for one in alike}) == 1
 
 
 def test_a_context_that_nothing_bounds_is_told():

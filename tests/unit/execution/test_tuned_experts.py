@@ -21,6 +21,7 @@ from quantforge.quantizers.tuning.stream import Tuned, TuningStream
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
+from tests.thorough import further
 
 ROWS = replace(CALIBRATION, samples=8, length=24)
 MOST = 1e-4  # of the norm
@@ -69,7 +70,7 @@ def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> 
     return value if place is None else place.view(value)
 
 
-@pytest.mark.parametrize("family", ["qwen2-moe", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen2-moe", further("mixtral"), "gpt-oss"])
 def test_gradients_are_those_of_the_whole_model(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
@@ -114,7 +115,7 @@ def nearly(found: Tensor | None, expected: Tensor, name: str) -> None:
     assert float((found - expected).norm()) <= MOST * float(expected.norm()) + 1e-9, name
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "mixtral", "deepseek-v32"])
+@pytest.mark.parametrize("family", ["gpt-oss", further("mixtral"), further("deepseek-v32")])
 def test_behind_awq_what_was_tuned_verifies(tmp_path: Path, family: str) -> None:
     model = short(tmp_path, family)
     quantize(model, tmp_path / "out", tuned(method="awq+gptq", tune=1))

@@ -99,7 +99,7 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
     assert moved == set().union(*(one.parameters for one in blocks))
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "IQ3_XXS"])
+@pytest.mark.parametrize("kind", ["Q2_K", further("IQ3_XXS")])  # points of a lattice stay
 def test_what_was_tuned_diverges_less_and_verifies(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
