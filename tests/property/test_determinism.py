@@ -21,6 +21,7 @@ METHODS = ("rtn", "awq+gptq")
 # One process runs every method: what surrounds a run is the same for all of them.
 SCRIPT = """
 import sys, torch
+import tests.conftest  # which has loops that were compiled read, not compiled again
 from pathlib import Path
 from quantforge import verbs
 from quantforge.settings import Settings
