@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,28 +96,32 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
         assert told == (refused_by_run.value.message, refused_by_run.value.hint), again
 
 
-@pytest.mark.parametrize("rows", [*range(1, 40)])
-def test_counting_and_drawing_agree_on_which_rows_there_are(rows, tmp_path):
-    """Of one document and of many, at every border; a text of long words needs more bytes for a token."""
+@pytest.mark.parametrize("source", ["a.txt", "b.txt", "c.jsonl", "a.txt=2,c.jsonl=1"])
+def test_counting_and_drawing_agree_on_which_rows_there_are(source, tmp_path):
+    """Of one document and of many, around the last row; a text of long words needs more bytes for a token."""
     tokenizer = load_tokenizer(DEMO)
     for name, text in (("a.txt", "word and word\n" * 100), ("b.txt", "x" * 4000 + " " * 4000)):
         (tmp_path / name).write_text(text)
     (tmp_path / "c.jsonl").write_text('{"text": "one document"}\n' * 60)
-    for source in ("a.txt", "b.txt", "c.jsonl", "a.txt=2,c.jsonl=1"):
-        typed = source.replace("a.", f"{tmp_path}/a.").replace("b.", f"{tmp_path}/b.")
-        typed = typed.replace("c.jsonl", f"{tmp_path}/c.jsonl")
-        request = Request(typed, rows=rows, length=16)
-        ends = []
-        for ask in (
-            lambda request=request: draw(request, tokenizer),
-            lambda request=request: check_rows(request.source, DEMO, request.rows, request.length),
-        ):
-            try:
-                ask()
-                ends.append("")
-            except SourceError as error:
-                ends.append(error.message)
-        assert ends[0] == ends[1], source
+    typed = source.replace("a.", f"{tmp_path}/a.").replace("b.", f"{tmp_path}/b.")
+    typed = typed.replace("c.jsonl", f"{tmp_path}/c.jsonl")
+
+    def drawn(rows):
+        return refusal(lambda: draw(Request(typed, rows=rows, length=16), tokenizer))
+
+    asked = range(3, 2048)
+    beyond = asked[bisect_left(asked, True, key=lambda rows: bool(drawn(rows)))]
+    for rows in (3, beyond - 1, beyond, beyond + 1):
+        assert drawn(rows) == refusal(lambda rows=rows: check_rows(typed, DEMO, rows, 16)), rows
+    assert not drawn(beyond - 1)
+
+
+def refusal(ask):
+    try:
+        ask()
+    except SourceError as error:
+        return error.message
+    return ""
 
 
 def test_a_huge_text_is_counted_only_as_far_as_it_is_needed(tmp_path, monkeypatch):
