@@ -8,8 +8,7 @@ what it was made from, and that is the better one.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from importlib import import_module
+from collections.abc import Callable, Mapping
 
 from quantforge.architectures.draft_heads import is_draft, type_of
 from quantforge.checkpoint.previous_output import MANIFEST
@@ -18,13 +17,13 @@ from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import Encoded, decoded_weights, decoding
+from quantforge.formats.sources import modelopt, mxfp4_stacks
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Tile
+from quantforge.plans import StoredTensor
 
-# By ``quant_method``: a module whose `weights` finds in the headers what is encoded, and what is left out.
-READERS: Mapping[str, str] = {
-    "mxfp4": "quantforge.formats.sources.mxfp4_stacks",
-    "modelopt": "quantforge.formats.sources.modelopt",
-}
+# By ``quant_method``: finds in the headers what is encoded, and what is left out.
+Reader = Callable[[Mapping[str, StoredTensor]], tuple[list[Encoded], list[str]]]
+READERS: Mapping[str, Reader] = {"mxfp4": mxfp4_stacks.weights, "modelopt": modelopt.weights}
 
 
 def plain_source(checkpoint: Checkpoint) -> Checkpoint:
@@ -36,10 +35,10 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
     """
     reader = _reader(checkpoint)
     stated = isinstance(checkpoint.config.get("quantization_config"), Mapping)
-    if not reader and (not stated or checkpoint.path.is_file()):
+    if reader is not None:
+        return decoding(checkpoint, *reader(checkpoint.headers()))
+    if not stated or checkpoint.path.is_file():
         return checkpoint
-    if reader:
-        return decoding(checkpoint, *import_module(reader).weights(checkpoint.headers()))
     if (checkpoint.path / MANIFEST).exists() or not detect(checkpoint.config).ABOUT.published:
         return checkpoint
     return quantized_source(checkpoint)
@@ -67,12 +66,12 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path}: {type_of(checkpoint.config)} heads, no model: they guess for one",
             f"quantforge generate MODEL --draft {shlex.quote(str(checkpoint.path))}",
         )
-    return plain_source(checkpoint) if _reader(checkpoint) else checkpoint
+    return checkpoint if _reader(checkpoint) is None else plain_source(checkpoint)
 
 
-def _reader(checkpoint: Checkpoint) -> str:
-    """Return the path of the module of `READERS` that reads a model; "" for none."""
-    return READERS.get(str(quantization_config(checkpoint.config).get("quant_method")), "")
+def _reader(checkpoint: Checkpoint) -> Reader | None:
+    """Return what reads a model that is in a layout which no format has."""
+    return READERS.get(str(quantization_config(checkpoint.config).get("quant_method")))
 
 
 def _words(layout: ModuleLayout) -> str:
