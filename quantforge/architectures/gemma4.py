@@ -631,6 +631,7 @@ ARCHITECTURE = Architecture(
         activations=("gelu_pytorch_tanh",),
         windowed=True,
         divided_head="full_head",
+        sliding_base=True,
         scalings=("proportional",),
         experts=MIXTURE,
         used="top_k_experts",

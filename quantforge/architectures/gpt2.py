@@ -95,6 +95,8 @@ GPT2 = Architecture(
         biases=("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias", *NORM_BIASES),
         class_name="GPT2LMHeadModel",
         activations=("gelu_new", "gelu_pytorch_tanh"),
+        rotary=False,
+        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
         graph={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         read_config=read_config,
     ),

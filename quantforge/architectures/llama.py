@@ -17,6 +17,7 @@ ARCHITECTURE = Architecture(
     graph=DecoderGraph(),
     gguf=GgufFamily(
         "llama",
+        counts_vocabulary=True,
         interleaved=True,
         biases=LLAMA_BIASES,
         class_name="LlamaForCausalLM",

@@ -71,6 +71,14 @@ class GgufFamily:
         period: the last of each run of so many layers sees everything, the others slide; 0 where all are alike.
         heads_fill: whether the heads fill the width of the model together.
         windowed: whether llama.cpp has a sliding window for it.
+        window_key: the sliding window that a file states where the configuration has none, of a family that is not
+            `windowed`; None: files have no such key.
+        softcaps: keys of soft caps, in the file as in the configuration, each with its value where that has none.
+        counts_vocabulary: whether a file states the number of tokens.
+        original_context: whether a file states the context length before scaling.
+        rotary: whether positions are rotary; of others no key says anything.
+        rope_base: of the frequencies, where the configuration has none.
+        sliding_base: whether layers that slide have a base of their own.
         divided_head: the dimension of a head of the layers without a window, where each of its frequencies is divided
             by a number in the file; "" where frequencies are those of the keys.
         yarn_multiplier: whether llama.cpp reads by what YaRN multiplies; it takes the usual for the others.
@@ -114,6 +122,13 @@ class GgufFamily:
     period: int = 0
     heads_fill: bool = False
     windowed: bool = False
+    window_key: int | None = None
+    softcaps: Mapping[str, float] = field(default_factory=dict)
+    counts_vocabulary: bool = False
+    original_context: bool = False
+    rotary: bool = True
+    rope_base: float = 10_000.0
+    sliding_base: bool = False
     divided_head: str = ""
     yarn_multiplier: bool = False
     yarn_betas: bool = False

@@ -47,7 +47,12 @@ MISTRAL = replace(
     graph=DecoderGraph(one_window=True),
     windows=WindowRule(width=4096, every=True),
     gguf=GgufFamily(
-        "llama", interleaved=True, biases=LLAMA_BIASES, window=4096, scalings=WITH_TABLE
+        "llama",
+        counts_vocabulary=True,
+        interleaved=True,
+        biases=LLAMA_BIASES,
+        window=4096,
+        scalings=WITH_TABLE,
     ),
 )
 # llama.cpp has no graph in which some layers have a window and others none.
@@ -85,6 +90,7 @@ MIXTRAL = replace(
     windows=WindowRule(every=True, listed=False),
     gguf=GgufFamily(
         "llama",
+        counts_vocabulary=True,
         interleaved=True,
         experts=True,
         class_name="MixtralForCausalLM",

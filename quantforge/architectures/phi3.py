@@ -44,6 +44,8 @@ ARCHITECTURE = replace(
         class_name="Phi3ForCausalLM",
         heads_fill=True,
         scalings=("longrope",),
+        original_context=True,
+        window_key=0,
         read_config=read_config,
     ),
 )

@@ -45,6 +45,7 @@ ARCHITECTURE = replace(
     windows=WindowRule(asked=True),
     gguf=GgufFamily(
         "smollm3",
+        counts_vocabulary=True,
         interleaved=True,
         class_name="SmolLM3ForCausalLM",
         unsupported=unsupported_by_llama_cpp,

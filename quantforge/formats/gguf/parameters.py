@@ -22,6 +22,7 @@ from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, f32,
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors, rounding
 
+_WINDOW = 4096  # of families with a sliding window, where a configuration states none
 # Keys that change what is computed, whose default is the family's.
 _COMPUTED = (
     "rope_theta",
@@ -80,18 +81,18 @@ def parameters(config: Mapping[str, Any]) -> Parameters:
         "feed_forward_length": u32(sizes.ffn),
         "attention.head_count": u32(sizes.heads),
     }
-    if family.arch == "gpt2":
-        found["attention.layer_norm_epsilon"] = f32(_epsilon(config, "layer_norm_epsilon", 1e-5))
-        return Parameters(family, _keyed(family, found), sizes)
-    found["attention.head_count_kv"] = u32(sizes.kv_heads)
     key, stated = family.epsilon
-    found[key] = f32(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
+    epsilon = f32(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
+    if not family.rotary:
+        return Parameters(family, _keyed(family, found | {key: epsilon}), sizes)
+    found["attention.head_count_kv"] = u32(sizes.kv_heads)
+    found[key] = epsilon
     found["attention.key_length"] = u32(sizes.head)
     found["attention.value_length"] = u32(sizes.head)
     rope = rope_of(config, family, sizes)
     _check_part(rope, family, sizes, declared.defaults)
     found |= rope_keys(rope, family)
-    found |= _of_family(config, family, sizes, rope)
+    found |= _first_keys(config, family, sizes, rope)
     if experts:
         found["expert_count"] = u32(experts)
         found["expert_used_count"] = u32(_used(whole, family, experts))
@@ -120,25 +121,19 @@ def _keyed(family: GgufFamily, found: Mapping[str, Value]) -> dict[str, Value]:
     return {f"{family.arch}.{key}": value for key, value in found.items()}
 
 
-def _of_family(
+def _first_keys(
     config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions, rope: Rope
 ) -> dict[str, Value]:
-    if family.arch in {"llama", "smollm3"}:
-        return {"vocab_size": u32(sizes.vocab)}
-    if family.arch == "phi3":
-        return {
-            "rope.scaling.original_context_length": u32(rope.original or sizes.positions),
-            "attention.sliding_window": u32(_integer(config, "sliding_window", 0)),
-        }
-    if family.arch == "gemma2":
-        return {
-            "attn_logit_softcapping": f32(_softcap(config, "attn_logit_softcapping", 50.0)),
-            "final_logit_softcapping": f32(_softcap(config, "final_logit_softcapping", 30.0)),
-            "attention.sliding_window": u32(_integer(config, "sliding_window", 4096)),
-        }
-    if family.windowed:
-        return {"attention.sliding_window": u32(_integer(config, "sliding_window", 4096))}
-    return {}
+    """Return the keys of a family that come before those of its experts."""
+    found = {"vocab_size": u32(sizes.vocab)} if family.counts_vocabulary else {}
+    if family.original_context:
+        found["rope.scaling.original_context_length"] = u32(rope.original or sizes.positions)
+    for key, usual in family.softcaps.items():
+        found[key] = f32(_softcap(config, key, usual))
+    window = _WINDOW if family.windowed else family.window_key
+    if window is not None:
+        found["attention.sliding_window"] = u32(_integer(config, "sliding_window", window))
+    return found
 
 
 def _family_keys(

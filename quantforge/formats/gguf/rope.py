@@ -70,14 +70,11 @@ def rope_of(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) ->
     head = family.divided_head
     stated, older = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     scaling, local = stated or older, None
-    if family.arch == "gemma3" or head:
+    if family.sliding_base:
         local = _local_base(config, _mapping(stated, "sliding_attention"))
         scaling = _mapping(stated, "full_attention") or scaling
-    usual = 1e6 if family.arch == "gemma3" else _DEFAULT_BASE
-    base, kind = (
-        _number(scaling, "rope_theta", config.get("rope_theta", usual)),
-        _kind(scaling),
-    )
+    base = _number(scaling, "rope_theta", config.get("rope_theta", family.rope_base))
+    kind = _kind(scaling)
     changed = family.base(config) if family.base else None
     if changed is not None:
         base, kind = changed, ""
