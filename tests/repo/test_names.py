@@ -35,8 +35,6 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.declared_quantization": ("awq compressed-tensors gptq",
                                       "files that first tools wrote name no method; each spells exceptions in its way"),
     "formats.engines": ("kimi_linear llama4 llama4_text mlx", "an engine; what its loader does not do for a family"),
-    "formats.gguf.parameters": ("gemma2 gpt2 llama phi3 smollm3", "keys that one family has"),
-    "formats.gguf.rope": ("gemma3", "frequencies of one family"),
     "formats.gguf.source": ("llama mixtral", "one name in llama.cpp, with and without experts"),
     "formats.gguf.tokenizer": ("llama", "llama.cpp's name of a tokenizer"),
     "formats.gguf.tokenizer_differences": ("gpt2 llama", "llama.cpp's names of tokenizers"),
