@@ -25,9 +25,9 @@ from gguf import GGUFReader
 
 from quantforge import verbs
 from quantforge.execution import candidate_errors
+from quantforge.planning.allocation import EVERY
 from quantforge.recipe import Rule
 from quantforge.settings import Settings
-from quantforge.verbs.allocate import EVERY
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """Allocation: which scheme each group of linears gets, so that a model of a given size loses least.
 
-Three steps follow one another. Candidates are schemes that the format holds and the engine loads (`plans_of`); each is
+Three steps follow one another. Candidates are schemes that the format holds and the engine loads (`search_of`); each is
 planned alone, which tells sizes and refuses what does not fit, and a choice in which they take turns is planned before
-anything is measured, because formats and engines may take each of two schemes and no model that has both. `Allocation`
-groups the linears and says what a target leaves for them. `solved` chooses: every group has some options, each with its
-bytes and its loss (nats that its error costs at the output of the model, which add up); options that a mixture of two
-others beats in both are dropped, and the rest is a multiple-choice knapsack, solved exactly by dynamic programming over
-bytes.
+anything is measured, because formats and engines may take each of two schemes and no model that has both. Then
+`quantforge.verbs.allocate` measures what each costs each linear. `solve` chooses: every group has some options, each
+with its bytes and its loss (nats that its error costs at the output of the model, which add up); options that a mixture
+of two others beats in both are dropped, and the rest is a multiple-choice knapsack, solved exactly by dynamic
+programming over bytes.
 """
 
 from __future__ import annotations
@@ -14,32 +14,344 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, NoReturn
 
+from quantforge.arguments import as_list
+from quantforge.checkpoint.hub import resolve
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.formats import GGUF, KEEP, format_of
+from quantforge.formats.format_choice import chosen_format
 from quantforge.formats.matching import drop_tied_copy
-from quantforge.formats.targets import preferred_formats
+from quantforge.formats.opening import open_model
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
+from quantforge.planning import naming
 from quantforge.planning.gradients import quantized_linears, refuse_guide
-from quantforge.planning.planner import Planned
-from quantforge.planning.size_target import MemoryUse, Scale
+from quantforge.planning.local_paths import strip_local_paths
+from quantforge.planning.planner import Planned, make_plan
+from quantforge.planning.size_target import (
+    AskedSize,
+    SizeTarget,
+    budget_of,
+    parse_target,
+    size_like,
+)
+from quantforge.planning.source import source_as_read, without_dropped_heads
 from quantforge.plans import EngineVerdict, TensorPlan
 from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe, Rule
+from quantforge.results.manifest import small_files
 from quantforge.results.significant import size
+from quantforge.settings import Settings
 
 # Steps of the bytes that options differ by: what is rounded up of each option is less than one of them.
 STEPS = 1 << 15
 CURVE_POINTS = 33
+EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
 _ANY = "{}"
 
 
-def usual(key: str) -> list[Sequence[str]]:
+# ---- the search
+
+
+@dataclass(frozen=True)
+class MixtureSearch:
+    """A search that can begin, as far as headers tell.
+
+    Attributes:
+        asked: the size.
+        source: the model as `quantize` would read it.
+        before: its small files, by name: size and digest.
+        settings: how it runs, with the files that the recipe cites.
+        wanted: what is asked for beside the size, with its format.
+        target: the size.
+        plans: of each candidate alone, by its scheme.
+        left_out: which usual schemes are no candidates, and why.
+        groups: the linears that get one scheme, by canonical name.
+        planned: returns the plan of a scheme for all of these, with rules before it, called by the size.
+    """
+
+    asked: AskedSize
+    source: Checkpoint
+    before: Mapping[str, Any]
+    settings: Settings
+    wanted: Recipe
+    target: SizeTarget
+    plans: Mapping[str, Planned]
+    left_out: Mapping[str, str]
+    groups: tuple[tuple[str, ...], ...]
+    planned: Callable[..., Planned]
+
+    @cached_property
+    def first(self) -> Planned:
+        """Return the plan of the first candidate."""
+        return next(iter(self.plans.values()))
+
+    @cached_property
+    def tables(self) -> Mapping[str, Mapping[str, TensorPlan]]:
+        """Return the plan of every linear of blocks under each candidate."""
+        return {
+            name: quantized_linears(one.plan.tensors, one.matched)
+            for name, one in self.plans.items()
+        }
+
+    @cached_property
+    def linears(self) -> Mapping[str, TensorPlan]:
+        """Return the plan of every linear of blocks under the first candidate."""
+        return next(iter(self.tables.values()))
+
+    @cached_property
+    def weights(self) -> Mapping[str, int]:
+        """Return how many weights each linear has."""
+        return {name: math.prod(one.shape) for name, one in self.linears.items()}
+
+    @cached_property
+    def room(self) -> int:
+        """Return the bytes that the size leaves for the linears.
+
+        Raises:
+            RefusedError: the target is below the smallest choice or above the largest.
+        """
+        sizes = [[self._bytes(group, name) for name in self.plans] for group in self.groups]
+        least, most = sum(map(min, sizes)), sum(map(max, sizes))
+        budget = budget_of(self.target, self.first)
+        if not least <= budget.room <= most:
+            small = budget.room < least
+            side = "below the smallest" if small else "above the largest"
+            among = f"{', '.join(self.plans)}{why_not_candidates(self.left_out)}"
+            largest = max(zip(map(sum, zip(*sizes, strict=True)), self.plans, strict=True))[1]
+            more = (
+                budget.memory_parts(least)
+                if small
+                else f"; {largest} for all of it fits without a size"
+            )
+            raise RefusedError(
+                f"{self.target.text}: it is {side} choice of the candidates {among}",
+                f"{budget.reach(least, most)}{more}",
+            )
+        return budget.room
+
+    def check_mixed(self) -> None:
+        """Refuse candidates that the format or the engine takes one at a time, but not together."""
+        names, engine = [*self.plans], self.wanted.engine
+        turns = itertools.islice(itertools.cycle(names), len(self.groups))
+        every = Mixture(0.0, tuple(Option(name, 0, 0.0) for name in turns))
+        try:
+            self.planned(names[0], *self._rules(names[0], every))
+        except RefusedError as error:
+            said = f"no mixture of {', '.join(names)}: {error.message}"
+            if engine is None:
+                raise RefusedError(said, error.hint) from error
+            raise RefusedError(f"--for {engine}: {said}", _one_width(engine)) from error
+
+    def found(self, nats: Mapping[str, Sequence[float]]) -> Allocated:
+        """Return the mixture that loses least; ``nats`` are of each linear under each candidate."""
+        options = self._options(nats)
+        mixture, final = self._best(options)
+        alone = {
+            name: mixture_of([one[place] for one in options])
+            for place, name in enumerate(self.plans)
+        }
+        return Allocated(
+            recipe=self._recipe(mixture),
+            target=self.asked.text,
+            nbytes=final.plan.output_bytes,
+            bits=self._bits(mixture),
+            nats=mixture.nats,
+            groups=self.groups,
+            chosen=tuple(one.scheme for one in mixture.chosen),
+            shares=self._shares(mixture),
+            uniform={n: (self._files(one), self._bits(one), one.nats) for n, one in alone.items()},
+            front=tuple((self._files(one), one.nats) for one in best_mixtures(options)),
+            left_out=self.left_out,
+            engines=final.plan.engines,
+        )
+
+    def likely(self, first: Sequence[str] = (), measured: int = 0) -> tuple[Recipe, Planned]:
+        """Return a mixture of the size that is asked for, and its plan, before anything is measured.
+
+        ``first`` and ``measured`` are as of `make_plan`.
+
+        Errors are taken to be a quarter with each bit more, everywhere alike.
+        """
+        nats = {
+            linear: [
+                weights * 4.0 ** (-8 * one[linear].stored_bytes / weights)
+                for one in self.tables.values()
+            ]
+            for linear, weights in self.weights.items()
+        }
+        mixture, final = self._best(self._options(nats), first, measured)
+        return self._recipe(mixture), final
+
+    def likely_plan(self) -> Planned:
+        """Return the plan of a mixture of that size, with a note on what is measured first."""
+        rows, names = self.wanted.calibration, [*self.plans]
+        note = (
+            f"measured first: what each of {len(names)} schemes ({', '.join(names)}) costs each of"
+            f" {len(self.groups)} groups of linears, on {rows.samples:,} rows of {rows.length:,} tokens,"
+            " forward and backward; which gets which is found then, and with it which engines load it: this is another"
+            " mixture of that size"
+        )
+        return self.likely((note,), len(names))[1]
+
+    def _best(
+        self,
+        options: Sequence[Sequence[Option]],
+        first: Sequence[str] = (),
+        measured: int = 0,
+    ) -> tuple[Mixture, Planned]:
+        """Return the best choice and its plan; its files, rules in their headers included, are no larger than asked."""
+        room = self.room
+        while True:
+            mixture = solve(options, room)
+            base = self._base(mixture)
+            found = self.planned(base, *self._rules(base, mixture), first=first, measured=measured)
+            over = found.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
+            if over <= 0:
+                return mixture, found
+            room -= math.ceil(over)
+
+    def _options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
+        """Return the options of each group; ``nats`` are those of each linear under each candidate."""
+        return [
+            [
+                Option(
+                    name,
+                    self._bytes(group, name),
+                    math.fsum(nats[linear][place] for linear in group),
+                )
+                for place, name in enumerate(self.plans)
+            ]
+            for group in self.groups
+        ]
+
+    def _recipe(self, mixture: Mixture) -> Recipe:
+        base = self._base(mixture)
+        rules = (*self._rules(base, mixture), Rule(EVERY, base))
+        return replace(self.wanted, scheme=base, rules=rules)
+
+    def _base(self, mixture: Mixture) -> str:
+        """Return the scheme that most weights get."""
+        shares = self._shares(mixture)
+        return max(shares, key=lambda scheme: (shares[scheme], scheme))
+
+    def _rules(self, base: str, mixture: Mixture) -> tuple[Rule, ...]:
+        """Return rules for the linears whose scheme is not ``base``."""
+        schemes = {
+            name: one.scheme
+            for one, group in zip(mixture.chosen, self.groups, strict=True)
+            for name in group
+            if one.scheme != base
+        }
+        matched, linears = self.first.matched, self.linears
+        places = {}
+        for name in schemes:
+            block = matched.block_name(linears[name].part)
+            before, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
+            after = re.escape(_kind(name.removeprefix(block), linears[name].expert))
+            places[name] = (re.escape(before), number, after.replace(re.escape(_ANY), "[0-9]+"))
+        return tuple(Rule(*rule) for rule in patterns_of(schemes, places))
+
+    def _shares(self, mixture: Mixture) -> dict[str, int]:
+        """Return how many weights each scheme gets."""
+        shares: dict[str, int] = {}
+        for one, group in zip(mixture.chosen, self.groups, strict=True):
+            count = sum(self.weights[name] for name in group)
+            shares[one.scheme] = shares.get(one.scheme, 0) + count
+        return shares
+
+    def _bytes(self, group: Sequence[str], scheme: str) -> int:
+        """Return the bytes of a group under a candidate."""
+        return sum(self.tables[scheme][name].stored_bytes for name in group)
+
+    def _files(self, mixture: Mixture) -> int:
+        """Return the bytes of all weight files."""
+        first = sum(one.stored_bytes for one in self.linears.values())
+        return self.first.plan.output_bytes - first + mixture.nbytes
+
+    def _bits(self, mixture: Mixture) -> float:
+        """Return bits per weight inside of blocks."""
+        return 8 * mixture.nbytes / sum(self.weights.values())
+
+
+def search_of(
+    model: str | Path, asked: AskedSize, settings: Settings, out: Path | None
+) -> MixtureSearch:
+    """Plan a search, and refuse what headers tell to be impossible.
+
+    Args:
+        model: as of `quantize`.
+        asked: the size, and what is wanted beside it.
+        settings: how it runs.
+        out: of a result that is to be made at once: its name may decide the format.
+
+    Raises:
+        UsageError: the target is no size.
+        RefusedError: it is out of reach, or of another model; the format or the engine takes no mixture.
+    """
+    other, recipe = None, asked.recipe
+    if asked.like is not None:
+        other = open_model(resolve(str(asked.like), settings.offline))
+        if not (recipe.format or recipe.engine):
+            recipe = replace(recipe, format=GGUF if other.path.is_file() else "")
+    target = None
+    if asked.target is not None:
+        target = parse_target(asked.target, settings.serving.cache, recipe.tensor_parallel)
+    read, own = strip_local_paths(chosen_format(recipe, out)[0], settings)
+    key = read.format
+    opened = open_model(resolve(str(model), settings.offline))
+    source = without_dropped_heads(source_as_read(opened, read, None, own), read)
+    name = naming.sized(source, read.method, key, naming.word_for(asked.target, asked.like))
+
+    def planned(scheme: str, *rules: Rule, first: Sequence[str] = (), measured: int = 0) -> Planned:
+        wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
+        return make_plan(wanted, source, None, own, name=name, first=first, measured=measured)
+
+    typed = as_list(asked.candidates)
+    given = [(name,) for one in typed for name in str(one).split(",") if name]
+    together = key != GGUF  # what engines join gets one scheme: linears of an input, experts
+    plans, left_out = plan_candidates(
+        source,
+        planned,
+        given or usual_schemes(key),
+        read.engine,
+        given=bool(given),
+        together=together,
+    )
+    first = plans[next(iter(plans))]
+    if other is not None:
+        target = size_like(other, first.matched)
+    assert target is not None
+    # An engine that the format does not list loads none of its mixtures: `check_mixed` says so.
+    loader = format_of(key).ABOUT.engines.get(read.engine or "")
+    alike = loader is not None and bool(loader.mixed_experts)
+    groups: dict[object, list[str]] = {}
+    for linear, tensor in quantized_linears(first.plan.tensors, first.matched).items():
+        groups.setdefault(_group(linear, tensor, together, alike), []).append(linear)
+    search = MixtureSearch(
+        asked,
+        source,
+        small_files(source),
+        own,
+        replace(recipe, format=key),
+        target,
+        plans,
+        left_out,
+        tuple(map(tuple, groups.values())),
+        planned,
+    )
+    search.room  # noqa: B018 - refuses a size that is out of reach
+    search.check_mixed()
+    return search
+
+
+def usual_schemes(key: str) -> list[Sequence[str]]:
     """Return the schemes of whole bits: the one with a name of its own, else what ``--bits`` means in a format."""
     found: list[Sequence[str]] = []
     for bits in INTEGER_BITS:
@@ -52,31 +364,7 @@ def usual(key: str) -> list[Sequence[str]]:
     return found
 
 
-def least_bits(
-    key: str, plans: Mapping[str, Planned], final: Planned, bits: Mapping[str, float]
-) -> dict[str, float]:
-    """Return the least bits of a mixture that an engine loads, for engines that do not load the final one.
-
-    Args:
-        key: the format.
-        plans: of each candidate alone.
-        final: the plan of the mixture that was found.
-        bits: per weight of each candidate alone.
-    """
-    known = format_of(key).ABOUT.engines
-    found = {}
-    for engine in (one.engine for one in final.plan.engines if one.loads is False):
-        taken = [
-            name
-            for name, alone in plans.items()
-            if any(one.engine == engine and one.loads is not False for one in alone.plan.engines)
-        ]
-        if key in preferred_formats(engine) and not known[engine].mixture and len(taken) > 1:
-            found[engine] = min(bits[name] for name in taken)
-    return found
-
-
-def plans_of(
+def plan_candidates(
     source: Checkpoint,
     planned: Callable[[str], Planned],
     candidates: Sequence[Sequence[str]],
@@ -109,9 +397,15 @@ def plans_of(
                     raise
                 left_out[text] = error.message
                 continue
-            _check_apart(
-                name, quantized_linears(found.plan.tensors, found.matched), together=together
-            )
+            schemes = [
+                one.scheme for one in quantized_linears(found.plan.tensors, found.matched).values()
+            ]
+            if not together and any(one and one.weight.joint for one in schemes):
+                # Matrices that share parameters may get others, and errors would not add up.
+                raise UsageError(
+                    f"--candidates {name}: matrices share its parameters",
+                    "a scheme by rows or groups",
+                )
             plans[name] = replace(found, matched=drop_tied_copy(found.matched, source))
             left_out = {other: why for other, why in left_out.items() if other not in texts}
             break
@@ -126,36 +420,22 @@ def plans_of(
         "allocate",
         "one width for all: quantforge quantize MODEL --bits 4",
     )
-    tables = {name: quantized_linears(one.plan.tensors, one.matched) for name, one in plans.items()}
-    for name, table in tables.items():
-        if table.keys() != tables[next(iter(tables))].keys():
+    linears = quantized_linears(first.plan.tensors, first.matched).keys()
+    for name, one in plans.items():
+        if quantized_linears(one.plan.tensors, one.matched).keys() != linears:
             raise RefusedError(
                 f"{name}: it rounds other linears than the other candidates", "leave it out"
             )
     return plans, left_out
 
 
-def check_mixed(
-    planned: Callable[..., Planned],
-    allocation: Allocation,
-    names: Sequence[str],
-    engine: str | None,
-) -> None:
-    """Refuse candidates that the format or the engine takes one at a time, but not together."""
-    try:
-        planned(names[0], *allocation.rules(names[0], allocation.every()))
-    except RefusedError as error:
-        said = f"no mixture of {', '.join(names)}: {error.message}"
-        if engine is None:
-            raise RefusedError(said, error.hint) from error
-        raise RefusedError(f"--for {engine}: {said}", _one_width(engine)) from error
-
-
 def _refuse_few(names: Sequence[str], left_out: Mapping[str, str], engine: str | None) -> NoReturn:
     """Refuse candidates among which there is nothing to choose."""
     said = f"fewer than two candidates: {', '.join(names) or 'none'}"
     if engine and left_out:
-        raise RefusedError(f"--for {engine}: {said}{others(left_out)}", _one_width(engine))
+        raise RefusedError(
+            f"--for {engine}: {said}{why_not_candidates(left_out)}", _one_width(engine)
+        )
     more = "name more schemes: --candidates int3:g128:sym,int4:g128:sym"
     raise UsageError(said, next(iter(left_out.values()), more))
 
@@ -164,22 +444,16 @@ def _one_width(engine: str) -> str:
     return f"one width for all: quantforge quantize MODEL --for {engine}"
 
 
-def _check_apart(name: str, table: Mapping[str, TensorPlan], *, together: bool) -> None:
-    """Refuse a scheme under which matrices share parameters that may get others, so that errors would not add up."""
-    schemes = {one.scheme.weight for one in table.values() if one.scheme}
-    if not together and any(scheme.joint for scheme in schemes):
-        raise UsageError(
-            f"--candidates {name}: matrices share its parameters", "a scheme by rows or groups"
-        )
-
-
-def others(left_out: Mapping[str, str]) -> str:
+def why_not_candidates(left_out: Mapping[str, str]) -> str:
     """Return the end of a sentence that names the candidates: which is none, and why."""
     if not left_out:
         return ""
     name, why = next(iter(left_out.items()))
     more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
     return f"; {name} is none: {why}{more}"
+
+
+# ---- the knapsack
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,155 +466,16 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class Mixture:
     """Choice of an option for every group, with its nats."""
 
     nats: float
     chosen: tuple[Option, ...]
 
-
-class Allocation:
-    """Candidates for the linears of a model.
-
-    Attributes:
-        groups: the linears that get one scheme, by canonical name.
-    """
-
-    def __init__(
-        self,
-        plans: Mapping[str, Planned],
-        *,
-        together: bool,
-        alike: bool = False,
-        share: float = 1.0,
-    ) -> None:
-        """Take the candidates.
-
-        Args:
-            plans: of each candidate alone.
-            together: linears of a shared input get one scheme, and so do all experts of a layer.
-            alike: all experts of the model get one.
-            share: of the bytes of experts that count.
-        """
-        self._share = share
-        self._names, self._first = [*plans], next(iter(plans.values()))
-        self._tables = [quantized_linears(one.plan.tensors, one.matched) for one in plans.values()]
-        groups: dict[object, list[str]] = {}
-        for name, tensor in self._tables[0].items():
-            groups.setdefault(_group(name, tensor, together, alike), []).append(name)
-        self.groups = tuple(tuple(names) for names in groups.values())
-        self._fixed = self._first.plan.output_bytes - sum(
-            one.stored_bytes for one in self._tables[0].values()
-        )
-        self._weights = sum(math.prod(one.shape) for one in self._tables[0].values())
-
-    def every(self) -> Point:
-        """Return a choice in which candidates take turns: what any mixture needs has a place in it."""
-        turns = itertools.cycle(Option(name, 0, 0.0) for name in self._names)
-        return Point(0.0, tuple(itertools.islice(turns, len(self.groups))))
-
-    def room(self, scale: Scale, left_out: Mapping[str, str]) -> int:
-        """Return the bytes that a target leaves for linears of blocks; ``left_out``: what is no candidate, and why.
-
-        Raises:
-            RefusedError: the target is below the smallest choice or above the largest.
-        """
-        sizes = [[self._counted(group, table) for table in self._tables] for group in self.groups]
-        least, most = sum(map(min, sizes)), sum(map(max, sizes))
-        if not least <= scale.room <= most:
-            small = scale.room < least
-            side = "below the smallest" if small else "above the largest"
-            among = f"{', '.join(self._names)}{others(left_out)}"
-            largest = max(zip(map(sum, zip(*sizes, strict=True)), self._names, strict=True))[1]
-            more = scale.more(least) if small else f"; {largest} for all of it fits without a size"
-            raise RefusedError(
-                f"{scale.target.text}: it is {side} choice of the candidates {among}",
-                f"{scale.reach(least, most)}{more}",
-            )
-        return scale.room
-
-    def sizes(self, place: int) -> Iterator[tuple[str, tuple[int, int]]]:
-        """Yield each linear with its bytes and weights under the candidate at a place."""
-        for name, tensor in self._tables[place].items():
-            yield name, (tensor.stored_bytes, math.prod(tensor.shape))
-
-    def options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
-        """Return the options of each group; ``nats`` are those of each linear under each candidate."""
-        return [
-            [
-                Option(
-                    name,
-                    self._counted(group, table),
-                    math.fsum(nats[linear][place] for linear in group),
-                )
-                for place, (name, table) in enumerate(zip(self._names, self._tables, strict=True))
-            ]
-            for group in self.groups
-        ]
-
-    def outcome(self, point: Point, options: Sequence[Sequence[Option]]) -> dict[str, Any]:
-        """Return the fields of `Allocated` that follow from a choice, without those of its plan and what was asked."""
-        _, bits, nats = self._figures(point)
-        uniform = {
-            name: self._figures(point_of([one[place] for one in options]))
-            for place, name in enumerate(self._names)
-        }
-        front = tuple(self._figures(one)[::2] for one in curve(options))
-        return {
-            "bits": bits,
-            "nats": nats,
-            "groups": self.groups,
-            "shares": self._shares(point),
-            "chosen": tuple(one.scheme for one in point.chosen),
-            "uniform": uniform,
-            "front": front,
-        }
-
-    def rules_of(self, point: Point) -> tuple[str, tuple[Rule, ...]]:
-        """Return the scheme that most weights get, and rules for the other linears."""
-        shares = self._shares(point)
-        base = max(shares, key=lambda scheme: (shares[scheme], scheme))
-        return base, self.rules(base, point)
-
-    def rules(self, base: str, point: Point) -> tuple[Rule, ...]:
-        """Return rules for the linears whose scheme is not ``base``."""
-        schemes = {
-            name: one.scheme
-            for one, group in zip(point.chosen, self.groups, strict=True)
-            for name in group
-            if one.scheme != base
-        }
-        matched = self._first.matched
-        blocks = {tensor.name.removesuffix(".weight"): tensor.block for tensor in matched.tensors}
-        places = {}
-        for name in schemes:
-            block = matched.block_name(blocks[name])
-            before, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
-            behind = re.escape(_kind(name.removeprefix(block), self._tables[0][name].expert))
-            behind = behind.replace(re.escape(_ANY), "[0-9]+")
-            places[name] = (re.escape(before), number, behind)
-        return tuple(Rule(*rule) for rule in patterns_of(schemes, places))
-
-    def _shares(self, point: Point) -> dict[str, int]:
-        """Return how many weights each scheme gets."""
-        shares: dict[str, int] = {}
-        for one, group in zip(point.chosen, self.groups, strict=True):
-            count = sum(math.prod(self._tables[0][name].shape) for name in group)
-            shares[one.scheme] = shares.get(one.scheme, 0) + count
-        return shares
-
-    def _counted(self, group: Sequence[str], table: Mapping[str, TensorPlan]) -> int:
-        """Return the bytes that count of a group under a candidate."""
-        kept = sum(table[name].stored_bytes for name in group if table[name].expert < 0)
-        routed = sum(table[name].stored_bytes for name in group if table[name].expert >= 0)
-        return kept + math.ceil(routed * self._share)
-
-    def _figures(self, point: Point) -> tuple[int, float, float]:
-        """Return the bytes of all weight files, bits per weight inside of blocks, and nats."""
-        tables = dict(zip(self._names, self._tables, strict=True))
-        chosen = zip(point.chosen, self.groups, strict=True)
-        own = sum(tables[one.scheme][name].stored_bytes for one, group in chosen for name in group)
-        return self._fixed + own, 8 * own / self._weights, point.nats
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all groups."""
+        return sum(option.nbytes for option in self.chosen)
 
 
 def _group(name: str, tensor: TensorPlan, together: bool, alike: bool) -> object:
@@ -378,7 +513,7 @@ def patterns_of(
     ]
 
 
-def solved(groups: Sequence[Sequence[Option]], room: int) -> Point:
+def solve(groups: Sequence[Sequence[Option]], room: int) -> Mixture:
     """Return the options of all groups with the least sum of nats whose bytes are at most ``room``.
 
     Of equal sums the one with fewer bytes wins, then the earlier options of earlier groups.
@@ -413,22 +548,22 @@ def solved(groups: Sequence[Sequence[Option]], room: int) -> Point:
         option = options[int(row[left])]
         left -= -(-(option.nbytes - options[0].nbytes) // unit)
         chosen.append(option)
-    return point_of(chosen[::-1])
+    return mixture_of(chosen[::-1])
 
 
-def point_of(chosen: Sequence[Option]) -> Point:
+def mixture_of(chosen: Sequence[Option]) -> Mixture:
     """Return a choice with its sum of nats."""
-    return Point(math.fsum(option.nats for option in chosen), tuple(chosen))
+    return Mixture(math.fsum(option.nats for option in chosen), tuple(chosen))
 
 
-def curve(groups: Sequence[Sequence[Option]]) -> list[Point]:
+def best_mixtures(groups: Sequence[Sequence[Option]]) -> list[Mixture]:
     """Return the best choices from the least size to the most; each loses less than the one before."""
     least, most = (
         sum(pick(one.nbytes for one in options) for options in groups) for pick in (min, max)
     )
-    found: list[Point] = []
+    found: list[Mixture] = []
     for number in range(CURVE_POINTS):
-        one = solved(groups, least + (most - least) * number // (CURVE_POINTS - 1))
+        one = solve(groups, least + (most - least) * number // (CURVE_POINTS - 1))
         if not found or one.nats < found[-1].nats:
             found.append(one)
     return found
@@ -450,6 +585,9 @@ def _slope(first: Option, second: Option) -> float:
     return (second.nats - first.nats) / max(1, second.nbytes - first.nbytes)
 
 
+# ---- the outcome
+
+
 @dataclass(frozen=True, slots=True)
 class Allocated:
     """Outcome of an allocation.
@@ -467,8 +605,6 @@ class Allocated:
         front: bytes and nats of the best choices from the least size to the most.
         left_out: candidates that the format does not hold or the engine does not load, and why.
         engines: which of them load what the recipe makes.
-        memory: of a device, as a target of memory shares it out; None for other targets.
-        least: for engines that do not load it, but mixtures of some candidates: the bits of the smallest of these.
     """
 
     recipe: Recipe
@@ -483,8 +619,6 @@ class Allocated:
     front: tuple[tuple[int, float], ...]
     left_out: Mapping[str, str]
     engines: tuple[EngineVerdict, ...]
-    memory: MemoryUse | None = None
-    least: Mapping[str, float] = field(default_factory=dict)
 
     def written(self) -> bytes:
         """Return the recipe as a file, behind a line on what it makes, in the figures that `quantize` ends with."""
@@ -509,6 +643,4 @@ class Allocated:
             "front": [{"bytes": size, "nats": nats} for size, nats in self.front],
             "left_out": dict(self.left_out),
             "engines": [asdict(verdict) for verdict in self.engines],
-            "least_bits": dict(self.least),
-            **({"memory": self.memory.document()} if self.memory else {}),
         }

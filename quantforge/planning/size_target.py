@@ -2,40 +2,113 @@
 
 ``3.5bpw`` counts the matrices inside of blocks, ``18GB`` all weight files. ``24GB@32k`` is the memory of a device that
 has to hold the weights, the cache of a sequence of so many tokens (``24GB@8x32k``: of eight) and what a step works in,
-all of it in the share of the memory in which `quantforge.planning.capacity` says that a result fits. ``4GB/token`` are
-the weights that a step of decoding reads for one sequence: all but the embedding, and of experts those that are chosen.
+all of it in the share of the memory in which `quantforge.planning.capacity` says that a result fits.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 from quantforge.architectures.match import Matched, Role
 from quantforge.checkpoint.hub import source_name
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import detect
+from quantforge.formats.targets import target_of
 from quantforge.planning import quantities
 from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.cards import Card
 from quantforge.planning.gradients import quantized_linears
 from quantforge.planning.planner import Planned
-from quantforge.planning.weight_traffic import expert_share, weight_traffic
+from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.quantizers import GPTQ
+from quantforge.recipe import Recipe
 from quantforge.results.significant import UNITS, size
 
-_OTHERS = "18GB, 17GiB, 4GB/token, or of a device's memory 24GB@32k"
+_OTHERS = "18GB, 17GiB, or of a device's memory 24GB@32k"
 _BYTES = {unit.lower(): size for unit, size in quantities.BYTES.items()}
 _SIZE = re.compile(
-    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?P<token>/token)?(?:@(?:(?P<sequences>[1-9][0-9]*)x(?=.))?(?P<context>.*))?",
+    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?:@(?:(?P<sequences>[1-9][0-9]*)x(?=.))?(?P<context>.*))?",
     re.IGNORECASE,
 )
 _MOST = 1e18  # bytes
 _WIDEST = 16  # bits: a bare number below is meant as such
-_DIGITS = 4  # of a size that is told to be typed
+_DIGITS = 4  # of a size that a message says to type
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSize:
+    """A size that is asked for: a target as it is typed, or a file that is to be matched.
+
+    Attributes:
+        target, like: one of these.
+        candidates: schemes to choose from; those that the format holds in usual widths where there are none.
+        recipe: what is wanted beside the size, without a width.
+    """
+
+    target: str | None
+    like: str | Path | None
+    candidates: str | Sequence[str]
+    recipe: Recipe
+
+    @property
+    def text(self) -> str:
+        """Return the size as it was asked for."""
+        return str(self.target or self.like)
+
+
+def asked_size(
+    target: str | None, like: str | Path | None, candidates: str | Sequence[str], recipe: RecipeSource,
+    options: RecipeOptions,
+) -> AskedSize:  # fmt: skip
+    """Return the size that is asked for beside a recipe.
+
+    Raises:
+        UsageError: candidates without a size, two sizes, or a width, a method or an effort beside one.
+    """
+    if target is None and like is None:
+        raise UsageError("--candidates: chosen among for which size", "add --target 3.5bpw")
+    if target is not None and like is not None:
+        raise UsageError(
+            "two sizes are asked for: --target and --like",
+            "give one: --target 3.5bpw, or --like FILE.gguf",
+        )
+    # What an engine is fast with in one width is not meant here.
+    engine = options.pop("engine", None)
+    devices = None if engine is None else options.pop("tensor_parallel", None)
+    wanted = build_recipe(recipe, **options)
+    if engine is not None:
+        wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
+        target_of(engine)
+    _check_width_open(wanted)
+    return AskedSize(target, like, candidates, replace(wanted, method=GPTQ))
+
+
+def _check_width_open(wanted: Recipe) -> None:
+    """Refuse choices that the size decides on, or with which errors are not measured."""
+    usual = Recipe().effort
+    if wanted.method not in {"", GPTQ}:
+        raise UsageError(
+            f"--method {wanted.method}: errors are measured of {GPTQ} alone",
+            "leave --method out",
+        )
+    if wanted.bits or wanted.scheme or wanted.type or wanted.rules:
+        raise UsageError(
+            "a width, a type or rules are given, and the size decides on them",
+            "name --candidates instead, or leave the size out",
+        )
+    if wanted.guide:
+        raise UsageError(f"--guide {wanted.guide}: errors are measured without it", "leave it out")
+    if wanted.effort != usual:
+        raise UsageError(
+            f"--effort {wanted.effort}: errors are measured at {usual}",
+            "remove `effort` from the recipe, or the option; `quantforge allocate` writes a recipe, then"
+            f" `quantforge quantize --recipe FILE --effort {wanted.effort}`",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,81 +120,68 @@ class SizeTarget:
         bits: per weight of the matrices inside of blocks; None where bytes are meant.
         nbytes: of all weight files, or with a load of the memory of every device.
         load: what the memory is for; None where it is not memory.
-        per_token: bytes of weights are meant that a step of decoding reads.
     """
 
     text: str
     bits: float | None = None
     nbytes: float = 0.0
     load: Load | None = None
-    per_token: bool = False
 
     @property
     def of_files(self) -> bool:
         """Return whether bytes of all weight files are meant."""
-        return self.bits is None and self.load is None and not self.per_token
+        return self.bits is None and self.load is None
 
 
 @dataclass(frozen=True, slots=True)
-class Scale:
-    """Unit of a target against bytes of the linears of blocks.
+class SizeBudget:
+    """A target against bytes of the linears of blocks.
 
     Attributes:
-        target: what is asked for.
-        asked: in the target's unit.
-        other: of that unit, what is taken beside the linears.
+        target: what is asked for, in bits per weight or in bytes.
+        other: what is taken beside the linears, in that unit.
         rate: bytes of linears for each unit.
-        shown: returns a number of units as it would be typed, rounded up or down.
-        more: returns what else is possible for so many bytes of linears, as an end of a sentence.
+        rest: what is in use under the load of a target of memory, without the linears; None for other targets.
     """
 
     target: SizeTarget
-    asked: float
     other: float
     rate: float
-    shown: Callable[[float, bool], str]
-    more: Callable[[int], str] = lambda _: ""
+    rest: Capacity | None = None
 
     @property
     def room(self) -> int:
         """Return the bytes that the target leaves for the linears; negative where the rest takes more."""
-        return math.floor((self.asked - self.other) * self.rate)
+        return math.floor(((self.target.bits or self.target.nbytes) - self.other) * self.rate)
 
     def reach(self, least: int, most: int) -> str:
         """Return what can be asked for, by the bytes of linears that the candidates reach."""
         low, high = (self.other + nbytes / self.rate for nbytes in (least, most))
-        return f"from {self.shown(low, True)} to {self.shown(high, False)}"
+        return f"from {self._typed(low, math.ceil)} to {self._typed(high, math.floor)}"
 
+    def _typed(self, value: float, rounded: Callable[[float], int]) -> str:
+        """Return a size as it would be typed, in few digits, rounded so that it is within reach."""
+        unit, load = "bpw", self.target.load
+        if self.target.bits is None:
+            power = max(0, min(len(UNITS) - 1, math.floor(math.log10(max(1.0, value)) / 3)))
+            value, unit = value / 1000**power, UNITS[power]
+        step = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
+        sequences = "" if load is None or load.batch == 1 else f"{load.batch}x"
+        at = f"@{sequences}{load.context}" if load else ""
+        return f"{rounded(value / step) * step:.{_DIGITS}g}{unit}{at}"
 
-@dataclass(frozen=True, slots=True)
-class MemoryUse:
-    """Memory of one device as a target of memory shares it out, in bytes.
-
-    Attributes:
-        load: what it is for.
-        weights, cache, working: of the result, of the cache at the context, of a step.
-        spare: for code, graphs and the allocator.
-        left: of the memory beside all of these.
-    """
-
-    load: Load
-    weights: float
-    cache: float
-    working: float
-    spare: float
-    left: float
-
-    def document(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        load = self.load
-        parts = ("weights", "cache", "working", "spare", "left")
-        return {
-            "context": load.context,
-            "batch": load.batch,
-            "cache": load.cache,
-            "devices": load.devices,
-            **{f"{name}_bytes": round(getattr(self, name)) for name in parts},
-        }
+    def memory_parts(self, linears: int) -> str:
+        """Return what takes the memory with so many bytes of linears, and the most tokens that it has room for."""
+        if self.rest is None:
+            return ""
+        traffic = self.rest.traffic
+        use = replace(self.rest, traffic=replace(traffic, held=traffic.held + linears))
+        tokens = use.on("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
+        return (
+            f" (weights {size(use.weights_bytes)} or more, cache {size(use.cache_bytes)}, working"
+            f" {size(use.activation_bytes())}, and {1 - MARGIN:.0%} spare)"
+            f"{f'; as it is {tokens:,} tokens at most' if tokens else ''}"
+        )
 
 
 def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeTarget:
@@ -143,10 +203,6 @@ def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeT
         bits = text.strip() if bare and 0 < float(text) < _WIDEST else "4.5"
         raise UsageError(f"{said}: no size", f"e.g. {bits}bpw, {_OTHERS}")
     unit, context = found["unit"].lower(), found["context"]
-    if found["token"]:
-        if unit == "bpw" or context is not None:
-            raise UsageError(f"{said}: no size", "e.g. 4GB/token, the weights that a token reads")
-        return SizeTarget(said, nbytes=number * _BYTES[unit], per_token=True)
     if context is None:
         if cache is not None:
             raise UsageError(f"--cache {cache}: of how many tokens", "e.g. --target 24GB@32k")
@@ -166,62 +222,26 @@ def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeT
     return SizeTarget(said, nbytes=number * _BYTES[unit], load=load)
 
 
-def scale_of(target: SizeTarget, planned: Planned) -> Scale:
+def budget_of(target: SizeTarget, planned: Planned) -> SizeBudget:
     """Return what a target means in bytes of linears; the rest is as in a plan that gives them any scheme.
 
     Raises:
         UsageError: more tokens than the model has positions, or no such type of cache.
         InputError: a target of memory, and what the layers of the family keep is not declared.
     """
-    linears = [*quantized_linears(planned.plan.tensors, planned.matched).values()]
-    own: float = sum(one.stored_bytes for one in linears)
+    linears = quantized_linears(planned.plan.tensors, planned.matched).values()
+    own = sum(one.stored_bytes for one in linears)
     if target.bits is not None:
-        weights = sum(math.prod(one.shape) for one in linears)
-        return Scale(target, target.bits, 0.0, weights / 8, lambda x, up: f"{_few(x, up)}bpw")
-    if target.per_token:
-        read = weight_traffic(planned.plan, planned.matched).step_bytes(1)
-        share = expert_share(planned.matched, planned.plan.tensors)
-        own = sum(one.stored_bytes * (share if one.expert >= 0 else 1) for one in linears)
-        return Scale(target, target.nbytes, read - own, 1.0, lambda x, up: f"{_typed(x, up)}/token")
+        return SizeBudget(target, 0.0, sum(math.prod(one.shape) for one in linears) / 8)
     if target.load is None:
-        return Scale(target, target.nbytes, planned.plan.output_bytes - own, 1.0, _typed)
-    found, load = in_use(target, planned), target.load
-
-    def smallest(least: int) -> str:
-        """Return what takes the memory, and the most tokens that it has room for."""
-        held = round(found.traffic.held - own + least)
-        small = replace(found, traffic=replace(found.traffic, held=held))
-        tokens = small.on("", Card(target.nbytes, 0.0, 0.0, "")).largest_context
-        return (
-            f" (weights {size(small.weights_bytes)} or more, cache {size(small.cache_bytes)}, working"
-            f" {size(small.activation_bytes())}, and {1 - MARGIN:.0%} spare)"
-            f"{f'; as it is {tokens:,} tokens at most' if tokens else ''}"
-        )
-
-    return Scale(
-        target,
-        target.nbytes,
-        (found.needed() - own / load.devices) / MARGIN,
-        MARGIN * load.devices,
-        lambda x, up: (
-            f"{_typed(x, up)}@{'' if load.batch == 1 else f'{load.batch}x'}{load.context}"
-        ),
-        smallest,
-    )
+        return SizeBudget(target, planned.plan.output_bytes - own, 1.0)
+    found = capacity_at_load(target, planned)
+    rest = replace(found, traffic=replace(found.traffic, held=found.traffic.held - own))
+    return SizeBudget(target, rest.needed() / MARGIN, MARGIN * target.load.devices, rest)
 
 
-def memory_use(target: SizeTarget, planned: Planned) -> MemoryUse | None:
-    """Return how a plan shares out the memory that it was made for; None for other targets. Errors as `scale_of`."""
-    if target.load is None:
-        return None
-    found, usable = in_use(target, planned), MARGIN * target.nbytes
-    kept, working = found.cache_bytes, found.activation_bytes()
-    left = usable - found.needed()
-    return MemoryUse(found.load, found.weights_bytes, kept, working, target.nbytes - usable, left)
-
-
-def in_use(target: SizeTarget, planned: Planned) -> Capacity:
-    """Return a plan under the load of a target of memory; errors as `scale_of`."""
+def capacity_at_load(target: SizeTarget, planned: Planned) -> Capacity:
+    """Return a plan under the load of a target of memory; errors as `budget_of`."""
     load, sizes = target.load, planned.matched.dimensions
     assert load is not None
     if sizes is not None and load.context > sizes.positions:
@@ -233,18 +253,6 @@ def in_use(target: SizeTarget, planned: Planned) -> Capacity:
         return capacity(planned.plan, planned.matched, load)
     except InputError as error:
         raise InputError(f"{target.text}: {error.message}", "a target in bpw or bytes") from error
-
-
-def _typed(nbytes: float, up: bool) -> str:
-    """Return bytes in the largest unit below them."""
-    power = max(0, min(len(UNITS) - 1, math.floor(math.log10(max(1.0, nbytes)) / 3)))
-    return f"{_few(nbytes / 1000**power, up)}{UNITS[power]}"
-
-
-def _few(value: float, up: bool) -> str:
-    """Return a number in few digits, rounded up or down, so that it is within reach when it is typed."""
-    step = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
-    return f"{(math.ceil if up else math.floor)(value / step) * step:.{_DIGITS}g}"
 
 
 def size_like(opened: Checkpoint, matched: Matched) -> SizeTarget:

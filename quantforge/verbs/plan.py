@@ -14,17 +14,18 @@ from quantforge.errors import InputError
 from quantforge.formats import detect
 from quantforge.formats.matching import match_quantized
 from quantforge.formats.opening import open_model
+from quantforge.planning.allocation import search_of
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.planning.capacity import capacity as of_plan
 from quantforge.planning.conversion import plan_export
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.size_target import asked_size
 from quantforge.planning.source import planned_source, source_as_read
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.allocate import asked_size, likely_plan, search_of
 
 _SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
 
@@ -50,7 +51,7 @@ def plan(
     if target is None and like is None and not candidates:
         return planned_for(model, recipe, settings, out, options).plan
     asked = asked_size(target, like, candidates, recipe, options)
-    return likely_plan(search_of(model, asked, settings, Path(out) if out else None)).plan
+    return search_of(model, asked, settings, Path(out) if out else None).likely_plan().plan
 
 
 @check_arguments(RecipeOptions)
@@ -87,7 +88,7 @@ def capacity(
     settings = settings or Settings()
     if target is not None or like is not None or candidates:
         size = asked_size(target, like, candidates, recipe, options)
-        planned = likely_plan(search_of(model, size, settings, Path(out) if out else None))
+        planned = search_of(model, size, settings, Path(out) if out else None).likely_plan()
         return planned.plan, of_plan(planned.plan, planned.matched, load or Load())
     chosen = (value for key, value in options.items() if key not in _SERVED)
     asked = recipe is not None or any(value not in {None, False, ()} for value in chosen)

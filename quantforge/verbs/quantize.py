@@ -28,11 +28,12 @@ from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, quantized_source
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
+from quantforge.planning.size_target import AskedSize, asked_size
 from quantforge.recipe import Recipe
 from quantforge.results import manifest
 from quantforge.results.publish import publish, stage_side_files
 from quantforge.settings import Settings, under_torchrun
-from quantforge.verbs.allocate import AskedSize, asked_size, sized_recipe
+from quantforge.verbs.allocate import sized_recipe
 from quantforge.verbs.caller_state import torch_defaults
 from quantforge.verbs.finished_result import earlier_outcome, forget
 from quantforge.verbs.imatrix import with_importance

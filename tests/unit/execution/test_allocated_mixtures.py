@@ -12,7 +12,6 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.planning.allocation import Allocated
 from quantforge.planning.gradients import refuse_guide
-from quantforge.planning.weight_traffic import weight_traffic
 from quantforge.settings import Settings
 from tests.runs import stopped_measuring
 
@@ -69,23 +68,6 @@ def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
     verbs.quantize(model, None, tmp_path / "out", method="gptq", scheme=SCHEMES[0], **rows)
     found = verbs.evaluate(model, [tmp_path / "out"], windows=4, length=64, speed=False)
     assert 0.5 < found.rows[1]["kl_mean"] / expected < 2
-
-
-def test_bytes_that_a_token_reads_count_the_experts_it_is_sent_to(tiny):
-    model = tiny("qwen3-moe")
-    least, most = (
-        verbs.plan(model, method="gptq", scheme=scheme, **ROWS) for scheme in SCHEMES[::2]
-    )
-    checkpoint = open_checkpoint(model)
-    matched = match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
-    low, high = (weight_traffic(plan, matched).step_bytes(1) for plan in (least, most))
-    asked = round(0.6 * low + 0.4 * high)
-    found = allocated(model, f"{asked / 1000}kB/token")
-    read = weight_traffic(verbs.plan(model, found.recipe), matched).step_bytes(1)
-    assert 0.97 * asked <= read <= asked
-    assert found.nbytes == verbs.plan(model, found.recipe).output_bytes
-    with pytest.raises(RefusedError, match="below the smallest"):
-        allocated(model, f"{0.99 * low / 1000:.3f}kB/token")
 
 
 def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):

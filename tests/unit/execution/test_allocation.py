@@ -13,12 +13,12 @@ from quantforge import verbs
 from quantforge.checkpoint.lock import Lock
 from quantforge.errors import BusyError, InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
+from quantforge.planning.allocation import MixtureSearch
 from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.size_target import parse_target
 from quantforge.plans import Serving
 from quantforge.settings import Settings
-from quantforge.verbs.allocate import MixtureSearch
 from tests import headers
 from tests.runs import command, copied, first_blocks, stopped_measuring
 
@@ -153,17 +153,10 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
         candidates=("int3:g64:sym", "int4:g64:sym"),
         **FEW,
     )
-    used = found.memory
-    assert used is not None
     assert len({*found.chosen}) == 2
-    load = Load(512, 2, "fp8")
-    plan, known = verbs.capacity(DEMO, load, path)
-    assert (used.load, used.weights, used.cache) == (load, known.weights_bytes, known.cache_bytes)
-    assert used.working == known.activation_bytes()
-    assert known.needed() + used.left == pytest.approx(0.9 * 15.7e6)
-    assert 0 <= used.left < 0.005 * known.weights_bytes
+    plan, known = verbs.capacity(DEMO, Load(512, 2, "fp8"), path)
+    assert 0 <= 0.9 * 15.7e6 - known.needed() < 0.005 * known.weights_bytes
     assert plan.output_bytes == found.nbytes
-    assert found.document()["memory"]["left_bytes"] == round(used.left)
 
 
 def test_memory_is_refused_with_what_is_possible():
@@ -252,7 +245,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
-        monkeypatch.setattr(MixtureSearch, "found", lambda _, nats, __: nats)
+        monkeypatch.setattr(MixtureSearch, "found", lambda _, nats: nats)
         found.append(
             allocated(model=half, samples=2, length=128, candidates=ROWS["candidates"][1:])
         )

@@ -79,16 +79,6 @@ def test_a_plan_says_what_is_measured_first():
     assert 0.99 * 0.9 * 16e6 < use.needed() <= 0.9 * 16e6
 
 
-def test_bytes_that_a_token_reads_are_those_of_a_step():
-    candidates = ("int3:g128:sym", "int4:g128:sym")
-    plan, use = verbs.capacity(DEMO, verbs.Load(1), target="3.5MB/token", candidates=candidates)
-    assert 0.995 * 3.5e6 < use.traffic.step_bytes(1) <= 3.5e6
-    assert plan.output_bytes != pytest.approx(3.5e6, rel=1e-4)
-    with pytest.raises(RefusedError, match="above the largest") as refused:
-        verbs.plan(DEMO, target="1GB/token", candidates=candidates)
-    assert refused.value.hint.count("MB/token") == 2
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "said"),
     [

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
-from quantforge.planning.allocation import Option, curve, patterns_of, point_of, solved
+from quantforge.planning.allocation import Option, best_mixtures, mixture_of, patterns_of, solve
 
 
 def groups_of(sizes):
@@ -33,10 +33,10 @@ def test_nothing_within_the_room_loses_less_but_for_what_a_mixture_beats(groups,
     least = sum(min(one.nbytes for one in options) for options in groups)
     most = sum(max(one.nbytes for one in options) for options in groups)
     room = least + int(share * (most - least))
-    found = solved(groups, room)
+    found = solve(groups, room)
     assert nbytes(found) <= room
     assert all(one in options for one, options in zip(found.chosen, groups, strict=True))
-    choices = [point_of(chosen) for chosen in itertools.product(*groups)]
+    choices = [mixture_of(chosen) for chosen in itertools.product(*groups)]
     # Options that a mixture of two others beats are no candidates: only within the hull is it the best.
     hull = [one for one in choices if _on_hulls(one, groups) and nbytes(one) <= room]
     assert found.nats == pytest.approx(min(one.nats for one in hull))
@@ -72,18 +72,18 @@ def test_large_sizes_leave_next_to_nothing_of_the_room():
         for group in range(64)
     ]
     room = 64 * 400_000_000
-    found = solved(groups, room)
+    found = solve(groups, room)
     assert 0.995 * room <= nbytes(found) <= room
 
 
 def test_equal_losses_take_fewer_bytes():
     groups = [[Option("a", 10, 1.0), Option("b", 20, 1.0)], [Option("c", 10, 0.5)]]
-    assert nbytes(solved(groups, 100)) == 20
+    assert nbytes(solve(groups, 100)) == 20
 
 
 def test_what_is_too_small_is_refused():
     with pytest.raises(RefusedError, match="smallest"):
-        solved([[Option("a", 10, 1.0)]], 9)
+        solve([[Option("a", 10, 1.0)]], 9)
 
 
 def test_the_curve_falls_from_the_smallest_to_the_largest():
@@ -91,7 +91,7 @@ def test_the_curve_falls_from_the_smallest_to_the_largest():
         [Option("a", 10, 9.0 / n), Option("b", 20, 3.0 / n), Option("c", 40, 1.0 / n)]
         for n in (1, 2, 3)
     ]
-    points = curve(groups)
+    points = best_mixtures(groups)
     assert nbytes(points[0]) == 30
     assert nbytes(points[-1]) == 120
     assert all(a.nats > b.nats and nbytes(a) < nbytes(b) for a, b in itertools.pairwise(points))

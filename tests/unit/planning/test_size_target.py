@@ -67,14 +67,6 @@ def test_what_is_no_memory_for_a_context(text, said):
     assert refused.value.hint
 
 
-def test_bytes_that_a_token_reads():
-    found = parse_target("4.5GB/token")
-    assert (found.nbytes, found.per_token, found.of_files) == (4.5e9, True, False)
-    for text in ("4bpw/token", "4GB/token@32k", "4GB/s", "0GB/token"):
-        with pytest.raises(UsageError, match="no size"):
-            parse_target(text)
-
-
 def test_a_type_of_cache_belongs_to_memory():
     with pytest.raises(UsageError, match="--cache fp8"):
         parse_target("18GB", "fp8")
