@@ -1,11 +1,13 @@
-"""Time the same work with two versions of this repository, taking turns: is anything slower?
+"""Time the same work with two versions of this repository, in short turns: is anything slower?
 
-    python scripts/same_speed.py [--before COMMIT] [--turns 3] [--only NAME ...] [--out FILE.json]
+    python scripts/same_speed.py [--before COMMIT] [--rounds 4] [--only TEXT ...] [--out FILE.json]
 
-Each version runs its own copies of `benchmarks/speed.py`, `cpu_decode.py`, `gguf_encode.py` and `release.py`, in sizes
-that take minutes, on one thread. A turn runs both versions, the order changing from turn to turn. A figure is slower
-if its median is worse by more than `ALLOWED` and the difference between the older version's own runs; then it exits 5.
-Other work on the machine makes the figures useless.
+One process of each version waits for the name of a task and answers with the processor time that the task took. The
+tasks are small pieces of `benchmarks/speed.py`, `cpu_decode.py`, `gguf_encode.py` and `release.py`, with each version's
+own copy of them: quantize a random model in several ways, make a release, encode a matrix into each GGUF type, decode
+tokens. A round runs a task as before, after, after, before, so that a drift of the machine's speed falls on both. A
+task is slower if its median is worse by more than `ALLOWED` and the difference between the older version's own two
+medians; then the exit code is 5. Processor time hides most other work on the machine, but not all of it.
 """
 
 from __future__ import annotations
@@ -13,120 +15,228 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections import defaultdict
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from same_results import BEFORE, ROOT
+from types import SimpleNamespace
+from typing import IO, Any
 
 ALLOWED = 0.03
-# The peer of speed.py is another tool, which says nothing here: only its own side runs.
-SPEED = """
-import argparse, json, sys
-from pathlib import Path
-sys.path.insert(0, "benchmarks")
-import speed
-scratch = Path(sys.argv[1]).parent
-options = argparse.Namespace(width=1024, ffn=None, blocks=2, tokens=8192)
-model = speed.synthetic(scratch / "model", options)
-rows = options.tokens // speed.LENGTH
-run = (model, model / "text.txt", scratch / "out", rows, speed.LENGTH, 1)
-seconds = {way: speed.ours((*run, json.dumps(given))) for way, given in speed.WAYS.items()}
-Path(sys.argv[1]).write_text(json.dumps(seconds))
+SIZES = SimpleNamespace(width=512, ffn=None, blocks=2, tokens=4 * 512)  # of the quantized model
+WAYS: dict[str, dict[str, Any]] = {
+    "gptq int4": {"method": "gptq", "bits": 4},
+    "gptq int4 --tune 0 --refine 0": {"method": "gptq", "bits": 4, "tune": 0, "refine": 0},
+    "awq int4": {"method": "awq", "bits": 4, "format": "awq"},
+    "gptq Q4_K_M": {"method": "gptq", "type": "Q4_K_M", "format": "gguf"},
+    "fp8": {"method": "rtn", "format": "fp8"},
+}
+RELEASE = """model = "{model}"
+[calibration]
+samples = 16
+length = 256
+[[variant]]
+name = "q4"
+recipe = {{method = "gptq", type = "Q4_K_M"}}
+[[variant]]
+name = "int4"
+recipe = {{method = "gptq", scheme = "int4:g128:sym"}}
+format = "compressed-tensors"
 """
-COMMANDS: dict[str, list[str]] = {
-    "speed": ["-c", SPEED, "OUT"],
-    "cpu_decode": ["benchmarks/cpu_decode.py", "--layers", "2", "--rounds", "5", "--out", "OUT"],
-    "gguf_encode": ["benchmarks/gguf_encode.py", "--rows", "256", "--columns", "4096", "--out", "OUT"],
-    "release": ["benchmarks/release.py", "--width", "512", "--samples", "32", "--out", "OUT"],
-}  # fmt: skip
 
 
 def main() -> int:
-    """Run every benchmark with both versions in turn; print the figures and return the exit code."""
+    """Run every task with both versions in turn; print the figures and return the exit code."""
+    from same_results import BEFORE, ROOT
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", default=BEFORE)
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--only", nargs="+", choices=COMMANDS, default=list(COMMANDS))
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=[""], help="tasks that contain one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    figures: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"before": [], "after": []})
+    figures: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         older = Path(folder, "before")
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "-q", "--detach", older, options.before], check=True)
         try:
-            sides = [("before", older), ("after", ROOT)]
-            for turn in range(options.turns):
-                for name in options.only:
-                    for side, tree in sides if turn % 2 == 0 else reversed(sides):
-                        for key, seconds in costs(name, measured(name, tree)).items():
-                            figures[f"{name}: {key}"][side].append(seconds)
-                        print(turn, name, side, flush=True)
-                if options.out:
-                    options.out.write_text(json.dumps(figures, indent=1) + "\n")
+            with Worker(older, folder) as before, Worker(ROOT, folder) as after:
+                tasks = [t for t in before.tasks if any(text in t for text in options.only)]
+                for task in tasks:
+                    figures[task] = measured(task, before, after, options.rounds)
+                    report({task: figures[task]})
+                    if options.out:
+                        options.out.write_text(json.dumps(figures, indent=1) + "\n")
         finally:
             subprocess.run([*git, "remove", "--force", older], check=True)
-    return report(figures)
-
-
-def measured(name: str, tree: Path) -> Any:
-    """Return the document that a benchmark of one version writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        packages = os.pathsep.join(str(tree / part) for part in (".", "kernels", "calibration"))
-        subprocess.run(
-            [sys.executable, *(str(out) if word == "OUT" else word for word in COMMANDS[name])],
-            cwd=tree,
-            env=os.environ
-            | {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            check=True,
-        )
-        return json.loads(out.read_text())
-
-
-def costs(name: str, found: Any) -> Mapping[str, float]:
-    """Return what our own sides took: seconds, or seconds for a token or a million weights."""
-    if name == "speed":
-        return {str(way): float(seconds) for way, seconds in found.items()}
-    if name == "cpu_decode":
-        sides = found["sides"].items()
-        return {
-            side: 1 / row["tokens_per_processor_second"] for side, row in sides if "ours" in side
-        }
-    if name == "gguf_encode":
-        return {
-            f"{row['type']}, {kind}, {way}": 1 / row[kind]["million_weights_per_second"][at]
-            for row in found[1:]
-            for kind in row.keys() - {"type"}
-            for at, way in ((1, "reference"), (2, "search"))
-        }
-    return {variant: one["seconds"] for variant, one in found["alone"].items()} | {
-        "all in one pass": found["together"]["seconds"]
-    }
-
-
-def report(figures: Mapping[str, Mapping[str, list[float]]]) -> int:
-    """Print the medians and their ratios; return 5 if a figure is slower, else 0."""
-    slower = 0
-    for name, sides in figures.items():
-        before, after = statistics.median(sides["before"]), statistics.median(sides["after"])
-        spread = (max(sides["before"]) - min(sides["before"])) / before
-        worse = after / before > 1 + ALLOWED + spread
-        slower += worse
-        print(
-            f"{name:60} {before:10.4g} {after:10.4g}  {after / before:6.3f}  before's own runs {spread:6.1%}"
-            f"{'  slower' if worse else ''}"
-        )
-    print(f"{len(figures)} figures, {slower} slower")
+    slower = [task for task, times in figures.items() if is_slower(times)]
+    print(f"{len(figures)} tasks, {len(slower)} slower: {', '.join(slower) or 'none'}")
     return 5 if slower else 0
 
 
+class Worker:
+    """A process of one version that runs tasks by name."""
+
+    def __init__(self, tree: Path, folder: str) -> None:
+        """Start the process with the packages and benchmarks of ``tree``."""
+        packages = os.pathsep.join(str(tree / part) for part in (".", "kernels", "calibration"))
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "work", tempfile.mkdtemp(dir=folder)],
+            cwd=tree,
+            env=os.environ
+            | {"PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.tasks: list[str] = json.loads(self._pipe(self.process.stdout).readline())
+
+    @staticmethod
+    def _pipe(pipe: IO[str] | None) -> IO[str]:
+        assert pipe is not None
+        return pipe
+
+    def seconds(self, task: str) -> float:
+        """Run a task; return its processor time."""
+        stdin = self._pipe(self.process.stdin)
+        stdin.write(task + "\n")
+        stdin.flush()
+        return float(self._pipe(self.process.stdout).readline())
+
+    def __enter__(self) -> Worker:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the process."""
+        self._pipe(self.process.stdin).close()
+        self.process.wait()
+
+
+def measured(task: str, before: Worker, after: Worker, rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of the older version's two runs of every round, and those of the newer one."""
+    times: dict[str, list[float]] = {"before": [], "again": [], "after": []}
+    for worker in (before, after):  # compiles and imports
+        worker.seconds(task)
+    for _ in range(rounds):
+        times["before"].append(before.seconds(task))
+        times["after"] += [after.seconds(task), after.seconds(task)]
+        times["again"].append(before.seconds(task))
+    return times
+
+
+def ratio(times: Mapping[str, Sequence[float]]) -> tuple[float, float]:
+    """Return the newer version's median by the older one's, and the difference between the latter's two medians."""
+    older = statistics.median([*times["before"], *times["again"]])
+    own = statistics.median(times["before"]) / statistics.median(times["again"])
+    return statistics.median(times["after"]) / older, abs(own - 1)
+
+
+def is_slower(times: Mapping[str, Sequence[float]]) -> bool:
+    """Return whether the newer version is slower by more than is allowed."""
+    found, own = ratio(times)
+    return found > 1 + ALLOWED + own
+
+
+def report(figures: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+    """Print the ratios."""
+    for task, times in figures.items():
+        found, own = ratio(times)
+        mark = "  slower" if is_slower(times) else ""
+        print(f"{task:40} {found:6.3f}  the older one's own runs {own:6.1%}{mark}", flush=True)
+
+
+# ---- in a worker, which imports one version
+
+
+def work(folder: Path) -> None:
+    """Print the tasks' names; run each that is asked for and print its seconds."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a task prints is no answer
+    found = {**quantizing(folder), **encoding(), **decoding()}
+    print(json.dumps(list(found)), file=answers, flush=True)
+    for line in sys.stdin:
+        start = time.process_time()
+        found[line.strip()]()
+        print(time.process_time() - start, file=answers, flush=True)
+
+
+def quantizing(folder: Path) -> dict[str, Callable[[], object]]:
+    """Quantize a random model in several ways, and make a release of two of them."""
+    import quantforge
+
+    sys.path.insert(0, "benchmarks")
+    import release
+    import speed
+
+    model = speed.synthetic(folder / "random", SIZES)
+    text = {"calibration": str(model / "text.txt"), "samples": SIZES.tokens // 512, "length": 512}
+    settings = quantforge.Settings(threads=1)
+
+    def quantize(options: dict[str, Any]) -> None:
+        out = folder / ("out.gguf" if options.get("format") == "gguf" else "out")
+        rows = text if options["method"] != "rtn" else {}
+        quantforge.quantize(str(model), out=out, settings=settings, **rows, **options)
+        shutil.rmtree(out) if out.is_dir() else out.unlink()
+
+    released = release.synthetic(folder / "released", SIZES)
+    asked = folder / "release.toml"
+    asked.write_text(RELEASE.format(model=released))
+
+    def make_release() -> None:
+        quantforge.release(asked, folder / "release", settings)
+        shutil.rmtree(folder / "release")
+
+    tasks: dict[str, Callable[[], object]] = {
+        f"quantize {name}": lambda options=options: quantize(options)  # type: ignore[misc]
+        for name, options in WAYS.items()
+    }
+    return tasks | {"release": make_release}
+
+
+def encoding() -> dict[str, Callable[[], object]]:
+    """Encode a matrix into each GGUF type, with ggml's bytes and with our search."""
+    import gguf_encode
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(128, 4096, generator=generator) * 0.02).half()
+    importance = torch.rand(4096, generator=generator) ** 2 + 0.01
+    return {
+        f"encode {grid} {search}": lambda grid=grid, search=search: gguf_encode.ours(  # type: ignore[misc]
+            weight, grid, importance, search
+        )
+        for grid in gguf_encode.TYPES
+        for search in ("reference", "search")
+    }
+
+
+def decoding() -> dict[str, Callable[[], object]]:
+    """Decode tokens with 4-bit weights and with bfloat16 ones."""
+    import cpu_decode
+    import torch
+
+    from quantforge.notation import parse
+
+    torch.manual_seed(0)
+    config = cpu_decode.llama_1b(2)
+    models = {
+        "bf16": cpu_decode.random_model(config, None, "cpu"),
+        "int4": cpu_decode.random_model(
+            config, parse("int4:g128:sym:bf16"), "cpu", parse("int8:row:sym:bf16")
+        ),
+    }
+    sides = {name: cpu_decode.own_side(model, 2000) for name, model in models.items()}
+    return {f"decode {name}": lambda side=side: side(12) for name, side in sides.items()}  # type: ignore[misc]
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1:2] == ["work"]:
+        work(Path(sys.argv[2]))
+    else:
+        sys.exit(main())
