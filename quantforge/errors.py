@@ -75,6 +75,14 @@ class InputError(QuantForgeError):
     code = "input"
 
 
+class RecipeError(InputError):
+    """A field of a recipe holds what it may not (exit 3); ``what`` is the message without "recipe: " in front."""
+
+    def __init__(self, what: str, hint: str = "") -> None:
+        super().__init__(f"recipe: {what}", hint)
+        self.what = what
+
+
 class NotReadError(InputError):
     """A sound file is of a kind that is not read (exit 3): nothing is known against it."""
 

@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from quantforge.arguments import strict_fields
 from quantforge.checkpoint.files import FILES
-from quantforge.errors import InputError, nearest
+from quantforge.errors import InputError, RecipeError, nearest
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
@@ -80,7 +80,7 @@ class GptqOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if not 0 < self.damping < 1:
-            raise _FieldError(f"gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
+            raise RecipeError(f"gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
 
     def runs_of(self, grid: int) -> int:
         """Return how often error feedback runs on a grid that has it run ``grid`` times."""
@@ -214,10 +214,10 @@ class Recipe:
             share_of(self.prune_experts, "prune_experts")
         self.zeros  # noqa: B018 - raises
         if self.bits is not None and self.scheme is not None:
-            raise _FieldError("'bits' and 'scheme' are both given", "--bits or --scheme")
+            raise RecipeError("'bits' and 'scheme' are both given", "--bits or --scheme")
         if self.type is not None and (self.bits is not None or self.scheme is not None):
             beside = "'type' is given beside 'bits' or 'scheme'"
-            raise _FieldError(beside, "a type decides every tensor")
+            raise RecipeError(beside, "a type decides every tensor")
 
     @property
     def zeros(self) -> Sparsity | None:
@@ -255,7 +255,7 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
         data["rules"] = data.pop("rule")
     try:
         recipe: Recipe = built(Recipe, data, origin)
-    except _FieldError as error:
+    except RecipeError as error:
         raise InputError(f"{origin}: {error.what}", error.hint) from None
     return recipe
 
@@ -295,25 +295,17 @@ def check_fields(options: Any) -> None:
         try:
             _check_type(hints[item.name], getattr(options, item.name), origin)
         except InputError as error:
-            raise _FieldError(error.message, error.hint) from None
+            raise RecipeError(error.message, error.hint) from None
     for name, known in VALUES.items():
         inside, _, key = name.rpartition(".")
         if inside == table and (value := getattr(options, key)) not in known:
-            raise _FieldError(f"{name} = {value!r}", hint_of(name, value))
+            raise RecipeError(f"{name} = {value!r}", hint_of(name, value))
     for name, (least, most) in LIMITS.items():
         inside, _, key = name.rpartition(".")
         value = getattr(options, key) if inside == table else None
         if value is not None and not least <= value <= most:
             size = "small" if value < least else "large"
-            raise _FieldError(f"{name} = {value} is too {size}", f"from {least} to {most}")
-
-
-class _FieldError(InputError):
-    """A table of a recipe holds what it may not; `from_toml` names the file that says it."""
-
-    def __init__(self, what: str, hint: str = "") -> None:
-        super().__init__(f"recipe: {what}", hint)
-        self.what = what
+            raise RecipeError(f"{name} = {value} is too {size}", f"from {least} to {most}")
 
 
 @cache

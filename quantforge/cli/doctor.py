@@ -77,7 +77,7 @@ def _programs() -> list[Check]:
         return [
             ("PASS", "cpu programs", f"{best}, compiled by llvmlite {version('llvmlite')}, {kept}")
         ]
-    why = "the processor has no AVX2, or llvmlite is not installed"
+    why = "the processor has no AVX2"
     if not features.switched_on():
         why = f"{features.SWITCH}=off"
     return [("WARN", "cpu programs", f"none: {why}; torch computes, more slowly")]

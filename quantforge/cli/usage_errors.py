@@ -28,7 +28,7 @@ VERBS: Mapping[str, str] = {
     "server api llama-server": "`quantforge serve PATH`",
 }
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "wbits w-bit nbits num-bits load-in-4bit load-in-8bit": ("--bits",),
+    "wbits w-bit nbits q-bits num-bits load-in-4bit load-in-8bit": ("--bits",),
     "group-size groupsize q-group-size sym zero-point bnb-4bit-quant-type": ("--scheme",),
     "quantization outtype ftype qtype quant": ("--type", "--scheme"),
     "algorithm quant-method": ("--method",),
@@ -38,6 +38,10 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "dataset data calib-data calibration-dataset": ("--calibration",),
     "backend runtime target": ("--for",),
     "exclude modules-to-not-convert ignore-layers": ("--ignore",),
+    "tensor-type layer-config dynamic quant-predicate": ("--rule",),
+    "token-embedding-type": ("--embedding",),
+    "output-tensor-type": ("--head",),
+    "temp": ("--temperature",),
     "ctx-size n-ctx max-model-len context-length": ("--context", "--length"),
     "n-predict max-new-tokens": ("--max-tokens", "--new-tokens"),
     "gpu cuda device-map n-gpu-layers": ("--device",),
@@ -117,12 +121,13 @@ def _for_option(option: str, verb: str, group: Any) -> str:
 
 
 def _nearest(option: str, command: Any, otherwise: str) -> str:
-    close = get_close_matches(option, [*_flags(command), "--help"], n=1)
+    close = get_close_matches(option, [*_flags(command), "--help"], n=1, cutoff=0.7)
     return f"did you mean '{close[0]}'?" if close else otherwise
 
 
 def _flags(command: Any) -> list[str]:
-    return [flag for one in command.params for flag in (*one.opts, *one.secondary_opts)]
+    options = [one for one in command.params if one.param_type_name == "option"]
+    return [flag for one in options for flag in (*one.opts, *one.secondary_opts)]
 
 
 def _typed_for(param: Any, arguments: list[str]) -> str:

@@ -144,7 +144,7 @@ def check_shareable(
     alone = "use one process, without --join and torchrun"
     reasons = {
         "calibration rows pass its blocks one after the other":
-            (calibrated and not torchrun, "start it with torchrun -m quantforge, or use one process, without --join"),
+            (calibrated and not torchrun, "start torchrun -m quantforge, use one process, or --calibration none"),
         "blocks of this family pass on more than hidden states": (calibrated and replayed, alone),
         "the weights of tokens for --guide are made in one process":
             (plan.guide, f"{alone}; or {without('--guide')}"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from quantforge.checkpoint.files import FILES
 from quantforge.checkpoint.hub import is_hub_name
-from quantforge.errors import InputError, QuantForgeError, UsageError, nearest
+from quantforge.errors import InputError, QuantForgeError, RecipeError, UsageError, nearest
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
 from quantforge.recipe import CalibrationOptions, Recipe, built, read_toml
 from quantforge_files.roles import RECIPE
@@ -296,6 +296,8 @@ def _variant(
         else:
             base = row.recipe
         recipe = build_recipe(base, **choices)
+    except RecipeError as error:
+        raise InputError(f"{origin}: {error.message}", error.hint) from error
     except QuantForgeError as error:
         raise type(error)(f"{origin}: {error.message}", error.hint) from error
     recipe = replace(recipe, calibration=replace(recipe.calibration, **calibration))

@@ -259,7 +259,13 @@ def recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
     """Yield the recipes of a manifest and its lineage, in the same order; errors as `from_toml`."""
     for item in with_lineage(document):
         if text := item.get("recipe"):
-            yield from_toml(text, "the recipe of its manifest")
+            try:
+                yield from_toml(text, "the recipe of its manifest")
+            except InputError as error:
+                hint = "make the result again, or go on without its manifest: move that file away"
+                raise InputError(
+                    f"{error.message} (written by another version, or by hand)", hint
+                ) from error
 
 
 def declared_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:

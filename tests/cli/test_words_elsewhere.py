@@ -148,3 +148,12 @@ def test_a_recipe_that_there_is_not_is_a_word_like_others(
 
 def test_alternatives_are_told_in_words() -> None:
     assert [either((2, 3, 4)), either(["a"])] == ["2, 3 or 4", "a"]
+
+
+def test_options_of_other_tools_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, typed, ours in (
+        ("generate", "--temp", "--temperature"),
+        ("quantize", "--tensor-type", "--rule"),
+        ("quantize", "--q-bits", "--bits"),
+    ):
+        assert f"here it is {ours}\n" in command(capsys, verb, "demo", typed, "1").err

@@ -87,8 +87,16 @@ def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
 
 
 @pytest.mark.parametrize(
-    "choice", ['effort = "hihg"', 'scales = "foo"', 'engine = "x"', "bits = 99"]
+    "choice",
+    [
+        'effort = "hihg"',
+        'scales = "foo"',
+        'engine = "x"',
+        "bits = 99",
+        "recipe = {gptq = {damping = 2.0}}",
+    ],
 )
 def test_a_bad_choice_is_named_with_its_file_and_variant(choice):
-    with pytest.raises(QuantForgeError, match=r"^f: variant a: "):
+    with pytest.raises(QuantForgeError, match=r"^f: variant a: ") as refused:
         release_of(f'{HEAD}[[variant]]\nname = "a"\n{choice}\n', "f")
+    assert refused.value.message.count("recipe: ") <= 1
