@@ -7,7 +7,8 @@ Perplexity is ``exp`` of the mean negative log-likelihood per token. The diverge
 over the whole vocabulary, ``p`` the reference with logits ``a``, ``q`` the model with logits ``b``,
 ranks quantized models far better, since differences of perplexity change sign from noise on small models and texts.
 
-The model runs up to its final norm; its head is applied part by part (`head`), through the model's
+The model is transformers' own, with `runtime.linear.PackedLinear` in place of its quantized layers; everything is
+computed in float32. It runs up to its final norm; its head is applied part by part (`head`), through the model's
 own output layer, scaling and soft-capping. That this equals the model's own logits is checked on its
 first tokens, so that a family whose head does something else is refused rather than mismeasured.
 

@@ -184,7 +184,7 @@ def compare_models(
     kept = kept or KeptRows()
     rows = [*kept.rows]
     if len(rows) < len(paths):
-        rows += _missing_rows(paths, windows, prompts, trial, options, settings, bandwidth, kept)
+        rows += _measure_models(paths, windows, prompts, trial, options, settings, bandwidth, kept)
     return Evaluation(
         _protocol(windows, options, settings),
         tuple(rows),
@@ -193,7 +193,7 @@ def compare_models(
     )
 
 
-def _missing_rows(
+def _measure_models(
     paths: Sequence[Path],
     windows: Windows,
     prompts: TokenizedPrompts | None,
@@ -203,40 +203,24 @@ def _missing_rows(
     bandwidth: float,
     kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row for each model that has none yet, one model in memory at a time.
+    """Yield a row of figures for each model that has no kept one, one model in memory at a time.
 
     The reference is scored even where its row is kept: the others are compared with it.
     """
     done = len(kept.rows)
-    directory = Path.cwd() if settings.activations == "disk" else None
-    reference: Reference | None = None
+    baseline = _Baseline(windows, prompts, settings)
     try:
         for number, path in enumerate(paths):
-            if 0 < number < done:
+            is_reference, is_kept = number == 0, number < done
+            if is_kept and not is_reference:
                 continue
             with phase("", 1 / len(paths)):
                 with phase(f"loading {path.name}", 0.05):
-                    loaded = _load(path, options.correction, settings, is_reference=not number)
+                    loaded = _load(path, options.correction, settings, is_reference=is_reference)
                 with phase(f"scoring {path.name}", 0.6, "windows of the text"):
                     row = _of_files(loaded)
-                    if reference is None:
-                        reference = score_reference(loaded.model, windows, directory)
-                        row |= _of_quality(reference.scores)
-                        tell("error of each block")
-                        blocks = block_states(loaded.model, windows.ids[0])
-                        if prompts is not None:
-                            tell("answers to the prompts")
-                            answers = ReferenceAnswers(prompts, loaded)
-                            row["generated"] = answers.to_json()
-                    else:
-                        scores = score(loaded.model, windows, reference)
-                        row |= _of_quality(scores, reference.scores)
-                        tell("error of each block")
-                        row["block_errors"] = block_errors(loaded.model, blocks)
-                        if prompts is not None:
-                            tell("answers to the prompts")
-                            row["generated"] = answers.compare(loaded)
-                if number < done:
+                    row |= baseline.score(loaded) if is_reference else baseline.compare(loaded)
+                if is_kept:
                     del loaded
                     continue
                 if trial is not None:
@@ -246,7 +230,7 @@ def _missing_rows(
                     row["tasks"] = _scores_of_tasks(path, loaded, options.tasks)
                 del loaded  # before the next one comes in
                 # Only now, when everything that is loaded once and for all has been loaded.
-                if options.speed and not (number and options.correction):
+                if options.speed and (is_reference or not options.correction):
                     with phase(f"speed of {path.name}", 0.9):
                         row |= measure_as_deployed(
                             path,
@@ -254,7 +238,7 @@ def _missing_rows(
                             bandwidth,
                             device=settings.device,
                             dtype=SPEED_DTYPE,
-                            input_bits=settings.input_bits if number else EXACT,
+                            input_bits=EXACT if is_reference else settings.input_bits,
                             cache=options.caches[0] if options.caches else "",
                         )
                 if options.engine and path.is_file():
@@ -263,8 +247,47 @@ def _missing_rows(
             kept.keep(row)
             yield row
     finally:
-        if reference is not None:
-            reference.close()
+        baseline.close()
+
+
+class _Baseline:
+    """What stays of the reference when it has left memory: states, head, block outputs and answers to prompts."""
+
+    def __init__(
+        self, windows: Windows, prompts: TokenizedPrompts | None, settings: Settings
+    ) -> None:
+        self.windows, self.prompts = windows, prompts
+        self.reference: Reference | None = None
+        self.directory = Path.cwd() if settings.activations == "disk" else None
+
+    def score(self, loaded: Loaded) -> dict[str, Any]:
+        """Measure the reference, and keep what the others are compared with; return its figures of quality."""
+        self.reference = score_reference(loaded.model, self.windows, self.directory)
+        figures = _of_quality(self.reference.scores)
+        tell("error of each block")
+        self.blocks = block_states(loaded.model, self.windows.ids[0])
+        if self.prompts is not None:
+            tell("answers to the prompts")
+            self.answers = ReferenceAnswers(self.prompts, loaded)
+            figures["generated"] = self.answers.to_json()
+        return figures
+
+    def compare(self, loaded: Loaded) -> dict[str, Any]:
+        """Return the figures of quality of another model, against the reference."""
+        assert self.reference is not None, "the reference is scored first"
+        scores = score(loaded.model, self.windows, self.reference)
+        figures = _of_quality(scores, self.reference.scores)
+        tell("error of each block")
+        figures["block_errors"] = block_errors(loaded.model, self.blocks)
+        if self.prompts is not None:
+            tell("answers to the prompts")
+            figures["generated"] = self.answers.compare(loaded)
+        return figures
+
+    def close(self) -> None:
+        """Release what the reference's states hold on the disk."""
+        if self.reference is not None:
+            self.reference.close()
 
 
 def _load(path: Path, correction: Path | None, settings: Settings, *, is_reference: bool) -> Loaded:

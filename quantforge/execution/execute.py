@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
     from quantforge.execution.shared_run import FinishedUnit
+    from quantforge.model.block import BlockPart
     from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
@@ -56,19 +57,19 @@ if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
 
-def execute(runs: Sequence[Run], sample: Sample | None) -> None:
+def execute(runs: Sequence[Run]) -> None:
     """Do every unit that is not done yet; of several runs, which share the pass of the rows, those of each.
 
     Args:
         runs: of one source; several may share a pass (`shares_pass`) and have equal calibration options.
-        sample: the calibration rows, None for plans that need none.
 
     Raises:
         InputError: a weight or an activation is not finite.
         IntegrityError: the source changed meanwhile, or a finished unit is not as it was written.
         RefusedError: more events than the policy allows, or the files cannot hold a value.
     """
-    first, learns = runs[0], any(run.inputs.planned.plan.tune for run in runs)
+    sample = runs[0].inputs.sample
+    learns = any(run.inputs.planned.plan.tune for run in runs)
     with (
         reproducible(),
         phase("rounding", 0.95),
@@ -82,39 +83,8 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
                     record.update(run.data_free.work(run.units[unit]))
         if sample is None:
             return
-        last = max(run.last_block for run in runs)
-        if last >= 0:
-            with _streaming(runs, sample) as (stream, tuned):
-                for block in stream:
-                    if tuned is not None:
-                        tuned.begin_result()
-                    start, unit = time.monotonic(), block_unit(block.index)
-                    # What the last block returns is read by nobody, unless it is tuned.
-                    advance = block.index != last or tuned is not None
-                    # Runs that change the block come last: each has to find it as the source has it.
-                    todo = [run for run in runs if run.missing([unit])]
-                    todo.sort(key=lambda run: run.rounder.changes)
-                    seen = observe(block, [run.rounder for run in todo], advance=advance)
-                    changed = False
-                    for run, observed in zip(todo, seen, strict=True):
-                        if changed:
-                            block.restore()
-                        with run.unit(unit, start) as record:
-                            rounded = run.rounder.round_block(
-                                block, observed, run.do_expert, advance=advance
-                            )
-                            record.update(rounded)
-                        start, changed = time.monotonic(), run.rounder.changes
-                    if advance and not block.advanced:  # a block that was done before
-                        block.advance()
-                    if tuned is not None:
-                        first.tuning.learn_block(tuned, block)
-                    if block.index == last:
-                        break
-                for run in (run for run in runs if run.late):
-                    with run.unit(HEAD) as record:
-                        statistics = observe_head(run.inputs.planned, stream)
-                        record.update(run.data_free.head(run.units[HEAD], statistics))
+        if any(run.last_block >= 0 for run in runs):
+            _pass_blocks(runs, sample)
         for run in runs:
             if run.inputs.planned.plan.tune:
                 run.tuning.learn_missing(sample)
@@ -122,6 +92,44 @@ def execute(runs: Sequence[Run], sample: Sample | None) -> None:
             for unit in run.missing([HEAD]):  # one without tensors
                 with run.unit(unit):
                     pass
+
+
+def _pass_blocks(runs: Sequence[Run], sample: Sample) -> None:
+    """Bring the rows from block to block; round each block, tune it if the plan says so, and round the head last."""
+    first, last = runs[0], max(run.last_block for run in runs)
+    with _streaming(runs, sample) as (stream, tuned):
+        for block in stream:
+            if tuned is not None:
+                tuned.begin_result()
+            # What the last block returns is read by nobody, unless it is tuned.
+            advance = block.index != last or tuned is not None
+            _round_block(runs, block, advance=advance)
+            if advance and not block.advanced:  # a block that was done before
+                block.advance()
+            if tuned is not None:
+                first.tuning.learn_block(tuned, block)
+            if block.index == last:
+                break
+        for run in (run for run in runs if run.late):
+            with run.unit(HEAD) as record:
+                statistics = observe_head(run.inputs.planned, stream)
+                record.update(run.data_free.head(run.units[HEAD], statistics))
+
+
+def _round_block(runs: Sequence[Run], block: BlockPart, *, advance: bool) -> None:
+    """Observe the rows in front of a block once; round and write it for each run that has not done it yet."""
+    start, unit = time.monotonic(), block_unit(block.index)
+    # Runs that change the block come last: each has to find it as the source has it.
+    todo = [run for run in runs if run.missing([unit])]
+    todo.sort(key=lambda run: run.rounder.changes)
+    seen = observe(block, [run.rounder for run in todo], advance=advance)
+    changed = False
+    for run, observed in zip(todo, seen, strict=True):
+        if changed:
+            block.restore()
+        with run.unit(unit, start) as record:
+            record.update(run.rounder.round_block(block, observed, run.do_expert, advance=advance))
+        start, changed = time.monotonic(), run.rounder.changes
 
 
 @contextmanager

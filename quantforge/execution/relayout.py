@@ -1,6 +1,10 @@
 """A planned conversion carried out: every tensor settled before the first byte is written, then written.
 
-What was rounded stays as it was, in other words; an embedding that is the head too is rounded where that is planned.
+A quantized layer goes through four steps: its stored tensors are unpacked to codes and scales (`Format.unpack`), stated
+in the target's scheme (`formats.convert`: int4:g128 becomes int4:g32 for GGUF, each scale four times), laid out in the
+target's tensors (`formats.storage`: GGUF's blocks, here q4_0, with the rows in llama.cpp's order), and written.
+
+What was rounded keeps its values; an embedding that is the head too is rounded where that is planned.
 ``plain`` takes the decoded weights in one floating-point type: the one that is asked for, else the model's own if it
 holds every weight, else float32.
 """
@@ -18,13 +22,12 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.execution.progress import tell
-from quantforge.formats import Fit, Verdict, format_of
+from quantforge.formats import PLAIN, Fit, Verdict, format_of
 from quantforge.formats.configuration import NUMBERS
 from quantforge.formats.convert import convert, of_input, settle
 from quantforge.formats.storage import Storage, storage_of
 from quantforge.grids import PerGroup
 from quantforge.planning.conversion import (
-    DECODED,
     Conversion,
     ConvertedLayer,
     rounding_command,
@@ -102,11 +105,11 @@ def _fit_of_values(conversion: Conversion, layer: ConvertedLayer) -> Fit:
     if wanted is None:
         fit = _decoded(conversion, layer)[1]
         return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
-    if key == DECODED:
+    if key == PLAIN:
         return _decoded(conversion, layer)[1]
     if layer.fit.verdict is not Verdict.READ:
         return layer.fit
-    tensor, _ = _in_order(conversion, layer)
+    tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
         raise _out_of_order(conversion, layer, wanted)
     fit = settle(tensor, wanted.weight, format_of(key).LEAST_ZERO)
@@ -174,10 +177,10 @@ def write_all(
             found = storage.pack(tensor, settled.rounded.pop(tensor.name))
         elif layer is None:
             found = _kept(conversion, tensor, storage)
-        elif layer.wanted is None or conversion.plan.format == DECODED:
+        elif layer.wanted is None or conversion.plan.format == PLAIN:
             found = {tensor.name: _decoded(conversion, layer)[0]}
         else:
-            found = _restated(conversion, layer, tensor, storage, allow_inexact=allow_inexact)
+            found = _stored_parts(conversion, layer, tensor, storage, allow_inexact=allow_inexact)
         for name, value in found.items():
             writer.write(name, value)
 
@@ -191,7 +194,7 @@ def _kept(conversion: Conversion, tensor: TensorPlan, storage: Storage) -> dict[
     return {stored.name: storage.keep(tensor, value)}
 
 
-def _restated(
+def _stored_parts(
     conversion: Conversion,
     layer: ConvertedLayer,
     plan: TensorPlan,
@@ -202,7 +205,7 @@ def _restated(
     """Return the stored tensors of a layer in the terms of the target."""
     assert layer.wanted is not None
     target = format_of(conversion.plan.format)
-    source, index = _in_order(conversion, layer)
+    source, index = _read_layer(conversion, layer)
     if source.input != layer.wanted.input:  # measured parameters of another input are dropped
         dropped = of_input(source.parameters)
         kept = {key: value for key, value in source.parameters.items() if key not in dropped}
@@ -227,12 +230,12 @@ def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
     return None, ""
 
 
-def _unpacked(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
+def _unpack(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
     stored = {name: conversion.checkpoint.read(name) for name in layer.layout.stored}
     return format_of(conversion.source_key).unpack(layer.layout, stored)
 
 
-def _in_order(
+def _read_layer(
     conversion: Conversion, layer: ConvertedLayer
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return a tensor to restate, and the group of each column where the target keeps that as it is.
@@ -240,7 +243,7 @@ def _in_order(
     The tensor then has the groups of the files, as if their columns were in order. Elsewhere the index is None, and
     columns that are out of order have a scale each.
     """
-    tensor = _unpacked(conversion, layer)
+    tensor = _unpack(conversion, layer)
     if not layer.scattered or tensor.scheme.granularity != PerGroup(1):
         return tensor, None
     form = format_of(conversion.source_key)
@@ -274,7 +277,7 @@ def _out_of_order(
 
 def _decoded(conversion: Conversion, layer: ConvertedLayer) -> tuple[Tensor, Fit]:
     """Return the decoded weights of a layer as they are stored, and how exactly."""
-    value, fit = _cast(_unpacked(conversion, layer).decode(), conversion.decoded_type)
+    value, fit = _cast(_unpack(conversion, layer).decode(), conversion.decoded_type)
     return (value.T.contiguous() if layer.transposed else value), fit
 
 

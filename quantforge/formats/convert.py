@@ -175,7 +175,9 @@ def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
     if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
         return Fit(Verdict.EXACT)
     try:
-        _, reason = _restated(as_integers(tensor) if wanted.integer else tensor, wanted, least_zero)
+        _, reason = _restated_parameters(
+            as_integers(tensor) if wanted.integer else tensor, wanted, least_zero
+        )
     except RefusedError as error:
         return Fit(Verdict.IMPOSSIBLE, error.message, error.hint)
     return Fit(Verdict.INEXACT, reason) if reason else Fit(Verdict.EXACT)
@@ -193,7 +195,7 @@ def convert(
         return tensor
     if wanted.integer:
         tensor = as_integers(tensor)
-    parameters, reason = _restated(tensor, wanted, least_zero)
+    parameters, reason = _restated_parameters(tensor, wanted, least_zero)
     if reason and not allow_inexact:
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
     if not wanted.integer:
@@ -223,7 +225,7 @@ def as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
     return tensor if scheme is None else replace(tensor, scheme=scheme)
 
 
-def _restated(
+def _restated_parameters(
     tensor: QuantizedTensor, wanted: Scheme, least_zero: int
 ) -> tuple[dict[str, Tensor], str]:
     """Return the restated parameters, and what makes them inexact ("" when nothing does)."""

@@ -12,9 +12,9 @@ In this folder:
     experts               The experts of one block: their weights come and go one expert at a time
     fold                  Fold a factor for each channel out of the linears that read an activation into what produces i
     hidden_states         What lies between two blocks for all calibration rows: hidden states
-    inner                 Which module of a model of transformers is which: what makes final hidden states
     loading               Weights that come and go: modules of a skeleton filled from a checkpoint, in float32
     model_class           Class of transformers that a configuration names: a decoder of text
+    model_parts           Find the parts of a model of transformers: what makes final hidden states, the output layer
     passage               Passage of rows into a block: what reaches it
     running_form          A checkpoint in the form in which transformers runs it
     skeleton              A model without weights: stock transformers modules whose parameters take no memory
@@ -22,5 +22,5 @@ In this folder:
     stream                The model, one block at a time: stock transformers code around weights that come and go
     transformers_loading  Whether transformers finds every parameter of a model in its files: its own loader
     trial_block           Run a block of a skeleton with random weights
-    weight_mapping        Map the tensors of a checkpoint's files to the parameters of the running model
+    weight_mapping        Map the tensors of a checkpoint to the parameters of the running model
 """

@@ -1,5 +1,6 @@
 """The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal.
 
+Values are read for one thing alone: whether the two copies of a head that is stored twice are the same.
 Headers settle most pairs (`formats.convert.express`); where the values decide, `execution.relayout` looks at them. The
 format ``plain`` takes the decoded weights, in the type of floating-point numbers that ``type`` names.
 """
@@ -48,8 +49,6 @@ from quantforge.planning.planner import check_alone, tower_beside, with_judged_n
 from quantforge.plans import CHOSEN, Action, FilePlan, Plan, Serving, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
-
-DECODED = PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class Conversion:
     @property
     def coverage(self) -> Coverage | None:
         """Return how much of the blocks is quantized in the result, None where nothing is."""
-        return None if self.plan.format == DECODED else coverage.coverage(self.plan.tensors)
+        return None if self.plan.format == PLAIN else coverage.coverage(self.plan.tensors)
 
 
 def plan_export(
@@ -154,7 +153,7 @@ def plan_export(
         for layer in split
         if layer.wanted is not None
     }
-    if recipe.format == DECODED:
+    if recipe.format == PLAIN:
         _refuse_single_experts(_loaded(checkpoint, modules))
         modules = {}
     if (mixture := target.check_model(modules)).verdict is Verdict.IMPOSSIBLE:
@@ -246,12 +245,12 @@ def _number_type(recipe: Recipe) -> str | None:
     Raises:
         UnknownNameError: it is none of `FLOATS`.
     """
-    if recipe.format != DECODED or recipe.type is None:
+    if recipe.format != PLAIN or recipe.type is None:
         return None
     kind = recipe.type.upper()
     if kind not in FLOATS:
         raise UnknownNameError(
-            f"--type {recipe.type}: with --format {DECODED} it names the type of the numbers",
+            f"--type {recipe.type}: with --format {PLAIN} it names the type of the numbers",
             f"one of {', '.join(FLOATS)}; the types of GGUF are of --format gguf",
         )
     return kind
@@ -279,7 +278,7 @@ def _lost(checkpoint: Checkpoint, target: Format, tensors: Iterable[TensorPlan])
         why = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
         lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
     found = coverage.events(tensors, text_config(checkpoint.config))
-    return lost + [e for e in found if e.kind == "router-rounded" or target.KEY != DECODED]
+    return lost + [e for e in found if e.kind == "router-rounded" or target.KEY != PLAIN]
 
 
 def _loaded(
@@ -304,7 +303,7 @@ def _refuse_single_experts(model: ModelToLoad) -> None:
     """Refuse to decode experts one by one where loaders look for one tensor."""
     if model.unstacked and (model.experts or model.kept_experts):
         raise RefusedError(
-            f"{DECODED}: {model.model_types[0]} has its experts in one tensor, which are read one by one here: loaders"
+            f"{PLAIN}: {model.model_types[0]} has its experts in one tensor, which are read one by one here: loaders"
             " would take random numbers for them",
             "eval and verify read it as it is",
         )
@@ -357,7 +356,7 @@ def _tensor_plan(
     """Return the plan of a layer in a result that is stored module by module."""
     name, shape, wanted = layer.name, layer.layout.shape, layer.wanted
     held = shape[::-1] if layer.transposed else shape
-    if wanted is None or target.KEY == DECODED:
+    if wanted is None or target.KEY == PLAIN:
         stored: tuple[StoredTensor, ...] = (StoredTensor(name, asked_type or dtype, held),)
     else:
         stored = target.stored(layer.layout.module, wanted, shape)
@@ -436,7 +435,7 @@ def _converted(
         RefusedError: the target cannot hold it.
     """
     transposed = family is not None and family.transposed and _part(layout.module) >= 0
-    if target.KEY == DECODED:
+    if target.KEY == PLAIN:
         return ConvertedLayer(
             layout, layout.scheme, Fit(Verdict.READ, "decoded weights"), transposed
         )

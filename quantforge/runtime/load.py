@@ -64,8 +64,6 @@ from quantforge.runtime.tensor_shares import Cut, Share, cuts_of, sum_parts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quantforge.checkpoint.reader import Checkpoint
-    from quantforge.formats import ModuleLayout
     from quantforge.plans import StoredTensor
 
 NO_KERNEL = "no kernel multiplies the codes of a lattice"

@@ -26,12 +26,12 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.progress import followed, phase
 from quantforge.execution.relayout import Settled, lossless_type, settle_values, write_all
-from quantforge.formats import FORMATS, GGUF, Verdict, detect, targets
+from quantforge.formats import FORMATS, GGUF, PLAIN, Verdict, detect, targets
 from quantforge.formats.format_choice import chosen_format, format_of_name
 from quantforge.formats.matching import drop_tied_copy
 from quantforge.formats.opening import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
-from quantforge.planning.conversion import DECODED, Conversion, plan_export
+from quantforge.planning.conversion import Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.local_paths import check_adapter_given, check_given, strip_local_paths
 from quantforge.planning.recipe_options import (
@@ -143,7 +143,7 @@ def export(
                 f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
                 "quantforge quantize MODEL --adapter DIR rounds the merged weights",
             )
-        typed = chosen.type is not None and chosen.format != DECODED
+        typed = chosen.type is not None and chosen.format != PLAIN
         if _is_quantized(checkpoint) and (source is not None or requantize or typed):
             with _resumable():
                 return _quantize_again(
@@ -177,7 +177,7 @@ def _begins_a_run(checkpoint: Checkpoint, key: str, *, mixture: bool) -> bool:
 
     ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
     """
-    if key == DECODED:  # a source in a layout that no format has
+    if key == PLAIN:  # a source in a layout that no format has
         return not is_draft(checkpoint.config) and readable(checkpoint) is not checkpoint
     if not _is_quantized(checkpoint):
         return True
@@ -186,7 +186,7 @@ def _begins_a_run(checkpoint: Checkpoint, key: str, *, mixture: bool) -> bool:
 
 def _refuse_type_of_decoded(checkpoint: Checkpoint, wanted: Recipe) -> None:
     """Refuse a type of numbers for a source in low precision, which is decoded into its own type."""
-    if wanted.format == DECODED and wanted.type is not None:
+    if wanted.format == PLAIN and wanted.type is not None:
         first = f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
         raise RefusedError(
             f"--type {wanted.type}: {checkpoint.path} is decoded into its own type first",
@@ -255,7 +255,7 @@ def loaded_format(
     found: list[tuple[int, str]] = []
     reasons = []
     for key in formats:
-        if key == DECODED:
+        if key == PLAIN:
             continue
         try:
             plan = plan_export(
@@ -368,7 +368,7 @@ def _move(
     before = small_files(checkpoint)
     planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
     conversion = planned(wanted, first=notes)
-    if wanted.format == DECODED and wanted.type is None and not allow_inexact:
+    if wanted.format == PLAIN and wanted.type is None and not allow_inexact:
         kind, reason = lossless_type(conversion)  # by values, which headers do not tell
         if kind is not None:
             lossless = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"

@@ -154,7 +154,7 @@ def quantize_opened(
                     from quantforge.execution.execute import execute
 
                     with published_run(job.stage, inputs) as run:
-                        execute([run], inputs.sample)
+                        execute([run])
                     outcome = _outcome(job.stage, run)
         except RefusedError:  # the output exists: another process may have published meanwhile
             outcome = earlier_outcome(job)
@@ -265,7 +265,7 @@ def _join(job: Job) -> Outcome:
         claims.check_there()
         claims.check(inputs.fingerprint)
         with published_run(stage, inputs) as run:
-            execute([run], inputs.sample)
+            execute([run])
         return _outcome(stage, run)
 
     outcome = locked(stage, finish, note, waits=bool(planned.plan.tune))
