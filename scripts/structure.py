@@ -35,7 +35,8 @@ LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 ORDER = (
     "__main__", "cli", "verbs", "serving", "verification", "evaluation", "execution", "runtime", "planning",
     "results", "formats", "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics",
-    "architectures", "plans", "notation", "scheme", "grids", "events", "arguments", "errors", *LEAVES, "",
+    "architectures", "plans", "notation", "scheme", "grids", "events", "cache_kinds", "arguments", "errors",
+    *LEAVES, "",
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
 ENFORCED = ("imports against the order of folders", "import cycles")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge_kernels import kv
 from quantforge_kernels.kv import PAGE
 from tests.triton_kernels import DEVICE

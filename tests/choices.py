@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge.architectures.cache_kinds import PLAIN
+from quantforge.cache_kinds import PLAIN
 from quantforge.runtime import decoding, load
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling

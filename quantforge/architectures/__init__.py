@@ -11,7 +11,6 @@ In this folder:
     apertus          Apertus: a qwen3 in its attention, and an MLP without gate, of xIELU
     arcee            Arcee (AFM): a llama with an MLP without gate, of squared ReLU
     architecture     One family of models as data: everything that the rest of QuantForge knows about it
-    cache_kinds      Names of caches: how keys and values are stored, in one word for both, or in a word for each
     cohere           Command R, R7B and A: attention and MLP side by side after one LayerNorm without bias
     configuration    What a configuration says beside sizes: how many tokens a model sees, whether its head is tied
     cwm              CWM: a llama in which three layers of four have a window, with an explicit head size

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantforge.architectures.cache_kinds import FORM, WORDS, completions
+from quantforge.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantforge.architectures.cache_kinds import FORM, WORDS, completions
+from quantforge.cache_kinds import FORM, WORDS, completions
 from quantforge.checkpoint.disk import append, check_new, save
 from quantforge.cli import options
 from quantforge.cli.console import Console

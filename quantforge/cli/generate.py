@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
+from quantforge.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.checkpoint.hub import is_hub_name
 from quantforge.cli import options, processes
 from quantforge.cli.console import Console

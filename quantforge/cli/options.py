@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantforge.architectures.cache_kinds import FORM, WORDS, completions, kinds_of
+from quantforge.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.errors import UsageError, nearest
 from quantforge.events import KINDS, Policy
 from quantforge.planning import quantities

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantforge.architectures.cache_kinds import FORM, WORDS, completions
+from quantforge.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options, processes
 from quantforge.serving.serve_options import DEFAULTS
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.cache_kinds import PLAIN
+from quantforge.cache_kinds import PLAIN
 from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, compare_rows, finite, forward_tokens
 from quantforge.evaluation.head import checked_head
@@ -68,7 +68,7 @@ class CacheTrial:
     """Caches to try, and on what.
 
     Attributes:
-        kinds: names, see `quantforge.architectures.cache_kinds`; that of 16 bits is not among them.
+        kinds: names, see `quantforge.cache_kinds`; that of 16 bits is not among them.
         windows: of the text, as long as positions and text allow.
         keys: prompts with a planted key, by distance, as far as windows have room.
     """

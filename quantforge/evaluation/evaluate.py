@@ -78,7 +78,7 @@ class EvaluationOptions:
         windows: at most this many are scored.
         length: tokens of a window.
         speed: measure speed and memory as well.
-        caches: kinds of KV caches (see `quantforge.architectures.cache_kinds`) whose quality is measured too, against a
+        caches: kinds of KV caches (see `quantforge.cache_kinds`) whose quality is measured too, against a
             cache of 16 bits; speed is measured with the first, or the model's own when there are none.
         engine: "llama.cpp" scores GGUF files in that engine too.
         correction: directory of an adapter that is applied to the other model, whose weights stay as they are.

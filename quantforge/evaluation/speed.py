@@ -119,7 +119,7 @@ def measure_speed(
         loaded: the model, in the type that is to be measured.
         prompt: token ids; together with `NEW_TOKENS` they fit the model's positions.
         bandwidth: bytes per second, of `read_bandwidth` on the same device.
-        cache: kind of the own decoder's cache, see `quantforge.architectures.cache_kinds`; the model's when left out.
+        cache: kind of the own decoder's cache, see `quantforge.cache_kinds`; the model's when left out.
 
     Returns:
         Figures of a row of the report, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantforge.architectures.cache_kinds import PLAIN, kinds_of, name_of
+from quantforge.cache_kinds import PLAIN, kinds_of, name_of
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
 from quantforge.formats import DEFAULT, GGUF, About, format_of
 from quantforge.formats.engines import UNTRIED

@@ -19,11 +19,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from quantforge.architectures.cache_kinds import PLAIN, kinds_of
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS, VALUES, LayerState, StateType
 from quantforge.architectures.match import Matched
 from quantforge.arguments import strict_fields
+from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
@@ -146,7 +146,7 @@ class Load:
         context: tokens of a sequence, those of the prompt and of the answer; 0 is `CONTEXT`, or the positions that the
             model has.
         batch: sequences at a time.
-        cache: type of the cache, see `quantforge.architectures.cache_kinds`.
+        cache: type of the cache, see `quantforge.cache_kinds`.
         devices: that share the model by tensors.
 
     Raises:

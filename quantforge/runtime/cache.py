@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.architectures.cache_kinds import PLAIN, kinds_of
+from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge.errors import InputError
 from quantforge.runtime.memory import check_cache, free_bytes
 from quantforge_kernels import kv
@@ -44,7 +44,7 @@ class CacheShape:
         layers: decoder blocks.
         kv_heads: key/value heads.
         head: width of a head.
-        kind: see `quantforge.architectures.cache_kinds`; "" stores the type of the activations.
+        kind: see `quantforge.cache_kinds`; "" stores the type of the activations.
         dtype: of the activations.
         windows: of every layer, tokens that it looks at, 0 for all; none given is all.
 

@@ -46,7 +46,7 @@ class TextModel:
         engine: computes it.
         side: its tokenizer and chat template.
         speculative: the model with its drafter, for speculative decoding; None without.
-        cache: kind of its cache, see `quantforge.architectures.cache_kinds`; that of the model when empty.
+        cache: kind of its cache, see `quantforge.cache_kinds`; that of the model when empty.
         events: what loading has to tell.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TypedDict
 
-from quantforge.architectures.cache_kinds import kinds_of
+from quantforge.cache_kinds import kinds_of
 from quantforge.errors import UsageError
 from quantforge.runtime.generation_options import Range
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
@@ -29,7 +29,7 @@ class ServeOptions(TypedDict, total=False):
     host: str
     port: int  # 0 takes a free one
     served_name: str  # by which requests ask for the model; its directory or file when left out
-    cache: str  # kind of the cache, see `quantforge.architectures.cache_kinds`; that of the model when left out
+    cache: str  # kind of the cache, see `quantforge.cache_kinds`; that of the model when left out
     cache_gib: float  # most memory of the cache
     draft: str  # who drafts tokens that the model then checks together; nobody when left out
     draft_tokens: int  # drafted tokens in a row, at most

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.cache_kinds import kinds_of
+from quantforge.cache_kinds import kinds_of
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.bench_requests import (
     BenchFigures,
@@ -41,7 +41,7 @@ class BenchOptions:
         price: of an hour, for the cost.
         rows: most requests that are computed at a time.
         token_budget: most tokens of a step.
-        cache: kind of the KV cache, see `quantforge.architectures.cache_kinds`.
+        cache: kind of the KV cache, see `quantforge.cache_kinds`.
         drafts: speculation, see `DraftOptions`.
         url: address of a server to measure in place of a model in this process.
         served_name: of the model at the server.

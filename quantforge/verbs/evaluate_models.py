@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
-from quantforge.architectures.cache_kinds import listed
 from quantforge.arguments import as_list, check_arguments, check_names, check_types
+from quantforge.cache_kinds import listed
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
@@ -55,7 +55,7 @@ class MeasurementOptions(TypedDict, total=False):
     windows: int  # at most so many
     length: int  # tokens of a window
     speed: bool  # measure speed and memory too
-    # KV caches to try, see `quantforge.architectures.cache_kinds`; the first for speed too
+    # KV caches to try, see `quantforge.cache_kinds`; the first for speed too
     cache: str | Sequence[str]
     engine: str  # one of `ENGINES` scores GGUF files too; none when empty
     tasks: str | Sequence[str] | None  # of lm-evaluation-harness: names, or YAML files

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from quantforge.architectures.cache_kinds import kinds_of
 from quantforge.arguments import check_arguments
+from quantforge.cache_kinds import kinds_of
 from quantforge.checkpoint.hub import resolve
 from quantforge.errors import UsageError
 from quantforge.formats import detect
@@ -91,7 +91,7 @@ def generate(
             the text stays the same.
         draft_tokens: drafted tokens in a row, at most.
         draft_tree: drafted tokens after each token, place by place (``3x2x1``), checked in one pass.
-        cache: how keys and values are stored, see `quantforge.architectures.cache_kinds`; the model's when left out.
+        cache: how keys and values are stored, see `quantforge.cache_kinds`; the model's when left out.
         options: see `AnswerOptions`.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.architectures.cache_kinds import WORDS as KINDS
+from quantforge.cache_kinds import WORDS as KINDS
 from quantforge.errors import RefusedError, UsageError, either
 from quantforge.formats import format_of
 from quantforge.formats.targets import (

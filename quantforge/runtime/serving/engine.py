@@ -49,7 +49,7 @@ class EngineOptions:
         rows: most requests that are computed at a time.
         tokens: most tokens of a request, old and new; None: the positions of the model.
         pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
-        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
+        cache: kind of the cache, see `quantforge.cache_kinds`.
         token_budget: most tokens of a step, at least one for each row; running requests take theirs first, prompts
             share the rest.
         chunk: most tokens of one prompt in a step.

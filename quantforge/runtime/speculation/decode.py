@@ -151,7 +151,7 @@ class SpeculativeText:
         prompt: token ids; at least one.
         new_tokens: that follow; at least one.
         sampling: how they are chosen.
-        cache: kind of the cache, see `quantforge.architectures.cache_kinds`.
+        cache: kind of the cache, see `quantforge.cache_kinds`.
 
     Attributes:
         counts: what came of drafted tokens.

@@ -10,8 +10,8 @@ import torch
 
 from quantforge import verbs
 from quantforge.architectures import architecture_of, families
-from quantforge.architectures.cache_kinds import WORDS
 from quantforge.architectures.match import Matched
+from quantforge.cache_kinds import WORDS
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.capacity import MARGIN, CacheSize, Capacity, Load, cache_size, rows_of
 from quantforge.planning.cards import CARDS, Card

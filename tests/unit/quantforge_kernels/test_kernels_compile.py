@@ -20,7 +20,6 @@ VARIANTS = [
     "fp8 x fp8",
     "attention, int4",
 ]
-TERNARY = ["ternary row, exponents", "ternary row, assembly", "ternary rows"]
 TABLES = ["table row", "table rows"]
 BYTES = ["e5m2 row", "nvfp4 row", "q2_k row"]  # parameters, or weights, that are taken out of bytes
 
@@ -38,7 +37,7 @@ def compile_kernels(*words):
 
 @pytest.fixture(scope="module")
 def compiled():
-    return compile_kernels("--only", *VARIANTS, *GROUPED, *TERNARY, *TABLES, *BYTES)
+    return compile_kernels("--only", *VARIANTS, *GROUPED, *TABLES, *BYTES)
 
 
 @pytest.mark.thorough
@@ -105,18 +104,6 @@ def test_codebooks_are_read_where_the_words_are(compiled):
     assert rows["shared_bytes"] < 24 << 10
     figures = row["instructions_per_weight"], rows["instructions_per_weight"]
     assert None in figures or (3 < figures[0] < 6 and 5 < figures[1] < 9)
-
-
-def test_ternary_words_are_read_sixteen_bytes_at_a_time(compiled):
-    """Eight rows of 128 words are 4096 bytes; 22 fractions of each of 32 words of a thread."""
-    for name, fields in zip(TERNARY[:2], (0, 22 * 32), strict=True):
-        assert compiled[name]["loads"][".v4.b32"] == 8
-        assert compiled[name]["lop3_in_ptx"] == fields
-        assert not compiled[name]["tensor_cores"]
-    figure = compiled[TERNARY[1]]["instructions_per_weight"]
-    assert figure is None or 3 < figure < 5.6
-    assert compiled[TERNARY[2]]["loads_of_16_bytes"] > 0
-    assert compiled[TERNARY[2]]["tensor_cores"]
 
 
 def test_what_is_held_in_bytes_costs_few_instructions(compiled):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
-from quantforge.architectures.cache_kinds import WORDS
+from quantforge.cache_kinds import WORDS
 from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
 from quantforge.runtime import linear

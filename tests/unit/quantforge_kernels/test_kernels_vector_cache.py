@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge.architectures.cache_kinds import WORDS, kinds_of
+from quantforge.cache_kinds import WORDS, kinds_of
 from quantforge_kernels import kv
 from quantforge_kernels.attention import Scores, attend_plain
 from quantforge_kernels.cpu import features, layer_launchers

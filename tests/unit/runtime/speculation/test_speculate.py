@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantforge.architectures.cache_kinds import WORDS
+from quantforge.cache_kinds import WORDS
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import quantforge
-from quantforge.architectures.cache_kinds import WORDS
+from quantforge.cache_kinds import WORDS
 from quantforge.errors import UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantforge.architectures.cache_kinds import WORDS, kinds_of, listed, name_of
+from quantforge.cache_kinds import WORDS, kinds_of, listed, name_of
 from quantforge.errors import UsageError
 
 KINDS = st.sampled_from([word.replace("16bit", "") for word in WORDS])
