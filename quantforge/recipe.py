@@ -174,7 +174,7 @@ class Rule:
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Choices that decide the result for a model. ``bits`` is the one dial; ``scheme`` is the expert's."""
+    """Choices that decide the result for a model. ``bits`` suffices for most; ``scheme`` says it in full."""
 
     method: str = ""  # "": what measured best (`planning.effort.chosen_method`)
     effort: str = "medium"  # low | medium | high: what is left at its default for time or quality (`planning.effort`)

@@ -65,8 +65,8 @@ RECIPE: Mapping[str, RecipeOption] = {
     "effort": RecipeOption(
         "Time against quality of what is not named: {words}; `plan` says what it sets.", "LEVEL"
     ),
-    "bits": RecipeOption("The one dial: bits of a weight.", most=True),
-    "scheme": RecipeOption("The expert's dial, e.g. int4:g128:sym or W4A16.", "SCHEME"),
+    "bits": RecipeOption("Bits per weight; the other choices follow.", most=True),
+    "scheme": RecipeOption("Number format and groups in full, e.g. int4:g128:sym or W4A16.", "SCHEME"),
     "format": RecipeOption("{words} (default: what holds the scheme).", "FORMAT"),
     "engine": RecipeOption(
         "What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"
