@@ -66,7 +66,9 @@ RECIPE: Mapping[str, RecipeOption] = {
         "Time against quality of what is not named: {words}; `plan` says what it sets.", "LEVEL"
     ),
     "bits": RecipeOption("Bits per weight; the other choices follow.", most=True),
-    "scheme": RecipeOption("Number format and groups in full, e.g. int4:g128:sym or W4A16.", "SCHEME"),
+    "scheme": RecipeOption(
+        "Number format and groups in full, e.g. int4:g128:sym or W4A16.", "SCHEME"
+    ),
     "format": RecipeOption("{words} (default: what holds the scheme).", "FORMAT"),
     "engine": RecipeOption(
         "What this engine is fast with, or a refusal: {words}.", "ENGINE", "--for"
