@@ -1,7 +1,7 @@
 """Choice of the format of a result where none is asked for, and what the result's name says about it.
 
-What decides, in this order: ``--format``; a name that ends in ``.gguf``; a type or a pre-tokenizer, which GGUF files
-alone have; the scheme, by what the formats themselves say they hold: those that the engine is fast with first, then
+What decides, in this order: ``--format``; a type or a pre-tokenizer, which GGUF files alone have; a name that ends in
+``.gguf``; the scheme, by what the formats themselves say they hold: those that the engine is fast with first, then
 `DEFAULT`, then the others. A name that contradicts the format is refused.
 """
 
@@ -64,12 +64,12 @@ def base_scheme(form: Format, wanted: Recipe) -> str:
 def _stated(
     mixture: str | None, pre: str | None, out: Path | None
 ) -> tuple[str, tuple[str, ...]] | None:
-    """Return the format that the name of the result states, or an option that one format alone has."""
-    if stated := format_of_name(out):
-        return stated, (f"{CHOSEN}--format {stated}: by the name of the result",)
+    """Return the format that an option implies which it alone has, or that the name of the result states."""
     for option, value in (("--type", mixture), ("--pre", pre)):
         if value is not None:
             return GGUF, (f"{CHOSEN}--format {GGUF}: {option} {value} is of GGUF files",)
+    if stated := format_of_name(out):
+        return stated, (f"{CHOSEN}--format {stated}: by the name of the result",)
     return None
 
 
