@@ -40,8 +40,8 @@ import torch
 from quantforge import __version__, verbs
 from quantforge.checkpoint.disk import DISK
 from quantforge.errors import InputError, QuantForgeError, RefusedError
-from quantforge.evaluation.evaluate import EvaluationOptions as Evaluating
-from quantforge.evaluation.evaluate import compare_models
+from quantforge.evaluation.compare_models import EvaluationOptions as Evaluating
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.execution import claims
 from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe

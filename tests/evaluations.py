@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from quantforge.evaluation.evaluate import EvaluationOptions
+from quantforge.evaluation.compare_models import EvaluationOptions
 from quantforge.evaluation.windows import Windows, cut
 from quantforge.runtime.text_side import tokenizer_of
 

@@ -17,7 +17,7 @@ from quantforge.evaluation.tasks import YAML
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.evaluation.compare_models import Evaluation
 
 REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval demo demo-gptq-int4 --max-ppl-increase 5%"

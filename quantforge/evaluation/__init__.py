@@ -1,9 +1,9 @@
 """Evaluation: perplexity, divergence from a reference, speed and memory, and their reports.
 
-Begin with five modules: `evaluate` takes one model after another, `windows` cuts the text, `divergence` scores a model
-on the windows and against the reference, `head` makes logits a part at a time, `block_errors` compares blocks. All
-others measure what an option asks for (answers, caches, tasks, speed, llama.cpp, requests) or write what was measured
-(tables, reports, cards).
+Four modules make the figures that are always measured: `compare_models` takes one model after another, `windows` cuts
+the text, `divergence` scores a model on the windows and against the reference, `head` makes logits and sums over them.
+All others measure what comes besides (errors of blocks, answers, caches, tasks, speed, llama.cpp, requests) or write
+what was measured (tables, reports, cards).
 
 In this folder:
 
@@ -13,8 +13,8 @@ In this folder:
     cache_quality   Quality of caches: the same weights with keys and values stored in fewer bits
     card_section    Measured figures for the card of a result: a section of its text, and ``model-index`` for the hub
     columns         Columns of a table of text, and as many of them as a width holds
+    compare_models  `eval`: a reference and its descendants, measured under one protocol, one model in memory at a time
     divergence      Perplexity of a model, and its exact KL divergence from a reference, token by token
-    evaluate        `eval`: a reference and its descendants, measured under one protocol, one model in memory at a time
     generated       Text that the reference writes itself: how a model scores along it, and where its own answer differs
     head            The last step of a language model, a part of the vocabulary at a time
     kept_rows       Rows of an interrupted evaluation, kept in the user's cache until the same evaluation completes

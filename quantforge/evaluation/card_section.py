@@ -12,7 +12,7 @@ from typing import Any
 
 from quantforge.checkpoint.hub import source_name
 from quantforge.errors import UsageError
-from quantforge.evaluation.evaluate import Evaluation
+from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.verdict import displaced, short_names
 from quantforge.results.card import code
 from quantforge.results.card_figures import of_folder

@@ -28,7 +28,7 @@ from quantforge_files.system import user_cache
 from quantforge_kernels.cpu import features
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import EvaluationOptions
+    from quantforge.evaluation.compare_models import EvaluationOptions
     from quantforge.settings import Settings
 
 SECONDS = 14 * 24 * 3600  # after which rows are deleted

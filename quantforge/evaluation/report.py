@@ -13,7 +13,7 @@ from quantforge.evaluation.text_tables import ON_FRONT, notes, tables, titles
 from quantforge.evaluation.verdict import short_names
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.evaluation.compare_models import Evaluation
 
 
 def render(evaluation: Evaluation, kind: str) -> str:

@@ -17,7 +17,7 @@ from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace, unstea
 from quantforge.results.significant import significant, size, with_error
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.evaluation.compare_models import Evaluation
 
 Row = Mapping[str, Any]
 Table = tuple[str, list[Column]]  # with its title

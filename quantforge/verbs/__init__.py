@@ -9,7 +9,7 @@ In this folder:
     demo             Demo: the small trained model that comes with the package, copied out to try things on
     demo_text        Text on which the demo model is judged
     diff_models      Diff: how two models of any formats differ
-    evaluate_models  Evaluate: a reference and its descendants, whatever their format, measured on one text
+    evaluate         Evaluate: a reference and its descendants, whatever their format, measured on one text
     export           Export: a model in another format, as a proven re-layout or a refusal
     finished_result  A result that lies at the place of a job already, made by this very command before it was killed
     folder_cards     The card of a folder of results that are one file each: what they are, which to take
@@ -43,7 +43,7 @@ from quantforge.verbs.allocate import allocate
 from quantforge.verbs.declarations import Declarations, derive_declarations
 from quantforge.verbs.demo import demo
 from quantforge.verbs.diff_models import diff
-from quantforge.verbs.evaluate_models import evaluate
+from quantforge.verbs.evaluate import evaluate
 from quantforge.verbs.export import Exported, export
 from quantforge.verbs.generate_text import generate
 from quantforge.verbs.imatrix import make_imatrix

@@ -48,7 +48,7 @@ from quantforge_calibration.chat_templates import DEFAULT, choose
 from quantforge_files.roles import CARD as CARD_ROLE
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.evaluation.compare_models import Evaluation
 
 CONTEXT = 8192  # tokens, for which memory is told, as far as the model has positions
 FILES_PART = MutablePart("<!-- quantforge files: begin -->", "<!-- quantforge files: end -->")

@@ -43,7 +43,7 @@ from quantforge.results.card_figures import (
 from quantforge.results.publish import chats
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.evaluate_models import evaluate
+from quantforge.verbs.evaluate import evaluate
 from quantforge.verbs.finished_result import made_again_after
 from quantforge.verbs.folder_cards import check_folder_card, write_folder_card
 from quantforge.verbs.scored_text import check_text, text_name
@@ -51,7 +51,7 @@ from quantforge.verbs.variants import Variants, plan_variants, turn
 from quantforge_files.roles import MANIFEST, RECIPE
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.evaluation.compare_models import Evaluation
 
 SCHEMA = "quantforge.release/1"
 SPEC = "release.toml"  # the copy in the release

@@ -31,12 +31,12 @@ from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, buil
 from quantforge.recipe import WORDS, Recipe
 from quantforge.settings import Settings
 from quantforge.verbs.caller_state import torch_defaults
-from quantforge.verbs.evaluate_models import MeasurementOptions, check_measurement, evaluate
+from quantforge.verbs.evaluate import MeasurementOptions, check_measurement, evaluate
 from quantforge.verbs.scored_text import check_text, own_text
 from quantforge.verbs.variants import plan_variants
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation
+    from quantforge.evaluation.compare_models import Evaluation
 
 
 @dataclass(frozen=True, slots=True)

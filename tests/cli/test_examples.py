@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from dataclasses import fields
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from quantforge.planning import allocation
 from quantforge.recipe import CalibrationOptions
 from quantforge.serving import server
 from quantforge.serving.server import ModelServer, listen
-from quantforge.verbs import bench_models, evaluate_models
+from quantforge.verbs import bench_models
 from quantforge.verbs.scored_text import OWN
 from tests.runs import command, first_blocks
 
@@ -54,9 +55,10 @@ def test_examples_run_as_written(
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     monkeypatch.setattr(allocation, "INTEGER_BITS", (3, 4))  # of an allocation
-    read = evaluate_models.read_text
+    evaluation = import_module("quantforge.verbs.evaluate")
+    read = evaluation.read_text
     monkeypatch.setattr(  # a few windows of the text
-        evaluate_models,
+        evaluation,
         "read_text",
         lambda source, _, offline: read(source, 2_000, offline=offline),
     )

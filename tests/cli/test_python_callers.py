@@ -17,7 +17,7 @@ from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.recipe import AdapterOptions
 from quantforge.serving.serve_options import ServeOptions
-from quantforge.verbs.evaluate_models import MeasurementOptions
+from quantforge.verbs.evaluate import MeasurementOptions
 from quantforge.verbs.generate_text import AnswerOptions
 from tests.conftest import Tiny
 

@@ -16,7 +16,7 @@ import pytest
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
-from quantforge.evaluation.evaluate import FIGURES, Evaluation, EvaluationOptions
+from quantforge.evaluation.compare_models import FIGURES, Evaluation, EvaluationOptions
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes

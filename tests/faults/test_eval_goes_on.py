@@ -8,6 +8,7 @@ import signal
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from quantforge import __version__
 from quantforge.cli.app import Stopped
 from quantforge.errors import InputError, ResourceError
-from quantforge.evaluation import evaluate as evaluation
+from quantforge.evaluation import compare_models as evaluation
 from quantforge.evaluation import kept_rows
-from quantforge.evaluation.evaluate import EvaluationOptions
+from quantforge.evaluation.compare_models import EvaluationOptions
 from quantforge.evaluation.kept_rows import keeping
 from quantforge.evaluation.tasks import Tasks
 from quantforge.settings import Settings
@@ -208,20 +209,20 @@ def full(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("last", "options"),
+    ("module", "last", "options"),
     [
-        ("quantforge.cli.evaluate.save", ("--report", "r.json")),
-        ("quantforge.cli.evaluate.append", ("--summary", "s.md")),
-        ("quantforge.verbs.evaluate_models.write_card_of", ("--card", "bits4")),
+        ("cli.evaluate", "save", ("--report", "r.json")),
+        ("cli.evaluate", "append", ("--summary", "s.md")),
+        ("verbs.evaluate", "write_card_of", ("--card", "bits4")),
     ],
 )
 def test_where_the_last_thing_cannot_be_written_figures_are_shown_or_kept(
-    model, models, cache, tmp_path, capsys, monkeypatch, last, options
+    model, models, cache, tmp_path, capsys, monkeypatch, module, last, options
 ):
     monkeypatch.chdir(tmp_path)
     asked = ("eval", model, *models, "--windows", 2, "--length", 16, "--no-speed", *options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(last, full)
+        patch.setattr(import_module(f"quantforge.{module}"), last, full)
         first = command(capsys, *asked)
     assert first.code == ResourceError.exit_code
     if options[0] != "--card":

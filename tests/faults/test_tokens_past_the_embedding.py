@@ -9,7 +9,7 @@ import pytest
 
 from quantforge import verbs
 from quantforge.errors import InputError
-from quantforge.evaluation.evaluate import compare_models
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.task_model import TaskModel
 from quantforge.formats.gguf.parsing import read_gguf

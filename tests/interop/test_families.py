@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from quantforge import verbs
 from quantforge.architectures.match import Role
-from quantforge.evaluation.evaluate import compare_models
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.formats.opening import open_model
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions, Rule

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from quantforge import verbs
-from quantforge.evaluation import evaluate as evaluation
+from quantforge.evaluation import compare_models as evaluation
 from quantforge.formats.decoded import decoded
 from quantforge.formats.opening import open_model
 from quantforge.recipe import CalibrationOptions, Recipe

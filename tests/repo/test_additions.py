@@ -11,7 +11,7 @@ import torch
 from quantforge import verbs
 from quantforge.architectures import families
 from quantforge.errors import UsageError
-from quantforge.evaluation.evaluate import compare_models
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic

@@ -41,7 +41,7 @@ from quantforge.evaluation.verdict import MARK, Verdict
 from quantforge.results.significant import UNITS, significant
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
+    from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions
 
 Part = tuple[str, bool]  # text, and whether it differs
 Row = Mapping[str, Any]

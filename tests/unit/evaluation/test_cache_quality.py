@@ -21,12 +21,12 @@ from quantforge.evaluation.cache_quality import (
     trial_of,
     try_caches,
 )
-from quantforge.evaluation.evaluate import compare_models
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.windows import Windows
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.verbs.evaluate_models import check_measurement
+from quantforge.verbs.evaluate import check_measurement
 from quantforge_kernels.kv import PAGE
 from tests.conftest import make_tiny
 from tests.evaluations import TEXT, options
@@ -186,7 +186,9 @@ def test_an_evaluation_has_them_and_its_document_is_the_published_one(source):
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "gpt2"])
 def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, monkeypatch):
-    monkeypatch.setattr("quantforge.evaluation.evaluate.load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(
+        "quantforge.evaluation.compare_models.load", lambda *_: pytest.fail("loaded")
+    )
     with pytest.raises(RefusedError, match="own decoder"):
         compare_models(tiny(family), [], options(caches=("int8",)))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from quantforge.evaluation import divergence, head
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.divergence import (
     Divergence,
     Estimate,
@@ -17,7 +18,6 @@ from quantforge.evaluation.divergence import (
     score,
     score_reference,
 )
-from quantforge.evaluation.evaluate import compare_models
 from quantforge.evaluation.head import Head
 from quantforge.execution.progress import Progress, followed
 from quantforge.model.hidden_states import InMemory, OnDisk

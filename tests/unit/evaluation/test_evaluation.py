@@ -17,10 +17,10 @@ from tokenizers.processors import TemplateProcessing
 
 from quantforge.cli.evaluate import failed_gates
 from quantforge.errors import InputError, RefusedError
+from quantforge.evaluation import compare_models as run
 from quantforge.evaluation import divergence, report, speed, tasks
-from quantforge.evaluation import evaluate as run
+from quantforge.evaluation.compare_models import Evaluation, compare_models
 from quantforge.evaluation.divergence import score, score_reference
-from quantforge.evaluation.evaluate import Evaluation, compare_models
 from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load

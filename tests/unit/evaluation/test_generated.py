@@ -9,7 +9,7 @@ import torch
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.block_errors import block_errors, block_states
-from quantforge.evaluation.evaluate import compare_models
+from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.generated import Answer, Prompts, parting, summary
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from quantforge.evaluation.columns import ABSENT
-from quantforge.evaluation.evaluate import QUANTILES, Evaluation, EvaluationOptions
+from quantforge.evaluation.compare_models import QUANTILES, Evaluation, EvaluationOptions
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.charts import (

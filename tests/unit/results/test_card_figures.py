@@ -96,7 +96,7 @@ def test_a_damaged_delimiter_is_an_error_before_the_work(
     place.write_text(change(place.read_text()))
     damaged = place.read_bytes()
     monkeypatch.setattr(
-        "quantforge.evaluation.evaluate.compare_models", lambda *_: pytest.fail("measured")
+        "quantforge.evaluation.compare_models.compare_models", lambda *_: pytest.fail("measured")
     )
     with pytest.raises(InputError, match="is not between one line") as caught:
         measured(tiny("llama-wide"), result)

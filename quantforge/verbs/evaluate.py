@@ -34,7 +34,7 @@ from quantforge.verbs.scored_text import (
 
 if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
-    from quantforge.evaluation.evaluate import Evaluation, EvaluationOptions
+    from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions
     from quantforge.evaluation.generated import Prompts
 
 LARGER = 1.1  # times the size of its reference: such a model was hardly made from it
@@ -110,7 +110,7 @@ def evaluate(
         tell("libraries")
         import torch
 
-        from quantforge.evaluation.evaluate import compare_models
+        from quantforge.evaluation.compare_models import compare_models
         from quantforge.evaluation.kept_rows import keeping
         from quantforge.numerics.allocator import return_freed_memory
 
@@ -255,7 +255,7 @@ def _evaluation_options(
     reference: Path, options: MeasurementOptions, tasks: Tasks | None, settings: Settings
 ) -> EvaluationOptions:
     """Check the tasks, read text and prompts, and return the choices with them; errors as `evaluate`."""
-    from quantforge.evaluation.evaluate import EvaluationOptions
+    from quantforge.evaluation.compare_models import EvaluationOptions
 
     if tasks is not None:
         check(tasks)
