@@ -13,7 +13,8 @@ import pytest
 
 from tests.thorough import usual
 
-HEAP = 24 << 20  # small blocks, work buffers of products (they differ between processors): half of `memory.OVERHEAD`
+# Small blocks, work buffers of products (they differ between processors): half of `memory.OVERHEAD`.
+HEAP = 24 << 20
 LEAST = 0.45  # of what is predicted: on a busy machine the two rows of a micro-batch pass a block one after the other
 FAMILIES = {
     "llama": {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 2, "num_attention_heads": 8,
