@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import torch
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.problem import Parameters, Problem
 
@@ -107,8 +107,8 @@ def main() -> None:
         for name, value in packed.items():
             print(f"{name}: {value.dtype} {list(value.shape)}")
         x = torch.randn(asked.rows, COLUMNS).bfloat16()
-        plain = reference.prepare(codes, parameters, problem)
-        wanted = reference.product(x, reference.decode_rows(plain, problem, slice(None)))
+        plain = fallback.prepare(codes, parameters, problem)
+        wanted = fallback.product(x, fallback.decode_rows(plain, problem, slice(None)))
         found = packed_integers.matmul(x, packed, problem)
         print(
             f"relative error: {float((found.double() - wanted).norm() / wanted.norm()):.1e} (bfloat16)"

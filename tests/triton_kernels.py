@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.problem import Problem
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,8 +58,8 @@ def weights(task: Problem, seed: int = 0):
         return (torch.randn(shape, generator=rng) * 0.01).half()
 
     codes = integers(0, 2**task.bits, shape)
-    if task.grid in reference.FLOAT8:
-        codes = torch.randn(shape, generator=rng).to(reference.FLOAT8[task.grid]).view(torch.uint8)
+    if task.grid in fallback.FLOAT8:
+        codes = torch.randn(shape, generator=rng).to(fallback.FLOAT8[task.grid]).view(torch.uint8)
     parameters = {"scales": halves(*size)}
     most = 16 if task.lower == "pairs" else 64
     if task.lower == "e4m3":
@@ -87,9 +87,9 @@ def activations(task: Problem, rows: int = 1, seed: int = 0) -> torch.Tensor:
 
 def expected(task: Problem, given, x: torch.Tensor) -> torch.Tensor:
     """The product in float64 of what the codes stand for."""
-    packed = reference.prepare(*given, task)
-    weight = reference.decode_rows(packed, task, slice(None))
-    return reference.product(x, weight, task.activation)
+    packed = fallback.prepare(*given, task)
+    weight = fallback.decode_rows(packed, task, slice(None))
+    return fallback.product(x, weight, task.activation)
 
 
 def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from timing import ROTATED_BYTES, problem, random_weights, seconds
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, stack
 from quantforge_kernels.problem import Packed
 from quantforge_kernels.select import select_grouped
@@ -54,7 +54,7 @@ def grouped_error(form: str, tokens: int) -> float:
     given = [random_weights(task.each) for _ in range(experts)]
     if "table" in given[0][1]:
         given = [(codes, values | {"table": given[0][1]["table"]}) for codes, values in given]
-    chosen, plain = select_grouped(task), by_matrix(reference.KERNEL)
+    chosen, plain = select_grouped(task), by_matrix(fallback.KERNEL)
     x, owners = (
         torch.randn(tokens, shape[1], device="cuda").bfloat16(),
         owners_of(tokens, experts, each),
@@ -64,8 +64,8 @@ def grouped_error(form: str, tokens: int) -> float:
     wanted = torch.empty(len(owners.pairs), shape[0], dtype=torch.float64, device="cuda")
     for number, pairs in owners.groups():
         one = {name: v if name == "table" else v[number] for name, v in packed.items()}
-        weight = reference.decode_rows(one, task.each, slice(None))
-        wanted[pairs] = reference.product(x[pairs // each], weight)
+        weight = fallback.decode_rows(one, task.each, slice(None))
+        wanted[pairs] = fallback.product(x[pairs // each], weight)
     return float((y.double() - wanted).norm() / wanted.norm())
 
 

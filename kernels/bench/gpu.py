@@ -27,7 +27,7 @@ from timing import FORMS, ROTATED_BYTES, copies, problem, random_weights, read_b
 from torch import Tensor
 from triton.errors import TritonError
 
-from quantforge_kernels import attention, kv, reference
+from quantforge_kernels import attention, fallback, kv
 from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.kv_runs import KINDS
 from quantforge_kernels.problem import Problem
@@ -108,10 +108,10 @@ def correctness(_found: Found, part: Found, deadline: float) -> None:
             y = eight_bit_products.matmul(
                 x, eight_bit_products.prepare(codes, parameters, task), task
             )
-            weight = reference.decode_rows(
-                reference.prepare(codes, parameters, task), task, slice(None)
+            weight = fallback.decode_rows(
+                fallback.prepare(codes, parameters, task), task, slice(None)
             )
-            part[f"{kind} x {kind}"] = relative_error(y, reference.product(x, weight, kind))
+            part[f"{kind} x {kind}"] = relative_error(y, fallback.product(x, weight, kind))
     from experts import FORMS as GROUPED
     from experts import grouped_error
 
@@ -128,8 +128,8 @@ def one_error(task: Problem, rows: int) -> float:
     x = torch.randn(rows, task.in_features, device="cuda").to(task.dtype)
     kernel = select(task)
     y = kernel.matmul(x, kernel.prepare(codes, parameters, task), task)
-    weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
-    return relative_error(y, reference.product(x, weight))
+    weight = fallback.decode_rows(fallback.prepare(codes, parameters, task), task, slice(None))
+    return relative_error(y, fallback.product(x, weight))
 
 
 def same_bits(dtype: torch.dtype) -> bool:

@@ -7,7 +7,7 @@ kernel that multiplies one of them; each of its packed tensors gets a first dime
 matrices, so that a matrix is a view of them. Of the matrices that own no row nothing is read.
 
 `by_matrix` makes the grouped form of any kernel: the rows of an owner are gathered and multiplied at once,
-one owner after the other. That of the reference kernel is what the others have to compute.
+one owner after the other. That of the fallback kernel is what the others have to compute.
 """
 
 from __future__ import annotations

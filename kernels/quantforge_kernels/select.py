@@ -13,7 +13,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
-from quantforge_kernels import layers, reference
+from quantforge_kernels import fallback, layers
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.cpu import packed_integers
 from quantforge_kernels.gpu import eight_bit_products, plane_products
@@ -28,7 +28,7 @@ KERNELS: tuple[Kernel, ...] = (
     plane_products.FLOAT8,
     packed_integers.OF_OCTETS,
     packed_integers.KERNEL,
-    reference.KERNEL,
+    fallback.KERNEL,
 )
 GROUPED: tuple[GroupedKernel, ...] = (*plane_products.GROUPED, *packed_integers.GROUPED)
 

@@ -84,10 +84,10 @@ def _programs() -> list[Check]:
 
 
 def _cpu_kernels() -> list[Check]:
-    """Run every kernel that takes a 4-bit or 8-bit layer here against the reference."""
+    """Run every kernel that takes a 4-bit or 8-bit layer here against the fallback kernel."""
     import torch
 
-    from quantforge_kernels import reference
+    from quantforge_kernels import fallback
     from quantforge_kernels.problem import Problem
     from quantforge_kernels.select import select
 
@@ -100,7 +100,7 @@ def _cpu_kernels() -> list[Check]:
         scales = torch.rand(256, 256 // group, generator=generator) * 0.01 + 0.001
         weight = {"scales": scales}
         x = torch.randn(1, 256, generator=generator).bfloat16()
-        expected = reference.matmul(x, reference.prepare(codes, weight, problem), problem)
+        expected = fallback.matmul(x, fallback.prepare(codes, weight, problem), problem)
         result = kernel.matmul(x, kernel.prepare(codes, weight, problem), problem)
         error = float((result - expected).abs().max() / expected.abs().max())
         status = "PASS" if error < 0.02 else "FAIL"

@@ -3,7 +3,7 @@
 It describes its `QuantizedTensor` as a problem of the kernels (which grid, which parameters, in their plain terms;
 nothing is rounded on the way), gives codes and parameters to the first kernel that accepts them, keeps only what that
 kernel prepared, and multiplies. Which kernel it was is part of every report. A kernel that fails on this machine, which
-is found out at once, gives the weight back to the reference, and ``failure`` says so.
+is found out at once, gives the weight to the fallback kernel, and ``failure`` says so.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantforge.grids import Tile
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
 from quantforge.packers.tensor import OF_INPUT, QuantizedTensor
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.grouped import GroupedKernel
 from quantforge_kernels.layers import add_bias, linear
@@ -137,7 +137,7 @@ class PackedWeights(nn.Module, ABC):
 
     @abstractmethod
     def keep_decoded(self, keep: bool) -> None:
-        """Keep what the reference kernel decodes for the products that follow, or let go of it."""
+        """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
 
 
 class PackedLinear(PackedWeights):
@@ -186,15 +186,15 @@ class PackedLinear(PackedWeights):
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
     def _prepared(self, weight: KernelWeight) -> Packed:
-        """Prepare the weight and try the kernel; where it fails, the reference takes the weight (`failure`: why)."""
+        """Prepare the weight and try the kernel; where it fails, the fallback kernel takes the weight."""
         packed = self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
-        if self.chosen is reference.KERNEL:
+        if self.chosen is fallback.KERNEL:
             return packed
         self.failure = failure(self.chosen, packed, weight.problem)
         if self.failure is None:
             return packed
         self.failure = f"{self.chosen.name}: {self.failure}"
-        self.chosen = reference.KERNEL
+        self.chosen = fallback.KERNEL
         return self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class PackedLinear(PackedWeights):
         if self._kept is None:
             y = self.chosen.matmul(rows, self.packed, self.problem)
         else:
-            y = reference.matmul(rows, self.packed, self.problem, self._kept)
+            y = fallback.matmul(rows, self.packed, self.problem, self._kept)
         if self._outliers is not None:
             taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
             y = y + many_rows.matmul(taken, self._outliers)
@@ -217,11 +217,11 @@ class PackedLinear(PackedWeights):
         return y.view(*x.shape[:-1], self.problem.out_features)
 
     def rows(self, part: slice) -> Tensor | None:
-        """Return some decoded rows of the weight, in the type of activations; None but of the reference kernel."""
+        """Return some decoded rows of the weight, in the type of activations; None but of the fallback kernel."""
         plain = self.takes_plain_input and not self.problem.activation
-        if self.chosen is not reference.KERNEL or not plain:
+        if self.chosen is not fallback.KERNEL or not plain:
             return None
-        return reference.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
+        return fallback.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
 
     @property
     def weight(self) -> Tensor:
@@ -246,15 +246,15 @@ class PackedLinear(PackedWeights):
         return outliers + super().weight_bytes
 
     def round_inputs(self, bits: int) -> bool:
-        """Let a kernel of the same layout, or in the reference's place, round activations; return whether one does."""
+        """Round activations, by a kernel of the same layout or in place of the fallback; return whether one does."""
         problem = replace(self.problem, input_bits=bits)
         chosen, packed = select(problem), self.packed
         if chosen is self.chosen:
             return False
         if chosen.prepare is not self.chosen.prepare:
-            if self.chosen is not reference.KERNEL:
+            if self.chosen is not fallback.KERNEL:
                 return False
-            packed = chosen.prepare(*reference.restore(packed, self.problem), problem)
+            packed = chosen.prepare(*fallback.restore(packed, self.problem), problem)
         if failure(chosen, packed, problem) is not None:
             return False
         self.problem, self.chosen = problem, chosen
@@ -262,8 +262,8 @@ class PackedLinear(PackedWeights):
         return True
 
     def keep_decoded(self, keep: bool) -> None:
-        """Keep what the reference kernel decodes for the products that follow, or let go of it."""
-        self._kept = {} if keep and self.chosen is reference.KERNEL else None
+        """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
+        self._kept = {} if keep and self.chosen is fallback.KERNEL else None
 
 
 class SummedLinear(nn.Module):

@@ -38,7 +38,7 @@ from quantforge.model.loading import parameter
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, kernel_weight
-from quantforge_kernels import grouped, reference
+from quantforge_kernels import fallback, grouped
 from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners
 from quantforge_kernels.layers import silu_gate
 from quantforge_kernels.select import grouped_failure, select_grouped
@@ -409,7 +409,7 @@ class PackedStack(PackedWeights):
         self.failure = self._tried(first)
         if self.failure is not None:
             self.failure = f"{self.chosen.name}: {self.failure}"
-            self.chosen = grouped.by_matrix(reference.KERNEL)
+            self.chosen = grouped.by_matrix(fallback.KERNEL)
         self._kept: dict[int, dict[int, Tensor]] | None = None  # decoded tiles of each expert
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -427,7 +427,7 @@ class PackedStack(PackedWeights):
 
     def _tried(self, first: KernelWeight) -> str | None:
         """Return why the kernel fails on the first matrix alone; None where it does not."""
-        if self.chosen.layout is reference.KERNEL:
+        if self.chosen.layout is fallback.KERNEL:
             return None
         alone = replace(self.problem, matrices=1)
         packed = grouped.stack(iter([(first.codes, first.parameters)]), alone, self.chosen)
@@ -442,7 +442,7 @@ class PackedStack(PackedWeights):
         for expert, pairs in owners.groups():
             kept = self._kept.setdefault(expert, {})
             part = grouped.matrix(self.packed, expert)
-            y[pairs] = reference.matmul(x[pairs // each], part, self.problem.each, kept)
+            y[pairs] = fallback.matmul(x[pairs // each], part, self.problem.each, kept)
         return y
 
     @property
@@ -452,17 +452,17 @@ class PackedStack(PackedWeights):
         return self.problem.matrices * each.out_features * each.in_features
 
     def round_inputs(self, bits: int) -> bool:
-        """Let a kernel of the same layout, or in the reference's place, round activations; return whether one does."""
+        """Round activations, by a kernel of the same layout or in place of the fallback; return whether one does."""
         problem = replace(self.problem, each=replace(self.problem.each, input_bits=bits))
         chosen, packed = select_grouped(problem), self.packed
         if chosen is self.chosen:
             return False
         if chosen.layout.prepare is not self.chosen.layout.prepare:
-            if self.chosen.layout is not reference.KERNEL:
+            if self.chosen.layout is not fallback.KERNEL:
                 return False
             each = (grouped.matrix(packed, number) for number in range(problem.matrices))
             packed = grouped.stack(
-                (reference.restore(one, self.problem.each) for one in each), problem, chosen
+                (fallback.restore(one, self.problem.each) for one in each), problem, chosen
             )
         alone = {
             name: value if name in grouped.SHARED else value[:1] for name, value in packed.items()
@@ -474,8 +474,8 @@ class PackedStack(PackedWeights):
         return True
 
     def keep_decoded(self, keep: bool) -> None:
-        """Keep what the reference kernel decodes for the products that follow, or let go of it."""
-        self._kept = {} if keep and self.chosen.layout is reference.KERNEL else None
+        """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
+        self._kept = {} if keep and self.chosen.layout is fallback.KERNEL else None
 
 
 class SeparateStack(nn.Module):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantforge.runtime import linear
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from scripts.defects import artifacts, mistakes, results, session
 from scripts.defects.artifacts import Healthy
 from scripts.defects.damage import Damage, Finding, damage_of
@@ -41,7 +41,7 @@ def bases(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Healthy]
 
 @pytest.fixture(autouse=True)
 def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
+    monkeypatch.setattr(linear, "select", lambda _problem: fallback.KERNEL)
 
 
 @pytest.mark.thorough

@@ -4,9 +4,9 @@
 torch's where it is faster (`many_rows`), by a slab of the weight at a time that one of them has decoded.
 
 Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
-than either type. It would be coarser than float32, which is therefore left to the reference. Where a problem allows it
-(`Problem.input_bits`), ``llvm-int8`` rounds them to 8-bit integers instead, those in float32 too: the same layout, half
-the instructions.
+than either type. It would be coarser than float32, which is therefore left to the fallback kernel. Where a problem
+allows it (`Problem.input_bits`), ``llvm-int8`` rounds them to 8-bit integers instead, those in float32 too: the same
+layout, half the instructions.
 """
 
 from __future__ import annotations

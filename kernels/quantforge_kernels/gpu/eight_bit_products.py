@@ -2,7 +2,7 @@
 
 Declarations and launcher of `gpu.eight_bits`: W8A8 in int8 (symmetric, one weight scale per row) and in
 fp8 (a scale per row or per tile). Where the weights have zero points, or a device has no fp8
-arithmetic, the reference computes the same.
+arithmetic, the fallback kernel computes the same.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantforge_kernels.fallback import quantize_rows
 from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.layout import chunk_of
 from quantforge_kernels.problem import (
@@ -20,7 +21,6 @@ from quantforge_kernels.problem import (
     has_triton,
     knows_float8,
 )
-from quantforge_kernels.reference import quantize_rows
 
 _DTYPES = {"int": torch.int8, "fp8": torch.float8_e4m3fn}
 _ACTIVATIONS = {"int": "int8", "fp8": "fp8"}

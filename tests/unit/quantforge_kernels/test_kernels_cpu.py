@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import packed_integers
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
@@ -41,8 +41,8 @@ def relative_error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> fl
 @pytest.mark.parametrize("columns", [7, 64, 129])
 def test_packing_rows_is_lossless_and_dense(bits, columns):
     codes = torch.randint(0, 2**bits, (5, columns), dtype=torch.uint8)
-    planes = reference.pack_rows(codes, bits)
-    assert torch.equal(reference.unpack_rows(planes, bits, columns), codes)
+    planes = fallback.pack_planes(codes, bits)
+    assert torch.equal(fallback.unpack_planes(planes, bits, columns), codes)
     padded = columns + -columns % 8
     assert sum(plane.numel() for plane in planes) == 5 * padded * bits // 8
 
@@ -55,24 +55,24 @@ def test_packing_rows_is_lossless_and_dense(bits, columns):
 def test_reference_decodes_exactly_and_multiplies(bits, symmetric, shape, group):
     task = problem(bits, group, symmetric, torch.float32, shape)
     codes, parameters, weight, x = make(task)
-    packed = reference.prepare(codes, parameters, task)
+    packed = fallback.prepare(codes, parameters, task)
     # A float16 scale times a small integer is exact in float32.
-    decoded = reference.decode_rows(packed, task, slice(None))
+    decoded = fallback.decode_rows(packed, task, slice(None))
     assert torch.equal(decoded.double(), weight)
-    assert relative_error(reference.matmul(x, packed, task), weight, x) < 1e-6
+    assert relative_error(fallback.matmul(x, packed, task), weight, x) < 1e-6
 
 
 def test_reference_decodes_in_tiles(monkeypatch):
     task = problem(dtype=torch.float32, shape=(50, 256))
     codes, parameters, weight, x = make(task)
-    packed = reference.prepare(codes, parameters, task)
+    packed = fallback.prepare(codes, parameters, task)
     tiles = []
-    whole = reference.decode_rows
-    monkeypatch.setattr(reference, "TILE_WEIGHTS", 8 * 256)
+    whole = fallback.decode_rows
+    monkeypatch.setattr(fallback, "TILE_WEIGHTS", 8 * 256)
     monkeypatch.setattr(
-        reference, "decode_rows", lambda *args: tiles.append(whole(*args)) or tiles[-1]
+        fallback, "decode_rows", lambda *args: tiles.append(whole(*args)) or tiles[-1]
     )
-    y = reference.matmul(x, packed, task)
+    y = fallback.matmul(x, packed, task)
     assert [len(tile) for tile in tiles] == [8] * 6 + [2]
     assert relative_error(y, weight, x) < 1e-6
 
@@ -80,7 +80,7 @@ def test_reference_decodes_in_tiles(monkeypatch):
 def test_without_vectors_the_reference_multiplies(monkeypatch):
     monkeypatch.setattr(packed_integers, "feature", lambda: None)
     for bits in (3, 4, 8):
-        assert select(problem(bits)) is reference.KERNEL
+        assert select(problem(bits)) is fallback.KERNEL
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -88,7 +88,7 @@ def test_without_vectors_the_reference_multiplies(monkeypatch):
 def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
     task = problem(4, group, symmetric, shape=(64, 2048))
     codes, parameters, _, _ = make(task)
-    held = sum(tensor.nbytes for tensor in reference.prepare(codes, parameters, task).values())
+    held = sum(tensor.nbytes for tensor in fallback.prepare(codes, parameters, task).values())
     scales = parameters["scales"]
     stored = codes.numel() / 2 + scales.nbytes + (0 if symmetric else scales.numel() / 2)
     assert held <= 1.1 * stored

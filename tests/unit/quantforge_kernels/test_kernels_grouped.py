@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, matrix, stack
 from quantforge_kernels.problem import Problem
@@ -62,7 +62,7 @@ def test_owners_are_sorted_and_counted():
 )
 def test_products_one_after_the_other(form, rows, each):
     task = problem(**FORMS[form], shape=(5, 256))
-    kernel = by_matrix(reference.KERNEL)
+    kernel = by_matrix(fallback.KERNEL)
     given, packed = stacked(task, kernel)
     x = rows_of(task, rows)
     owners = owned(rows, each) if rows else Owners(torch.zeros(0, each), COUNT)
@@ -70,13 +70,13 @@ def test_products_one_after_the_other(form, rows, each):
     assert y.shape == (rows * each, 5)
     assert not rows or relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
     codes, values = given[3]
-    single = reference.prepare(codes, values, task)
+    single = fallback.prepare(codes, values, task)
     assert all(torch.equal(value, single[name]) for name, value in matrix(packed, 3).items())
 
 
 def test_matrices_that_differ_are_not_stacked():
     task = problem(shape=(5, 256))
-    kernel = by_matrix(reference.KERNEL)
+    kernel = by_matrix(fallback.KERNEL)
     given = [weights(task, seed) for seed in range(2)]
     wide = (given[1][0], {name: value.float() for name, value in given[1][1].items()})
     with pytest.raises(ValueError, match="scales of matrix 1 differs"):

@@ -10,7 +10,7 @@ from hypothesis import given as given_values
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.layout import WIDTHS, chunk_of, to_planes
 from quantforge_kernels.problem import Problem
@@ -143,7 +143,7 @@ def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
     codes[:, least:] = 0
     held = plane_products.prepare(codes, scales, task)
     found = plane_products.decode(held, task, torch.float32)
-    assert torch.equal(found, codes.view(reference.FLOAT8[grid]).float())
+    assert torch.equal(found, codes.view(fallback.FLOAT8[grid]).float())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -290,7 +290,7 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
     for grid, activation in (("table", ""), ("fp8", ""), ("int", "int8")):
         task = Problem(48, 256, 4, 128, True, torch.bfloat16, "cpu", grid, 1, activation)
         assert select(task).name == "reference"
-    assert KERNELS[-1] is reference.KERNEL
+    assert KERNELS[-1] is fallback.KERNEL
 
 
 @pytest.mark.parametrize("kernel", ["matvec", "rows"])

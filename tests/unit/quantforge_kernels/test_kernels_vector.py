@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features, many_rows, packed_integers
 from quantforge_kernels.cpu.lane_layout import cut, to_lanes
 from quantforge_kernels.layout import WIDTHS
@@ -27,14 +27,14 @@ def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     form = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
     task = problem(shape=shape, dtype=dtype, **form)
     codes, parameters = weights(task)
-    plain = reference.prepare(codes, parameters, task)
-    weight = reference.decode_rows(plain, task, slice(None))
+    plain = fallback.prepare(codes, parameters, task)
+    weight = fallback.decode_rows(plain, task, slice(None))
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
     return task, packed_integers.prepare(codes, parameters, task), weight, x
 
 
 def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    wanted = reference.product(x, weight)
+    wanted = fallback.product(x, weight)
     return float((y.double() - wanted).norm() / wanted.norm())
 
 
@@ -167,7 +167,7 @@ def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
 def test_columns_that_fill_no_unit_are_padded():
     task = problem(bits=3, group=48, shape=(16, 144), dtype=torch.float16)  # units of 96 columns
     codes, parameters = weights(task)
-    weight = reference.decode_rows(reference.prepare(codes, parameters, task), task, slice(None))
+    weight = fallback.decode_rows(fallback.prepare(codes, parameters, task), task, slice(None))
     for rows in (1, 20):
         x = torch.randn(rows, 144).half()
         y = packed_integers.matmul(x, packed_integers.prepare(codes, parameters, task), task)
@@ -234,8 +234,8 @@ def test_largest_codes_and_activations_do_not_overflow_eight_bits():
         codes = torch.full((16, 256), 2**bits - 1, dtype=torch.uint8)
         _, parameters = weights(task)
         packed = packed_integers.prepare(codes, parameters, task)
-        plain = reference.prepare(codes, parameters, task)
-        weight = reference.decode_rows(plain, task, slice(None))
+        plain = fallback.prepare(codes, parameters, task)
+        weight = fallback.decode_rows(plain, task, slice(None))
         for sign in (1, -1):
             x = torch.full((9, 256), 3.0 * sign, dtype=torch.bfloat16)
             assert error(packed_integers.matmul(x, packed, task), x, weight) < 4e-3
@@ -261,9 +261,9 @@ def test_eight_bits_are_chosen_where_they_are_allowed():
 def test_activations_in_float32_are_rounded_to_eight_bits_alone(rows):
     task = replace(problem(bits=4, group=64, shape=(40, 256), dtype=torch.float32), input_bits=8)
     codes, parameters = weights(task)
-    plain = reference.prepare(codes, parameters, task)
-    weight = reference.decode_rows(plain, task, slice(None))
-    unpacked, restored = reference.restore(plain, task)
+    plain = fallback.prepare(codes, parameters, task)
+    weight = fallback.decode_rows(plain, task, slice(None))
+    unpacked, restored = fallback.restore(plain, task)
     assert torch.equal(unpacked, codes)
     packed = packed_integers.prepare(unpacked, restored, task)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))

@@ -18,7 +18,7 @@ from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
@@ -285,7 +285,7 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
     def broken(*_):
         raise RuntimeError("ptxas: no such register")
 
-    kernel = Kernel("broken", lambda _: True, reference.prepare, broken, lambda *_: (None, {}))
+    kernel = Kernel("broken", lambda _: True, fallback.prepare, broken, lambda *_: (None, {}))
     monkeypatch.setattr(linear, "select", lambda _problem: kernel)
     path = quantized("llama", "compressed-tensors", "int4:g32:sym")
     loaded = load(path)
@@ -302,13 +302,13 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
 @pytest.mark.parametrize("limit", [linear.DECODED_BYTES, 0])
 def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch, limit):
     tensor = random_tensor("int4:g32:sym", (48, 64))
-    monkeypatch.setattr(linear, "select", lambda _: reference.KERNEL)
+    monkeypatch.setattr(linear, "select", lambda _: fallback.KERNEL)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
     x = torch.randn(7, 64)
     expected = layer(x)
-    decoding, count = reference.decode_rows, []
+    decoding, count = fallback.decode_rows, []
     monkeypatch.setattr(linear, "DECODED_BYTES", limit)
-    monkeypatch.setattr(reference, "decode_rows", lambda *args: count.append(1) or decoding(*args))
+    monkeypatch.setattr(fallback, "decode_rows", lambda *args: count.append(1) or decoding(*args))
     with linear.decoded_once(torch.nn.Sequential(layer)):
         for _ in range(3):
             assert torch.equal(layer(x), expected)

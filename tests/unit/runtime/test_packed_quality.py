@@ -18,7 +18,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.text_side import tokenizer_of
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features
 from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.problem import Kernel
@@ -48,7 +48,7 @@ def decoded(model: nn.Module) -> nn.Module:
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear):
             kept, problem = module.packed, module.problem
-            weight = reference.decode_rows(kept, problem, slice(None)).to(problem.dtype)
+            weight = fallback.decode_rows(kept, problem, slice(None)).to(problem.dtype)
             dense = nn.Linear(problem.in_features, problem.out_features, bias=False)
             dense.weight = nn.Parameter(weight, requires_grad=False)
             model.set_submodule(name, dense)
@@ -63,7 +63,7 @@ def check(path, monkeypatch, dtype, kernel, windows) -> None:
     if kernel is not None:
         monkeypatch.setattr(linear, "select", lambda _problem: kernel)
     ours = nll(load(path, dtype=dtype).model, windows)
-    monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
+    monkeypatch.setattr(linear, "select", lambda _problem: fallback.KERNEL)
     exact = nll(decoded(load(path, dtype=dtype).model), windows)
     # In bfloat16 a product of packed weights is rounded once, one of decoded weights twice.
     assert abs(ours - exact) <= (1e-5 if dtype == torch.float32 else 1e-2)
@@ -89,7 +89,7 @@ def test_nll_of_a_trained_model(tmp_path, monkeypatch):
     windows = cut(tokenizer_of(WREN), (SHARED / "data/wikitext-2/valid.txt").read_text(), 4, 128)
     loaded = load(tmp_path / "q", dtype=torch.bfloat16)
     assert loaded.kernels["reference" if features.feature() is None else "llvm-int"] > 0.1
-    monkeypatch.setattr(linear, "select", lambda _problem: reference.KERNEL)
+    monkeypatch.setattr(linear, "select", lambda _problem: fallback.KERNEL)
     exact = nll(decoded(load(tmp_path / "q", dtype=torch.bfloat16).model), windows)
     assert abs(nll(loaded.model, windows) - exact) <= 1e-3
 

@@ -19,7 +19,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.tensor_shares import Cut, Share, share_of_process
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
-from quantforge_kernels import reference
+from quantforge_kernels import fallback
 from tests.quantized import random_tensor
 from tests.runs import CALIBRATION
 from tests.shares import load_part, on_ranks
@@ -146,9 +146,9 @@ def test_a_cut_is_a_part_of_the_matrix(scheme):
         Cut("m", HALF, rows=(slice(32, 64),), columns=slice(0, 64)),
     ):
         part = cut.kernel_weight(whole)
-        packed = reference.KERNEL.prepare(part.codes, part.parameters, part.problem)
+        packed = fallback.KERNEL.prepare(part.codes, part.parameters, part.problem)
         eye = torch.eye(part.problem.in_features)
-        found = reference.KERNEL.matmul(eye, packed, part.problem).T
+        found = fallback.KERNEL.matmul(eye, packed, part.problem).T
         wanted = torch.cat([plain[run] for run in cut.rows]) if cut.rows else plain
         wanted = wanted[:, cut.columns] if cut.columns else wanted
         assert torch.equal(found, wanted)

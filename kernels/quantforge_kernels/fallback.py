@@ -1,4 +1,4 @@
-"""The reference: every grid, any bits, group size, type and device, in plain torch.
+"""The fallback kernel: every grid, any bits, group size, type and device, in plain torch.
 
 Codes stay packed at exactly ``bits`` bits each (rows padded to a multiple of 8 columns). Widths
 that do not divide a byte are split into planes that do: a 3-bit code is its low 2 bits in one
@@ -35,7 +35,7 @@ STRIP = 256  # rows that are quantized at a time: tensors above 32 MiB get new m
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
-def pack_rows(codes: Tensor, bits: int) -> list[Tensor]:
+def pack_planes(codes: Tensor, bits: int) -> list[Tensor]:
     """Pack uint8 codes ``[out, in]`` into planes of bytes, ``bits`` bits per code in all."""
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 8))
     planes, shift = [], 0
@@ -49,8 +49,8 @@ def pack_rows(codes: Tensor, bits: int) -> list[Tensor]:
     return planes
 
 
-def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
-    """Return the uint8 codes ``[out, columns]`` of `pack_rows`."""
+def unpack_planes(planes: list[Tensor], bits: int, columns: int) -> Tensor:
+    """Return the uint8 codes ``[out, columns]`` of `pack_planes`."""
     codes, shift = None, 0
     for plane, width in zip(planes, WIDTHS[bits], strict=True):
         fields = [(plane >> place) & (2**width - 1) for place in range(0, 8, width)]
@@ -63,7 +63,7 @@ def unpack_rows(planes: list[Tensor], bits: int, columns: int) -> Tensor:
 
 def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
     """Pack the codes; parameters stay as they are, but for the lower of two levels (`narrowed`)."""
-    packed = {f"codes{i}": plane for i, plane in enumerate(pack_rows(codes, problem.bits))}
+    packed = {f"codes{i}": plane for i, plane in enumerate(pack_planes(codes, problem.bits))}
     held = narrowed(parameters, problem)
     return packed | {name: value.contiguous() for name, value in held.items()}
 
@@ -86,7 +86,7 @@ def decode_rows(packed: Packed, problem: Problem, rows: slice) -> Tensor:
 
 def _codes(packed: Packed, problem: Problem, rows: slice) -> Tensor:
     planes = [packed[f"codes{i}"][rows] for i in range(len(WIDTHS[problem.bits]))]
-    return unpack_rows(planes, problem.bits, problem.in_features)
+    return unpack_planes(planes, problem.bits, problem.in_features)
 
 
 def _values(codes: Tensor, packed: Packed, problem: Problem, rows: slice) -> Tensor:
@@ -173,4 +173,5 @@ def matmul(
     return result
 
 
+# Reports name it "reference": `product` and `matmul` are what the other kernels are compared with.
 KERNEL = Kernel("reference", lambda _problem: True, prepare, matmul)
