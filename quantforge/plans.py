@@ -91,7 +91,7 @@ class TensorPlan:
     action: Action
     rule: str
     scheme: LayerScheme | None = None
-    stored: tuple[StoredTensor, ...] = ()
+    outputs: tuple[StoredTensor, ...] = ()
     part: int = -1  # decoder block, -1 outside of the blocks
     shared: str = ""  # the shared input that it reads, "" when none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
@@ -105,9 +105,9 @@ class TensorPlan:
     sparse: bool = False  # kept, with zeros of the recipe's pattern
 
     @property
-    def stored_bytes(self) -> int:
+    def output_bytes(self) -> int:
         """Return the bytes written for this tensor."""
-        return sum([tensor.nbytes for tensor in self.stored])  # asked for of every expert
+        return sum([tensor.nbytes for tensor in self.outputs])  # asked for of every expert
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -249,7 +249,7 @@ class Plan:
 def _bits(tensors: Sequence[TensorPlan]) -> float:
     """Return the bits stored per weight of some tensors; NaN without any."""
     weights = sum(math.prod(tensor.shape) for tensor in tensors)
-    return 8 * sum(tensor.stored_bytes for tensor in tensors) / weights if weights else math.nan
+    return 8 * sum(tensor.output_bytes for tensor in tensors) / weights if weights else math.nan
 
 
 CHOSEN = "chosen: "  # how a note about what was left open begins

@@ -146,7 +146,7 @@ class Scheme:
         codes = Fraction(self.bits, GRIDS[self.grid].weights_per_code)
         return codes + Fraction(scale_bits * scales + extra, math.prod(shape))
 
-    def stored_as(self, scale: ScaleType) -> Scheme:
+    def with_scale(self, scale: ScaleType) -> Scheme:
         """Return this scheme with its scale type filled in where it was left open."""
         if self.scale is not None:
             return self

@@ -21,12 +21,12 @@ def add_noise(file: Path, folder: Path, seed: int) -> int:
     """Move every weight of the file's Q4_1 matrices by less than half a step; return the number of matrices."""
     checkpoint, weights = open_model(file), load_file(folder / "model.safetensors")
     form, generator = detect(checkpoint.config), torch.Generator().manual_seed(seed)
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     moved = 0
     for layout in sorted(form.layouts(checkpoint.config, headers), key=lambda item: item.module):
         if layout.scheme.weight.grid != "q4_1":
             continue
-        stored = {name: checkpoint.read(name) for name in layout.stored}
+        stored = {name: checkpoint.read(name) for name in layout.tensor_names}
         step = form.unpack(layout, stored).parameters["scales"].float()
         weight = weights[f"{layout.module}.weight"]
         uniform = torch.rand(weight.shape, generator=generator) - 0.5

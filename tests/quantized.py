@@ -37,7 +37,7 @@ def random_tensor(
         parameters["zeros"] = torch.randint(
             least_zero, levels, size, generator=generator, dtype=torch.uint8
         )
-    return QuantizedTensor(codes, parameters, scheme.stored_as(ScaleType.F16))
+    return QuantizedTensor(codes, parameters, scheme.with_scale(ScaleType.F16))
 
 
 def decoded(tensor: QuantizedTensor) -> torch.Tensor:
@@ -68,15 +68,15 @@ def quantized_plan(
     form: Format, name: str, scheme: str, shape: tuple[int, int], block: int
 ) -> TensorPlan:
     """Plan one quantized weight as the planner does."""
-    layer = LayerScheme(parse(scheme).stored_as(form.scale_type("BF16")))
-    stored = form.stored(name.removesuffix(".weight"), layer, shape)
+    layer = LayerScheme(parse(scheme).with_scale(form.scale_type("BF16")))
+    stored = form.packed_tensors(name.removesuffix(".weight"), layer, shape)
     return TensorPlan(name, "BF16", shape, Action.QUANTIZE, "", layer, stored, block)
 
 
 def kept_plan(name: str, shape: tuple[int, ...], block: int = -1) -> TensorPlan:
     """Plan one kept tensor."""
     stored = (StoredTensor(name, "BF16", shape),)
-    return TensorPlan(name, "BF16", shape, Action.KEEP, "", stored=stored, part=block)
+    return TensorPlan(name, "BF16", shape, Action.KEEP, "", outputs=stored, part=block)
 
 
 def plan_of(form: Format, tensors: list[TensorPlan]) -> Plan:

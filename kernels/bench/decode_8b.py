@@ -100,7 +100,7 @@ def random_experts(module: Any, scheme: Scheme, device: torch.device) -> nn.Modu
 
 def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedTensor:
     """Random codes under scales that give weights of ordinary size."""
-    scheme = scheme.stored_as(ScaleType.BF16)
+    scheme = scheme.with_scale(ScaleType.BF16)
     size = scheme.parameter_shape(shape)
     codes = torch.randint(0, 1 << scheme.bits, shape, dtype=torch.uint8, device=device)
     if scheme.grid.startswith("fp8"):

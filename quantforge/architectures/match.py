@@ -110,7 +110,7 @@ class MatchedTensor:
 
     Attributes:
         name: canonical name (that of the transformers model); of foreign tensors the stored one.
-        stored: name, type and shape in the checkpoint.
+        header: name, type and shape in the checkpoint.
         block: index of the decoder block, -1 outside.
         shared: for linear weights the stored module name of the first linear that reads the same activation.
         transposed: a linear weight stored ``[in_features, out_features]``.
@@ -119,7 +119,7 @@ class MatchedTensor:
     """
 
     name: str
-    stored: StoredTensor
+    header: StoredTensor
     role: Role
     block: int = -1
     shared: str = ""
@@ -209,26 +209,26 @@ def match(
         InputError: tensors are missing, left over, stored twice, of a wrong shape or type (all are listed, the first
             ten by name), or the configuration is impossible.
     """
-    _check_stored(stored := [*entries])
+    _check_stored(headers := [*entries])
     if is_draft(config):
-        _check_codes(stored)
-        return _match_draft(config, stored)
+        _check_codes(headers)
+        return _match_draft(config, headers)
     architecture = found.architecture if found else architecture_of(config)
     if architecture is not None:
-        architecture = architecture.as_held(tensor.name for tensor in stored)
+        architecture = architecture.as_held(tensor.name for tensor in headers)
     tower = text_config(config)
     check_values(tower, declared=architecture is not None and not found)
     if architecture is None:
-        _check_codes(stored)
+        _check_codes(headers)
         reason = f"model_type {config.get('model_type')!r} is not declared"
-        return _matched_by_names(config, tower, stored, reason)
+        return _matched_by_names(config, tower, headers, reason)
     try:
         architecture.require(tower)
     except InputError as refused:
-        _check_codes(stored)
-        return _matched_by_names(config, tower, stored, refused.message)
+        _check_codes(headers)
+        return _matched_by_names(config, tower, headers, refused.message)
     return _declared(
-        architecture.configured(tower), config, tower, stored, found.names if found else {}
+        architecture.configured(tower), config, tower, headers, found.names if found else {}
     )
 
 
@@ -277,24 +277,24 @@ def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched
         matched.by_name[f"{name}.weight"]
         for name in (matched.architecture.embedding, matched.architecture.head)
     )
-    if embedding.stored.dtype != head.stored.dtype or not equal(
-        embedding.stored.name, head.stored.name
+    if embedding.header.dtype != head.header.dtype or not equal(
+        embedding.header.name, head.header.name
     ):
-        raise no_tie(embedding.stored.name, head.stored.name)
+        raise no_tie(embedding.header.name, head.header.name)
     kept = tuple(tensor for tensor in matched.tensors if tensor is not head)
-    dropped = (*matched.dropped, (head.stored, SAME))
+    dropped = (*matched.dropped, (head.header, SAME))
     return replace(matched, tensors=kept, dropped=dropped, tied_twice=False)
 
 
-def _check_stored(stored: list[StoredTensor]) -> None:
-    counts = Counter(tensor.name for tensor in stored)
+def _check_stored(headers: list[StoredTensor]) -> None:
+    counts = Counter(tensor.name for tensor in headers)
     problems = [f"{name}: stored {count} times" for name, count in counts.items() if count > 1]
     _raise(problems, "every tensor has to be in exactly one file")
 
 
-def _check_codes(stored: list[StoredTensor]) -> None:
+def _check_codes(headers: list[StoredTensor]) -> None:
     """Refuse packed tensors that no format decoded, for models without declarations."""
-    problems = [_code(tensor) for tensor in stored if holds_codes(tensor)]
+    problems = [_code(tensor) for tensor in headers if holds_codes(tensor)]
     _raise(problems, "the quantization in config.json and the tensors disagree")
 
 
@@ -315,20 +315,20 @@ def _declared(
     architecture: Architecture,
     config: Mapping[str, Any],
     tower: Mapping[str, Any],
-    stored: list[StoredTensor],
+    headers: list[StoredTensor],
     names: Mapping[str, str],
 ) -> Matched:
     dimensions = architecture.dimensions(tower)
-    if dimensions.layers > len(stored):
+    if dimensions.layers > len(headers):
         raise InputError(
-            f"config.json: num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(stored)} tensors",
+            f"config.json: num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(headers)} tensors",
             "configuration and weights are not of one model",
         )
     derived = architecture.derived
     is_tied = derived.tied if derived else tied(tower, config, architecture.defaults)
     slots = _Slots(architecture, dimensions, tower, names)
-    heads = _head_tensors(tower, dimensions.layers, stored)
-    found, dropped, problems = _partition(architecture, slots, stored, heads)
+    heads = _head_tensors(tower, dimensions.layers, headers)
+    found, dropped, problems = _partition(architecture, slots, headers, heads)
     head = f"{architecture.head}.weight"
     problems += [
         f"{name}: missing"
@@ -354,14 +354,14 @@ def _declared(
 def _partition(
     architecture: Architecture,
     slots: _Slots,
-    stored: Iterable[StoredTensor],
+    headers: Iterable[StoredTensor],
     heads: Mapping[str, MatchedTensor],
 ) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
     """Sort stored tensors: those with a place (by canonical name), dropped ones with the reason, and problems."""
     found: dict[str, MatchedTensor] = {}
     dropped: list[tuple[StoredTensor, str]] = []
     problems: list[str] = []
-    for tensor in stored:
+    for tensor in headers:
         slot = slots.of(tensor.name)
         pattern = next(
             (text for text in architecture.droppable if re.fullmatch(text, tensor.name)), ""
@@ -379,7 +379,7 @@ def _partition(
                 f"{tensor.name}: not a tensor of {architecture.model_type}{_beyond(tensor.name, len(slots.layers))}"
             )
         elif slot.name in found:
-            problems.append(f"{tensor.name}: the same tensor as {found[slot.name].stored.name}")
+            problems.append(f"{tensor.name}: the same tensor as {found[slot.name].header.name}")
         else:
             problems += slot.misfits(tensor)
             found[slot.name] = slot.filled(tensor)
@@ -399,11 +399,11 @@ def _beyond(name: str, layers: int) -> str:
 def _stored_sharing(tensors: tuple[MatchedTensor, ...]) -> tuple[MatchedTensor, ...]:
     """Name shared inputs by stored modules, the names that plans and files use."""
     modules = {
-        tensor.name.removesuffix(".weight"): tensor.stored.name.removesuffix(".weight")
+        tensor.name.removesuffix(".weight"): tensor.header.name.removesuffix(".weight")
         for tensor in tensors
     }
-    stored = [modules.get(tensor.shared, "") for tensor in tensors]
-    pairs = zip(tensors, stored, strict=True)
+    names = [modules.get(tensor.shared, "") for tensor in tensors]
+    pairs = zip(tensors, names, strict=True)
     return tuple(one if one.shared == name else replace(one, shared=name) for one, name in pairs)
 
 
@@ -428,22 +428,22 @@ class _Slot:
     expert: int = -1
     stack: str = ""
 
-    def filled(self, stored: StoredTensor) -> MatchedTensor:
+    def filled(self, header: StoredTensor) -> MatchedTensor:
         """Return the matched tensor for a stored one."""
         return MatchedTensor(
-            self.name, stored, self.role, self.block, self.linear, self.transposed, self.expert
+            self.name, header, self.role, self.block, self.linear, self.transposed, self.expert
         )
 
-    def misfits(self, stored: StoredTensor) -> list[str]:
+    def misfits(self, header: StoredTensor) -> list[str]:
         """Return what is wrong with the shape or type of a tensor of its name."""
-        if stored.shape != self.shape:
+        if header.shape != self.shape:
             return [
-                f"{stored.name}: shape {list(stored.shape)}, the config asks for {list(self.shape)}"
+                f"{header.name}: shape {list(header.shape)}, the config asks for {list(self.shape)}"
             ]
         of_module = self.name.rpartition(".")[2] in {"weight", "bias"}
         beside = self.role is Role.OTHER and (self.block < 0 or not of_module)  # counters, tables
-        if stored.dtype not in FLOATS and not beside:
-            return [f"{stored.name}: type {stored.dtype}, not one of {', '.join(sorted(FLOATS))}"]
+        if header.dtype not in FLOATS and not beside:
+            return [f"{header.name}: type {header.dtype}, not one of {', '.join(sorted(FLOATS))}"]
         return []
 
 
@@ -559,23 +559,23 @@ def _role(item: Parameter, linears: Mapping[str, object], matrices: frozenset[st
 
 
 def _matched_by_names(
-    config: Mapping[str, Any], tower: Mapping[str, Any], stored: list[StoredTensor], reason: str
+    config: Mapping[str, Any], tower: Mapping[str, Any], headers: list[StoredTensor], reason: str
 ) -> Matched:
     """Match the tensors of a model by their names alone.
 
     Args:
         config: of the checkpoint.
         tower: of its decoder.
-        stored: all tensors, those of other towers too.
+        headers: all tensors, those of other towers too.
         reason: why there is nothing better.
     """
-    heads = _head_tensors(tower, layers_of(tower), stored)
-    names = {tensor.name for tensor in stored}
-    own = [tensor for tensor in stored if tensor.name not in heads]
+    heads = _head_tensors(tower, layers_of(tower), headers)
+    names = {tensor.name for tensor in headers}
+    own = [tensor for tensor in headers if tensor.name not in heads]
     lists = lists_of(config, tower, own)
     spared = routers(tower, {t.name: t.shape for t in own if lists.block(t.name) >= 0})
     tensors = []
-    for tensor in stored:
+    for tensor in headers:
         if tensor.name in heads:
             tensors.append(heads[tensor.name])
             continue
@@ -630,10 +630,10 @@ def _first_sibling(name: str, names: Container[str]) -> str:
 
 
 def _head_tensors(
-    config: Mapping[str, Any], layers: int, stored: list[StoredTensor]
+    config: Mapping[str, Any], layers: int, headers: list[StoredTensor]
 ) -> dict[str, MatchedTensor]:
     """Return the matched tensors of draft heads by name; arguments as of `draft_head_tensors`."""
-    found = draft_head_tensors(config, layers, stored)
+    found = draft_head_tensors(config, layers, headers)
     return {
         tensor.name: MatchedTensor(
             tensor.name,
@@ -642,19 +642,19 @@ def _head_tensors(
             draft_head=True,
             shared=_first_sibling(tensor.name, found) if found[tensor.name] else "",
         )
-        for tensor in stored
+        for tensor in headers
         if tensor.name in found
     }
 
 
-def _match_draft(config: Mapping[str, Any], stored: list[StoredTensor]) -> Matched:
+def _match_draft(config: Mapping[str, Any], headers: list[StoredTensor]) -> Matched:
     """Match the tensors of a directory of draft heads.
 
     Raises:
         InputError: it holds no linear, or lacks one that is known by its name.
     """
     kind = type_of(config)
-    tensors = tuple(_eagle3(stored) if kind == EAGLE3 else _medusa(stored))
+    tensors = tuple(_eagle3(headers) if kind == EAGLE3 else _medusa(headers))
     if not any(tensor.role is Role.LINEAR for tensor in tensors):
         raise InputError(
             f"{kind} heads without a linear: no tensor has the name of one", "fetch them again"
@@ -670,15 +670,15 @@ def _match_draft(config: Mapping[str, Any], stored: list[StoredTensor]) -> Match
     )
 
 
-def _eagle3(stored: list[StoredTensor]) -> Iterator[MatchedTensor]:
+def _eagle3(headers: list[StoredTensor]) -> Iterator[MatchedTensor]:
     roles = dict.fromkeys(stored_names(EMBEDDING), Role.EMBEDDING)
     roles |= dict.fromkeys(stored_names("lm_head.weight"), Role.HEAD)
-    held = {tensor.name for tensor in stored}
+    held = {tensor.name for tensor in headers}
     shared: dict[str, str] = {}
     for group in _EAGLE3_GROUPS:
         found = [_held(f"{name}.weight", held) for name in group]
         shared |= dict.fromkeys(found, found[0].removesuffix(".weight"))
-    for tensor in stored:
+    for tensor in headers:
         if tensor.name in shared:
             yield MatchedTensor(tensor.name, tensor, Role.LINEAR, 0, shared[tensor.name])
         else:
@@ -692,8 +692,8 @@ def _held(name: str, held: set[str]) -> str:
     return found
 
 
-def _medusa(stored: list[StoredTensor]) -> Iterator[MatchedTensor]:
-    for tensor in stored:
+def _medusa(headers: list[StoredTensor]) -> Iterator[MatchedTensor]:
+    for tensor in headers:
         if found := _MEDUSA_LINEAR.fullmatch(tensor.name):
             module = tensor.name.removesuffix(".weight")
             yield MatchedTensor(tensor.name, tensor, Role.LINEAR, int(found[1] or found[2]), module)

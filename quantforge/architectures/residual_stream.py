@@ -101,7 +101,7 @@ class _Proof:
             self._refuse(self._matched.model_type, "is not declared")
         for tensor in self._matched.foreign:
             self._refuse(
-                tensor.stored.name,
+                tensor.header.name,
                 "lies outside of the decoder, and may read or write its residual stream",
                 "--mtp drop leaves heads for further tokens out" if tensor.draft_head else _HINT,
             )

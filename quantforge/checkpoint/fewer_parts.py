@@ -187,7 +187,7 @@ def from_text(text: str) -> Removed:
 
 def _matched(source: Checkpoint) -> Matched:
     """Match a source; refuse what cannot be shrunk."""
-    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    matched = match(source.config, [entry.header() for entry in source.entries.values()])
     family, why = matched.architecture, ""
     if family is None or matched.dimensions is None:
         why = "is not declared, so that nothing says which tensors count its experts"
@@ -213,10 +213,10 @@ def _parameters(
         if item.each == _EXPERTS:
             names = [f"{block}.{item.name.format(n)}" for n in range(dimensions.own[_EXPERTS])]
             if all(name in matched.by_name for name in names):
-                singles.append(tuple(matched.by_name[name].stored.name for name in names))
+                singles.append(tuple(matched.by_name[name].header.name for name in names))
         elif f"{block}.{item.name}" in matched.by_name and _EXPERTS in item.shape:
             axis = item.shape.index(_EXPERTS)
-            wholes[matched.by_name[f"{block}.{item.name}"].stored.name] = axis
+            wholes[matched.by_name[f"{block}.{item.name}"].header.name] = axis
     return singles, wholes
 
 
@@ -266,15 +266,15 @@ def fewer_heads(source: Checkpoint) -> Checkpoint:
     Raises:
         UsageError: it has none.
     """
-    stored = [entry.stored() for entry in source.entries.values()]
+    stored = [entry.header() for entry in source.entries.values()]
     heads = match(source.config, stored, source.declared).draft_heads
     if not heads:
         raise UsageError("--mtp drop: no tensor here predicts further tokens", "leave --mtp out")
-    size = sum(tensor.stored.nbytes for tensor in heads)
+    size = sum(tensor.header.nbytes for tensor in heads)
     return prepared_checkpoint(
         source,
         {},
         config=without_heads(source.config),
-        left_out={tensor.stored.name for tensor in heads},
+        left_out={tensor.header.name for tensor in heads},
         facts={DROPPED_HEADS: f"{len(heads)} tensors that predict further tokens, {size:,} bytes"},
     )

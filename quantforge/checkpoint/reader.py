@@ -106,7 +106,7 @@ class Checkpoint:
 
     def headers(self) -> dict[str, StoredTensor]:
         """Return name, type and shape of every tensor, by name."""
-        return {name: entry.stored() for name, entry in self.entries.items()}
+        return {name: entry.header() for name, entry in self.entries.items()}
 
     def held(self) -> tuple[HeldTensor, ...]:
         """Return the tensors as their files describe them."""

@@ -82,7 +82,7 @@ class TensorEntry:
         """Return the number of bytes of its data."""
         return self.end - self.start
 
-    def stored(self) -> StoredTensor:
+    def header(self) -> StoredTensor:
         """Return name, dtype, shape and known content, without the place in a file."""
         return StoredTensor(self.name, self.dtype, self.shape, self.data)
 

@@ -133,7 +133,7 @@ def cells() -> Iterator[Cell]:
         form = format_of(source)
         for text in form.ABOUT.specimens:
             layer = parse_layer(text)
-            weight = layer.weight.stored_as(form.scale_type(DTYPE))
+            weight = layer.weight.with_scale(form.scale_type(DTYPE))
             layer = LayerScheme(weight, layer.input)
             for target in FORMATS:
                 yield Cell(source, layer, target, _fit(layer, target))

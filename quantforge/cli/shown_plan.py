@@ -47,7 +47,7 @@ def show_plan(
                 "x".join(map(str, tensor.shape)),
                 tensor.dtype,
                 _becomes(tensor),
-                size(tensor.stored_bytes),
+                size(tensor.output_bytes),
                 tensor.rule,
             )
             for tensor in plan.tensors
@@ -86,7 +86,7 @@ def _summary(plan: Plan) -> list[tuple[str, ...]]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for tensor in plan.tensors:
         key = (_generic(tensor), _becomes(tensor), tensor.rule)
-        groups.setdefault(key, []).append(tensor.stored_bytes)
+        groups.setdefault(key, []).append(tensor.output_bytes)
     return [
         (name, str(len(stored)), made, size(sum(stored)), rule)
         for (name, made, rule), stored in groups.items()
@@ -140,7 +140,7 @@ def plan_document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, 
                 "action": tensor.action.value,
                 "scheme": str(tensor.scheme) if tensor.scheme else None,
                 "rule": tensor.rule,
-                "bytes": tensor.stored_bytes if tensor.action is not Action.DROP else 0,
+                "bytes": tensor.output_bytes if tensor.action is not Action.DROP else 0,
             }
             for tensor in plan.tensors
         ],

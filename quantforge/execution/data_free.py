@@ -82,7 +82,7 @@ class DataFree:
     def copy(self, tensor: TensorPlan) -> None:
         """Write a tensor as the source has it."""
         source, output = self.rounding.source, self.rounding.output
-        if not tensor.stored[0].shape or output.storage.whole(tensor):
+        if not tensor.outputs[0].shape or output.storage.whole(tensor):
             output.write_kept(tensor, source.whole(tensor))
         else:
             output.write_kept_rows(tensor, partial(source.rows, tensor))
@@ -115,9 +115,9 @@ class DataFree:
 
         def write(first: int, rows: QuantizedTensor) -> None:
             background.wait()
-            (stored,) = tensor.stored
-            packed = self.rounding.output.storage.pack(tensor, rows)[stored.name]
-            self.rounding.output.write_rows(stored.name, first, packed)
+            (output,) = tensor.outputs
+            packed = self.rounding.output.storage.pack(tensor, rows)[output.name]
+            self.rounding.output.write_rows(output.name, first, packed)
 
         def add(first: int, rows: QuantizedTensor) -> None:
             strips = together.setdefault(tensor.name, Strips(tensor.matrix[0]))

@@ -69,7 +69,7 @@ def expert_saliency(
     """
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
-    stored = [entry.stored() for entry in source.entries.values()]
+    stored = [entry.header() for entry in source.entries.values()]
     matched = match(source.config, stored)
     mixtures = [index for index, kind in enumerate(matched.layers) if kind.stacks]
     found: dict[int, list[float]] = {}

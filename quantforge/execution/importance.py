@@ -73,7 +73,7 @@ def observe_importance(
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))
     if matched.architecture is not None and not matched.tied:
-        add(matched.by_name[f"{matched.architecture.head}.weight"].stored.name, total.result())
+        add(matched.by_name[f"{matched.architecture.head}.weight"].header.name, total.result())
     return Imatrix(entries, options.source, len(sample.ids), options.length)
 
 

@@ -364,8 +364,8 @@ def fingerprint_of(
 def done_tensors(plan: Plan, units: Mapping[str, Any]) -> list[str]:
     """Return the names of the tensors that the finished units have written."""
     return [
-        stored.name
+        output.name
         for tensor in plan.tensors
         if unit_of(tensor, plan) in units
-        for stored in tensor.stored
+        for output in tensor.outputs
     ]

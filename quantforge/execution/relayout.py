@@ -87,7 +87,7 @@ def settle_values(conversion: Conversion, *, allow_inexact: bool, workers: int =
     for tensor in conversion.plan.tensors:
         if tensor.name not in conversion.layers and _is_cast(tensor):
             value = conversion.checkpoint.read(tensor.name)
-            fit = _cast(value, tensor.stored[0].dtype)[1]
+            fit = _cast(value, tensor.outputs[0].dtype)[1]
             settled.events += _accepted(tensor.name, fit, allowed=allowed)
             verdicts[fit.verdict] += 1
     for tensor in conversion.rounded:
@@ -189,7 +189,7 @@ def _kept(conversion: Conversion, tensor: TensorPlan, storage: Storage) -> dict[
     """Return what is stored of a tensor that has no codes; raise InputError unless it is finite."""
     value = conversion.checkpoint.read(tensor.name)
     scan_finite(tensor.name, value)
-    (stored,) = tensor.stored
+    (stored,) = tensor.outputs
     value = _cast(value, stored.dtype)[0] if _is_cast(tensor) else value
     return {stored.name: storage.keep(tensor, value)}
 
@@ -231,7 +231,7 @@ def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
 
 
 def _unpack(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
-    stored = {name: conversion.checkpoint.read(name) for name in layer.layout.stored}
+    stored = {name: conversion.checkpoint.read(name) for name in layer.layout.tensor_names}
     return format_of(conversion.source_key).unpack(layer.layout, stored)
 
 
@@ -248,8 +248,8 @@ def _read_layer(
         return tensor, None
     form = format_of(conversion.source_key)
     name = f"{layer.layout.module}{form.ABOUT.group_index}"
-    names = tuple(one for one in layer.layout.stored if one != name)
-    layout = replace(layer.layout, stored=names, scattered=None)
+    names = tuple(one for one in layer.layout.tensor_names if one != name)
+    layout = replace(layer.layout, tensor_names=names, scattered=None)
     stored = {one: conversion.checkpoint.read(one) for one in names}
     return form.unpack(layout, stored), conversion.checkpoint.read(name)
 
@@ -285,9 +285,9 @@ def _is_cast(tensor: TensorPlan) -> bool:
     """Return whether a kept tensor is stored in another floating-point type than it has."""
     return (
         tensor.action is Action.KEEP
-        and len(tensor.stored) == 1
+        and len(tensor.outputs) == 1
         and tensor.dtype in NUMBERS
-        and tensor.dtype != tensor.stored[0].dtype
+        and tensor.dtype != tensor.outputs[0].dtype
     )
 
 

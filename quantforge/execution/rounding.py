@@ -156,7 +156,7 @@ class SourceTensors:
             return tensor.name
         architecture = self._matched.architecture
         assert architecture is not None  # only declared models have tied heads to untie
-        return self._matched.by_name[f"{architecture.embedding}.weight"].stored.name
+        return self._matched.by_name[f"{architecture.embedding}.weight"].header.name
 
 
 def with_input(

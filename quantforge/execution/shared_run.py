@@ -195,8 +195,8 @@ class Worker:
 
     def _written(self, claim: Claim, unit: Unit, work: Callable[[DataFree], Record]) -> Record:
         """Write the tensors of a unit; return its record with the checksums."""
-        stored, size = places(unit)
-        files = [FilePlan(claim.file("data"), size, (), stored)] if size else []
+        layout, size = places(unit)
+        files = [FilePlan(claim.file("data"), size, (), layout)] if size else []
         with WeightsWriter(claim.directory, files) as writer:
             output = UnitOutput(storage_of(self._inputs.planned.plan.format), writer)
             record = work(DataFree(MatrixRounding(self._inputs, output)))
@@ -257,20 +257,20 @@ def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedU
     """Return the units of a run that are finished, by name; errors as `Claims.finished`."""
     found: dict[str, FinishedUnit] = {}
     records = claims.finished()
-    own = {unit.name: unit.stored for unit in units}
+    own = {unit.name: unit.outputs for unit in units}
     for unit in claimed_units(units):
         if unit.name not in records or KEPT in records[unit.name][0]:
             continue
         record, file = records[unit.name]
         entries = {
-            stored.name: TensorEntry(
-                stored.name, stored.dtype, stored.shape, file, start, start + stored.nbytes
+            output.name: TensorEntry(
+                output.name, output.dtype, output.shape, file, start, start + output.nbytes
             )
-            for stored, start in places(unit)[0]
+            for output, start in places(unit)[0]
         }
         inside: dict[str, Record] = record.pop(INSIDE, {})
         for name, one in {unit.name: record, **inside}.items():
-            mine = tuple(entries[stored.name] for stored in own[name])
+            mine = tuple(entries[output.name] for output in own[name])
             found[name] = FinishedUnit(one, file, mine)
     return found
 
@@ -295,9 +295,9 @@ def finished_alone(stage: Stage, units: Iterable[Unit], fingerprint: Mapping[str
 def places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
     """Return where the tensors of a unit lie in its file, one after the other, and the size of the file."""
     places, offset = [], 0
-    for stored in unit.stored:
-        places.append((stored, offset))
-        offset += stored.nbytes
+    for output in unit.outputs:
+        places.append((output, offset))
+        offset += output.nbytes
     return tuple(places), offset
 
 

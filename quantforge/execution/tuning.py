@@ -209,7 +209,7 @@ class Tuning:
         def stored(local: str) -> Tensor:
             plan = kept[local]
             (value,) = self._output.read(plan).values()
-            as_stored = replace(plan, dtype=plan.stored[0].dtype)  # not rounded to the source's
+            as_stored = replace(plan, dtype=plan.outputs[0].dtype)  # not rounded to the source's
             return self._output.storage.kept(as_stored, value)
 
         return Written(tensors, stored)
@@ -234,7 +234,7 @@ class Tuning:
             (before_,) = self._output.read(tensor).values()
             value = self._output.storage.keep(tensor, gains.stored().cpu())
             if not torch.equal(value, before_):
-                found.append((tensor.stored[0].name, value))
+                found.append((tensor.outputs[0].name, value))
                 change = float(gains.factor.abs().max())
                 merge(record, {"figures": {tensor.name: {"tuned": change}}})
         return found

@@ -71,36 +71,36 @@ class UnitOutput:
 
     def write_kept(self, tensor: TensorPlan, value: Tensor) -> None:
         """Write a tensor that is kept; each stored one, where its last dimension alternates between several."""
-        for position, stored in enumerate(tensor.stored):
-            count = len(tensor.stored)
+        for position, output in enumerate(tensor.outputs):
+            count = len(tensor.outputs)
             mine = value[..., position::count] if count > 1 else value
-            self.write(stored.name, self._as_stored(tensor, mine))
+            self.write(output.name, self._as_written(tensor, mine))
 
     def write_kept_rows(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
         """Write a tensor that is kept, strip by strip; ``read`` takes the first row and the one after the last."""
-        (stored,) = tensor.stored
-        for first, last in runs(stored):
-            self.write_rows(stored.name, first, self._as_stored(tensor, read(first, last)))
+        (output,) = tensor.outputs
+        for first, last in runs(output):
+            self.write_rows(output.name, first, self._as_written(tensor, read(first, last)))
 
-    def _as_stored(self, tensor: TensorPlan, value: Tensor) -> Tensor:
+    def _as_written(self, tensor: TensorPlan, value: Tensor) -> Tensor:
         """Return what is stored of a kept tensor; computed values are float32, whatever type their tensor has."""
         return self.storage.keep(tensor, value.to(torch_dtype(tensor.dtype)))
 
     def read(self, tensor: TensorPlan) -> dict[str, Tensor]:
         """Read back what was written for a tensor, by the names of the stored tensors."""
-        return {item.name: read_tensor(self._writer.entry(item.name)) for item in tensor.stored}
+        return {item.name: read_tensor(self._writer.entry(item.name)) for item in tensor.outputs}
 
     def copy(self, name: str, source: TensorEntry) -> None:
         """Write a stored tensor that another process has written, strip by strip."""
         if not source.shape:
             self.write(name, read_tensor(source))
             return
-        for first, last in runs(source.stored()):
+        for first, last in runs(source.header()):
             self.write_rows(name, first, read_rows(source, first, last))
 
     def entry(self, name: str) -> StoredTensor:
         """Return a stored tensor by its name."""
-        return self._writer.entry(name).stored()
+        return self._writer.entry(name).header()
 
     def check(self, name: str, expected: int, hint: str) -> None:
         """Compare a stored tensor that an interrupted run has written with its checksum.
@@ -110,7 +110,7 @@ class UnitOutput:
         """
         entry = self._writer.entry(name)
         found = 0
-        for first, last in runs(entry.stored()):
+        for first, last in runs(entry.header()):
             value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)
             found = checksum(value, found)
         if found != expected:
@@ -122,10 +122,10 @@ class UnitOutput:
             )
 
 
-def runs(stored: StoredTensor) -> Iterator[tuple[int, int]]:
+def runs(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
     """Yield strips of rows of about `COPY_BYTES` as ``(first, last)``; a scalar is one strip."""
-    rows = stored.shape[0] if stored.shape else 1
-    step = max(1, COPY_BYTES * rows // max(1, stored.nbytes))
+    rows = tensor.shape[0] if tensor.shape else 1
+    step = max(1, COPY_BYTES * rows // max(1, tensor.nbytes))
     for first in range(0, max(rows, 1), step):
         yield first, min(first + step, rows)
 

@@ -32,9 +32,9 @@ class Unit:
     inside: tuple[str, ...] = ()
 
     @property
-    def stored(self) -> tuple[StoredTensor, ...]:
+    def outputs(self) -> tuple[StoredTensor, ...]:
         """Return the tensors that it writes."""
-        return tuple(stored for tensor in self.tensors for stored in tensor.stored)
+        return tuple(output for tensor in self.tensors for output in tensor.outputs)
 
 
 def block_unit(index: int) -> str:

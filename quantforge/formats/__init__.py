@@ -1,7 +1,7 @@
 """Formats: one file per family of files, reading and writing; none of them ever quantizes.
 
 Everything about names, types, shapes and configuration is decided from headers (``check``,
-``stored``, ``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and
+``packed_tensors``, ``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and
 ``unpack`` move codes and parameters to and from the stored tensors of one linear layer, exactly.
 
 In this folder:
@@ -119,7 +119,7 @@ class ModuleLayout:
     module: str
     scheme: LayerScheme
     shape: tuple[int, int]
-    stored: tuple[str, ...]  # names of the stored tensors that belong to it (without bias)
+    tensor_names: tuple[str, ...]  # names of the stored tensors that belong to it (without bias)
     scattered: bool | None = (
         None  # whether the configuration says that groups are not runs of columns
     )
@@ -197,13 +197,13 @@ class Format(Protocol):
     def native(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme:
         """Return the scheme in which the files hold a given one (one scale per matrix as one per row)."""
 
-    def stored(
+    def packed_tensors(
         self, module: str, layer: LayerScheme, shape: tuple[int, int]
     ) -> tuple[StoredTensor, ...]:
         """Return the tensors that ``pack`` will give for a module, without its bias."""
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Lay the codes and parameters out as the tensors that `stored` announced.
+        """Lay the codes and parameters out as the tensors that `packed_tensors` announced.
 
         Raises `RefusedError` for values that the format cannot hold; see `formats.convert`.
         """

@@ -133,7 +133,9 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
     groups = native(layer.weight, shape).groups(shape[1])
     return (
@@ -184,7 +186,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), announced(layout, stored))
+    require(described(tensors), announced(layout, packed_tensors))
     codes, zeros = _codes(tensors[f"{module}.qweight"]), _codes(tensors[f"{module}.qzeros"])
     parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
     if not scheme.symmetric:
@@ -261,7 +263,7 @@ def _layout(
     size = columns if size == -1 else size
     whole_groups(module, columns, size)
     scheme = LayerScheme(Scheme("int4", PerGroup(size), zero, scale))
-    names = tuple(tensor.name for tensor in stored(module, scheme, (words * 8, columns)))
+    names = tuple(tensor.name for tensor in packed_tensors(module, scheme, (words * 8, columns)))
     layout = ModuleLayout(module, scheme, (words * 8, columns), names)
-    require(tensors, announced(layout, stored))
+    require(tensors, announced(layout, packed_tensors))
     return layout

@@ -192,7 +192,9 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return Scheme(scheme.grid, granularity, scheme.zero, scheme.scale or ScaleType.F32)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
     scheme, weight = native(layer.weight, shape), f"{module}.weight"
     if scheme.grid == "int8":
@@ -238,7 +240,7 @@ def _state(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out a module as `stored` announced."""
+    """Lay out a module as `packed_tensors` announced."""
     scheme = native(tensor.scheme, tensor.shape)
     possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
@@ -292,7 +294,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     module, layer, shape = layout.module, layout.scheme, layout.shape
     if layer.weight.grid != "int8":
         return _unpack_blocks(layout, tensors)
-    require(described(tensors), stored(module, layer, shape))
+    require(described(tensors), packed_tensors(module, layer, shape))
     if int(tensors[f"{module}.weight_format"]):
         raise InputError(f"{module}.weight_format: only 0 (by row) is read", tensor=module)
     parameters = {"scales": (tensors[f"{module}.SCB"] / 127).unsqueeze(1)}
@@ -331,7 +333,7 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     weight, name = f"{layout.module}.weight", layout.module + STATE + layout.scheme.weight.grid
-    expected = [item for item in stored(module, layout.scheme, shape) if item.name != name]
+    expected = [item for item in packed_tensors(module, layout.scheme, shape) if item.name != name]
     headers = described(tensors)
     if weight in headers:
         headers[weight] = _as_bytes(headers[weight])
@@ -485,7 +487,7 @@ def _rows(
     activation = Activation("int8", "token", True, float(threshold) or None, kept)
     layer = LayerScheme(Scheme("int8", Row(), scale=ScaleType.F32), activation)
     shape = matrix(tensors, f"{module}.weight")
-    expected = stored(module, layer, shape)
+    expected = packed_tensors(module, layer, shape)
     require(tensors, expected)
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
 
@@ -527,7 +529,7 @@ def _blocks(
         )
     scale = ScaleType.DOUBLE if absmax.dtype == "U8" else ScaleType.F32
     layer = LayerScheme(Scheme(grid, PerGroup(size), scale=scale))
-    expected = stored(module, layer, shape)
+    expected = packed_tensors(module, layer, shape)
     require({**tensors, weight: packed}, [item for item in expected if item.name != name])
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
 

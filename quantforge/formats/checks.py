@@ -117,14 +117,14 @@ def require(
 
 
 def announced(
-    layout: ModuleLayout, stored: Callable[..., tuple[StoredTensor, ...]]
+    layout: ModuleLayout, packed_tensors: Callable[..., tuple[StoredTensor, ...]]
 ) -> list[StoredTensor]:
-    """Return what ``stored`` announces for a module: of its stored tensors only, with its type of scales."""
+    """Return what ``packed_tensors`` announces of the tensors that a module has, with its type of scales."""
     scale = (layout.scheme.weight.scale or ScaleType.F16).value.upper()
     return [
         StoredTensor(tensor.name, scale if tensor.dtype == "F16" else tensor.dtype, tensor.shape)
-        for tensor in stored(layout.module, layout.scheme, layout.shape)
-        if tensor.name in layout.stored
+        for tensor in packed_tensors(layout.module, layout.scheme, layout.shape)
+        if tensor.name in layout.tensor_names
     ]
 
 

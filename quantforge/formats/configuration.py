@@ -120,23 +120,23 @@ def declared_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | 
 def quantized_modules(plan: Plan, suffix: str) -> dict[str, TensorPlan]:
     """Return the plan of each module that is written with a tensor named ``suffix``."""
     return {
-        stored.name.removesuffix(suffix): tensor
+        output.name.removesuffix(suffix): tensor
         for tensor in plan.quantized()
-        for stored in tensor.stored
-        if stored.name.endswith(suffix)
+        for output in tensor.outputs
+        if output.name.endswith(suffix)
     }
 
 
 def kept_linears(plan: Plan) -> list[str]:
     """Return the sorted full names of the linear modules that stay as they were."""
     return sorted(
-        stored.name.removesuffix(".weight")
+        output.name.removesuffix(".weight")
         for tensor in plan.tensors
         if tensor.action is not Action.DROP
-        for stored in tensor.stored
-        if stored.name.endswith(".weight")
-        and len(stored.shape) == 2
-        and stored.name.split(".")[-2] not in EMBEDDINGS
+        for output in tensor.outputs
+        if output.name.endswith(".weight")
+        and len(output.shape) == 2
+        and output.name.split(".")[-2] not in EMBEDDINGS
     )
 
 
@@ -224,7 +224,7 @@ def _kept(plan: Plan) -> list[StoredTensor]:
         item
         for tensor in plan.tensors
         if tensor.action is not Action.DROP
-        for item in tensor.stored
+        for item in tensor.outputs
     ]
 
 

@@ -133,7 +133,7 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
 def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with at most one declaration, in ``quantization_config``; errors as `settle_declared`."""
     config = checkpoint.config
-    packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.stored())]
+    packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.header())]
     if not packed and not any(name.endswith(_PARAMETERS) for name in checkpoint.entries):
         return _without(checkpoint)
     found = config.get(KEY)
@@ -272,7 +272,7 @@ def check_declared(
     wrong: dict[bool, list[str]] = {}
     for tensor in matched.tensors:
         if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.draft_head:
-            module = tensor.stored.name.removesuffix(".weight")
+            module = tensor.header.name.removesuffix(".weight")
             packed = module in layouts
             if answers(module) == {not packed}:
                 wrong.setdefault(packed, []).append(module)

@@ -77,26 +77,26 @@ class DecodedRows:
         """Return rows ``first:last``; of a strip, each row has scales of its own where they are those of tiles."""
         layout, rows, endings = self.layout, self.layout.shape[0], self.form.ABOUT.by_rows
         if (first, last) == (0, rows):
-            stored = {part: checkpoint.read(part) for part in layout.stored}
-            return self.form.unpack(layout, stored).decode()
-        scheme, stored = layout.scheme.weight, {}
-        for part in layout.stored:
+            tensors = {part: checkpoint.read(part) for part in layout.tensor_names}
+            return self.form.unpack(layout, tensors).decode()
+        scheme, tensors = layout.scheme.weight, {}
+        for part in layout.tensor_names:
             held = checkpoint.entries[part].shape
             if not part.endswith(endings) or held in {(), (1,)}:
-                stored[part] = checkpoint.read(part)
+                tensors[part] = checkpoint.read(part)
             elif held[0] == rows:
-                stored[part] = checkpoint.read_rows(part, first, last)
+                tensors[part] = checkpoint.read_rows(part, first, last)
             elif isinstance(scheme.granularity, Tile):
-                stored[part] = _of_rows(checkpoint, part, scheme.granularity.rows, first, last)
+                tensors[part] = _of_rows(checkpoint, part, scheme.granularity.rows, first, last)
             else:  # a stream of zero points along the rows
                 start, stop = (-(-row * scheme.bits // WORD) for row in (first, last))
-                stored[part] = checkpoint.read_rows(part, start, stop)
+                tensors[part] = checkpoint.read_rows(part, start, stop)
         if isinstance(scheme.granularity, Tile):
             scheme = replace(scheme, granularity=Tile(1, scheme.granularity.columns))
         layer = replace(layout.scheme, weight=scheme)
         strip = replace(layout, scheme=layer, shape=(last - first, layout.shape[1]), rows=rows)
         try:
-            return self.form.unpack(strip, stored).decode()
+            return self.form.unpack(strip, tensors).decode()
         except InputError:
             self._strip(checkpoint, 0, rows)  # names the place in the whole
             raise
@@ -115,10 +115,10 @@ def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
     """Show a quantized checkpoint as float32 weights; errors as `decoded_weights`."""
     weights = decoded_weights(checkpoint)
     headers = checkpoint.headers()
-    used = {part for rows, _ in weights.values() for part in rows.layout.stored}
+    used = {part for rows, _ in weights.values() for part in rows.layout.tensor_names}
     added = {
         name: replace(
-            checkpoint.entries[rows.layout.stored[0]], name=name, dtype="F32", shape=shape
+            checkpoint.entries[rows.layout.tensor_names[0]], name=name, dtype="F32", shape=shape
         )
         for name, (rows, shape) in weights.items()
     }
@@ -127,7 +127,7 @@ def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
         {name: rows for name, (rows, _) in weights.items()},
         config=plain_config(checkpoint),
         added=added,
-        left_out=used | kv_scales.found(checkpoint.config, headers).stored,
+        left_out=used | kv_scales.found(checkpoint.config, headers).tensor_names,
     )
 
 
@@ -138,14 +138,14 @@ class Encoded:
     Attributes:
         name: of the weight that the codes stand for.
         shape: of that weight.
-        stored: names of the tensors that hold it.
+        tensor_names: of the tensors that hold it.
         rows: decodes rows of it, see `quantforge.checkpoint.prepared`.
         precision: how it is held, for people: ``mxfp4``.
     """
 
     name: str
     shape: tuple[int, ...]
-    stored: tuple[str, ...]
+    tensor_names: tuple[str, ...]
     rows: Rows
     precision: str
 
@@ -164,19 +164,21 @@ def decoding(
         InputError: a weight is stored plainly as well.
     """
     weights = list(weights)
-    used = {name for weight in weights for name in weight.stored}
+    used = {name for weight in weights for name in weight.tensor_names}
     for weight in weights:
         if weight.name in checkpoint.entries and weight.name not in used:
             raise InputError(
-                f"{weight.name}: stored as it is, and as {' and '.join(weight.stored)}",
+                f"{weight.name}: stored as it is, and as {' and '.join(weight.tensor_names)}",
                 "every tensor has to be there once: fetch the checkpoint again",
                 tensor=weight.name,
             )
     held: Counter[str] = Counter()
     added, dtype = {}, checkpoint.dtype
     for weight in weights:
-        held[weight.precision] += sum(checkpoint.entries[name].nbytes for name in weight.stored)
-        first = checkpoint.entries[weight.stored[0]]
+        held[weight.precision] += sum(
+            checkpoint.entries[name].nbytes for name in weight.tensor_names
+        )
+        first = checkpoint.entries[weight.tensor_names[0]]
         added[weight.name] = replace(first, name=weight.name, dtype=dtype, shape=weight.shape)
     return prepared_checkpoint(
         checkpoint,

@@ -106,7 +106,7 @@ def _holds(
     form: Format, layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16"
 ) -> bool:
     shape = shape or _shape_for(layer)
-    weight = layer.weight.stored_as(form.scale_type(model_dtype))
+    weight = layer.weight.with_scale(form.scale_type(model_dtype))
     if form.check(replace(layer, weight=weight), shape).verdict is Verdict.IMPOSSIBLE:
         return False
     wanted = form.native(weight, shape)

@@ -125,10 +125,12 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     granularity = scheme.granularity
     if isinstance(granularity, PerTensor):
         granularity = Tile(SIDE, SIDE)
-    return replace(scheme, granularity=granularity).stored_as(ScaleType.F32)
+    return replace(scheme, granularity=granularity).with_scale(ScaleType.F32)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
     size = native(layer.weight, shape).parameter_shape(shape)
     return (

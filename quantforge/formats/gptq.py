@@ -167,7 +167,9 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
     bits, groups = layer.weight.bits, native(layer.weight, shape).groups(shape[1])
     return (
@@ -212,7 +214,7 @@ def unpack(
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), announced(layout, stored))
+    require(described(tensors), announced(layout, packed_tensors))
     codes = unpack_rows(tensors[f"{module}.qweight"].T.contiguous(), scheme.bits, shape[1])
     zeros = unpack_rows(tensors[f"{module}.qzeros"], scheme.bits, shape[0])
     _check_zeros(f"{module}.qzeros", zeros, scheme, least_zero)
@@ -340,13 +342,13 @@ def _layout_of(
     zero = Zero.NONE if config.get("sym", True) else Zero.INT
     scheme = Scheme(f"int{bits}", granularity, zero, scale)
     whole_groups(module, columns, scheme.group_size(columns))
-    names = [tensor.name for tensor in stored(module, LayerScheme(scheme), (rows, columns))]
+    names = [tensor.name for tensor in packed_tensors(module, LayerScheme(scheme), (rows, columns))]
     present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
     scattered = config.get("desc_act")
     if not isinstance(scattered, bool | None):
         raise InputError(f"{module}: desc_act = {scattered!r}", "true or false", tensor=module)
     layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, scattered)
-    require(tensors, announced(layout, stored))
+    require(tensors, announced(layout, packed_tensors))
     has_group_index(scattered, f"{module}.g_idx", scheme.groups(columns), present)
     return layout
 

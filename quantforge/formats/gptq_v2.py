@@ -21,7 +21,7 @@ LEAST_ZERO = 0
 OWN_BITS = gptq.OWN_BITS
 
 check_model, default_scheme, layouts = gptq.check_model, gptq.default_scheme, gptq.layouts
-native, scale_type, stored = gptq.native, gptq.scale_type, gptq.stored
+native, scale_type, packed_tensors = gptq.native, gptq.scale_type, gptq.packed_tensors
 check = partial(gptq.check, least_zero=LEAST_ZERO)
 pack = partial(gptq.pack, least_zero=LEAST_ZERO)
 unpack = partial(gptq.unpack, least_zero=LEAST_ZERO)

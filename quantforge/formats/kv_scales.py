@@ -39,7 +39,7 @@ class CacheScales:
     names: Mapping[int, tuple[str, str]] = field(default_factory=dict)
 
     @property
-    def stored(self) -> frozenset[str]:
+    def tensor_names(self) -> frozenset[str]:
         """Return the names of all tensors."""
         return frozenset(name for pair in self.names.values() for name in pair)
 

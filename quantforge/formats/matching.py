@@ -21,7 +21,7 @@ from quantforge.plans import StoredTensor
 def match_quantized(
     checkpoint: Checkpoint,
     layouts: Mapping[str, ModuleLayout],
-    stored: Mapping[str, StoredTensor],
+    headers: Mapping[str, StoredTensor],
     *,
     derive: bool = False,
 ) -> Matched:
@@ -29,7 +29,7 @@ def match_quantized(
 
     ``derive``: of a family that is not declared, derive the declarations where that can be done.
     """
-    entries = _plain(checkpoint, layouts, stored, architecture_of(checkpoint.config))
+    entries = _plain(checkpoint, layouts, headers, architecture_of(checkpoint.config))
     matched = match(checkpoint.config, entries, checkpoint.declared)
     if derive and matched.architecture is None:
         matched = _derived(checkpoint.config, entries) or matched
@@ -39,14 +39,14 @@ def match_quantized(
 def match_headers(
     checkpoint: Checkpoint,
     layouts: Mapping[str, ModuleLayout],
-    stored: Mapping[str, StoredTensor],
+    headers: Mapping[str, StoredTensor],
 ) -> Matched:
     """Match a checkpoint by its headers alone; a tied head that is stored twice is not compared.
 
     Raises:
         InputError: as `match` and `check_declared`.
     """
-    entries = _plain(checkpoint, layouts, stored, architecture_of(checkpoint.config))
+    entries = _plain(checkpoint, layouts, headers, architecture_of(checkpoint.config))
     matched = match(checkpoint.config, entries, checkpoint.declared)
     check_declared(checkpoint.config, matched, layouts)
     return matched
@@ -55,14 +55,14 @@ def match_headers(
 def _plain(
     checkpoint: Checkpoint,
     layouts: Mapping[str, ModuleLayout],
-    stored: Mapping[str, StoredTensor],
+    headers: Mapping[str, StoredTensor],
     architecture: Architecture | None,
 ) -> list[StoredTensor]:
     """Return the tensors that a checkpoint would hold if none were quantized."""
     turned = architecture.linears if architecture and architecture.transposed else ()
-    packed = {name for layout in layouts.values() for name in layout.stored}
-    packed |= kv_scales.found(checkpoint.config, stored).stored
-    entries = [tensor for name, tensor in stored.items() if name not in packed]
+    packed = {name for layout in layouts.values() for name in layout.tensor_names}
+    packed |= kv_scales.found(checkpoint.config, headers).tensor_names
+    entries = [tensor for name, tensor in headers.items() if name not in packed]
     for module, layout in layouts.items():
         flip = any(module.endswith(f".{linear}") for linear in turned)
         shape = layout.shape[::-1] if flip else layout.shape

@@ -133,7 +133,9 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return replace(scheme, granularity=granularity, zero=Zero.MIN)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
     scheme = native(layer.weight, shape)
     words = StoredTensor(f"{module}.weight", "U32", (shape[0], shape[1] * scheme.bits // 32))
@@ -173,7 +175,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), stored(module, layout.scheme, shape))
+    require(described(tensors), packed_tensors(module, layout.scheme, shape))
     codes = unpack_rows(tensors[f"{module}.weight"].view(torch.int32), scheme.bits, shape[1])
     if scheme.grid == "mxfp8":
         codes = codes.view(torch.float8_e4m3fn)
@@ -258,7 +260,7 @@ def _layout(
     shape = (rows, words * 32 // scheme.bits)
     whole_groups(module, shape[1], group := scheme.group_size(0))
     layer = LayerScheme(scheme)
-    expected = stored(module, layer, shape)
+    expected = packed_tensors(module, layer, shape)
     require(tensors, expected)
     if not scheme.integer:
         for key, actual in (("bits", scheme.bits), ("group_size", group)):

@@ -64,7 +64,9 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return scheme
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Refuse every module, as `check` does."""
     raise RefusedError(f"{module}: {layer} of {shape[0]}x{shape[1]}: {_NO_CODES}", _HINT)
 
@@ -82,10 +84,10 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return ``config.json`` without any quantization; of a cast model its ``dtype`` is that of the numbers."""
     cast = {
-        stored.dtype
+        output.dtype
         for tensor in plan.tensors
-        for stored in tensor.stored
-        if tensor.dtype in NUMBERS and stored.dtype != tensor.dtype
+        for output in tensor.outputs
+        if tensor.dtype in NUMBERS and output.dtype != tensor.dtype
     }
     dtype = TORCH_NAMES[min(cast)] if cast else model_dtype(plan, config)
     return {"config.json": config_json(config, dtype)}

@@ -74,7 +74,7 @@ class GgufStorage(Storage):
         """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
         (blocks,) = super().pack(plan, tensor).values()
         heads = plan.heads * len(tensor.codes) // plan.matrix[0]  # those of a run of rows
-        return {plan.stored[0].name: interleaved(blocks, heads)}
+        return {plan.outputs[0].name: interleaved(blocks, heads)}
 
     def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return codes and parameters of the blocks, in the order of the source's rows."""
@@ -83,7 +83,7 @@ class GgufStorage(Storage):
 
     def whole(self, plan: TensorPlan) -> bool:
         """Return True for tensors that are reordered, turned or cut."""
-        return bool(plan.heads) or plan.transposed or len(plan.stored) > 1
+        return bool(plan.heads) or plan.transposed or len(plan.outputs) > 1
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
         """Return the tensor in the type of the file.
@@ -91,7 +91,7 @@ class GgufStorage(Storage):
         Raises:
             RefusedError: a value is beyond the type.
         """
-        stored = plan.stored[0]
+        stored = plan.outputs[0]
         if plan.transposed:
             value = value.T.contiguous()
         if plan.plus_one:

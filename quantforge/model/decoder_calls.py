@@ -179,7 +179,7 @@ def _fill(
     held: ExitStack,
 ) -> None:
     """Fill a whole model but for its blocks and its head; of embeddings only the rows of tokens that occur."""
-    names = WeightMapping(model, [tensor.stored for tensor in matched.tensors])
+    names = WeightMapping(model, [tensor.header for tensor in matched.tensors])
     weights = WholeWeights(checkpoint, names, device)
     blocks, head = f"{blocks_of(model)}.", head_of(model)
     table = model.get_input_embeddings()

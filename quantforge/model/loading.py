@@ -72,7 +72,7 @@ class ModuleWeights:
         block = self._matched.block_name(index)
         kind = self._matched.layers[index]
         stored = {
-            item.name: self._matched.by_name[f"{block}.{item.name}"].stored
+            item.name: self._matched.by_name[f"{block}.{item.name}"].header
             for item in kind.parameters
             if f"{block}.{item.name}" in self._matched.by_name
         }
@@ -107,7 +107,7 @@ class ModuleWeights:
 
     def _read_rows(self, name: str, row: int) -> Tensor:
         """Return one row of a tensor as float32, with its dimension; errors as `read`."""
-        stored = self._matched.by_name[name].stored.name
+        stored = self._matched.by_name[name].header.name
         tensor = self._source.read_rows(stored, row, row + 1)
         scan_finite(stored, tensor)
         return tensor.to(self._device, torch.float32, copy=True)
@@ -116,14 +116,14 @@ class ModuleWeights:
         """Return a tensor by its canonical name as float32 (integers stay); raise InputError where it is not finite."""
         if name not in self._matched.by_name and self._names is not None:
             return self._names.make(self._names.sources[name], self._read_stored)[name]
-        return self._read_stored(self._matched.by_name[name].stored.name)
+        return self._read_stored(self._matched.by_name[name].header.name)
 
     def _read_stored(self, stored: str) -> Tensor:
         return _read(self._source, stored, self._device)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Gather rows of a matrix as float32, ``rows`` ascending, reading it in strips."""
-        stored = self._matched.by_name[name].stored
+        stored = self._matched.by_name[name].header
         return _gathered(self._source, stored.name, stored.shape, rows).to(self._device)
 
 

@@ -42,7 +42,7 @@ def running_form(checkpoint: Checkpoint) -> Checkpoint:
         RefusedError: names of the running model mean something else in files.
     """
     model = build(checkpoint.config)
-    names = WeightMapping(model, [entry.stored() for entry in checkpoint.entries.values()])
+    names = WeightMapping(model, [entry.header() for entry in checkpoint.entries.values()])
     changed = [source for source in names.distinct() if source.rule and not source.places()]
     if not changed:
         return checkpoint
@@ -60,7 +60,7 @@ def running_form(checkpoint: Checkpoint) -> Checkpoint:
         left_out={name for source in changed for name in source.stored},
         facts={RUNNING: SAID},
     )
-    _check(WeightMapping(model, [entry.stored() for entry in view.entries.values()]), added)
+    _check(WeightMapping(model, [entry.header() for entry in view.entries.values()]), added)
     return view
 
 

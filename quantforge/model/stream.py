@@ -317,7 +317,7 @@ class ModelStream:
         """Return the mapping for tensors that files hold in another form; None if the declarations need none."""
         if self._architecture.derived is None and not self._architecture.converted:
             return None
-        return WeightMapping(self._model, [tensor.stored for tensor in self._matched.tensors])
+        return WeightMapping(self._model, [tensor.header for tensor in self._matched.tensors])
 
     def _ends(self) -> Iterator[tuple[int, int]]:
         """Yield the spans of rows that go through the end of the model together."""

@@ -210,7 +210,7 @@ class WeightMapping:
     def _follow_declarations(self, matched: Matched) -> None:
         """Find the parameter of each stored tensor by the family's declarations; of tensors of towers by rules."""
         if getattr(self._model.config, "text_config", None) is not None:
-            towers = WeightMapping(self._model, [tensor.stored for tensor in matched.foreign])
+            towers = WeightMapping(self._model, [tensor.header for tensor in matched.foreign])
             self.sources |= towers.sources
             self._runtime |= towers._runtime
             self._shapes |= {name: towers.shape(name) for name in towers._runtime}
@@ -218,13 +218,13 @@ class WeightMapping:
         for tensor in matched.tensors:
             if tensor.role is Role.FOREIGN:
                 continue
-            self._shapes[tensor.stored.name] = tensor.stored.shape
+            self._shapes[tensor.header.name] = tensor.header.shape
             if tensor.expert >= 0:
-                place = self.places[tensor.stored.name] = matched.place(tensor)
+                place = self.places[tensor.header.name] = matched.place(tensor)
                 block = matched.block_name(tensor.block)
-                stacks[f"{block}.{place.stack.parameter}"].append(tensor.stored.name)
+                stacks[f"{block}.{place.stack.parameter}"].append(tensor.header.name)
             elif tensor.name in self._wanted:
-                self._add(tensor.name, None, [tensor.stored.name], [""])
+                self._add(tensor.name, None, [tensor.header.name], [""])
         for parameter, stored in stacks.items():
             self.sources[parameter] = WeightSource(
                 {parameter: self._wanted[parameter]}, tuple(stored)
@@ -275,7 +275,7 @@ def check_whole(checkpoint: Checkpoint) -> None:
         model = build(checkpoint.config)
     except InputError:
         return
-    names = WeightMapping(model, [entry.stored() for entry in checkpoint.entries.values()])
+    names = WeightMapping(model, [entry.header() for entry in checkpoint.entries.values()])
     missing = names.missing
     if len(missing) > len(names.sources):
         return  # the checkpoint is of another class of the family, whose names are not these

@@ -181,7 +181,7 @@ class MixtureSearch:
         """
         nats = {
             linear: [
-                weights * 4.0 ** (-8 * one[linear].stored_bytes / weights)
+                weights * 4.0 ** (-8 * one[linear].output_bytes / weights)
                 for one in self.tables.values()
             ]
             for linear, weights in self.weights.items()
@@ -268,11 +268,11 @@ class MixtureSearch:
 
     def _bytes(self, group: Sequence[str], scheme: str) -> int:
         """Return the bytes of a group under a candidate."""
-        return sum(self.tables[scheme][name].stored_bytes for name in group)
+        return sum(self.tables[scheme][name].output_bytes for name in group)
 
     def _files(self, mixture: Mixture) -> int:
         """Return the bytes of all weight files."""
-        first = sum(one.stored_bytes for one in self.linears.values())
+        first = sum(one.output_bytes for one in self.linears.values())
         return self.first.plan.output_bytes - first + mixture.nbytes
 
     def _bits(self, mixture: Mixture) -> float:

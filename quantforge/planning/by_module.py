@@ -23,7 +23,7 @@ from quantforge.checkpoint.prepared import RUNNING
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import PLAIN, Format, Verdict, format_of, kv_scales
-from quantforge.formats.compressed_tensors.linears import stored_transposed, transposable
+from quantforge.formats.compressed_tensors.linears import packed_transposed_tensors, transposable
 from quantforge.formats.engines import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import Choices
@@ -86,7 +86,7 @@ def draft_by_module(
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
         running=RUNNING in checkpoint.facts,
         unmapped=unmapped(
-            family, checkpoint.config, (item.stored.name for item in matched.tensors)
+            family, checkpoint.config, (item.header.name for item in matched.tensors)
         ),
         draft=matched.draft,
     )
@@ -139,7 +139,7 @@ def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
         replace(
             tensor,
             turned=True,
-            stored=stored_transposed(
+            outputs=packed_transposed_tensors(
                 tensor.name.removesuffix(".weight"), tensor.scheme, tensor.matrix
             ),
         )
@@ -176,7 +176,7 @@ class _ModuleDraft:
         self.rounds = self._schemes.base is not None
         self.choices = Choices(wanted, self._layers, self._schemes, together=True)
         self._schemes.share_groups((item, self.choices.chosen(item).form) for item in self._layers)
-        self.heads = {item.stored.name for item in self._layers if item.role is Role.HEAD}
+        self.heads = {item.header.name for item in self._layers if item.role is Role.HEAD}
         rounded = {
             tensor.role: scheme
             for tensor in self._layers
@@ -193,7 +193,7 @@ class _ModuleDraft:
         if self.rounds_embedding and matched.tied and self._head is None:
             embedding = next(item for item in self._layers if item.role is Role.EMBEDDING)
             raise RefusedError(
-                f"{embedding.stored.name}: the head of this undeclared family is tied to it",
+                f"{embedding.header.name}: the head of this undeclared family is tied to it",
                 "keep the embedding",
             )
         self.unties = self._head is not None and bool(rounded)
@@ -205,7 +205,7 @@ class _ModuleDraft:
         if self._head is not None and not self.unties:
             layers = [tensor for tensor in layers if tensor is not self._head]
             if self.matched.tied_twice:
-                dropped.append((self._head.stored, SAME))
+                dropped.append((self._head.header, SAME))
         planned = [self._plan(tensor) for tensor in layers]
         self._schemes.check_groups()
         return [
@@ -218,20 +218,20 @@ class _ModuleDraft:
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
         decision = self.choices.decided(tensor)
-        layer, stored = decision.form, tensor.stored
-        written: tuple[StoredTensor, ...] = (stored,)
+        layer, header = decision.form, tensor.header
+        written: tuple[StoredTensor, ...] = (header,)
         if layer is not None:
-            first, second = stored.shape
+            first, second = header.shape
             matrix = (second, first) if tensor.transposed else (first, second)
-            written = self.form.stored(stored.name.removesuffix(".weight"), layer, matrix)
+            written = self.form.packed_tensors(header.name.removesuffix(".weight"), layer, matrix)
         plan = TensorPlan(
-            stored.name,
-            stored.dtype,
-            stored.shape,
+            header.name,
+            header.dtype,
+            header.shape,
             Action.QUANTIZE if layer else Action.KEEP,
             decision.rule,
             layer,
-            stored=written,
+            outputs=written,
             part=tensor.block,
             shared=tensor.shared,
             transposed=tensor.transposed,
@@ -259,9 +259,9 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
         return []
     inside = f".{kv_scales.ATTENTION}."
     attention = {
-        tensor.block: tensor.stored.name.partition(inside)[0] + inside[:-1]
+        tensor.block: tensor.header.name.partition(inside)[0] + inside[:-1]
         for tensor in matched.tensors
-        if tensor.role is Role.LINEAR and inside in tensor.stored.name
+        if tensor.role is Role.LINEAR and inside in tensor.header.name
     }
     if len(attention) < matched.blocks:
         raise RefusedError(
@@ -286,7 +286,7 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
             item.shape,
             Action.MEASURE,
             f"--kv-cache {kind}",
-            stored=(item,),
+            outputs=(item,),
             part=block,
         )
         for block, name in sorted(attention.items())
@@ -345,7 +345,7 @@ def _tied_head(matched: Matched) -> MatchedTensor | None:
         prefix + name.removeprefix(canonical)
         for prefix, canonical in architecture.prefixes
         if name.startswith(canonical)
-        and prefix + embedding.name.removeprefix(canonical) == embedding.stored.name
+        and prefix + embedding.name.removeprefix(canonical) == embedding.header.name
     )
-    stored = replace(embedding.stored, name=next(places, name))
-    return replace(embedding, name=name, stored=stored, role=Role.HEAD)
+    header = replace(embedding.header, name=next(places, name))
+    return replace(embedding, name=name, header=header, role=Role.HEAD)

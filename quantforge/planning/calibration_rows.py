@@ -153,7 +153,7 @@ def with_images(
     """
     _, sizes = declared(matched)
     towers = 4 * sum(
-        math.prod(tensor.stored.shape) for tensor in matched.tensors if tensor.role is Role.FOREIGN
+        math.prod(tensor.header.shape) for tensor in matched.tensors if tensor.role is Role.FOREIGN
     )
     rows, length = options.samples if in_memory else options.micro_batch, options.length
     kept = rows * length * (4 * sizes.hidden + 2 * length)

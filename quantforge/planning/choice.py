@@ -113,9 +113,9 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
 def _out_of_reach(pattern: str, tensors: Sequence[MatchedTensor]) -> list[str]:
     """Return names of matrices, or stacks of them, inside of blocks that a pattern means but no rule reaches."""
     return [
-        tensor.stored.name
+        tensor.header.name
         for tensor in tensors
-        if tensor.role is Role.OTHER and tensor.block >= 0 and len(tensor.stored.shape) > 1
+        if tensor.role is Role.OTHER and tensor.block >= 0 and len(tensor.header.shape) > 1
         if matches(pattern, tensor)
     ]
 
@@ -133,7 +133,7 @@ def matches(pattern: str, tensor: MatchedTensor) -> bool:
     """
     if len(pattern) > patterns.LONGEST:
         raise InputError(f"pattern '{pattern[:100]}...': {len(pattern)} characters")
-    names = {name.removesuffix(".weight") for name in (tensor.name, tensor.stored.name)}
+    names = {name.removesuffix(".weight") for name in (tensor.name, tensor.header.name)}
     if pattern.startswith("re:"):
         text = pattern.removeprefix("re:")
         try:
@@ -226,7 +226,7 @@ class Choices(Generic[Form]):
                     f"drop --{role.value}",
                 )
         self._weights = sum(
-            math.prod(tensor.stored.shape) for tensor in tensors if tensor.role is Role.LINEAR
+            math.prod(tensor.header.shape) for tensor in tensors if tensor.role is Role.LINEAR
         )
         self._siblings: dict[str, list[MatchedTensor]] = {}
         for tensor in tensors if together else ():
@@ -243,7 +243,7 @@ class Choices(Generic[Form]):
         if not fitted.reason:
             return Decision(fitted.form, chosen.rule)
         detail = f"{fitted.change}: {fitted.reason}"
-        self.substitutions.append(Event("substitution", tensor.stored.name, detail))
+        self.substitutions.append(Event("substitution", tensor.header.name, detail))
         return Decision(fitted.form, f"{chosen.rule}; substituted: {fitted.reason}")
 
     def _left(self, tensor: MatchedTensor, chosen: Decision[Form]) -> Fitted[Form] | None:
@@ -254,8 +254,8 @@ class Choices(Generic[Form]):
         for other in self._siblings.get(tensor.shared, (tensor,)):
             found = self._terms.left(other, chosen.form)
             if found is not None:
-                beside = "" if other is tensor else f"{other.stored.name}: "
-                share = math.prod(tensor.stored.shape) / self._weights
+                beside = "" if other is tensor else f"{other.header.name}: "
+                share = math.prod(tensor.header.shape) / self._weights
                 return replace(found, reason=f"{beside}{found.reason} ({share:.2%} of its linears)")
         return None
 
@@ -279,7 +279,7 @@ class Choices(Generic[Form]):
     def _ruled(self, tensor: MatchedTensor) -> Choice | None:
         """Return what a rule says of a tensor, or of another one that engines join with it."""
         found = {
-            other.stored.name: choice
+            other.header.name: choice
             for other in self._siblings.get(tensor.shared, (tensor,))
             if (choice := self._rules.choose(other)) is not None
         }
@@ -288,7 +288,7 @@ class Choices(Generic[Form]):
                 f"rules give different schemes to layers that engines load as one matrix: {', '.join(sorted(found))}",
                 "give q, k and v (gate and up) the same scheme",
             )
-        if not found or tensor.stored.name in found:
-            return found.get(tensor.stored.name)
+        if not found or tensor.header.name in found:
+            return found.get(tensor.header.name)
         name, choice = next(iter(found.items()))
         return Choice(choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}")

@@ -262,8 +262,8 @@ def _with_recorded_rules(tensors: Iterable[TensorPlan], made: Recipe) -> tuple[T
     wanted += [(r.match, f"rule {r.match}={r.scheme}") for r in made.rules if r.scheme == "keep"]
 
     def rule(tensor: TensorPlan) -> str:
-        stored = StoredTensor(tensor.name, tensor.dtype, tensor.shape)
-        layer = MatchedTensor(tensor.name, stored, Role.LINEAR)
+        header = StoredTensor(tensor.name, tensor.dtype, tensor.shape)
+        layer = MatchedTensor(tensor.name, header, Role.LINEAR)
         return next((text for pattern, text in wanted if matches(pattern, layer)), tensor.rule)
 
     return tuple(replace(t, rule=rule(t)) if t.action is Action.KEEP else t for t in tensors)
@@ -273,7 +273,7 @@ def _lost(checkpoint: Checkpoint, target: Format, tensors: Iterable[TensorPlan])
     """Return events for what the target has no place for, and for what stays unquantized."""
     lost = []
     headers = checkpoint.headers()
-    scales = kv_scales.found(checkpoint.config, headers).stored
+    scales = kv_scales.found(checkpoint.config, headers).tensor_names
     if scales and not target.ABOUT.holds_kv_scales:
         why = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
         lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
@@ -328,9 +328,9 @@ def _by_module(
     """Return the draft of a result that is stored module by module: layers in the target's terms, all else kept."""
     layers = tuple(layers)
     headers = checkpoint.headers()
-    used = {name for layer in layers for name in layer.layout.stored}
+    used = {name for layer in layers for name in layer.layout.tensor_names}
     if not target.ABOUT.holds_kv_scales:
-        used |= kv_scales.found(checkpoint.config, headers).stored
+        used |= kv_scales.found(checkpoint.config, headers).tensor_names
     tensors = [
         TensorPlan(
             item.name,
@@ -339,7 +339,7 @@ def _by_module(
             Action.KEEP,
             "kept",
             part=_part(item.name),
-            stored=(
+            outputs=(
                 replace(item, dtype=asked_type or item.dtype) if item.dtype in NUMBERS else item,
             ),
         )
@@ -357,9 +357,9 @@ def _tensor_plan(
     name, shape, wanted = layer.name, layer.layout.shape, layer.wanted
     held = shape[::-1] if layer.transposed else shape
     if wanted is None or target.KEY == PLAIN:
-        stored: tuple[StoredTensor, ...] = (StoredTensor(name, asked_type or dtype, held),)
+        outputs: tuple[StoredTensor, ...] = (StoredTensor(name, asked_type or dtype, held),)
     else:
-        stored = target.stored(layer.layout.module, wanted, shape)
+        outputs = target.packed_tensors(layer.layout.module, wanted, shape)
     return TensorPlan(
         name,
         dtype,
@@ -367,7 +367,7 @@ def _tensor_plan(
         Action.KEEP if wanted is None else Action.QUANTIZE,
         "decoded" if wanted is None else "re-laid out",
         wanted,
-        stored=stored,
+        outputs=outputs,
         part=_part(name),
         transposed=layer.transposed,
         scattered=layer.scattered,
@@ -406,18 +406,18 @@ def _with_embedding(
     for tensor in matched.tensors:
         if tensor.role is not Role.EMBEDDING:
             continue
-        plan = plans[tensor.stored.name]
+        plan = plans[tensor.header.name]
         if plan.name in layers:
             check_not_quantized(plan.name, recipe.embedding)
         elif (layer := (decision := choices.decided(tensor)).form) is not None:
-            stored = form.stored(plan.name.removesuffix(".weight"), layer, plan.matrix)
+            outputs = form.packed_tensors(plan.name.removesuffix(".weight"), layer, plan.matrix)
             plans[plan.name] = replace(
-                plan, action=Action.QUANTIZE, rule=decision.rule, scheme=layer, stored=stored
+                plan, action=Action.QUANTIZE, rule=decision.rule, scheme=layer, outputs=outputs
             )
             for item, reason in matched.dropped:
                 if reason == SAME:
                     plans[item.name] = replace(
-                        plans[item.name], action=Action.DROP, rule=f"dropped: {reason}", stored=()
+                        plans[item.name], action=Action.DROP, rule=f"dropped: {reason}", outputs=()
                     )
     return replace(draft, tensors=tuple(plans.values()))
 
@@ -448,7 +448,7 @@ def _converted(
             rounding_command(checkpoint, target.KEY, fit.nearest),
             tensor=layout.module,
         )
-    indexed = f"{layout.module}{source.ABOUT.group_index}" in layout.stored
+    indexed = f"{layout.module}{source.ABOUT.group_index}" in layout.tensor_names
     if indexed and layout.scattered is not False and fit.verdict is Verdict.EXACT:
         fit = Fit(Verdict.READ, "an index says the group of each column")
     same_groups = wanted.weight.granularity == layout.scheme.weight.granularity
@@ -460,8 +460,8 @@ def _converted(
 
 def stores_index(layout: ModuleLayout, wanted: LayerScheme, target: Format) -> bool:
     """Return whether the target stores with a matrix the index that says which column is in which group."""
-    stored = target.stored(layout.module, wanted, layout.shape)
-    return f"{layout.module}{target.ABOUT.group_index}" in [item.name for item in stored]
+    packed = target.packed_tensors(layout.module, wanted, layout.shape)
+    return f"{layout.module}{target.ABOUT.group_index}" in [item.name for item in packed]
 
 
 def rounding_command(checkpoint: Checkpoint, key: str, scheme: str = "") -> str:
@@ -508,8 +508,8 @@ def _with_one_group(
         new = replace(old, weight=replace(old.weight, granularity=PerGroup(size)))
         found.append(replace(layer, wanted=new, scattered=False))
         names.append(module)
-        more += _nbytes(target.stored(module, new, shape))
-        more -= _nbytes(target.stored(module, old, shape))
+        more += _nbytes(target.packed_tensors(module, new, shape))
+        more -= _nbytes(target.packed_tensors(module, old, shape))
     note = (
         f"groups of {named(names)} are split into groups of {size} columns, with the same"
         f" scales repeated ({more:,} bytes): the files state one group size for the whole model"

@@ -62,18 +62,18 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     done = sum(math.prod(t.shape) for t in inside if t.action is Action.QUANTIZE)
     kept: dict[str, int] = {}
     towers: dict[str, int] = {}
-    much = MUCH * sum(tensor.stored_bytes for tensor in tensors)
+    much = MUCH * sum(tensor.output_bytes for tensor in tensors)
     for tensor in tensors:
         block = BLOCK.match(tensor.name) if tensor.part < 0 else None
         if block and tensor.action is Action.KEEP and not block[1].isdecimal():
-            towers[block[1]] = towers.get(block[1], 0) + tensor.stored_bytes
-        elif tensor.part < 0 and tensor.rule == f"{Role.OTHER} kept" and tensor.stored_bytes > much:
-            towers[tensor.name.removesuffix(".weight")] = tensor.stored_bytes
+            towers[block[1]] = towers.get(block[1], 0) + tensor.output_bytes
+        elif tensor.part < 0 and tensor.rule == f"{Role.OTHER} kept" and tensor.output_bytes > much:
+            towers[tensor.name.removesuffix(".weight")] = tensor.output_bytes
     for tensor in inside:
         if tensor.action is Action.KEEP and not asked(tensor) and not tensor.sparse:
             name = tensor.name.replace(f".{tensor.part}.", ".*.", 1)
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
-            kept[name] = kept.get(name, 0) + tensor.stored_bytes
+            kept[name] = kept.get(name, 0) + tensor.output_bytes
     sparse = sum(math.prod(tensor.shape) for tensor in inside if tensor.sparse)
     share = done / total if total else 1.0
     return Coverage(

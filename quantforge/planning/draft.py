@@ -30,5 +30,5 @@ class Draft:
 
     def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
         """Return the files of the result, which state the recipe where the format does."""
-        stored = [item for tensor in self.tensors for item in tensor.stored]
-        return file_plans(plan_shards(stored, recipe.max_shard_bytes or SHARD_BYTES))
+        outputs = [item for tensor in self.tensors for item in tensor.outputs]
+        return file_plans(plan_shards(outputs, recipe.max_shard_bytes or SHARD_BYTES))

@@ -38,7 +38,7 @@ def rounded_words(tensor: TensorPlan) -> str:
     """Return what is said of an embedding that is rounded: its sizes, by which rule, and how to keep it."""
     before = StoredTensor(tensor.name, tensor.dtype, tensor.shape).nbytes
     return (
-        f"{tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.stored_bytes)} ({tensor.rule});"
+        f"{tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.output_bytes)} ({tensor.rule});"
         " --embedding keep leaves it"
     )
 
@@ -120,8 +120,8 @@ def _smaller(
 
 def _outer_bytes(draft: Draft, matched: Matched) -> int:
     """Return the bytes of a result that embedding and head take."""
-    names = {tensor.stored.name for tensor in matched.tensors if tensor.role in _OUTER}
-    return sum(item.stored_bytes for item in draft.tensors if item.name in names)
+    names = {tensor.header.name for tensor in matched.tensors if tensor.role in _OUTER}
+    return sum(item.output_bytes for item in draft.tensors if item.name in names)
 
 
 def bytes_of(files: Sequence[FilePlan]) -> int:

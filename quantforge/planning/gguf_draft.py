@@ -175,7 +175,7 @@ def draft_gguf(
             *tokens.notes,
         ),
         late=tuple(
-            item.tensor.stored.name for item in targets
+            item.tensor.header.name for item in targets
             if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
         ),
         table=tuple(table),
@@ -213,7 +213,7 @@ def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
             f"{needy[0].tensor.name}: {needy[0].type} needs the importance of its columns,"
             f" as do {len(needy) - 1} more tensors",
             "--calibration TEXT (or builtin), or --imatrix FILE",
-            tensor=needy[0].tensor.stored.name,
+            tensor=needy[0].tensor.header.name,
         )
 
 
@@ -249,12 +249,12 @@ def _dropped(
     matched: Matched, kept: Sequence[MatchedTensor], tower: ProjectorFile | None
 ) -> list[TensorPlan]:
     """Return what is left out, and why."""
-    written = {tensor.stored.name for tensor in kept}
+    written = {tensor.header.name for tensor in kept}
     reasons = [*((item, f"dropped: {reason}") for item, reason in matched.dropped)]
     reasons += [
-        (tensor.stored, _left_out(tensor))
+        (tensor.header, _left_out(tensor))
         for tensor in matched.tensors
-        if tensor.stored.name not in written
+        if tensor.header.name not in written
     ]
     beside = tower.tensors if tower is not None else {}
     return [
@@ -319,10 +319,10 @@ def _target(
     shape = (*outer, last // (1 + len(named.others)))
     if tensor.name.endswith(squeezed):
         shape = tuple(size for size in shape if size > 1)
-    if tensor.stored.dtype not in QUANTIZABLE:
+    if tensor.header.dtype not in QUANTIZABLE:
         raise InputError(
-            f"{tensor.stored.name}: type {tensor.stored.dtype} is not written to GGUF",
-            f"written are {', '.join(QUANTIZABLE)}", tensor=tensor.stored.name,
+            f"{tensor.header.name}: type {tensor.header.dtype} is not written to GGUF",
+            f"written are {', '.join(QUANTIZABLE)}", tensor=tensor.header.name,
         )  # fmt: skip
     if mixture.always_float32(named.name, len(shape)):
         return FileTensor(tensor, named, shape, "F32", "F32 always")
@@ -338,7 +338,7 @@ class FileTypes(Terms[str]):
     def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
         """Return the type that a scheme is; that of the source where nothing is to be rounded."""
         if choice.scheme is None:
-            return tensor.stored.dtype
+            return tensor.header.dtype
         return type_of(choice.scheme, choice.rule)
 
     def meant(self, tensor: MatchedTensor) -> str:
@@ -385,7 +385,7 @@ class MixtureTypes(FileTypes):
             named.name: stored_shape(tensor)[-1]
             for tensor in tensors
             if not mixture.always_float32(
-                (named := names[tensor.name]).name, len(tensor.stored.shape)
+                (named := names[tensor.name]).name, len(tensor.header.shape)
             )
         }
         # Mixtures of the names of lattices are mostly of other types.
@@ -401,7 +401,7 @@ class MixtureTypes(FileTypes):
             return Decision("Q6_K", "outside of the blocks")
         name = self._names[tensor.name].name
         if name in mixture.UNTOUCHED and self._types[name] not in mixture.FLOATING:
-            return Decision(tensor.stored.dtype, "kept in every mixture")
+            return Decision(tensor.header.dtype, "kept in every mixture")
         return Decision(self._types[name], self.label)
 
 
@@ -421,22 +421,22 @@ class GivenTypes(FileTypes):
 
     def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
         """Return the type that is asked for the embedding; of one that has codes, theirs."""
-        given = self._given.get(tensor.stored.name.removesuffix(".weight"))
+        given = self._given.get(tensor.header.name.removesuffix(".weight"))
         if given is None:
             return super().stated(tensor, choice)
-        check_not_quantized(tensor.stored.name, str(choice.scheme or KEEP))
+        check_not_quantized(tensor.header.name, str(choice.scheme or KEEP))
         return given
 
     def default(self, tensor: MatchedTensor) -> Decision[str]:
         """Return the type that the tensor's codes have."""
-        module = tensor.stored.name.removesuffix(".weight")
+        module = tensor.header.name.removesuffix(".weight")
         if module in self._given:
             return Decision(self._given[module], "re-laid out")
         if self._tied and tensor.role is Role.EMBEDDING:
-            columns = tensor.stored.shape[-1]
+            columns = tensor.header.shape[-1]
             kind = mixture.output_type(self.label, self.label, columns)
             return Decision(mixture.fitting(kind, columns), tied_rule(gguf))
-        return Decision(tensor.stored.dtype, "kept")
+        return Decision(tensor.header.dtype, "kept")
 
     def meant(self, tensor: MatchedTensor) -> str:
         """Return the type of most tensors."""
@@ -446,7 +446,7 @@ class GivenTypes(FileTypes):
 
 def stored_shape(tensor: MatchedTensor) -> tuple[int, ...]:
     """Return the shape of a tensor as linears have it in a file, ``[out, in]``."""
-    shape = tensor.stored.shape
+    shape = tensor.header.shape
     return shape[::-1] if tensor.transposed else shape
 
 
@@ -500,7 +500,7 @@ def _tensor_table(targets: Iterable[FileTensor], found: Parameters) -> list[Gguf
             raise InputError(
                 f"{name}: experts {experts[:8]} of {found.experts}, or their shapes differ",
                 "a complete checkpoint holds every expert of every block",
-                tensor=first.tensor.stored.name,
+                tensor=first.tensor.header.name,
             )
         tensors.append(GgufTensor(name, first.type, (len(items), *first.shape), pieces=len(items)))
     return sorted(tensors, key=lambda tensor: mixture.order(tensor.name))
@@ -511,7 +511,7 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
     tensor, family_heads = item.tensor, _heads(item, found)
     shape = item.shape if item.named.expert < 0 else (found.experts, *item.shape)
     pieces = 1 if item.named.expert < 0 else found.experts
-    stored = stored_pieces(GgufTensor(item.named.name, item.type, shape, pieces))
+    own = stored_pieces(GgufTensor(item.named.name, item.type, shape, pieces))
     beside = [
         part
         for name in item.named.others
@@ -519,13 +519,13 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
     ]
     grid = item.type.lower()
     return TensorPlan(
-        tensor.stored.name,
-        tensor.stored.dtype,
-        tensor.stored.shape,
+        tensor.header.name,
+        tensor.header.dtype,
+        tensor.header.shape,
         Action.QUANTIZE if grid in SUPERBLOCKS else Action.KEEP,
         item.rule,
         LayerScheme(parse(grid)) if grid in SUPERBLOCKS else None,
-        stored=(stored[max(item.named.expert, 0)], *beside),
+        outputs=(own[max(item.named.expert, 0)], *beside),
         part=tensor.block,
         shared=tensor.shared,
         transposed=tensor.transposed,

@@ -29,9 +29,9 @@ def quantized_linears(tensors: Iterable[TensorPlan], matched: Matched) -> Mappin
         tensor.name: tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None
     }
     return {
-        tensor.name.removesuffix(".weight"): plans[tensor.stored.name]
+        tensor.name.removesuffix(".weight"): plans[tensor.header.name]
         for tensor in matched.tensors
-        if tensor.block >= 0 and tensor.stored.name in plans
+        if tensor.block >= 0 and tensor.header.name in plans
     }
 
 

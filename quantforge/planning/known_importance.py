@@ -73,9 +73,9 @@ def places(tensors: Iterable[TensorPlan], matched: Matched) -> dict[str, Named]:
         RefusedError: GGUF has no names for the family.
     """
     linears = {tensor.name for tensor in tensors if len(tensor.shape) == 2}
-    held = [tensor for tensor in matched.tensors if tensor.stored.name in linears]
+    held = [tensor for tensor in matched.tensors if tensor.header.name in linears]
     found = names(family_of(matched.config), matched.blocks, [tensor.name for tensor in held])
-    return {tensor.stored.name: found[tensor.name] for tensor in held}
+    return {tensor.header.name: found[tensor.name] for tensor in held}
 
 
 def values_of(tensors: Collection[TensorPlan], named: Mapping[str, Named]) -> dict[str, int]:

@@ -71,7 +71,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
                 and self._has_group(form, tensor)
             ):
                 widths = together.setdefault(group, {})
-                widths.setdefault(_matrix(tensor)[1], []).append(tensor.stored.name)
+                widths.setdefault(_matrix(tensor)[1], []).append(tensor.header.name)
         self._judged.clear()
         self._together = {
             group: widths
@@ -97,7 +97,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         """Return the scheme of all linears, and of a tied embedding where the format rounds it; all else is kept."""
         if (
             tensor.role is Role.LINEAR
-            and tensor.stored.shape[not tensor.transposed] < LEAST_COLUMNS
+            and tensor.header.shape[not tensor.transposed] < LEAST_COLUMNS
         ):
             return Decision(None, f"fewer than {LEAST_COLUMNS} input columns: kept")
         if tensor.role is Role.LINEAR:
@@ -120,11 +120,11 @@ class LayerSchemes(Terms[LayerScheme | None]):
         """
         if form is None:
             return Fitted(None)
-        if tensor.stored.dtype not in QUANTIZABLE:
+        if tensor.header.dtype not in QUANTIZABLE:
             raise InputError(
-                f"{tensor.stored.name}: type {tensor.stored.dtype} cannot be quantized",
+                f"{tensor.header.name}: type {tensor.header.dtype} cannot be quantized",
                 f"quantizable: {', '.join(QUANTIZABLE)}",
-                tensor=tensor.stored.name,
+                tensor=tensor.header.name,
             )
         matrix = _matrix(tensor)
         self._asked.setdefault(form, []).append(matrix)
@@ -138,13 +138,13 @@ class LayerSchemes(Terms[LayerScheme | None]):
         whole = self._whole(form, matrix)
         if whole.verdict is Verdict.IMPOSSIBLE:  # whatever the shape
             reason, others = whole.reason, others or holders(form, None, self._model_dtype)
-        module = tensor.stored.name.removesuffix(".weight")
+        module = tensor.header.name.removesuffix(".weight")
         raise RefusedError(
-            f"{tensor.stored.name}: {form} does not fit {self._form.KEY}: {reason}",
+            f"{tensor.header.name}: {form} does not fit {self._form.KEY}: {reason}",
             f"--format {' or '.join(others)} holds it"
             if others
             else f"add --ignore '{module}', or choose another scheme",
-            tensor=tensor.stored.name,
+            tensor=tensor.header.name,
         )
 
     def check_groups(self) -> None:
@@ -169,7 +169,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         """Return a hint that names the usual groups which most linears hold, or one scale for each row."""
 
         def held(size: int) -> int:
-            scheme = replace(form.weight.stored_as(self._scale), granularity=PerGroup(size))
+            scheme = replace(form.weight.with_scale(self._scale), granularity=PerGroup(size))
             fits = (self._check(scheme, form.input, matrix).verdict for matrix in matrices)
             return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
 
@@ -184,11 +184,11 @@ class LayerSchemes(Terms[LayerScheme | None]):
         self, tensor: MatchedTensor, form: LayerScheme | None
     ) -> Fitted[LayerScheme | None] | None:
         """Return that a tensor is kept where the format holds its scheme, but nothing near it in this shape."""
-        if form is None or tensor.stored.dtype not in QUANTIZABLE or len(tensor.stored.shape) != 2:
+        if form is None or tensor.header.dtype not in QUANTIZABLE or len(tensor.header.shape) != 2:
             return None
         rows, columns = _matrix(tensor)
         fits = [fit for _, fit in self._near(form, (rows, columns))]
-        scheme = form.weight.stored_as(self._scale)
+        scheme = form.weight.with_scale(self._scale)
         if (
             any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
             or self._whole(form, (rows, columns)).verdict is Verdict.IMPOSSIBLE
@@ -204,7 +204,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         """Judge a scheme for the next larger shape that everything divides: what it says is not of the shape."""
         step = math.lcm(WHOLE, _group(form.weight) or 1)
         rows, columns = (-(-size // step) * step for size in matrix)
-        return self._check(form.weight.stored_as(self._scale), form.input, (rows, columns))
+        return self._check(form.weight.with_scale(self._scale), form.input, (rows, columns))
 
     def _near(self, form: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
         """Return the scheme and finer ones that a matrix may get, each with how it fits."""
@@ -213,7 +213,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
             widths = self._together.get(_group(form.weight), {})
             found = [
                 (LayerScheme(scheme, form.input), self._fit(scheme, form.input, matrix, widths))
-                for scheme in _candidates(form.weight.stored_as(self._scale), matrix[1], widths)
+                for scheme in _candidates(form.weight.with_scale(self._scale), matrix[1], widths)
             ]
             self._judged[form, matrix] = found
         return found
@@ -259,7 +259,7 @@ def _candidates(scheme: Scheme, columns: int, together: Widths) -> list[Scheme]:
 
 def _matrix(tensor: MatchedTensor) -> tuple[int, int]:
     """Return the shape (out, in) of a linear."""
-    rows, columns = tensor.stored.shape[::-1] if tensor.transposed else tensor.stored.shape
+    rows, columns = tensor.header.shape[::-1] if tensor.transposed else tensor.header.shape
     return rows, columns
 
 

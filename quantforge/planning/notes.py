@@ -85,12 +85,12 @@ def facts(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def _heads(matched: Matched, draft: Draft) -> tuple[str, ...]:
     """Say what becomes of heads that predict further tokens."""
-    names = {tensor.stored.name for tensor in matched.draft_heads}
+    names = {tensor.header.name for tensor in matched.draft_heads}
     heads = [tensor for tensor in draft.tensors if tensor.name in names]
     if not heads:
         return ()
-    before = sum(tensor.stored.nbytes for tensor in matched.draft_heads)
-    after = sum(tensor.stored_bytes for tensor in heads if tensor.action is not Action.DROP)
+    before = sum(tensor.header.nbytes for tensor in matched.draft_heads)
+    after = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
     rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
     done = (
         f"{rounded} of them rounded plainly, {after:,} bytes in the result"

@@ -146,7 +146,7 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
 
 def whole_model(matched: Matched) -> int:
     """Return the bytes of all weights in float32, as they are held while the model writes its own text."""
-    return FLOAT * sum(math.prod(tensor.stored.shape) for tensor in matched.tensors)
+    return FLOAT * sum(math.prod(tensor.header.shape) for tensor in matched.tensors)
 
 
 def groups_of(
@@ -259,7 +259,7 @@ def _activation_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int
 
 def _embedding_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
     tokens = min(sizes.vocab, run.rows * run.length)
-    embedding = next(tensor.stored for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
+    embedding = next(tensor.header for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
     chunk = min(embedding.nbytes, CHUNK_BYTES)
     micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
     return FLOAT * tokens * sizes.hidden + _hidden_states(run, matched) + chunk + micro_batch
@@ -269,7 +269,7 @@ def _copied_tensor(tensors: Iterable[TensorPlan]) -> int:
     """Return the bytes of the largest tensor that is only copied, as it is written."""
     return max(
         (
-            sum(item.nbytes for item in tensor.stored)
+            sum(item.nbytes for item in tensor.outputs)
             for tensor in tensors
             if tensor.action is Action.KEEP
         ),
@@ -284,12 +284,12 @@ def _block_bytes(matched: Matched) -> int:
     for tensor in matched.tensors:
         if tensor.block < 0:
             continue
-        size = FLOAT * math.prod(tensor.stored.shape)
+        size = FLOAT * math.prod(tensor.header.shape)
         if tensor.expert >= 0:
             key = tensor.block, tensor.expert
             experts[key] = experts.get(key, 0) + size
         else:
-            share = tensor.stored.shape[0] if _is_stack(matched, tensor) else 1
+            share = tensor.header.shape[0] if _is_stack(matched, tensor) else 1
             dense[tensor.block] = dense.get(tensor.block, 0) + size // share
     one: dict[int, int] = {}
     for (block, _), size in experts.items():
@@ -428,9 +428,9 @@ def _widest(matched: Matched, sizes: Dimensions) -> _Widths:
 def _embedded(matched: Matched, sizes: Dimensions) -> int:
     """Return how many numbers all embeddings have for a token: the usual one, and those of each layer."""
     others = (
-        tensor.stored.shape[-1]
+        tensor.header.shape[-1]
         for tensor in matched.tensors
-        if tensor.role is Role.OTHER and tensor.block < 0 and len(tensor.stored.shape) > 1
+        if tensor.role is Role.OTHER and tensor.block < 0 and len(tensor.header.shape) > 1
         if "embed" in tensor.name
     )
     return sizes.hidden + sum(others)

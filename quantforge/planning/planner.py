@@ -226,9 +226,9 @@ def _matched(checkpoint: Checkpoint, recipe: Recipe) -> Matched:
             f" `quantforge export {place} --format plain` makes a source for other commands;"
             " `quantforge plan` with --context N looks at it as it is",
         )
-    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    stored = [entry.header() for entry in checkpoint.entries.values()]
     matched = match(checkpoint.config, stored, checkpoint.declared)
-    own = [item.stored for item in matched.tensors if item.block >= 0 or item.draft_head]
+    own = [item.header for item in matched.tensors if item.block >= 0 or item.draft_head]
     check_experts(matched.config, own)
     check_alone(matched.draft, recipe)
     return matched
@@ -307,7 +307,7 @@ def derived_match(checkpoint: Checkpoint) -> Matched:
     """
     from quantforge.model.derive import derive_for
 
-    entries = [entry.stored() for entry in checkpoint.entries.values()]
+    entries = [entry.header() for entry in checkpoint.entries.values()]
     found = derive_for(checkpoint.config, entries)
     if found.turned:
         raise RefusedError(
@@ -384,8 +384,8 @@ def _refuse_growth(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> Non
     """Refuse a result that is no smaller than the source, unless nothing is quantized: that is a mere conversion."""
     if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         return
-    before = sum(entry.stored().nbytes for entry in checkpoint.entries.values())  # as decoded
-    after = sum(tensor.stored_bytes for tensor in tensors if tensor.action is not Action.DROP)
+    before = sum(entry.header().nbytes for entry in checkpoint.entries.values())  # as decoded
+    after = sum(tensor.output_bytes for tensor in tensors if tensor.action is not Action.DROP)
     if after >= before:
         raise RefusedError(
             f"the tensors would take {after:,} bytes, those of the source take {before:,}: nothing is gained",

@@ -230,7 +230,7 @@ def budget_of(target: SizeTarget, planned: Planned) -> SizeBudget:
         InputError: a target of memory, and what the layers of the family keep is not declared.
     """
     linears = quantized_linears(planned.plan.tensors, planned.matched).values()
-    own = sum(one.stored_bytes for one in linears)
+    own = sum(one.output_bytes for one in linears)
     if target.bits is not None:
         return SizeBudget(target, 0.0, sum(math.prod(one.shape) for one in linears) / 8)
     if target.load is None:
@@ -277,9 +277,9 @@ def size_like(opened: Checkpoint, matched: Matched) -> SizeTarget:
 
 def _shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by name, of a quantized one as it is decoded."""
-    headers = {name: entry.stored() for name, entry in opened.entries.items()}
+    headers = {name: entry.header() for name, entry in opened.entries.items()}
     layouts = [*detect(opened.config).layouts(opened.config, headers)]
-    packed = {name for layout in layouts for name in layout.stored}
+    packed = {name for layout in layouts for name in layout.tensor_names}
     plain = {name: one.shape for name, one in headers.items() if name not in packed}
     return plain | {f"{layout.module}.weight": layout.shape for layout in layouts}
 
@@ -288,16 +288,16 @@ def _differences(theirs: Mapping[str, tuple[int, ...]], matched: Matched) -> Ite
     """Yield in what matrices differ: those of the blocks and the embedding. A head that is tied may be there or not."""
     ours: set[str] = set()
     for tensor in matched.tensors:
-        stored, names = tensor.stored, (tensor.stored.name, tensor.name)
+        header, names = tensor.header, (tensor.header.name, tensor.name)
         ours |= {*names}
         block = tensor.role is Role.LINEAR and tensor.block >= 0
         if not block and tensor.role is not Role.EMBEDDING:
             continue
         found = next((theirs[name] for name in names if name in theirs), None)
         if found is None:
-            yield f"it has no {stored.name}"
-        elif sorted(found) != sorted(stored.shape):  # either way round
-            yield f"{stored.name} is {_shown(found)} there and {_shown(stored.shape)} here"
+            yield f"it has no {header.name}"
+        elif sorted(found) != sorted(header.shape):  # either way round
+            yield f"{header.name} is {_shown(found)} there and {_shown(header.shape)} here"
     for name, shape in theirs.items():
         if name not in ours and len(shape) > 1 and any(part.isdigit() for part in name.split(".")):
             yield f"{name} ({_shown(shape)}) is not in this one"

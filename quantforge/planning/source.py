@@ -65,7 +65,7 @@ def single_experts(source: Checkpoint, key: str, recipe: Recipe) -> Checkpoint:
         return source
     if key == GGUF:
         return view  # its files stack them again
-    matched = match(view.config, [entry.stored() for entry in view.entries.values()], view.declared)
+    matched = match(view.config, [entry.header() for entry in view.entries.values()], view.declared)
     rules = Rules(recipe, matched.tensors)
     plain = base_scheme(format_of(key), recipe) == KEEP
     for tensor in matched.tensors:
@@ -88,7 +88,7 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
         return unstacked(checkpoint)
     from quantforge.model.derive import derive_for
 
-    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    stored = [entry.header() for entry in checkpoint.entries.values()]
     try:
         return unstacked(checkpoint, derive_for(checkpoint.config, stored))
     except (InputError, RefusedError):

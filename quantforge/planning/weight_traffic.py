@@ -52,7 +52,7 @@ class WeightTraffic:
 def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
     """Count the weights of a planned result."""
     tensors = [tensor for tensor in plan.tensors if tensor.action is not Action.DROP]
-    roles = {tensor.stored.name: tensor.role for tensor in matched.tensors}
+    roles = {tensor.header.name: tensor.role for tensor in matched.tensors}
     count = _expert_count(matched, tensors)
     chosen = chosen_experts(matched)
     dense, routed = [0, 0], [0, 0]
@@ -62,12 +62,12 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
             continue
         kind = routed if _is_expert(tensor, count) else dense
         embeds = role is Role.EMBEDDING
-        kind[0] += _embedding_read(tensor, tied=matched.tied) if embeds else tensor.stored_bytes
+        kind[0] += _embedding_read(tensor, tied=matched.tied) if embeds else tensor.output_bytes
         if len(tensor.shape) >= _MATRIX and (matched.tied or not embeds):
             kind[1] += math.prod(tensor.shape)
     share = expert_share(matched, tensors)
-    held = sum(tensor.stored_bytes for tensor in tensors)
-    inputs = {tensor.stored.name: tensor.shared for tensor in matched.tensors}
+    held = sum(tensor.output_bytes for tensor in tensors)
+    inputs = {tensor.header.name: tensor.shared for tensor in matched.tensors}
     widest = _widest(tensors, inputs, count, chosen)
     return WeightTraffic(held, dense[0], dense[1], routed[0], routed[1], share, widest)
 
@@ -105,8 +105,8 @@ def _embedding_read(tensor: TensorPlan, *, tied: bool) -> int:
     if not tied:
         return 0
     module = tensor.name.removesuffix(".weight")
-    apart = [item for item in tensor.stored if not item.name.startswith(module)]
-    return sum(item.nbytes for item in apart) or tensor.stored_bytes
+    apart = [item for item in tensor.outputs if not item.name.startswith(module)]
+    return sum(item.nbytes for item in apart) or tensor.output_bytes
 
 
 def _widest(

@@ -194,7 +194,7 @@ class _Pair:
         """Return readers, or rows of them, as they would round under ``scale``, for the activation as it is."""
         rounded = {}
         for name, weight in weights.items():
-            scheme = self._schemes[name].stored_as(ScaleType.F16)
+            scheme = self._schemes[name].with_scale(ScaleType.F16)
             packer = packer_of(scheme)
             scaled = weight * scale
             parameters = packer.fit(

@@ -121,7 +121,7 @@ def round_shared(
     workers = WORKERS if large else 1
     rounded: dict[str, Rounded] = {}
     for open_scheme, members in _alike(schemes):
-        scheme = open_scheme.stored_as(ScaleType.F16)
+        scheme = open_scheme.with_scale(ScaleType.F16)
         matrices = {name: rtn.checked(name, weights[name]) for name in members}
         # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
         parts = _parts([*matrices.values()], None if scheme.whole else ROWS)

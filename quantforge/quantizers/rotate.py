@@ -39,12 +39,12 @@ def prepare(source: Checkpoint) -> Checkpoint:
         RefusedError: it is not proven that all readers and writers of the residual stream are known, or no
             Hadamard matrix of its size is.
     """
-    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    matched = match(source.config, [entry.header() for entry in source.entries.values()])
     if matched.architecture is None or matched.dimensions is None:
         raise needs_architecture(matched, NAME)
     stream = residual_stream(matched, f"--method {NAME}")
     rotation, offset = _rotation(matched.dimensions.hidden), matched.architecture.norm_offset
-    stored = {name: tensor.stored.name for name, tensor in matched.by_name.items()}
+    stored = {name: tensor.header.name for name, tensor in matched.by_name.items()}
     head, embedding = (
         f"{name}.weight" for name in (matched.architecture.head, matched.architecture.embedding)
     )
@@ -60,7 +60,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
     )
     if not matched.tied:
         return prepared_checkpoint(source, computed, facts={ROTATION: said})
-    base = matched.by_name[embedding].stored
+    base = matched.by_name[embedding].header
     twice = stored[head] if matched.tied_twice else ""
     computed[head] = rotated(base.name, 1, stored[stream.norms[0]], twice=twice)
     added = {head: replace(source.entries[base.name], name=head)}

@@ -82,7 +82,7 @@ def quantized(
         return {name: _as_ggml(name, weights[name], importance, schemes[name]) for name in weights}
     floor = None if importance is None else floored(importance)
     search = scales == "search"
-    schemes = {name: scheme.stored_as(ScaleType.F16) for name, scheme in schemes.items()}
+    schemes = {name: scheme.with_scale(ScaleType.F16) for name, scheme in schemes.items()}
     found = {}
     for members in together(schemes):
         matrices = {name: checked(name, weights[name]) for name in members}

@@ -143,7 +143,7 @@ class _SmoothPair:
 
     def _rounded(self, name: str, scale: Tensor) -> Tensor:
         """Return the weight of a reader with its columns scaled, rounded."""
-        scheme, scaled = self._schemes[name].stored_as(ScaleType.F16), self._weights[name] * scale
+        scheme, scaled = self._schemes[name].with_scale(ScaleType.F16), self._weights[name] * scale
         packer = packer_of(scheme)
         parameters = packer.fit(scaled, scheme)
         return packer.decode(packer.encode(scaled, parameters, scheme), parameters, scheme)

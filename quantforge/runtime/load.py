@@ -142,7 +142,7 @@ def load(
     """
     checkpoint = source or readable(open_model(path))
     form = detect(checkpoint.config)
-    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    stored = checkpoint.headers()
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     matched = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
@@ -185,7 +185,7 @@ def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any
         InputError: tensors have no place in the model.
         RefusedError: no declarations can be derived; the message says why.
     """
-    stored = [tensor.stored for tensor in matched.tensors]
+    stored = [tensor.header for tensor in matched.tensors]
     if matched.architecture is None or matched.architecture.converted:
         names = WeightMapping(model, stored)
         if not has_single_experts(names.left_over):
@@ -408,7 +408,9 @@ class SkeletonFiller:
         layout = self._layouts.get(_module_of(name))
         if layout is None:
             return self._read(name)
-        return self._form.unpack(layout, {part: self._read_part(part) for part in layout.stored})
+        return self._form.unpack(
+            layout, {part: self._read_part(part) for part in layout.tensor_names}
+        )
 
     def _decoded(self, name: str) -> Tensor:
         """Return a tensor as a plain one."""

@@ -34,9 +34,9 @@ def stored_sizes(
     """Return bits per quantized weight, bits per weight, and bytes, as stored."""
     weights = packed_weights = size = packed_size = 0
     for tensor in matched.tensors:
-        count = math.prod(tensor.stored.shape)
-        layout = layouts.get(tensor.stored.name.removesuffix(".weight"))
-        parts = layout.stored if layout else (tensor.stored.name,)
+        count = math.prod(tensor.header.shape)
+        layout = layouts.get(tensor.header.name.removesuffix(".weight"))
+        parts = layout.tensor_names if layout else (tensor.header.name,)
         nbytes = sum(stored[part].nbytes for part in parts)
         weights, size = weights + count, size + nbytes
         if layout:
@@ -60,15 +60,17 @@ def most_held(
     needed = weights = 0
     cuts = cuts or {}
     for tensor in matched.tensors:
-        count = math.prod(tensor.stored.shape)
-        layout = layouts.get(tensor.stored.name.removesuffix(".weight"))
+        count = math.prod(tensor.header.shape)
+        layout = layouts.get(tensor.header.name.removesuffix(".weight"))
         weights += count
         size = 0
-        if layout is not None and tensor.stored.name not in decoded:
+        if layout is not None and tensor.header.name not in decoded:
             codes = (
                 count * layout.scheme.weight.weight_bits // 8
             )  # TQ1_0 packs five to a byte, kernels four
-            size = int(PACKING * max(codes, sum(stored[part].nbytes for part in layout.stored)))
+            size = int(
+                PACKING * max(codes, sum(stored[part].nbytes for part in layout.tensor_names))
+            )
         elif tensor.role is not Role.FOREIGN:
             size = count * dtype.itemsize
         needed += size // (cuts[tensor.name].share.ranks if tensor.name in cuts else 1)

@@ -203,7 +203,7 @@ def cuts_of(
             cut = _cut(matched, kind, item, name.rpartition(".")[0], share)
             if cut is None:
                 continue
-            layout = layouts.get(held.stored.name.removesuffix(".weight"))
+            layout = layouts.get(held.header.name.removesuffix(".weight"))
             if layout is not None and layout.scheme.input is not None:
                 _check_input(cut, layout.scheme.input)
             found[name] = cut

@@ -186,7 +186,7 @@ def _check_engine(engine: str, paths: Sequence[Path]) -> None:
 def _note_swapped(reference: Checkpoint, model: Checkpoint, settings: Settings) -> None:
     """Note a reference that seems to descend from a model: it is quantized and smaller."""
     small, large = (
-        sum(entry.stored().nbytes for entry in one.entries.values()) for one in (reference, model)
+        sum(entry.header().nbytes for entry in one.entries.values()) for one in (reference, model)
     )
     if "quantization_config" in reference.config and LARGER * small < large:
         name, other = reference.path, model.path

@@ -175,11 +175,11 @@ def _understood(checkpoint: Checkpoint) -> tuple[str, dict[tuple[str, ...], tupl
         form = detect(config)
     except InputError:
         return f"{config['quantization_config'].get('quant_method')} (not read)", {}
-    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    stored = checkpoint.headers()
     layouts = form.layouts(config, stored)
     match_headers(checkpoint, {layout.module: layout for layout in layouts}, stored)
     return form.KEY, {
-        layout.stored: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts
+        layout.tensor_names: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts
     }
 
 

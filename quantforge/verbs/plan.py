@@ -128,7 +128,7 @@ def _as_it_is(
     except InputError as unread:
         wanted = "--bits 4 or --format plain: what is to be made of it can be planned"
         raise InputError(unread.message, wanted) from unread
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
     same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)
     made = plan_export(checkpoint, same, serving).plan

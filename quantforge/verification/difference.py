@@ -132,7 +132,7 @@ def _alone(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
 
 def _alike(one: Original, other: Original, name: str) -> bool:
     """Return whether a tensor, decoded, has the same type, shape and values in both."""
-    tensors = [(model, model.matched.by_name[name].stored) for model in (one, other)]
+    tensors = [(model, model.matched.by_name[name].header) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
     first, second = (model.checkpoint.read(stored.name) for model, stored in tensors)

@@ -124,7 +124,7 @@ class ChangedWeights:
         """Take what ``values`` returns; where it returns None the checkpoint is read."""
         self.config: Mapping[str, Any] = checkpoint.config
         self._checkpoint, self._values = checkpoint, values
-        self._places = {tensor.stored.name: tensor for tensor in matched.tensors}
+        self._places = {tensor.header.name: tensor for tensor in matched.tensors}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by its stored name."""
@@ -477,9 +477,9 @@ def check_cache(report: Report, checkpoint: Checkpoint, caches: Mapping[int, Cac
 
     `kv_scales.found` checks that all are there. ``caches``: what the source puts into the cache, by block.
     """
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     found = kv_scales.found(checkpoint.config, headers)
-    for name in sorted(found.stored):
+    for name in sorted(found.tensor_names):
         try:
             positive(name, checkpoint.read(name))
         except InputError as error:

@@ -118,7 +118,7 @@ def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Par
         return {key: value.value for key, value in checkpoint.file.metadata.items()}, None
     config = source.matched.config
     found = parameters(config)
-    rows = next(t.stored.shape[0] for t in source.matched.tensors if t.role is Role.EMBEDDING)
+    rows = next(t.header.shape[0] for t in source.matched.tensors if t.role is Role.EMBEDDING)
     try:
         words = vocabulary(checkpoint.path, rows, config)
     except RefusedError:

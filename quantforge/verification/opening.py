@@ -105,11 +105,11 @@ class Artifact:
 
     def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
         """Return the layout of a quantized weight, or None for a tensor that is not quantized."""
-        return self.layouts.get(tensor.stored.name.removesuffix(".weight"))
+        return self.layouts.get(tensor.header.name.removesuffix(".weight"))
 
     def unpack(self, layout: ModuleLayout) -> QuantizedTensor:
         """Read a quantized weight; errors as the format's ``unpack``."""
-        stored = {name: self.checkpoint.read(name) for name in layout.stored}
+        stored = {name: self.checkpoint.read(name) for name in layout.tensor_names}
         return self.form.unpack(layout, stored)
 
 
@@ -131,7 +131,7 @@ class Original:
             found = self.matched.by_name.get(f"{embedding}.weight")
         if found is None:
             return None
-        value = self.checkpoint.read(found.stored.name).float()
+        value = self.checkpoint.read(found.header.name).float()
         return value.T.contiguous() if found.transposed else value
 
 
@@ -248,7 +248,7 @@ def check_adapter(
 
 
 def _entries(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    return {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    return checkpoint.headers()
 
 
 def _headers(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], dict[str, ModuleLayout]]:

@@ -142,17 +142,17 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
         return
     found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
     if artifact.matched.architecture is None:  # names alone cannot tell it from tables of positions
-        most = max((tensor.stored.shape[0] for tensor in found), default=0)
-        found = [tensor for tensor in found if tensor.stored.shape[0] == most]
+        most = max((tensor.header.shape[0] for tensor in found), default=0)
+        found = [tensor for tensor in found if tensor.header.shape[0] == most]
     for tensor in found:
-        rows = tensor.stored.shape[0]
+        rows = tensor.header.shape[0]
         beyond = sorted((number, text) for text, number in tokens.items() if number >= rows)
         pieces = [(number, text) for number, text in beyond if text not in added]
         if beyond:
             first = [f"{text!a:.60} (id {number})" for number, text in (pieces or beyond)[:3]]
             text = f"{rows} rows, but the tokenizer has {len(beyond)} token(s) beyond them: {', '.join(first)}"
             severity = Severity.ERROR if pieces else Severity.WARNING
-            report.add("vocabulary", tensor.stored.name, text, severity)
+            report.add("vocabulary", tensor.header.name, text, severity)
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:
@@ -165,7 +165,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     loading = Loading()
     if name == TRANSFORMERS and not (about.one_file or model.draft):
         checkpoint = artifact.checkpoint
-        stored = [entry.stored() for entry in checkpoint.entries.values()]
+        stored = [entry.header() for entry in checkpoint.entries.values()]
         loading = compare(checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact))
         model = replace(model, compared=not loading.untried)
     verdict = next(item for item in engine_verdicts(about, model) if item.engine == name)
@@ -186,7 +186,7 @@ def _check_towers(report: Report, artifact: Artifact, source: Original | None) -
     own = {_short(tensor.name) for tensor in foreign}
     towers = {_tower(name) for name in own}
     unclear = {
-        _tower(t.stored.name) for t in artifact.matched.tensors if t.role is not Role.FOREIGN
+        _tower(t.header.name) for t in artifact.matched.tensors if t.role is not Role.FOREIGN
     }
     if source is not None:
         expected = {tensor.name: tensor.draft_head for tensor in source.matched.foreign}
@@ -217,7 +217,7 @@ def _tower(name: str) -> str:
 
 def _plain(artifact: Artifact) -> list[StoredTensor]:
     """Return the headers of the tensors, quantized weights as if they were plain."""
-    return [entry.stored() for entry in decoded(artifact.checkpoint).entries.values()]
+    return [entry.header() for entry in decoded(artifact.checkpoint).entries.values()]
 
 
 def _model_of(artifact: Artifact) -> ModelToLoad:
@@ -229,7 +229,7 @@ def _model_of(artifact: Artifact) -> ModelToLoad:
         transposed=family is not None and family.transposed,
         turned=any(layout.turned for layout in layouts.values()),
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
-        kept=tuple(t.stored.name for t in matched.tensors if artifact.layout(t) is None),
+        kept=tuple(t.header.name for t in matched.tensors if artifact.layout(t) is None),
         embedding=any(t.role is Role.EMBEDDING and artifact.layout(t) for t in matched.tensors),
         running=artifact.running,
         draft=matched.draft,
@@ -237,4 +237,4 @@ def _model_of(artifact: Artifact) -> ModelToLoad:
 
 
 def _module(tensor: MatchedTensor) -> str:
-    return tensor.stored.name.removesuffix(".weight")
+    return tensor.header.name.removesuffix(".weight")

@@ -158,13 +158,13 @@ class TensorChecks:
         if name in self._values:
             return self._values[name]
         tensor = self._artifact.matched.by_name.get(name)
-        if tensor is None or tensor.stored.name in self._unreadable:
+        if tensor is None or tensor.header.name in self._unreadable:
             return None
         found = self._unpacked(tensor)
         if found is not None:
             value = found.decode()
         else:
-            value = self._artifact.checkpoint.read(tensor.stored.name).float()
+            value = self._artifact.checkpoint.read(tensor.header.name).float()
             value = value.T.contiguous() if tensor.transposed else value
         if tensor.expert < 0:
             self._values[name] = value
@@ -220,16 +220,16 @@ class TensorChecks:
             self._report.warn("fold", f"{module}.weight", text)
         self.folded += [*self._folds.norms, *self._folds.rows]
         for tensor in tensors:
-            if tensor.stored.name not in self._unreadable:
+            if tensor.header.name not in self._unreadable:
                 self._compare(tensor, self._source)
 
     # checks without a source
 
     def _check_alone(self, tensor: MatchedTensor) -> None:
         """Check that a tensor is readable and finite, and looks like trained weights."""
-        layout, name = self._artifact.layout(tensor), tensor.stored.name
+        layout, name = self._artifact.layout(tensor), tensor.header.name
         try:
-            for part in layout.stored if layout else ():
+            for part in layout.tensor_names if layout else ():
                 if part != name:  # codes, which float types may carry, are decoded below
                     scan_finite(part, self._artifact.checkpoint.read(part))
             found = self._unpacked(tensor)
@@ -256,7 +256,7 @@ class TensorChecks:
 
     def _similar(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are alike, as in copied blocks, so that their codes may be equal."""
-        names = {t.stored.name: t.name for t in self._artifact.matched.tensors}
+        names = {t.header.name: t.name for t in self._artifact.matched.tensors}
         first, second = (
             self._source.weight(names.get(f"{one}.weight", "")) if self._source else None
             for one in (module, other)
@@ -269,13 +269,13 @@ class TensorChecks:
 
     def _compare(self, tensor: MatchedTensor, source: Original) -> None:
         """Compare a tensor with the source's in the way that its form and shape ask for."""
-        name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
+        name, module = tensor.header.name, tensor.name.removesuffix(".weight")
         target, layout = self._target(tensor.name), self._artifact.layout(tensor)
         if target is None:
             if tensor.role is not Role.FOREIGN:
                 self._report.add("kept-changed", name, "the source has no such tensor")
             return
-        shape = layout.shape if layout else tensor.stored.shape[:: -1 if tensor.transposed else 1]
+        shape = layout.shape if layout else tensor.header.shape[:: -1 if tensor.transposed else 1]
         if tuple(shape) != tuple(target.shape):
             text = f"its shape is {list(shape)}, the source's is {list(target.shape)}"
             self._report.add("kept-changed", name, text)
@@ -293,7 +293,7 @@ class TensorChecks:
         self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor
     ) -> None:
         """Compare a quantized weight with the source's: first for what is proven, then for what is unusual."""
-        name, module = tensor.stored.name, tensor.name.removesuffix(".weight")
+        name, module = tensor.header.name, tensor.name.removesuffix(".weight")
         value = self.stored(tensor.name)
         assert value is not None
         scheme = rounded_in(found)
@@ -369,12 +369,12 @@ class TensorChecks:
         for other in near + far:
             weight = self._source.weight(other.name)
             if weight is not None and weight.shape == value.shape and equals(weight):
-                return other.stored.name
+                return other.header.name
         return None
 
     def _compare_unquantized(self, tensor: MatchedTensor, target: Tensor, source: Original) -> None:
         """Compare a tensor that is stored as it is: it is the source's in its own type, with its factors."""
-        name, (module, _, leaf) = tensor.stored.name, tensor.name.rpartition(".")
+        name, (module, _, leaf) = tensor.header.name, tensor.name.rpartition(".")
         if module in self._folds.norms and leaf == "weight":
             return  # the layers that read it are compared with its factor
         value = self._artifact.checkpoint.read(name)

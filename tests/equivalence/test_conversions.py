@@ -27,7 +27,7 @@ HELD = [(source, text) for source in MODULES for text in SPECIMENS[source]]
 def made(source: str, text: str) -> QuantizedTensor:
     """A rounded random matrix as the files of a format hold it, with scales that are powers of two every other row."""
     form, layer = format_of(source), parse_layer(text)
-    scheme = form.native(layer.weight.stored_as(form.scale_type("BF16")), SHAPE)
+    scheme = form.native(layer.weight.with_scale(form.scale_type("BF16")), SHAPE)
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) * 0.03
     parameters = packer_of(scheme).fit(weight, scheme)
     codes = packer_of(scheme).encode(weight, parameters, scheme)
@@ -39,7 +39,9 @@ def through(tensor: QuantizedTensor, target: str) -> QuantizedTensor:
     form = format_of(target)
     layer = LayerScheme(tensor.scheme, tensor.input)
     packed = form.pack("model.layers.0.m", tensor)
-    assert packed.keys() == {item.name for item in form.stored("model.layers.0.m", layer, SHAPE)}
+    assert packed.keys() == {
+        item.name for item in form.packed_tensors("model.layers.0.m", layer, SHAPE)
+    }
     return form.unpack(ModuleLayout("model.layers.0.m", layer, SHAPE, tuple(packed)), packed)
 
 

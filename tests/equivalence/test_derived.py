@@ -63,7 +63,7 @@ UNPROVEN = {
 
 def derived(path: Path) -> Matched:
     checkpoint = open_checkpoint(path)
-    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    stored = [entry.header() for entry in checkpoint.entries.values()]
     return match(checkpoint.config, stored, derive_for(checkpoint.config, stored, whole=True))
 
 
@@ -95,14 +95,14 @@ def inner(matched: Matched, tensor: MatchedTensor) -> str:
 def test_what_is_derived_is_what_is_declared(tiny: Tiny, family: str) -> None:
     _, declared = opened(tiny(family))
     found = derived(tiny(family))
-    theirs = {tensor.stored.name: tensor for tensor in found.tensors}
+    theirs = {tensor.header.name: tensor for tensor in found.tensors}
     own = [tensor for tensor in declared.tensors if tensor.role is not Role.FOREIGN]
-    roles = {t.name: t.role for t in own if theirs[t.stored.name].role is not t.role}
+    roles = {t.name: t.role for t in own if theirs[t.header.name].role is not t.role}
     assert roles == {name: Role.OTHER for name in roles if name.endswith(KEPT)}
-    inside = [(t.stored.name, inner(found, theirs[t.stored.name])) for t in own]
-    assert inside == [(t.stored.name, inner(declared, t)) for t in own]
+    inside = [(t.header.name, inner(found, theirs[t.header.name])) for t in own]
+    assert inside == [(t.header.name, inner(declared, t)) for t in own]
     assert len(theirs) == len(declared.tensors)
-    assert not any(theirs[t.stored.name].role is Role.LINEAR for t in declared.foreign)
+    assert not any(theirs[t.header.name].role is Role.LINEAR for t in declared.foreign)
     assert found.tied == declared.tied
     for mine, theirs in zip(found.layers, declared.layers, strict=True):
         one = {shared.key: shared for shared in mine.inputs}

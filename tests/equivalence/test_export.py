@@ -54,11 +54,11 @@ def decoded(directory: Path) -> dict[str, Tensor]:
     """The weight of every linear, as the files say."""
     checkpoint = open_checkpoint(directory)
     form = detect(checkpoint.config)
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     layouts = form.layouts(checkpoint.config, headers)
     return {
         layout.module: form.unpack(
-            layout, {name: checkpoint.read(name) for name in layout.stored}
+            layout, {name: checkpoint.read(name) for name in layout.tensor_names}
         ).decode()
         for layout in layouts
     }

@@ -53,7 +53,7 @@ BESIDE = (
 
 def opened(path: Path) -> tuple[Checkpoint, Matched]:
     checkpoint = open_checkpoint(path)
-    return checkpoint, match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+    return checkpoint, match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
 
 
 def whole_model(path: Path) -> Any:
@@ -70,7 +70,7 @@ def whole_logits(model: Any, micro_batch: int = 1) -> Tensor:
 @pytest.mark.parametrize("family", one_of_each(MIXTURES))
 def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
     checkpoint, matched = opened(tiny(family))
-    assert {tensor.stored.name for tensor in matched.tensors} == set(checkpoint.entries)
+    assert {tensor.header.name for tensor in matched.tensors} == set(checkpoint.entries)
     experts = [tensor for tensor in matched.tensors if tensor.expert >= 0]
     assert all(tensor.role is Role.LINEAR for tensor in experts)
     stacked = STACKED.get(family, 0)
@@ -79,7 +79,7 @@ def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
     assert {(t.block, t.expert) for t in experts} == (
         set() if stacked else {(block, number) for block in mixtures for number in range(4)}
     )
-    kept = {t.name for t in matched.tensors if t.role is Role.OTHER and len(t.stored.shape) > 1}
+    kept = {t.name for t in matched.tensors if t.role is Role.OTHER and len(t.header.shape) > 1}
     routers = {name for name in kept if name.endswith(ROUTERS)}
     kept -= {name for name in kept if name.endswith(BESIDE)}
     assert len(routers) == len(mixtures)
@@ -146,7 +146,7 @@ def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: 
             known = {
                 item.name: matched.by_name.get(f"{name}.{item.name}") for item in kind.parameters
             }
-            stored = {key: tensor.stored for key, tensor in known.items() if tensor}
+            stored = {key: tensor.header for key, tensor in known.items() if tensor}
             block = BlockPart(index, model.get_submodule(name), matched, stored, NO_ROWS)
             for number, shared in enumerate(block.inputs):
                 if shared.absorber is None:
@@ -177,7 +177,7 @@ def test_parameters_are_the_stored_ones(tiny: Tiny) -> None:
 )
 def test_a_missing_expert_is_named_as_it_is_stored(tiny: Tiny, gone: str, words: str) -> None:
     checkpoint, _ = opened(tiny("mixtral"))
-    stored = [entry.stored() for name, entry in checkpoint.entries.items() if name != gone]
+    stored = [entry.header() for name, entry in checkpoint.entries.items() if name != gone]
     with pytest.raises(InputError) as caught:
         match(checkpoint.config, stored)
     assert words in caught.value.message

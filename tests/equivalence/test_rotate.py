@@ -62,7 +62,7 @@ REFUSED = {
 
 
 def logits(checkpoint: Checkpoint) -> Tensor:
-    matched = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
+    matched = match(checkpoint.config, [entry.header() for entry in checkpoint.entries.values()])
     with ModelStream(checkpoint, matched, ROWS) as stream:
         for part in stream:
             part.advance()
@@ -75,13 +75,13 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     rotated = prepared(source, ["rotate"])
     before, after = logits(source), logits(rotated)
     assert float((after - before).norm() / before.norm()) <= 3e-6
-    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    matched = match(source.config, [entry.header() for entry in source.entries.values()])
     stream = residual_stream(matched, "this")
     for name in stream.norms:
-        gain = rotated.read(matched.by_name[name].stored.name)
+        gain = rotated.read(matched.by_name[name].header.name)
         assert torch.equal(gain, torch.full_like(gain, 0.0 if family == "gemma" else 1.0)), name
     for name in stream.places:
-        stored = matched.by_name[name].stored.name
+        stored = matched.by_name[name].header.name
         assert not torch.allclose(source.read(stored).float(), rotated.read(stored), atol=1e-3)
 
 
@@ -119,7 +119,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
     tiny: Tiny, item: Parameter, said: str
 ) -> None:
     source = open_checkpoint(tiny("llama"))
-    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    matched = match(source.config, [entry.header() for entry in source.entries.values()])
     kinds = tuple(replace(k, parameters=(*k.parameters, item)) for k in matched.layers)
     first = replace(matched.tensors[0], name=f"{matched.block_name(0)}.{item.name}")
     changed = replace(matched, layers=kinds, tensors=(*matched.tensors, first))
@@ -129,7 +129,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
 
 def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
     source = open_checkpoint(tiny("glm4-moe"))
-    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    matched = match(source.config, [entry.header() for entry in source.entries.values()])
     head = replace(matched.tensors[0], name="further", role=Role.FOREIGN, draft_head=True)
     with pytest.raises(RefusedError, match="lies outside of the decoder") as refused:
         residual_stream(replace(matched, tensors=(*matched.tensors, head)), "this")

@@ -54,7 +54,7 @@ class Changed:
 
 def opened(path: Path) -> tuple[Checkpoint, Matched]:
     checkpoint = open_checkpoint(path)
-    return checkpoint, match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+    return checkpoint, match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
 
 
 def whole_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -330,7 +330,7 @@ def blocks_of(model: Any, matched: Matched) -> list[BlockPart]:
     for index in range(matched.blocks):
         prefix = matched.block_name(index)
         module = model.get_submodule(prefix)
-        stored = {key: matched.by_name[f"{prefix}.{key}"].stored for key in module.state_dict()}
+        stored = {key: matched.by_name[f"{prefix}.{key}"].header for key in module.state_dict()}
         found.append(BlockPart(index, module, matched, stored, NO_ROWS))
     return found
 

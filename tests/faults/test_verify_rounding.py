@@ -62,7 +62,7 @@ def rounded(weight: Tensor, scheme: Scheme, *, search: bool = True) -> Quantized
 def scheme_of(text: str) -> Scheme:
     found = parse(text)
     assert isinstance(found, Scheme)
-    return found.stored_as(ScaleType.F16)
+    return found.with_scale(ScaleType.F16)
 
 
 def measured(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:

@@ -81,7 +81,7 @@ def config(data: bytes, place: Path) -> None:
         file.write(plan.fixed[0][1])
         file.truncate(plan.size)
     checkpoint = open_checkpoint(place)
-    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    stored = checkpoint.headers()
     form = detect(checkpoint.config)
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
     match_quantized(checkpoint, layouts, stored)
@@ -106,7 +106,7 @@ def gguf(data: bytes, place: Path) -> None:
     with suppress(QuantForgeError):
         tokenizer_files(checkpoint.file)
     form = detect(checkpoint.config)
-    form.layouts(checkpoint.config, {n: entry.stored() for n, entry in checkpoint.entries.items()})
+    form.layouts(checkpoint.config, {n: entry.header() for n, entry in checkpoint.entries.items()})
     for name in islice(checkpoint.entries, 4):
         checkpoint.read(name)
 

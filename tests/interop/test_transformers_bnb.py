@@ -27,11 +27,11 @@ def test_tensors_of_our_own_are_passed_over(tiny: Tiny, tmp_path: Path) -> None:
     assert not said["mismatched_keys"]
     assert all("outlier" in name for name in said["unexpected_keys"])
     checkpoint = open_checkpoint(out)
-    headers = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    headers = checkpoint.headers()
     form = detect(checkpoint.config)
     for layout in form.layouts(checkpoint.config, headers):
         weight = model.get_submodule(layout.module).weight
-        stored = form.unpack(layout, {name: checkpoint.read(name) for name in layout.stored})
+        stored = form.unpack(layout, {name: checkpoint.read(name) for name in layout.tensor_names})
         assert torch.equal(weight.data.cpu(), stored.codes)
         scb = weight.SCB if weight.SCB is not None else model.get_submodule(layout.module).state.SCB
         torch.testing.assert_close(scb.float().cpu() / 127, stored.parameters["scales"][:, 0])

@@ -158,7 +158,7 @@ def test_we_read_what_the_library_saves(tmp_path, weights):
     layouts = ct.layouts(stated, described(written))
     assert len(layouts) == 14
     for layout in layouts:
-        tensor = ct.unpack(layout, {name: written[name] for name in layout.stored})
+        tensor = ct.unpack(layout, {name: written[name] for name in layout.tensor_names})
         expected = model.get_submodule(layout.module).weight
         torch.testing.assert_close(decoded(tensor), expected.data, rtol=1e-6, atol=0)
         assert layout.scheme.weight.bits == weights["num_bits"]

@@ -52,9 +52,9 @@ def ours(path: Path) -> Loading:
     model = open_model(path)
     return compare(
         model.config,
-        [entry.stored() for entry in model.entries.values()],
+        [entry.header() for entry in model.entries.values()],
         model.read,
-        lambda: [entry.stored() for entry in decoded(model).entries.values()],
+        lambda: [entry.header() for entry in decoded(model).entries.values()],
     )
 
 
@@ -252,7 +252,7 @@ def test_declared_names_are_those_that_transformers_looks_for(tiny: Tiny, family
     model = open_model(tiny(family))
     architecture = architecture_of(model.config)
     assert architecture is not None
-    stored = [entry.stored() for entry in model.entries.values()]
+    stored = [entry.header() for entry in model.entries.values()]
     whole = model.config.get("text_config") is not None
     for prefix in ("", "language_model.", "model.language_model."):
         names = [_under(prefix, tensor.name, whole=whole) for tensor in stored]

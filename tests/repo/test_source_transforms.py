@@ -39,7 +39,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits(checkpoint: Checkpoint) -> Tensor:
-    matched = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
+    matched = match(checkpoint.config, [entry.header() for entry in checkpoint.entries.values()])
     with ModelStream(checkpoint, matched, ROWS) as stream:
         for part in stream:
             part.advance()

@@ -50,10 +50,12 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
 
 
 def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    return scheme.stored_as(ScaleType.F32)
+    return scheme.with_scale(ScaleType.F32)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     kind, size = "I8" if layer.weight.integer else "U8", layer.weight.parameter_shape(shape)
     return (
         StoredTensor(f"{module}.codes", kind, shape),

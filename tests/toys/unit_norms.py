@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
 def prepare(source: Checkpoint) -> Checkpoint:
     """Return a source whose norms have gain 1."""
-    matched = match(source.config, [entry.stored() for entry in source.entries.values()])
+    matched = match(source.config, [entry.header() for entry in source.entries.values()])
     if matched.architecture is None:
         raise needs_architecture(matched, "unit-norms")
     head, embedding = (
@@ -42,7 +42,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
         for kind in matched.layers
         for shared in kind.inputs
     )
-    stored = {name: tensor.stored.name for name, tensor in matched.by_name.items()}
+    stored = {name: tensor.header.name for name, tensor in matched.by_name.items()}
     computed: dict[str, Rows] = {}
     for norm in norms(matched):
         gain = stored[f"{norm.name}.weight"]

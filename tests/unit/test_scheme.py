@@ -52,7 +52,7 @@ def test_bits_per_weight_counts_every_code_scale_and_zero(scheme, rows, factor):
 def test_a_fixed_layout_is_named_by_its_grid_alone(grid):
     scheme = parse(grid)
     assert str(scheme) == grid == str(parse(grid.upper()))
-    assert scheme.stored_as(ScaleType.BF16) == scheme
+    assert scheme.with_scale(ScaleType.BF16) == scheme
     with pytest.raises(InputError, match="fixed"):
         parse(f"{grid}:g32")
 
@@ -88,8 +88,8 @@ def test_what_is_left_out(short, whole):
 
 
 def test_an_open_scale_type_is_filled_in_once():
-    assert str(parse("int4").stored_as(ScaleType.BF16)) == "int4:g128:sym:bf16"
-    assert str(parse("int4:g128:sym:f32").stored_as(ScaleType.BF16)) == "int4:g128:sym:f32"
+    assert str(parse("int4").with_scale(ScaleType.BF16)) == "int4:g128:sym:bf16"
+    assert str(parse("int4:g128:sym:f32").with_scale(ScaleType.BF16)) == "int4:g128:sym:f32"
 
 
 def test_a_group_that_does_not_divide_has_no_shape():

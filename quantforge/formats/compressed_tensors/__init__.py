@@ -254,18 +254,22 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with its scale type; of integers, one scale per matrix becomes one per row, as kernels read."""
     del shape
     if not scheme.integer:
-        return scheme.stored_as(ScaleType.F32)
+        return scheme.with_scale(ScaleType.F32)
     granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
     return Scheme(scheme.grid, granularity, scheme.zero, scheme.scale or ScaleType.F16)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    return linears.stored(module, LayerScheme(native(layer.weight, shape), layer.input), shape)
+    return linears.packed_tensors(
+        module, LayerScheme(native(layer.weight, shape), layer.input), shape
+    )
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes and parameters as `stored` announced."""
+    """Lay out codes and parameters as `packed_tensors` announced."""
     scheme = native(tensor.scheme, tensor.shape)
     possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
     return linears.pack(module, convert(tensor, scheme))
@@ -301,7 +305,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         },
         "ignore": skipped_with_stacks(plan, config, modules),
         "kv_cache_scheme": kv_scales.scheme(
-            item for tensor in plan.tensors for item in tensor.stored
+            item for tensor in plan.tensors for item in tensor.outputs
         ),
     }
     reads = reads_weights(plan.model_type, str(config.get("model_type")))

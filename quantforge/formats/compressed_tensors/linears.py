@@ -80,7 +80,7 @@ PLAIN_CODES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
 _OLD = "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed with gaps: not read"
 
 
-def stored(
+def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int], *, plain: bool | None = None
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module; ``plain``: codes are not packed, by default where inputs are quantized."""
@@ -186,10 +186,10 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     module, scheme = layout.module, layout.scheme.weight
     if scheme.grid in {"nvfp4", "mxfp4"}:
         codes, parameters = _unpack_nibbles(layout, tensors)
-    elif module + PACKED in layout.stored:
+    elif module + PACKED in layout.tensor_names:
         return _unpack_words(layout, tensors)
     else:
-        expected = stored(module, layout.scheme, layout.shape, plain=True)
+        expected = packed_tensors(module, layout.scheme, layout.shape, plain=True)
         headers = described(tensors)
         found = {item.name: _comparable(item, headers.get(item.name)) for item in expected}
         require({name: item for name, item in found.items() if item}, expected)
@@ -223,7 +223,7 @@ def _unpack_nibbles(
     import torch
 
     module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), stored(module, layout.scheme, layout.shape))
+    require(described(tensors), packed_tensors(module, layout.scheme, layout.shape))
     octets, scale = tensors[module + PACKED], tensors[f"{module}.weight_scale"]
     codes = torch.stack((octets & 15, octets >> 4), 2).view(layout.shape)
     if scheme.grid == "mxfp4":
@@ -237,7 +237,7 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), stored(module, layout.scheme, shape, plain=False), _OLD)
+    require(described(tensors), packed_tensors(module, layout.scheme, shape, plain=False), _OLD)
     _check_shape(f"{module}.weight_shape", tensors, (layout.rows or shape[0], shape[1]))
     codes = unpack_rows(tensors[module + PACKED], scheme.bits, shape[1])
     parameters = {"scales": tensors[f"{module}.weight_scale"]}
@@ -323,7 +323,7 @@ def layout_of(
     layer = replace(layer, weight=scheme)
     if not isinstance(scheme.granularity, Tile):  # the last tile of a row may be narrower
         whole_groups(module, columns, scheme.group_size(columns))
-    expected = stored(module, layer, (rows, columns), plain=not packed)
+    expected = packed_tensors(module, layer, (rows, columns), plain=not packed)
     found = {item.name: _comparable(item, tensors.get(item.name)) for item in expected}
     require({name: item for name, item in found.items() if item}, expected, _OLD)
     index = f"{module}.weight_g_idx"
@@ -365,7 +365,7 @@ def in_groups(scheme: Scheme) -> Scheme | None:
     return replace(scheme, granularity=PerGroup(found.rows))
 
 
-def stored_transposed(
+def packed_transposed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module; ``shape`` is ``(out_features, in_features)``."""
@@ -379,7 +379,7 @@ def stored_transposed(
 
 
 def pack_transposed(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes and scales of a matrix ``[out, in]`` as `stored_transposed` announces."""
+    """Lay out codes and scales of a matrix ``[out, in]`` as `packed_transposed_tensors` announces."""
     import torch
 
     from quantforge.packers.bits import pack_rows, unsigned
@@ -396,13 +396,13 @@ def _unpack_transposed(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Q
     """Read codes and scales back as those of a matrix ``[out, in]``.
 
     Raises:
-        InputError: the tensors are not as `stored_transposed` announces, or a scale is not sound.
+        InputError: the tensors are not as `packed_transposed_tensors` announces, or a scale is not sound.
     """
     from quantforge.packers.bits import signed, unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), stored_transposed(module, layout.scheme, layout.shape))
+    require(described(tensors), packed_transposed_tensors(module, layout.scheme, layout.shape))
     codes = unpack_rows(tensors[module + PACKED], scheme.bits, layout.shape[0])
     scales = tensors[f"{module}.weight_scale"].T.contiguous()
     tensor = Quantized(signed(codes, scheme.bits).T.contiguous(), {"scales": scales}, scheme)
@@ -421,7 +421,7 @@ def layout_of_transposed(
     columns, rows = matrix(tensors, module + PACKED)[0], matrix(tensors, scale)[1]
     layer = LayerScheme(replace(scheme, scale=scale_of(tensors, scale)))
     whole_groups(module, columns, scheme.group_size(columns))
-    expected = stored_transposed(module, layer, (rows, columns))
+    expected = packed_transposed_tensors(module, layer, (rows, columns))
     require(tensors, expected)
     names = tuple(item.name for item in expected)
     return ModuleLayout(module, layer, (rows, columns), names, turned=True)

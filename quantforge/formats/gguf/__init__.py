@@ -123,7 +123,7 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 
 def blocks_of(scheme: Scheme) -> Scheme:
     """Return the type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym``; others are returned as they are."""
-    stored = scheme.stored_as(ScaleType.F16)
+    stored = scheme.with_scale(ScaleType.F16)
     return next((parse(grid) for grid, other in INTEGERS.items() if other == stored), scheme)
 
 
@@ -139,7 +139,9 @@ def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Fit:
     return Fit(Verdict.EXACT)
 
 
-def stored(module: str, layer: LayerScheme, shape: tuple[int, int]) -> tuple[StoredTensor, ...]:
+def packed_tensors(
+    module: str, layer: LayerScheme, shape: tuple[int, int]
+) -> tuple[StoredTensor, ...]:
     """Announce the blocks of one module, under the module's own name."""
     layout = TYPES[blocks_of(layer.weight).grid.upper()]
     return (StoredTensor(f"{module}.weight", "U8", (shape[0], layout.row_bytes(shape[1]))),)
@@ -156,7 +158,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     """Read the blocks of one module."""
     from quantforge.packers.ggml.blocks import from_blocks
 
-    (name,) = layout.stored
+    (name,) = layout.tensor_names
     tensor = from_blocks(tensors[name], layout.scheme.weight)
     for key, value in tensor.parameters.items():
         if value.is_floating_point():

@@ -92,7 +92,7 @@ class HeadDirectory:
         layout = self.layouts.get(name.removesuffix(".weight"))
         if layout is None:
             return self._stored(name, FLOATS)
-        stored = {part: self._stored(part) for part in layout.stored}
+        stored = {part: self._stored(part) for part in layout.tensor_names}
         return self.form.unpack(layout, stored)
 
     def integers(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:

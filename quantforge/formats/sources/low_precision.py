@@ -47,11 +47,11 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
 def quantized_source(checkpoint: Checkpoint) -> Checkpoint:
     """Return any quantized model as runs read a source: decoded, in the type of the model; errors as `plain_source`."""
     weights = [
-        Encoded(name, shape, rows.layout.stored, rows, _words(rows.layout))
+        Encoded(name, shape, rows.layout.tensor_names, rows, _words(rows.layout))
         for name, (rows, shape) in decoded_weights(checkpoint).items()
     ]
     return decoding(
-        checkpoint, weights, kv_scales.found(checkpoint.config, checkpoint.headers()).stored
+        checkpoint, weights, kv_scales.found(checkpoint.config, checkpoint.headers()).tensor_names
     )
 
 

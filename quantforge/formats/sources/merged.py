@@ -114,7 +114,7 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
     Raises:
         InputError: the adapter is of another model: a name matches nothing, or a shape is another; lists all of them.
     """
-    found = match(checkpoint.config, [entry.stored() for entry in checkpoint.entries.values()])
+    found = match(checkpoint.config, [entry.header() for entry in checkpoint.entries.values()])
     places = _Places(checkpoint, found)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
     alone = not adapter.ties and places.stand_apart(touched)
@@ -282,12 +282,12 @@ class _Places:
         self.head = f"{family.head}.weight" if family else "lm_head.weight"
         embedding = f"{family.embedding}.weight" if family else ""
         known = found.by_name.get(embedding)
-        self.embedding = known.stored.name if known else ""
+        self.embedding = known.header.name if known else ""
 
     def stored(self, name: str) -> str:
         """Return the stored name of a tensor."""
         known = self._found.by_name.get(name)
-        return known.stored.name if known else name
+        return known.header.name if known else name
 
     def base(self, name: str) -> str:
         """Return the stored name of the tensor that a change is of; "" where the model has none."""
@@ -305,7 +305,7 @@ class _Places:
         """Return the stored weights of the linears whose module ends so, experts apart: PEFT finds these stacked."""
         wanted = frozenset(ends)
         return [
-            tensor.stored.name
+            tensor.header.name
             for tensor in self._found.tensors
             if tensor.role is Role.LINEAR and "experts." not in tensor.name
             if not wanted.isdisjoint(_ends(tensor.name.removesuffix(".weight")))

@@ -33,7 +33,7 @@ def headers(tiny: Tiny) -> Any:
     def read(family: str) -> tuple[dict[str, Any], Headers]:
         checkpoint = open_checkpoint(tiny(family))
         return checkpoint.config, {
-            name: entry.stored() for name, entry in checkpoint.entries.items()
+            name: entry.header() for name, entry in checkpoint.entries.items()
         }
 
     return read
@@ -71,7 +71,7 @@ OUTSIDE = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
 def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
     config, stored = headers(family)
     matched = match(config, stored.values())
-    assert {tensor.stored.name for tensor in matched.tensors} == set(stored)
+    assert {tensor.header.name for tensor in matched.tensors} == set(stored)
     architecture = matched.architecture
     assert architecture is not None
     sizes = FAMILIES[family][1]
@@ -106,7 +106,7 @@ def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: 
     values = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]
     shapes = {name: tuple(value.shape) for name, value in values if not name.startswith(TOWERS)}
     own = {
-        tensor.name: tensor.stored.shape
+        tensor.name: tensor.header.shape
         for tensor in matched.tensors
         if tensor.role is not Role.FOREIGN
     }
@@ -117,7 +117,7 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
     code = (
         "import sys; from pathlib import Path; from quantforge.checkpoint.reader import open_checkpoint;"
         "from quantforge.architectures.match import match; c = open_checkpoint(Path(sys.argv[1]));"
-        "match(c.config, [e.stored() for e in c.entries.values()]);"
+        "match(c.config, [e.header() for e in c.entries.values()]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert (
@@ -279,7 +279,7 @@ def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
     matched = match(config, [*renamed(stored, {"transformer.": ""}), *masks])
     assert len(matched.dropped) == 6
     assert (
-        matched.by_name["transformer.h.1.attn.c_attn.weight"].stored.name
+        matched.by_name["transformer.h.1.attn.c_attn.weight"].header.name
         == "h.1.attn.c_attn.weight"
     )
     assert matched.by_name["transformer.h.1.attn.c_attn.weight"].shared == "h.1.attn.c_attn"
@@ -291,7 +291,7 @@ def test_opt_without_prefix(headers: Any) -> None:
     config, stored = headers("opt")
     matched = match(config, renamed(stored, {"model.decoder.": "decoder."}))
     assert (
-        matched.by_name["model.decoder.layers.0.fc1.weight"].stored.name
+        matched.by_name["model.decoder.layers.0.fc1.weight"].header.name
         == "decoder.layers.0.fc1.weight"
     )
 
@@ -430,7 +430,7 @@ def test_by_names_leaves_alone_what_is_not_a_linear() -> None:
     stored = [StoredTensor(name, "F16", shape) for name, shape in (kept | taken).items()]
     matched = match({"model_type": "new"}, stored)
     assert linears(matched) == set(taken)
-    assert {tensor.stored.name for tensor in matched.tensors} == set(kept | taken)
+    assert {tensor.header.name for tensor in matched.tensors} == set(kept | taken)
     roles = {tensor.name: tensor.role for tensor in matched.tensors}
     assert roles["lm_head.weight"] is Role.HEAD
     assert roles["model.embed_tokens.weight"] is Role.EMBEDDING
@@ -527,7 +527,7 @@ def test_configurations_that_no_engine_obeys_are_refused(
     tiny: Tiny, family: str, keys: dict[str, object], said: str
 ) -> None:
     checkpoint = open_checkpoint(tiny(family))
-    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    stored = [entry.header() for entry in checkpoint.entries.values()]
     match(checkpoint.config, stored)
     with pytest.raises(InputError, match=said):
         match({**checkpoint.config, **keys}, stored)

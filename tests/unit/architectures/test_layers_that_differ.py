@@ -23,7 +23,7 @@ PUBLISHED = {"global_head_dim": 32, "num_global_key_value_heads": 1}
 def saved(tiny: Tiny) -> Any:
     def read(family: str) -> tuple[dict[str, Any], list[StoredTensor]]:
         checkpoint = open_checkpoint(tiny(family))
-        return dict(checkpoint.config), [item.stored() for item in checkpoint.entries.values()]
+        return dict(checkpoint.config), [item.header() for item in checkpoint.entries.values()]
 
     return read
 
@@ -65,7 +65,7 @@ def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of
     matched = match(config, stored)
     assert readers(matched, 2)[0] == ("self_attn.q_proj",)
     assert [kind.states == () for kind in matched.layers] == [False, False, True, True]
-    shapes = {tensor.name: tensor.stored.shape for tensor in matched.tensors}
+    shapes = {tensor.name: tensor.header.shape for tensor in matched.tensors}
     up = [shapes[f"model.layers.{block}.mlp.up_proj.weight"][0] for block in range(4)]
     assert up == [128, 128, 256, 256]
     assert matched.architecture is not None

@@ -18,7 +18,7 @@ def roles(
 ) -> dict[str, tuple[Role, int]]:
     stored = [StoredTensor(name, "BF16", shape) for name, shape in shapes.items()]
     matched = match({"model_type": "novel"} | config, stored)
-    return {tensor.stored.name: (tensor.role, tensor.block) for tensor in matched.tensors}
+    return {tensor.header.name: (tensor.role, tensor.block) for tensor in matched.tensors}
 
 
 def blocks(prefix: str, count: int) -> dict[str, tuple[int, ...]]:

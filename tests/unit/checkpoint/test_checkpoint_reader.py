@@ -104,7 +104,7 @@ def test_opening_imports_no_torch(sharded: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from quantforge.checkpoint import hub, reader, stage, writer\n"
         f"found = reader.open_checkpoint(Path({str(sharded)!r}))\n"
-        "planned = writer.plan_shards([e.stored() for e in found.entries.values()], 30)\n"
+        "planned = writer.plan_shards([e.header() for e in found.entries.values()], 30)\n"
         "assert len(planned) == 3 and found.dtype == 'BF16'\n"
         "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & sys.modules.keys()\n"
         "sys.exit(str(heavy) if heavy else 0)"

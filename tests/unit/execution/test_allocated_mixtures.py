@@ -82,7 +82,7 @@ def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):
 
 def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(tiny):
     checkpoint = open_checkpoint(tiny("qwen3-moe"))
-    matched = match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+    matched = match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
     tensors = verbs.plan(tiny("qwen3-moe"), method="gptq", scheme=SCHEMES[1], **ROWS).tensors
     refuse_guide(1, ("gptq",), tensors, matched, "allocate", "no")
     other = replace(matched, layers=tuple(replace(kind, stacks=()) for kind in matched.layers))

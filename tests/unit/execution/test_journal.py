@@ -265,7 +265,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
     )
     found = units_of(plan, 2)
     assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]
-    assert [[one.name for one in unit.stored] for unit in found] == [
+    assert [[one.name for one in unit.outputs] for unit in found] == [
         ["embed.codes", "embed.scale"], [], ["one.codes", "one.scale"], ["head.codes", "head.scale"],
     ]  # fmt: skip
 

@@ -59,9 +59,12 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def modules(path: Path) -> dict[str, QuantizedTensor]:
     opened = open_model(path)
-    stored = {name: entry.stored() for name, entry in opened.entries.items()}
+    stored = {name: entry.header() for name, entry in opened.entries.items()}
     found = layouts(opened.config, stored)
-    return {one.module: unpack(one, {one.stored[0]: opened.read(one.stored[0])}) for one in found}
+    return {
+        one.module: unpack(one, {one.tensor_names[0]: opened.read(one.tensor_names[0])})
+        for one in found
+    }
 
 
 @pytest.mark.usefixtures("better")

@@ -37,7 +37,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnitOutp
 
 
 def kept(*stored: StoredTensor, shape: tuple[int, ...]) -> TensorPlan:
-    return TensorPlan("t", "F32", shape, Action.KEEP, "", stored=stored)
+    return TensorPlan("t", "F32", shape, Action.KEEP, "", outputs=stored)
 
 
 def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
@@ -104,7 +104,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
     source = SimpleNamespace(whole=read, rows=rows)
     rounding: Any = SimpleNamespace(source=source, output=output)
     DataFree(rounding).copy(tensor)
-    assert torch.equal(value_of(output, tensor.stored[0].name)[0], value)
+    assert torch.equal(value_of(output, tensor.outputs[0].name)[0], value)
     in_runs = bool(value.shape) and not whole
     assert asked == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
 

@@ -17,7 +17,7 @@ from quantforge.formats.compressed_tensors.groups import weight_arguments
 from quantforge.formats.compressed_tensors.linears import (
     in_blocks,
     pack_transposed,
-    stored_transposed,
+    packed_transposed_tensors,
 )
 from quantforge.verbs import plan
 from tests.conftest import Tiny
@@ -57,7 +57,7 @@ def test_what_is_stored_turned_comes_back() -> None:
     (layout,) = ct.layouts(configuration(blocks), described(files))
     assert (layout.turned, layout.shape) == (True, (96, 64))
     assert same(ct.unpack(layout, files), tensor)
-    announced = stored_transposed(layout.module, layout.scheme, layout.shape)
+    announced = packed_transposed_tensors(layout.module, layout.scheme, layout.shape)
     assert {item.name: item for item in announced} == described(files)
 
 

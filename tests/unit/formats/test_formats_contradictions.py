@@ -42,7 +42,7 @@ def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     """The format of a case, a configuration that is right, and the headers of one packed module and a plain head."""
     form = format_of(case.partition("-")[0])
     scheme = parse(GRIDS[case])
-    scheme = scheme.stored_as(form.scale_type("BF16"))
+    scheme = scheme.with_scale(form.scale_type("BF16"))
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     parameters = packer_of(scheme).fit(weight, scheme)
     codes = packer_of(scheme).encode(weight, parameters, scheme)

@@ -51,7 +51,7 @@ def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, col
     tensor = random_tensor(wanted, shape, seed, least_zero=form.LEAST_ZERO)
     name = "model.layers.0.mlp.up_proj"
     packed = form.pack(name, tensor)
-    announced = {item.name: item for item in form.stored(name, layer, shape)}
+    announced = {item.name: item for item in form.packed_tensors(name, layer, shape)}
     assert described(packed) == announced
     assert sum(item.nbytes for item in announced.values()) == sum(t.nbytes for t in packed.values())
     config = stored_config(form, scheme, shape)
@@ -59,7 +59,7 @@ def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, col
     assert key == found.KEY
     (layout,) = form.layouts(config, announced)
     assert (layout.module, layout.scheme.weight) == (name, form.native(wanted, shape))
-    assert set(layout.stored) == set(announced)
+    assert set(layout.tensor_names) == set(announced)
     read = form.unpack(layout, packed)
     assert torch.equal(decoded(read), decoded(tensor))
     assert read.shape == shape

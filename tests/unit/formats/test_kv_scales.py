@@ -37,7 +37,7 @@ def test_what_is_announced_is_found(kind):
     stated = kv_scales.scheme(stored.values())
     assert stated is not None
     found = kv_scales.found(config(**stated), stored)
-    assert (found.kind, found.stored) == (kind, stored.keys())
+    assert (found.kind, found.tensor_names) == (kind, stored.keys())
     assert found.names[1] == (
         "model.layers.1.self_attn.k_scale",
         "model.layers.1.self_attn.v_scale",
@@ -46,7 +46,7 @@ def test_what_is_announced_is_found(kind):
 
 def test_a_model_without_scales_has_none():
     assert kv_scales.scheme([StoredTensor("model.layers.0.mlp.k_scale", "F32", (1,))]) is None
-    assert kv_scales.found({}, headers()).stored == frozenset()
+    assert kv_scales.found({}, headers()).tensor_names == frozenset()
 
 
 @pytest.mark.parametrize(

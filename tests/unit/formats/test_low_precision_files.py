@@ -45,7 +45,7 @@ def quantized(
     layer: LayerScheme, scale: ScaleType, shape: tuple[int, int] = SHAPE
 ) -> QuantizedTensor:
     """A rounded random matrix, with a range of its input where that is static."""
-    scheme = layer.weight.stored_as(scale)
+    scheme = layer.weight.with_scale(scale)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.03
     parameters = dict(packer_of(scheme).fit(weight, scheme))
     codes = packer_of(scheme).encode(weight, parameters, scheme)
@@ -63,7 +63,7 @@ def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
     form, layer = format_of(key), parse_layer(text)
     tensor = quantized(layer, form.scale_type("BF16"), shape)
     layer = LayerScheme(tensor.scheme, layer.input)
-    stored = form.stored(MODULE, layer, shape)
+    stored = form.packed_tensors(MODULE, layer, shape)
     plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
     packed = form.pack(MODULE, tensor)
     files = form.side_files(plan_of(form, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG)
@@ -84,7 +84,7 @@ def test_what_is_written_is_read_back_to_the_bit(key, text):
     form, config, packed, tensor = written(key, text)
     assert form.claims(config)
     (layout,) = form.layouts(config, described(packed))
-    assert set(layout.stored) == packed.keys()
+    assert set(layout.tensor_names) == packed.keys()
     found = form.unpack(layout, packed)
     if key == "bnb" and tensor.scheme.integer:  # the range is stored, 127 times the scale
         tensor = replace(tensor, parameters=found.parameters)
@@ -116,14 +116,14 @@ def test_odd_sizes_are_written_to_a_file_and_read_back_or_refused(kinds, data, t
     size = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 160, 1090]))
     shape = (data.draw(size), data.draw(size))
     layer, form = parse_layer(text), format_of(key)
-    layer = LayerScheme(layer.weight.stored_as(form.scale_type("BF16")), layer.input)
+    layer = LayerScheme(layer.weight.with_scale(form.scale_type("BF16")), layer.input)
     if form.check(layer, shape).verdict is Verdict.IMPOSSIBLE:
         return
     form, config, packed, tensor = written(key, text, shape)
     config |= {"model_type": "of no known family"}
     file = tmp_path_factory.mktemp("odd") / "model.safetensors"
     save_file({name: value.contiguous() for name, value in packed.items()}, file)
-    headers = {name: entry.stored() for name, entry in read_header(file).items()}
+    headers = {name: entry.header() for name, entry in read_header(file).items()}
     (layout,) = form.layouts(config, headers)
     assert layout.shape == shape
     assert torch.equal(form.unpack(layout, packed).decode(), tensor.decode())
@@ -134,7 +134,7 @@ def test_a_recorded_shape_that_other_tensors_deny_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     for wrong in ([6, 33], [6, 24], [7, 30], [6, -1], [6, 2**62]):
         save_file(packed | {f"{MODULE}.weight_shape": torch.tensor(wrong)}, file)
-        headers = {name: entry.stored() for name, entry in read_header(file).items()}
+        headers = {name: entry.header() for name, entry in read_header(file).items()}
         with pytest.raises(InputError, match=f"weight_shape: {wrong[0]}x{wrong[1]}, but"):
             form.layouts(config, headers)
 
@@ -314,7 +314,7 @@ def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
     text = bytes(packed[state].tolist()).replace(b"[256, 256]", recorded.encode())
     packed[state] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     save_file(packed, file := tmp_path / "model.safetensors")
-    headers = {name: entry.stored() for name, entry in read_header(file).items()}
+    headers = {name: entry.header() for name, entry in read_header(file).items()}
     config |= {"model_type": family}
     if message:
         with pytest.raises(InputError, match=message):
@@ -368,9 +368,9 @@ def test_mixed_precision_names_the_format_of_each_group():
     plans = []
     for index, text in enumerate(("int4:g128:sym:bf16", "W8A8", "fp8:row")):
         layer = parse_layer(text)
-        layer = LayerScheme(layer.weight.stored_as(ScaleType.BF16), layer.input)
+        layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
         name = f"model.layers.{index}.mlp.up_proj"
-        stored = form.stored(name, layer, SHAPE)
+        stored = form.packed_tensors(name, layer, SHAPE)
         plans.append(
             TensorPlan(f"{name}.weight", "BF16", SHAPE, Action.QUANTIZE, "", layer, stored, index)
         )

@@ -414,7 +414,7 @@ def test_compressed_tensors_are_a_source(
         assert torch.equal(source.read(name).float(), expected.read(name).float())
         strips_agree(source, name)
     for name, (rows, _) in decoded_weights(open_model(model)).items():
-        whole = {part: open_model(model).read(part) for part in rows.layout.stored}
+        whole = {part: open_model(model).read(part) for part in rows.layout.tensor_names}
         assert torch.equal(source.read(name), form.unpack(rows.layout, whole).decode()), name
     done = quantize(model, tmp_path / "q", recipe(scheme="int8:g32:sym"))
     assert f"source precision: {words}" in done.plan.notes

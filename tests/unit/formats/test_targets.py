@@ -23,7 +23,7 @@ ALONE = Serving()
 
 def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
     layer = parse_layer(text)
-    layer = LayerScheme(layer.weight.stored_as(ScaleType.BF16), layer.input)
+    layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
     return TensorPlan(f"model.layers.0.{name}.weight", "BF16", shape, Action.QUANTIZE, "", layer)
 
 

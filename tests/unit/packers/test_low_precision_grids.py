@@ -24,7 +24,7 @@ def normal(rows: int = 256, columns: int = 512, seed: int = 0) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor, text: str, *, search: bool = False) -> torch.Tensor:
-    scheme = parse(text).stored_as(parse(text).scale or parse("int4:g64:sym:bf16").scale)
+    scheme = parse(text).with_scale(parse(text).scale or parse("int4:g64:sym:bf16").scale)
     packer = packer_of(scheme)
     parameters = packer.fit(weight, scheme, search=search)
     return packer.decode(packer.encode(weight, parameters, scheme), parameters, scheme)
@@ -52,7 +52,7 @@ def test_a_search_is_better(text):
 @pytest.mark.parametrize("text", SCHEMES)
 @pytest.mark.parametrize("search", [False, True])
 def test_a_run_of_columns_is_coded_as_in_the_whole(text, search):
-    scheme = parse(text).stored_as(parse("int4:g64:sym:bf16").scale)
+    scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
     weight, packer = normal(200, 512), packer_of(scheme)
     parameters = packer.fit(weight, scheme, torch.rand(512) + 0.1, search=search)
     plain = text.endswith("double") and not search  # coded under other scales, see below
@@ -68,7 +68,7 @@ def test_a_run_of_columns_is_coded_as_in_the_whole(text, search):
     "text", ["nf4:g4", "nf4:g4:sym:double", "fp8:g4", "fp8:3x4", "nvfp4", "mxfp8", "int4:g4:min"]
 )
 def test_runs_that_end_next_to_the_border_of_a_group(text):
-    scheme = parse(text).stored_as(parse("int4:g64:sym:bf16").scale)
+    scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
     size, packer = scheme.group_size(0), packer_of(scheme)
     weight = normal(5, size * (size + 1)) * torch.linspace(0.1, 5, size * (size + 1))
     whole = slice(0, weight.shape[1])
@@ -229,7 +229,7 @@ def test_compiled_loops_give_the_same_codes(text, monkeypatch):
     weight[0] = torch.linspace(-600, 600, 2176)
     weight[1] = torch.linspace(-0.04, 0.04, 2176)
     weight[2] = 0
-    scheme = parse(text).stored_as(parse("int4:g64:sym:bf16").scale)
+    scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
     packer = packer_of(scheme)
     parameters = packer.fit(weight, scheme)
     plain = packer.encode(weight, parameters, scheme)

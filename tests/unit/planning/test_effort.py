@@ -211,7 +211,7 @@ def test_without_a_matrix_no_runs_are_set() -> None:
 
 def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     checkpoint = open_checkpoint(tiny("llama"))
-    stored = [entry.stored() for entry in checkpoint.entries.values()]
+    stored = [entry.header() for entry in checkpoint.entries.values()]
     found = match(checkpoint.config, stored, checkpoint.declared)
     assert found.architecture is not None
     replayed = replace(found, architecture=replace(found.architecture, replayed=True))

@@ -23,7 +23,7 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
     tensors = []
     for number, text in enumerate(schemes):
         layer = parse_layer(text)
-        layer = LayerScheme(layer.weight.stored_as(ScaleType.BF16), layer.input)
+        layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
         tensors.append(TensorPlan(f"t{number}", "BF16", (256, 256), Action.QUANTIZE, "", layer))
     return derived(SimpleNamespace(path=path, facts={}), method, key, tensors, label)  # type: ignore[arg-type]
 

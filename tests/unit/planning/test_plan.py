@@ -92,7 +92,7 @@ def test_bytes_of_a_known_model(llama):
     assert sum(t.shape[0] * t.shape[1] for t in made.quantized()) == weights
     shapes = 14 * 16  # the shape of each matrix, two int64, in its own tensor
     packed = weights // 2 + weights // 128 * 2 + shapes
-    assert sum(tensor.stored_bytes for tensor in made.quantized()) == packed
+    assert sum(tensor.output_bytes for tensor in made.quantized()) == packed
     kept = 2 * (2 * 32000 * 4096 + 5 * 4096)
     header = made.output_bytes - packed - kept
     assert 0 < header < 200 * len(made.tensors) * 3
@@ -109,9 +109,9 @@ def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, form: str) -> Non
         assert sorted(names) == sorted(open_checkpoint(model).entries)
         assert all(tensor.rule for tensor in made.tensors)
         assert any(tensor.action is Action.QUANTIZE for tensor in made.tensors)
-        stored = [item.name for tensor in made.tensors for item in tensor.stored]
+        stored = [item.name for tensor in made.tensors for item in tensor.outputs]
         assert len(set(stored)) == len(stored) == sum(len(shard) for shard in made.shards)
-        assert not any(tensor.stored for tensor in made.tensors if tensor.action is Action.DROP)
+        assert not any(tensor.outputs for tensor in made.tensors if tensor.action is Action.DROP)
 
 
 # ---- schemes

@@ -40,7 +40,7 @@ FAMILIES = ("llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "opt")
 @contextmanager
 def first_block(path: Path) -> Iterator[BlockPart]:
     checkpoint = open_checkpoint(path)
-    matched = match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+    matched = match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
     with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
         yield next(iter(stream))
 

@@ -25,7 +25,7 @@ ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_
 
 def opened(path: Path) -> tuple[Checkpoint, Matched]:
     checkpoint = open_checkpoint(path)
-    return checkpoint, match(checkpoint.config, [e.stored() for e in checkpoint.entries.values()])
+    return checkpoint, match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
 
 
 class Collector:
@@ -168,7 +168,7 @@ def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) 
     finally:
         gc.unfreeze()
     sizes = [
-        sum(4 * t.stored.shape[0] * (t.stored.shape[1] if len(t.stored.shape) > 1 else 1) for t in matched.tensors
+        sum(4 * t.header.shape[0] * (t.header.shape[1] if len(t.header.shape) > 1 else 1) for t in matched.tensors
             if t.block == block)
         for block in range(matched.blocks)
     ]  # fmt: skip

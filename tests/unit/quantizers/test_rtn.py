@@ -78,7 +78,7 @@ def test_every_matrix_gets_its_own_scheme_and_a_scale_type() -> None:
     schemes = {"a": parse("int4:g32:sym"), "b": parse("int8:row:asym:bf16")}
     rounded = rtn.round_shared(weights, Statistics(), schemes, Rounding())
     assert list(rounded) == ["a", "b"]
-    assert rounded["a"].tensor.scheme == schemes["a"].stored_as(ScaleType.F16)
+    assert rounded["a"].tensor.scheme == schemes["a"].with_scale(ScaleType.F16)
     assert rounded["b"].tensor.parameters["scales"].dtype == torch.bfloat16
     assert rounded["b"].tensor.parameters["zeros"].shape == (3, 1)
 

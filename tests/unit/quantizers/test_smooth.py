@@ -24,7 +24,7 @@ from tests.unit.quantizers.test_awq import (
 )
 
 W8A8 = parse_layer("W8A8")
-LAYER = LayerScheme(W8A8.weight.stored_as(ScaleType.BF16), W8A8.input)
+LAYER = LayerScheme(W8A8.weight.with_scale(ScaleType.BF16), W8A8.input)
 
 
 def smoothed(part, statistics):

@@ -57,7 +57,7 @@ def test_a_table_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_code_vectors() -> None:
     scheme = parse("lattice")
     assert len(lattice.BOOK) == 1 << scheme.bits
-    assert scheme.stored_as(ScaleType.F16).bits_per_weight((48, 128)) == 3  # 1 of it scales
+    assert scheme.with_scale(ScaleType.F16).bits_per_weight((48, 128)) == 3  # 1 of it scales
     with pytest.raises(ValueError, match="126 columns"):
         replace(scheme, granularity=Row()).groups(126)
     plain, unrefined, refined = _errors("lattice")

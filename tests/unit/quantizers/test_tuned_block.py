@@ -35,7 +35,7 @@ class Small(nn.Module):
 
 def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
     """A tuned block whose parts were written, and read, on the CPU."""
-    made, torch_scheme = {}, parse(scheme).stored_as(ScaleType.BF16)
+    made, torch_scheme = {}, parse(scheme).with_scale(ScaleType.BF16)
     generator = torch.Generator().manual_seed(0)
     for name, shape in (("up", (96, 64)), ("down", (64, 96))):
         weight = torch.randn(shape, generator=generator)

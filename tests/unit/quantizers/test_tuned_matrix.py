@@ -24,7 +24,7 @@ INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]
 def made(grid: str, rows: int = 3) -> QuantizedTensor:
     torch.manual_seed(0)
     weight, scheme = torch.randn(rows, 512) * torch.rand(512), parse(grid)
-    scheme = scheme.stored_as(ScaleType.F16)
+    scheme = scheme.with_scale(ScaleType.F16)
     parameters = packer_of(scheme).fit(weight, scheme, torch.ones(512), search=True)
     codes = weighed_codes(weight, parameters, scheme, torch.ones(512))
     return QuantizedTensor(codes, parameters, scheme)

@@ -146,11 +146,11 @@ def decoded_model(source: Path, path: Path):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     checkpoint = open_checkpoint(path)
     form = detect(checkpoint.config)
-    stored = {name: entry.stored() for name, entry in checkpoint.entries.items()}
+    stored = checkpoint.headers()
     layouts = form.layouts(checkpoint.config, stored)
     assert layouts
     for layout in layouts:
-        tensor = form.unpack(layout, {name: checkpoint.read(name) for name in layout.stored})
+        tensor = form.unpack(layout, {name: checkpoint.read(name) for name in layout.tensor_names})
         module = model.get_submodule(layout.module)
         values = decoded(tensor)
         turned = type(module).__name__ == "Conv1D"

@@ -32,7 +32,7 @@ SCHEMES = (
 def rounded(
     text: str, shape=(40, 512), taken: Activation | None = None, **extra
 ) -> QuantizedTensor:
-    scheme = parse(text).stored_as(ScaleType.F16)
+    scheme = parse(text).with_scale(ScaleType.F16)
     packer = packer_of(scheme)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     parameters = packer.fit(weight, scheme)

@@ -173,7 +173,7 @@ def test_ends_beyond_the_vocabulary_are_no_tokens(tmp_path):
 def test_what_is_kept_comes_back_in_the_shape_of_the_source():
     def plan(shape, stored, **values):
         stored = (StoredTensor("x", "F32", stored),)
-        return TensorPlan("x", "F32", shape, Action.KEEP, "", stored=stored, **values)
+        return TensorPlan("x", "F32", shape, Action.KEEP, "", outputs=stored, **values)
 
     storage, value = storage_of("gguf"), torch.linspace(-4, 2, 12)
     convolution, decay = plan((4, 1, 3), (4, 3)), plan((12,), (12,), decay=True)
