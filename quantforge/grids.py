@@ -84,11 +84,11 @@ Codes = tuple[int, int] | tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Superblock:
-    """A run of weights that ggml stores together.
+class GgmlBlock:
+    """A number type of ggml: the block of weights, of 32 or 256 columns, that it stores together.
 
     Attributes:
-        number: of the type in the tensor table of a GGUF file.
+        number: id of the type in the tensor table of a GGUF file.
         bits: of one code.
         columns: weights of a block.
         block_bytes: bytes of a block: codes, scales, minima and what scales these.
@@ -126,7 +126,7 @@ class Grid:
         tiles: whether it may be stored with tiles.
         zeros, scales: zero points and types of scales that may be asked for.
         fixed: granularity and scale of a grid that has no others (OCP Microscaling Formats 1.0; NVIDIA's nvfp4).
-        superblock: the layout of a grid that ggml fixes.
+        block: the layout of a grid that ggml fixes.
         short: another name.
         scale: the type of scales where it is left out; None: that of the format.
         runs: how often `gptq` runs, after the first time with scales fitted to the compensated weights. That pays
@@ -145,7 +145,7 @@ class Grid:
     zeros: tuple[Zero, ...] = (Zero.NONE,)
     scales: tuple[ScaleType, ...] = INTEGER_SCALES
     fixed: tuple[PerGroup, ScaleType] | None = None
-    superblock: Superblock | None = None
+    block: GgmlBlock | None = None
     short: str = ""
     scale: ScaleType | None = None
     runs: int = 2
@@ -155,7 +155,7 @@ class Grid:
     @property
     def free(self) -> bool:
         """Return whether a scheme may say more than the name: granularity, zero point, scales."""
-        return self.fixed is None and self.superblock is None
+        return self.fixed is None and self.block is None
 
 
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -200,30 +200,30 @@ def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
 
 
 _MIN, _GGML = Zero.MIN, "quantforge.packers.ggml.packer"
-SUPERBLOCKS: Mapping[str, Superblock] = {
-    "q4_0": Superblock(2, 4, 32, 18, 32, (-8, 7)),
-    "q4_1": Superblock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
-    "q5_0": Superblock(6, 5, 32, 22, 32, (-16, 15)),
-    "q5_1": Superblock(7, 5, 32, 24, 32, (0, 31), zero=_MIN),
-    "q8_0": Superblock(8, 8, 32, 34, 32, (-128, 127)),
-    "q2_k": Superblock(10, 2, 256, 84, 16, (0, 3), (0, 15), _MIN),
-    "q3_k": Superblock(11, 3, 256, 110, 16, (-4, 3), (-32, 31)),
-    "q4_k": Superblock(12, 4, 256, 144, 32, (0, 15), (0, 63), _MIN),
-    "q5_k": Superblock(13, 5, 256, 176, 32, (0, 31), (0, 63), _MIN),
-    "q6_k": Superblock(14, 6, 256, 210, 16, (-32, 31), (-128, 127)),
-    "iq4_nl": Superblock(20, 4, 32, 18, 32, (0, 15, IQ4_VALUES)),
-    "iq4_xs": Superblock(23, 4, 256, 136, 32, (0, 15, IQ4_VALUES), (-32, 31)),
-    "tq1_0": Superblock(34, 2, 256, 54, 256, (-1, 1)),
-    "tq2_0": Superblock(35, 2, 256, 66, 256, (-1, 1)),
-    "mxfp4": Superblock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
+GGML_BLOCKS: Mapping[str, GgmlBlock] = {
+    "q4_0": GgmlBlock(2, 4, 32, 18, 32, (-8, 7)),
+    "q4_1": GgmlBlock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
+    "q5_0": GgmlBlock(6, 5, 32, 22, 32, (-16, 15)),
+    "q5_1": GgmlBlock(7, 5, 32, 24, 32, (0, 31), zero=_MIN),
+    "q8_0": GgmlBlock(8, 8, 32, 34, 32, (-128, 127)),
+    "q2_k": GgmlBlock(10, 2, 256, 84, 16, (0, 3), (0, 15), _MIN),
+    "q3_k": GgmlBlock(11, 3, 256, 110, 16, (-4, 3), (-32, 31)),
+    "q4_k": GgmlBlock(12, 4, 256, 144, 32, (0, 15), (0, 63), _MIN),
+    "q5_k": GgmlBlock(13, 5, 256, 176, 32, (0, 31), (0, 63), _MIN),
+    "q6_k": GgmlBlock(14, 6, 256, 210, 16, (-32, 31), (-128, 127)),
+    "iq4_nl": GgmlBlock(20, 4, 32, 18, 32, (0, 15, IQ4_VALUES)),
+    "iq4_xs": GgmlBlock(23, 4, 256, 136, 32, (0, 15, IQ4_VALUES), (-32, 31)),
+    "tq1_0": GgmlBlock(34, 2, 256, 54, 256, (-1, 1)),
+    "tq2_0": GgmlBlock(35, 2, 256, 66, 256, (-1, 1)),
+    "mxfp4": GgmlBlock(39, 4, 32, 17, 32, (0, 15, E2M1_VALUES), scale=ScaleType.E8M0),
     # Points of lattices: `quantforge.packers.lattices` has what their codes stand for.
-    "iq1_s": Superblock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), vector=8),
-    "iq1_m": Superblock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), vector=8),
-    "iq2_xxs": Superblock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), vector=8),
-    "iq2_xs": Superblock(17, 16, 256, 74, 16, (0, (1 << 17) - 1), (0, 15), vector=8),
-    "iq2_s": Superblock(22, 18, 256, 82, 16, (0, (1 << 18) - 1), (0, 15), vector=8),
-    "iq3_xxs": Superblock(18, 23, 256, 98, 32, (0, (1 << 24) - 1), (0, 15), vector=8),
-    "iq3_s": Superblock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), vector=4),
+    "iq1_s": GgmlBlock(19, 11, 256, 50, 32, (0, (1 << 11) - 1), (0, 7), vector=8),
+    "iq1_m": GgmlBlock(29, 12, 256, 56, 16, (0, (1 << 12) - 1), (0, 7), vector=8),
+    "iq2_xxs": GgmlBlock(16, 15, 256, 66, 32, (0, (1 << 16) - 1), (0, 15), vector=8),
+    "iq2_xs": GgmlBlock(17, 16, 256, 74, 16, (0, (1 << 17) - 1), (0, 15), vector=8),
+    "iq2_s": GgmlBlock(22, 18, 256, 82, 16, (0, (1 << 18) - 1), (0, 15), vector=8),
+    "iq3_xxs": GgmlBlock(18, 23, 256, 98, 32, (0, (1 << 24) - 1), (0, 15), vector=8),
+    "iq3_s": GgmlBlock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), vector=4),
 }
 GRIDS: Mapping[str, Grid] = {
     **{f"int{bits}": _integer(bits) for bits in INTEGER_BITS},
@@ -238,8 +238,8 @@ GRIDS: Mapping[str, Grid] = {
             block.bits,
             _GGML if block.vector == 1 else "quantforge.packers.lattices.packer",
             weights_per_code=block.vector,
-            superblock=block,
+            block=block,
         )
-        for key, block in SUPERBLOCKS.items()
+        for key, block in GGML_BLOCKS.items()
     },
 }

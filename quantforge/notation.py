@@ -116,7 +116,7 @@ def _fixed(text: str, fields: list[str]) -> Scheme:
     if known.fixed is not None:
         granularity, scale = known.fixed
         return Scheme(grid, granularity, Zero.NONE, scale)
-    block = known.superblock
+    block = known.block
     assert block is not None
     return Scheme(grid, PerGroup(block.group), block.zero, block.scale)
 

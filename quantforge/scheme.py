@@ -16,11 +16,11 @@ from quantforge.grids import (
     GRIDS,
     NESTED,
     SCALE_BITS,
+    GgmlBlock,
     Granularity,
     PerGroup,
     PerTensor,
     ScaleType,
-    Superblock,
     Tile,
     Zero,
 )
@@ -52,9 +52,9 @@ class Scheme:
         return max(1, round(self.bits / GRIDS[self.grid].weights_per_code))
 
     @property
-    def block(self) -> Superblock | None:
+    def block(self) -> GgmlBlock | None:
         """Return the fixed layout, of a grid that has one."""
-        return GRIDS[self.grid].superblock
+        return GRIDS[self.grid].block
 
     @property
     def symmetric(self) -> bool:

@@ -17,7 +17,7 @@ import gguf
 import numpy
 import torch
 
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers.ggml.blocks import to_blocks
 from quantforge.packers.lattices import LATTICES
@@ -32,7 +32,7 @@ def recovered(grid: str) -> numpy.ndarray:
     lattice = LATTICES[grid]
     count = BLOCK // lattice.width
     index = torch.arange(lattice.points, dtype=torch.int32).view(-1, count)
-    rows, groups = len(index), BLOCK // SUPERBLOCKS[grid].group
+    rows, groups = len(index), BLOCK // GGML_BLOCKS[grid].group
     parameters = {
         "d": torch.ones(rows, 1, dtype=torch.float16),
         "scales": torch.zeros(rows, groups, dtype=torch.uint8),

@@ -36,7 +36,7 @@ from quantforge.formats.gguf.vocabulary import (
     carried_vocabulary,
     vocabulary,
 )
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.planning.calibration_rows import coming_rows
@@ -176,7 +176,7 @@ def draft_gguf(
         ),
         late=tuple(
             item.tensor.header.name for item in targets
-            if item.named.name == _OUTPUT and item.type.lower() in SUPERBLOCKS
+            if item.named.name == _OUTPUT and item.type.lower() in GGML_BLOCKS
         ),
         table=tuple(table),
         keys=keys,
@@ -292,7 +292,7 @@ def _label(targets: Sequence[FileTensor], types: FileTypes) -> str:
     """Return the kind of a file: its mixture or type, or how many bits a weight has where rules mix others in."""
     linears = [
         item for item in targets
-        if item.tensor.role is Role.LINEAR and item.type.lower() in SUPERBLOCKS
+        if item.tensor.role is Role.LINEAR and item.type.lower() in GGML_BLOCKS
     ]  # fmt: skip
     if all(
         item.type == mixture.fitting(types.meant(item.tensor), item.shape[-1]) for item in linears
@@ -457,13 +457,13 @@ def type_of(layer: LayerScheme, where: str) -> str:
         RefusedError: there is none; the formats that hold it are named, or the nearest type.
     """
     scheme = blocks_of(layer.weight)
-    if scheme.grid not in SUPERBLOCKS or layer.input is not None:
+    if scheme.grid not in GGML_BLOCKS or layer.input is not None:
         others = holders(LayerScheme(scheme, layer.input))
         raise RefusedError(
             f"{where}: {LayerScheme(scheme, layer.input)} is no type of a GGUF file",
             f"--format {' or '.join(others)} holds it"
             if others
-            else nearest(scheme.grid, SUPERBLOCKS),
+            else nearest(scheme.grid, GGML_BLOCKS),
         )
     return scheme.grid.upper()
 
@@ -522,15 +522,15 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
         tensor.header.name,
         tensor.header.dtype,
         tensor.header.shape,
-        Action.QUANTIZE if grid in SUPERBLOCKS else Action.KEEP,
+        Action.QUANTIZE if grid in GGML_BLOCKS else Action.KEEP,
         item.rule,
-        LayerScheme(parse(grid)) if grid in SUPERBLOCKS else None,
+        LayerScheme(parse(grid)) if grid in GGML_BLOCKS else None,
         outputs=(own[max(item.named.expert, 0)], *beside),
         part=tensor.block,
         shared=tensor.shared,
         transposed=tensor.transposed,
         heads=family_heads,
-        by_rows=grid in SUPERBLOCKS and not tensor.transposed,
+        by_rows=grid in GGML_BLOCKS and not tensor.transposed,
         plus_one=found.family.norm_plus_one
         and item.named.name.endswith("norm.weight")
         and not tensor.name.endswith(found.family.plain_norms),

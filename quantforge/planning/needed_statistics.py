@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import MEASURED, Matched, needs_architecture
 from quantforge.errors import RefusedError, UsageError
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.model.statistics import Statistic, of_inputs
 from quantforge.planning.peak_memory import spread_experts
 from quantforge.planning.weight_traffic import chosen_experts
@@ -163,7 +163,7 @@ class Observation:
                 "--method rtn, or leave --scales out",
             )
         schemes = (tensor.scheme.weight for tensor in draft.tensors if tensor.scheme)
-        unknown = next((scheme for scheme in schemes if scheme.grid not in SUPERBLOCKS), None)
+        unknown = next((scheme for scheme in schemes if scheme.grid not in GGML_BLOCKS), None)
         if unknown is not None:
             raise UsageError(
                 f"--scales reference: llama.cpp has no quantizer for {unknown}",

@@ -205,7 +205,7 @@ def _scale_search_cost(scheme: Scheme) -> float:
     grid = GRIDS[scheme.grid]
     if grid.weights_per_code > 1:
         return VECTORS
-    if grid.superblock is not None:
+    if grid.block is not None:
         return BLOCKS
     if Zero.INT not in grid.zeros:
         return TILES if grid.tiles else BOOK

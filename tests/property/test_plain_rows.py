@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantforge.grids import GRIDS, SUPERBLOCKS, PerTensor, Tile
+from quantforge.grids import GGML_BLOCKS, GRIDS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
@@ -27,7 +27,7 @@ SCHEMES = [
     *("int8:row:sym", "int4:row:asym:f32", "int4:tensor:sym", "int8:tensor:asym"),
     *("nf4:g16", "nf4:g16:sym:double", "fp4:g32", "nvfp4", "mxfp8"),
     *("fp8_e4m3:row", "fp8_e5m2:g16", "fp8_e4m3:tensor", "fp8_e4m3:4x16"),
-    *SUPERBLOCKS,
+    *GGML_BLOCKS,
 ]
 KINDS = ["as it is", "outlier rows", "outlier columns", "outlier weight", "zeros", "low rank", "huge ranges",
          "constant", "on the grid", "duplicated columns"]  # fmt: skip

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from quantforge.errors import InputError
 from quantforge.grids import (
+    GGML_BLOCKS,
     INTEGER_BITS,
     INTEGER_SCALES,
     SCALE_BITS,
-    SUPERBLOCKS,
     PerGroup,
     PerTensor,
     Row,
@@ -48,7 +48,7 @@ def test_bits_per_weight_counts_every_code_scale_and_zero(scheme, rows, factor):
     assert scheme.bits_per_weight(shape) == Fraction(codes + scales * each, shape[0] * shape[1])
 
 
-@pytest.mark.parametrize("grid", SUPERBLOCKS)
+@pytest.mark.parametrize("grid", GGML_BLOCKS)
 def test_a_fixed_layout_is_named_by_its_grid_alone(grid):
     scheme = parse(grid)
     assert str(scheme) == grid == str(parse(grid.upper()))

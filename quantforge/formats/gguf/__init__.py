@@ -36,7 +36,7 @@ from quantforge.formats.checks import finite
 from quantforge.formats.convert import INTEGERS
 from quantforge.formats.engines import UNTRIED, Engine, grid_in
 from quantforge.formats.gguf.container import TYPES
-from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -98,10 +98,10 @@ def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
     if layer.weight.integer and layer.input is None:
         return _check_integers(layer.weight, shape)
     grid = layer.weight.grid
-    if grid not in SUPERBLOCKS or layer.input is not None:
+    if grid not in GGML_BLOCKS or layer.input is not None:
         return Fit(Verdict.IMPOSSIBLE, f"{layer} is no type of a GGUF file", "q4_k")
-    if shape[1] % SUPERBLOCKS[grid].columns:
-        reason = f"{shape[1]} columns are no multiple of {SUPERBLOCKS[grid].columns}"
+    if shape[1] % GGML_BLOCKS[grid].columns:
+        reason = f"{shape[1]} columns are no multiple of {GGML_BLOCKS[grid].columns}"
         return Fit(Verdict.IMPOSSIBLE, reason, "q8_0")
     return Fit(Verdict.EXACT)
 
@@ -185,7 +185,7 @@ def layouts(
     found = []
     for name, grid in grids.items():
         rows, row_bytes = tensors[name].shape
-        layout = SUPERBLOCKS[grid]
+        layout = GGML_BLOCKS[grid]
         columns = row_bytes // layout.block_bytes * layout.columns
         scheme = LayerScheme(parse(grid))
         found.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))

@@ -32,7 +32,7 @@ from quantforge.formats.gguf.families import (
 from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.projector_file import check_no_tower
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.plans import DTYPE_BITS, HeldTensor
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     types = {
         name: place.type.lower()
         for name, place in sorted(places.items())
-        if place.type.lower() in SUPERBLOCKS
+        if place.type.lower() in GGML_BLOCKS
     }
     if types:
         config = {**config, "quantization_config": dict(QUANTIZATION), f"{KEY}_types": types}
@@ -202,7 +202,7 @@ def _heads(name: str, family: GgufFamily, config: Mapping[str, object]) -> int:
 def _shown(name: str, place: _Place) -> TensorEntry:
     """Return the entry that others see: with the model's name, type and shape."""
     entry = replace(place.entry, name=name)
-    if place.type.lower() not in SUPERBLOCKS and TYPES[place.type].columns > 1:
+    if place.type.lower() not in GGML_BLOCKS and TYPES[place.type].columns > 1:
         entry = replace(entry, dtype="F32", shape=_elements(place))
     if place.transposed and entry.dtype != "U8":
         entry = replace(entry, shape=entry.shape[::-1])
@@ -233,7 +233,7 @@ def _held(entry: TensorEntry, place: _Place) -> HeldTensor:
 
 def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:
     blocks = TYPES[place.type].columns > 1
-    if blocks and place.type.lower() not in SUPERBLOCKS:
+    if blocks and place.type.lower() not in GGML_BLOCKS:
         from quantforge.packers.ggml.blocks import decode_blocks
 
         value = decode_blocks(value, place.type)

@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "BF16": Layout(30, 1, 2),
     **{
         grid.upper(): Layout(block.number, block.columns, block.block_bytes, grid)
-        for grid, block in SUPERBLOCKS.items()
+        for grid, block in GGML_BLOCKS.items()
     },
     "NVFP4": Layout(40, 64, 36),
 }

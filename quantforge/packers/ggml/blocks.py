@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers.ggml import LAYOUTS
 from quantforge.packers.tensor import QuantizedTensor
@@ -33,7 +33,7 @@ BLOCKS_AT_A_TIME = 4096  # of the types that gguf decodes
 def to_blocks(tensor: QuantizedTensor) -> Tensor:
     """Return the rows of ``tensor`` as uint8 ``[rows, row_bytes]``."""
     grid, rows = tensor.scheme.grid, len(tensor.codes)
-    blocks = rows * tensor.shape[1] // SUPERBLOCKS[grid].columns
+    blocks = rows * tensor.shape[1] // GGML_BLOCKS[grid].columns
     codes = tensor.codes.reshape(blocks, -1)
     parameters = {key: value.reshape(blocks, -1) for key, value in tensor.parameters.items()}
     fields = _BLOCKS[grid][0](codes, parameters)
@@ -43,7 +43,7 @@ def to_blocks(tensor: QuantizedTensor) -> Tensor:
 def from_blocks(raw: Tensor, scheme: Scheme) -> QuantizedTensor:
     """Return the rows ``raw`` uint8 ``[rows, row_bytes]`` as codes and parameters."""
     rows = len(raw)
-    blocks = raw.reshape(-1, SUPERBLOCKS[scheme.grid].block_bytes)
+    blocks = raw.reshape(-1, GGML_BLOCKS[scheme.grid].block_bytes)
     codes, parameters = _BLOCKS[scheme.grid][1](blocks)
     shaped = {key: value.reshape(rows, -1) for key, value in parameters.items()}
     return QuantizedTensor(codes.reshape(rows, -1), shaped, scheme)
@@ -160,36 +160,37 @@ def from_pairs(raw: Tensor) -> Tensor:
     return planes(raw.reshape(-1, 2, 32), 2).flatten(1)
 
 
-# Legacy: [scale] [minimum] [fifth bits] [nibbles]
+# Blocks of 32: [scale] [minimum] [fifth bits] [nibbles]
 
 
-def _with_nibbles(heads: Sequence[Tensor], codes: Tensor) -> list[Tensor]:
-    """Join what blocks begin with and the low four bits of ``codes`` ``[blocks, 32]``."""
+def _with_nibbles(fields: Sequence[Tensor], codes: Tensor) -> list[Tensor]:
+    """Return blocks that begin with ``fields`` and end with the low four bits of ``codes`` ``[blocks, 32]``."""
     # In one pass where fields are of 16 bits: joining fields of a few bytes takes longer than packing.
-    if codes.device.type == "cpu" and heads[0].dtype == torch.float16:
+    if codes.device.type == "cpu" and fields[0].dtype == torch.float16:
         from quantforge.packers.ggml import row_loops
 
-        head = torch.cat([*heads], -1)
+        head = torch.cat([*fields], -1)
         words = torch.empty(len(codes), head.shape[1] + 8, dtype=torch.uint16)
         arrays = (head.view(torch.uint16), codes.contiguous().view(torch.uint16), words)
         row_loops.join_nibbles(*(part.numpy() for part in arrays))
         return [words.view(torch.uint8)]
-    return [*map(as_bytes, heads), nibbles(codes)]
+    return [*map(as_bytes, fields), nibbles(codes)]
 
 
-def _pack_legacy(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+def _pack_nibbles(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    """Pack codes from 0 to 15 after their scale, and minimum: q4_1, iq4_nl, mxfp4."""
     return _with_nibbles([*parameters.values()], codes)
 
 
-def _pack_fifth(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+def _pack_q4_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
+    return _with_nibbles([parameters["scales"]], offset(codes, 8))
+
+
+def _pack_five_bits(codes: Tensor, parameters: Parameters) -> list[Tensor]:
     words = codes.view(torch.int64)  # eight bytes at once: what is shifted stays inside of its byte
     high = joined_bits((words >> 4).bitwise_and_(0x0101010101010101))
     low = (words & 0x0F0F0F0F0F0F0F0F).view(torch.uint8)
     return _with_nibbles([*parameters.values(), high.view(torch.float16)], low)
-
-
-def _pack_q4_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
-    return _pack_legacy(offset(codes, 8), parameters)
 
 
 def _unpack_q4_0(raw: Tensor) -> Fields:
@@ -202,7 +203,7 @@ def _unpack_q4_1(raw: Tensor) -> Fields:
 
 
 def _pack_q5_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
-    return _pack_fifth(offset(codes, 16), parameters)
+    return _pack_five_bits(offset(codes, 16), parameters)
 
 
 def _fifth(raw: Tensor) -> Tensor:
@@ -555,20 +556,20 @@ _BLOCKS: Mapping[
     str, tuple[Callable[[Tensor, Parameters], list[Tensor]], Callable[[Tensor], Fields]]
 ] = {
     "q4_0": (_pack_q4_0, _unpack_q4_0),
-    "q4_1": (_pack_legacy, _unpack_q4_1),
+    "q4_1": (_pack_nibbles, _unpack_q4_1),
     "q5_0": (_pack_q5_0, _unpack_q5_0),
-    "q5_1": (_pack_fifth, _unpack_q5_1),
+    "q5_1": (_pack_five_bits, _unpack_q5_1),
     "q8_0": (_pack_q8_0, _unpack_q8_0),
     "q2_k": (_pack_q2_k, _unpack_q2_k),
     "q3_k": (_pack_q3_k, _unpack_q3_k),
     "q4_k": (_pack_q4_k, _unpack_q4_k),
     "q5_k": (_pack_q5_k, _unpack_q5_k),
     "q6_k": (_pack_q6_k, _unpack_q6_k),
-    "iq4_nl": (_pack_legacy, _unpack_iq4_nl),
+    "iq4_nl": (_pack_nibbles, _unpack_iq4_nl),
     "iq4_xs": (_pack_iq4_xs, _unpack_iq4_xs),
     "tq1_0": (_pack_tq1_0, _unpack_tq1_0),
     "tq2_0": (_pack_tq2_0, _unpack_tq2_0),
-    "mxfp4": (_pack_legacy, _unpack_mxfp4),
+    "mxfp4": (_pack_nibbles, _unpack_mxfp4),
     "iq1_s": (_pack_iq1_s, _unpack_iq1_s),
     "iq1_m": (_pack_iq1_m, _unpack_iq1_m),
     "iq2_xxs": (_pack_iq2_xxs, _unpack_iq2_xxs),

@@ -14,7 +14,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 
 LANES = 64  # rows or groups that compiled loops compute side by side: a panel
 THRESHOLDS = 15  # between the values of a table
@@ -35,12 +35,12 @@ class CodeRange:
 
 
 GRIDS: Mapping[str, CodeRange] = {
-    key: CodeRange(*block.codes) for key, block in SUPERBLOCKS.items() if block.vector == 1
+    key: CodeRange(*block.codes) for key, block in GGML_BLOCKS.items() if block.vector == 1
 }
 # Of the integers that scales and minima of groups are.
 LIMITS: Mapping[str, CodeRange] = {
     key: CodeRange(*block.units)
-    for key, block in SUPERBLOCKS.items()
+    for key, block in GGML_BLOCKS.items()
     if block.vector == 1 and block.units is not None
 }
 
@@ -73,7 +73,7 @@ def of_columns(
     parameters: Mapping[str, Tensor], grid: str, columns: slice | None
 ) -> tuple[Tensor, Tensor | None]:
     """Return step and offset ``[rows, columns]`` of the run ``columns``; ``[rows, 1]`` inside of one group."""
-    block = SUPERBLOCKS[grid]
+    block = GGML_BLOCKS[grid]
     if columns is None:
         step, offset = steps(parameters, grid)
         return _spread(step, block.group), None if offset is None else _spread(offset, block.group)

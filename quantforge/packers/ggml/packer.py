@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.packers import Points
 from quantforge.packers.bits import unsigned
 from quantforge.packers.ggml.grid import (
@@ -121,7 +121,7 @@ def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
     """Return the values that ``columns`` can take."""
-    block, grid = SUPERBLOCKS[scheme.grid], GRIDS[scheme.grid]
+    block, grid = GGML_BLOCKS[scheme.grid], GRIDS[scheme.grid]
     sizes = {"d": block.columns, "dmin": block.columns}
     mine = {
         key: value.T[columns // sizes.get(key, block.group)].T for key, value in parameters.items()
@@ -144,7 +144,7 @@ def stated(tensor: QuantizedTensor) -> Statement:
         parameters = {"scales": power_of_two(parameters["exponents"]).bfloat16()}
     if "mins" in parameters and "dmin" not in parameters:
         parameters["mins"] = -parameters["mins"]
-    superblock = SUPERBLOCKS[grid].columns if "d" in parameters else 0
+    superblock = GGML_BLOCKS[grid].columns if "d" in parameters else 0
     lower = "pairs" if grid == "q2_k" else ""
     values = GRIDS[grid].values
     if values is None:

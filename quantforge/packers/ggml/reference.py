@@ -21,7 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from quantforge.grids import E2M1_VALUES, IQ4_VALUES, SUPERBLOCKS, Zero
+from quantforge.grids import E2M1_VALUES, GGML_BLOCKS, IQ4_VALUES, Zero
 from quantforge.packers.ggml.grid import GRIDS, CodeRange, nearest, power_of_two, thresholds
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
@@ -87,7 +87,7 @@ def _cover(weight: Tensor, scheme: Scheme) -> Found:
     from quantforge.packers.ggml import row_loops
 
     grid, affine = GRIDS[scheme.grid], scheme.zero is Zero.MIN
-    scales = torch.empty(len(weight), weight.shape[1] // SUPERBLOCKS[scheme.grid].columns)
+    scales = torch.empty(len(weight), weight.shape[1] // GGML_BLOCKS[scheme.grid].columns)
     mins, codes = torch.empty_like(scales), torch.empty(weight.shape, dtype=torch.int8)
     limits = numpy.float32(grid.low), numpy.float32(grid.high)
     found = (part.numpy() for part in (scales, mins, codes))
@@ -114,7 +114,7 @@ def _cover_powers(weight: Tensor) -> Found:
 
 def _quantize(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> Found:
     rows, columns = weight.shape
-    size = SUPERBLOCKS[scheme.grid].columns
+    size = GGML_BLOCKS[scheme.grid].columns
     x = weight.reshape(-1, size).T.contiguous()
     row_mean = None
     if importance is not None:

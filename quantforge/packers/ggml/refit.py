@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.numerics.products import matmul
 from quantforge.packers.ggml.grid import GRIDS, LIMITS, steps, values_of
 from quantforge.packers.moments import Held, Refit
@@ -29,7 +29,7 @@ NEAR = (0, -1, 1)
 
 def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
     """Return the steps of fitting again: step and offset of each group, then the units of each block that has any."""
-    block = SUPERBLOCKS[scheme.grid]
+    block = GGML_BLOCKS[scheme.grid]
     groups = Refit(block.group, partial(_refit_group, scheme.grid))
     units = Refit(block.columns, partial(_refit_units, scheme.grid))
     return (groups, units) if scheme.grid in LIMITS else (groups,)
@@ -52,7 +52,7 @@ def _refit_group(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
 
 def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
     """Choose other units of one block, the integers of its groups held; return what they gain."""
-    block, place = SUPERBLOCKS[grid], held.group
+    block, place = GGML_BLOCKS[grid], held.group
     count = block.columns // block.group
     groups = slice(place * count, (place + 1) * count)
 
@@ -78,7 +78,7 @@ def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
 
 def _of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns:
     """Return views of the parameters of one group."""
-    block = group * SUPERBLOCKS[grid].group // SUPERBLOCKS[grid].columns
+    block = group * GGML_BLOCKS[grid].group // GGML_BLOCKS[grid].columns
     places = {"d": block, "dmin": block}
     return {
         key: value[:, (place := places.get(key, group)) : place + 1]

@@ -32,7 +32,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from quantforge.grids import E2M1_VALUES, SUPERBLOCKS, Zero
+from quantforge.grids import E2M1_VALUES, GGML_BLOCKS, Zero
 from quantforge.packers.ggml.grid import (
     GRIDS,
     LANES,
@@ -72,7 +72,7 @@ def _search(weight: Tensor, scheme: Scheme, importance: Tensor | None) -> dict[s
     elif scheme.grid in LIMITS:
         found = _superblocks(x, weights, scheme.grid, brief=importance is None)
     else:
-        block = SUPERBLOCKS[scheme.grid]
+        block = GGML_BLOCKS[scheme.grid]
         step, offset, *_ = fit(x, weights, block.group, GRIDS[scheme.grid], TRIALS[scheme.grid])
         found = {"scales": stored(step)}
         if block.zero is Zero.MIN:
@@ -101,7 +101,7 @@ def _powers(x: Tensor, weights: Tensor) -> dict[str, Tensor]:
 
 
 def _superblocks(x: Tensor, weights: Tensor, grid: str, *, brief: bool) -> dict[str, Tensor]:
-    block, codes, limits, trials = SUPERBLOCKS[grid], GRIDS[grid], LIMITS[grid], TRIALS[grid]
+    block, codes, limits, trials = GGML_BLOCKS[grid], GRIDS[grid], LIMITS[grid], TRIALS[grid]
     groups, affine = block.columns // block.group, block.zero is Zero.MIN
     trials = replace(trials, starts=trials.starts[:BRIEF]) if brief else trials
     step, offset, squares, weight = fit(x, weights, block.group, codes, trials)

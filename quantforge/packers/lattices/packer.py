@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantforge.errors import InputError
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.ggml.refit import Plane, take_best
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.packers.lattices.points import (
@@ -147,7 +147,7 @@ def _spread(
     parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None, each: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """Return step and shift of some columns, ``[rows, n / each]``; no shift where codes have it, or there is none."""
-    block, raised = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid].shift
+    block, raised = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid].shift
     size, run, mine = block.group // each, slice(None), parameters
     if columns is not None:  # take the parameters of whole blocks around them
         first, last = columns.start // block.columns, -(-columns.stop // block.columns)
@@ -185,7 +185,7 @@ def _search(
     and levels; and both are done once more where that pays. A level is given up as soon as the best rounding of each
     weight alone loses too much.
     """
-    block, lattice = SUPERBLOCKS[scheme.grid], LATTICES[scheme.grid]
+    block, lattice = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid]
     start = _as_ggml(weight, scheme, importance, every=1 if brief else lattice.every).parameters
     if brief:
         return dict(start)
@@ -286,13 +286,13 @@ def nearest_in_metric(
 
 def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
     """Return the steps of fitting again with the codes held: the level of each group, then the unit of each block."""
-    block = SUPERBLOCKS[scheme.grid]
+    block = GGML_BLOCKS[scheme.grid]
     levels = Refit(block.group, partial(_refit_level, scheme.grid))
     return (levels, Refit(block.columns, partial(_refit_unit, scheme.grid)))
 
 
 def _refit_level(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
-    block, place = SUPERBLOCKS[grid], held.group
+    block, place = GGML_BLOCKS[grid], held.group
     above = place * block.group // block.columns
     unit = parameters["d"][:, above : above + 1] * (2 * LATTICES[grid].unit)  # of one level
     values = _held_values(grid, parameters, held, slice(place, place + 1))
@@ -313,7 +313,7 @@ def _refit_level(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
 
 
 def _refit_unit(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
-    block, place = SUPERBLOCKS[grid], held.group
+    block, place = GGML_BLOCKS[grid], held.group
     count = block.columns // block.group
     groups = slice(place * count, (place + 1) * count)
     levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].unit
@@ -337,7 +337,7 @@ def _held_values(grid: str, parameters: dict[str, Tensor], held: Held, groups: s
         return values
     raised = LATTICES[grid].shift
     shift = torch.where(parameters["shifts"][:, groups] > 0, -raised, raised)
-    return values + shift.T.repeat_interleave(SUPERBLOCKS[grid].group, 0)
+    return values + shift.T.repeat_interleave(GGML_BLOCKS[grid].group, 0)
 
 
 # ggml's own
@@ -381,7 +381,7 @@ def _magnitudes(x: Array, w: Array, grid: str, every: int) -> Found:
     """Return codes, units, levels and no shifts of IQ2 and IQ3."""
     from quantforge.packers.lattices import magnitude_loops
 
-    lattice, block = LATTICES[grid], SUPERBLOCKS[grid]
+    lattice, block = LATTICES[grid], GGML_BLOCKS[grid]
     (tries, positive, again), (step, least, fudge) = magnitude_loops.SEARCHES[grid]
     groups, width = 256 // block.group, lattice.width
     places = numpy.empty((len(x), 256 // width), numpy.int32)
@@ -407,7 +407,7 @@ def _ternary(x: Array, w: Array, grid: str, rough: bool) -> Found:
     """Return codes, units, levels and shifts of groups of IQ1."""
     from quantforge.packers.lattices import ternary_loops
 
-    size, limits = SUPERBLOCKS[grid].group, map(numpy.float32, ternary_loops.LIMITS[grid])
+    size, limits = GGML_BLOCKS[grid].group, map(numpy.float32, ternary_loops.LIMITS[grid])
     codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
     levels = numpy.empty((len(x), 256 // size), numpy.uint8)
     units = numpy.empty(len(x), numpy.float32)

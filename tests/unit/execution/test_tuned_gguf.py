@@ -14,7 +14,7 @@ from quantforge import plan
 from quantforge.execution import tuning
 from quantforge.formats.gguf import layouts, unpack
 from quantforge.formats.opening import open_model
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
 from quantforge.quantizers import tuning as tuning_bounds
@@ -90,7 +90,7 @@ def test_scales_and_codes_of_blocks_change_and_nothing_else(
             ratios = after.parameters[key].float() / value.float()
             ratios = ratios[value.float().abs() > 1e-5]  # others are few steps of float16
             assert not len(ratios) or 0.49 < float(ratios.min()) <= float(ratios.max()) < 1.51
-        block, most = SUPERBLOCKS[before.scheme.grid], 0
+        block, most = GGML_BLOCKS[before.scheme.grid], 0
         if block.vector == 1 and inside:
             single.add(before.scheme.grid)
             most = 1

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.ggml import LAYOUTS, row_loops
@@ -209,7 +209,7 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
         torch.randint(
             0,
             256,
-            (rows, blocks * SUPERBLOCKS[grid].block_bytes),
+            (rows, blocks * GGML_BLOCKS[grid].block_bytes),
             dtype=torch.uint8,
             generator=generator,
         ),
@@ -227,4 +227,4 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
 
 def test_panels_are_wide_enough_for_a_cache_line():
     assert LANES % row_loops.LINE == 0
-    assert all(block.group % row_loops.LINE == 0 for block in SUPERBLOCKS.values())
+    assert all(block.group % row_loops.LINE == 0 for block in GGML_BLOCKS.values())

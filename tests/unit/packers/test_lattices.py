@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.peers.ggml import quantized
 from quantforge.errors import InputError
-from quantforge.grids import SUPERBLOCKS
+from quantforge.grids import GGML_BLOCKS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.ggml.blocks import decode_blocks, from_blocks, to_blocks
@@ -53,7 +53,7 @@ def rows(count: int = 8, columns: int = 512) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
     draw = torch.Generator().manual_seed(0)
-    size = SUPERBLOCKS[grid].block_bytes
+    size = GGML_BLOCKS[grid].block_bytes
     raw = torch.randint(0, 256, (64, 2 * size), dtype=torch.uint8, generator=draw)
     tensor = from_blocks(raw, parse(grid))
     assert torch.equal(to_blocks(tensor), raw)

@@ -7,14 +7,14 @@ from functools import cache
 import pytest
 import torch
 
-from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning.matrix import CODES, UNIT, Learned, TunedMatrix
 from tests.thorough import usual
 
-SCALED = [grid for grid in SUPERBLOCKS if parse(grid).scaled]
+SCALED = [grid for grid in GGML_BLOCKS if parse(grid).scaled]
 EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
 TABLES = ["iq4_nl", "iq4_xs", "mxfp4", "nvfp4"]
 INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quantforge.grids import SUPERBLOCKS, ScaleType
+from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate
@@ -22,7 +22,7 @@ from quantforge_kernels.select import select
 
 CPU = torch.device("cpu")
 SCHEMES = (
-    *(grid for grid in SUPERBLOCKS if grid not in LATTICES), "nvfp4", "mxfp8",
+    *(grid for grid in GGML_BLOCKS if grid not in LATTICES), "nvfp4", "mxfp8",
     "nf4:g64:sym:f32", "nf4:g64:sym:double", "fp4:g32:sym:f32", "fp8:row", "fp8:128x128",
     "fp8_e5m2:row", "fp8_e5m2:g32:sym:bf16",
     "fp8:tensor", "fp8:g128", "int4:g128:asym:f16", "int3:row:sym:bf16", "int8:tensor:sym:f32",
