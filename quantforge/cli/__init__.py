@@ -24,6 +24,7 @@ In this folder:
     release       ``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded
     reproduce     ``quantforge reproduce``: make a result again from its manifest, and compare every file
     result        What is said of a result that was made: what it is, what happened to it
+    run_log       Reports of a run: its progress for people, and the file of ``--log`` for programs
     serve         ``quantforge serve``: a model behind OpenAI's API over HTTP
     shown_plan    What is shown of a plan: by ``quantforge plan``
     sweep         ``quantforge sweep``: all combinations of some choices, and which of them nothing beats

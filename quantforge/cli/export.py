@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.cli import choices, options
 from quantforge.cli.console import Console
-from quantforge.cli.quantize import RunLog
+from quantforge.cli.run_log import RunLog
 
 if TYPE_CHECKING:
     from quantforge.verbs import Exported, Outcome

@@ -147,7 +147,7 @@ class About:
         published: whether models are published in it, so that it may be what a run begins with.
         transposes: whether linears that a model holds ``[in, out]`` may be stored so, for an engine that decodes them.
         tunable: whether scales are numbers of their own, which may be learned.
-        embedding_tool: the tool that rounds a tied embedding by default; its engine multiplies by codes; "" for none.
+        embedding_tool: the tool whose choice for a tied embedding is followed (`rounds_tied_embedding`), "" for none.
         scale_types: of scales that its files hold whatever the type of the model, so that an export keeps them.
     """
 
@@ -172,6 +172,11 @@ class About:
     def one_file(self) -> bool:
         """Return whether a result is a file (or numbered files) and not a directory."""
         return bool(self.suffix)
+
+    @property
+    def rounds_tied_embedding(self) -> bool:
+        """Return whether an embedding that is the head too is rounded by default: its engine multiplies by codes."""
+        return bool(self.embedding_tool)
 
 
 class Format(Protocol):

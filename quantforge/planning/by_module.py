@@ -2,7 +2,7 @@
 
 The order of decision is that of `choice`, the schemes are those of `layer_schemes`; linears that read one activation
 get one scheme, because engines load them as one matrix. A tied head is stored on its own as soon as it or the embedding
-is quantized, unless the engine multiplies by the codes of the embedding (`About.embedding_tool`).
+is quantized, unless the engine multiplies by the codes of the embedding (`About.rounds_tied_embedding`).
 
 Zeros (`sparse`) go into linears that stay as they are. They save bytes or time only where a format or a kernel leaves
 them out; no format here does, and the engine that did has given it up. So the result is a plain model, to be measured,
@@ -185,7 +185,7 @@ class _ModuleDraft:
         }
         self.rounds_embedding = Role.EMBEDDING in rounded
         if (
-            form.ABOUT.embedding_tool
+            form.ABOUT.rounds_tied_embedding
         ):  # one tensor for both, unless the head is to have another scheme
             shared = rounded.get(Role.EMBEDDING)
             self.unties = self._head is not None and rounded.get(Role.HEAD, shared) != shared

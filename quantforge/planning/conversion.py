@@ -162,7 +162,7 @@ def plan_export(
         )
 
     # What becomes of every tensor.
-    if target.ABOUT.embedding_tool:
+    if target.ABOUT.rounds_tied_embedding:
         matched = drop_tied_copy(matched, checkpoint)
     draft: Draft
     if recipe.format == GGUF:
@@ -172,7 +172,7 @@ def plan_export(
         draft = draft_gguf(recipe, checkpoint, matched, given=schemes, tower=tower)
     else:
         draft = _by_module(checkpoint, split, target, asked_type)
-        if target.ABOUT.embedding_tool:
+        if target.ABOUT.rounds_tied_embedding:
             draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     tensors = _with_recorded_rules(draft.tensors, naming.first_recipe(checkpoint))
     engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
@@ -226,7 +226,7 @@ def plan_export(
 
 def _check_options(checkpoint: Checkpoint, recipe: Recipe, target: Format) -> None:
     """Refuse options that only make sense when quantizing; errors as `check_alone`."""
-    if recipe.embedding not in {"", KEEP} and not target.ABOUT.embedding_tool:
+    if recipe.embedding not in {"", KEEP} and not target.ABOUT.rounds_tied_embedding:
         raise UsageError(
             f"--embedding {recipe.embedding}: an export to {recipe.format} rounds no embedding",
             "drop --embedding, or quantize the original model",

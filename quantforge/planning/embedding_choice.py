@@ -97,7 +97,7 @@ def chosen_embedding(
             return recipe, draft, files, (f"{told}; --embedding {scheme} takes {saved}",)
     if lost:
         return recipe, draft, files, (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
-    unties = matched.tied and not form.ABOUT.embedding_tool
+    unties = matched.tied and not form.ABOUT.rounds_tied_embedding
     tied = ": the head is tied to it, and would be stored on its own" if unties else ""
     note = f"{told}; no --embedding makes {form.KEY} files smaller{tied}"
     return recipe, draft, files, (note,)

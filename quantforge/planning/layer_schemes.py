@@ -42,7 +42,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
 
     def __init__(self, form: Format, wanted: Recipe, model_dtype: str, *, tied: bool) -> None:
         self._form, self._model_dtype = form, model_dtype
-        self._rounds_embedding = tied and bool(form.ABOUT.embedding_tool)
+        self._rounds_embedding = tied and form.ABOUT.rounds_tied_embedding
         self._rounds_heads = wanted.mtp == "quantize"
         self._scale = form.scale_type(model_dtype)
         base = base_scheme(form, wanted)
