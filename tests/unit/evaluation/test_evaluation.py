@@ -21,6 +21,7 @@ from quantforge.evaluation import compare_models as run
 from quantforge.evaluation import divergence, report, speed, tasks
 from quantforge.evaluation.compare_models import Evaluation, compare_models
 from quantforge.evaluation.divergence import score, score_reference
+from quantforge.evaluation.generated import Prompts
 from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
@@ -207,6 +208,23 @@ def test_a_head_that_does_more_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(model, "forward", doubled)
     with pytest.raises(RefusedError, match="gemma2"):
         score_reference(model, windows)
+
+
+def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_path):
+    asked = options(
+        text=TEXT * 4, caches=("int4",), prompts=Prompts("a test", ("the weights of",), 8)
+    )
+    plain = compare_models(tiny("llama-tied"), [rounded], asked).rows[1]
+    assert plain["generated"]["kl_mean"] > 0.001
+    for model in (tiny("llama-tied"), rounded):
+        place = shutil.copytree(model, tmp_path / model.name)
+        config = json.loads((place / "config.json").read_text())
+        config["final_logit_softcapping"] = 1.0  # a llama of transformers applies none
+        (place / "config.json").write_text(json.dumps(config))
+    copies = tmp_path / tiny("llama-tied").name, tmp_path / rounded.name
+    capped = compare_models(copies[0], [copies[1]], asked).rows[1]
+    for figures in ("kl_mean", "generated", "caches"):
+        assert capped[figures] == plain[figures]
 
 
 # The whole document
