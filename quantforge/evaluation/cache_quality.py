@@ -29,8 +29,8 @@ from torch import Tensor
 from quantforge.architectures import architecture_of, text_config
 from quantforge.cache_kinds import PLAIN
 from quantforge.errors import RefusedError
-from quantforge.evaluation.divergence import Estimate, compare_rows, finite, forward_tokens
-from quantforge.evaluation.head import checked_head
+from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
+from quantforge.evaluation.head import checked_head, compare_predictions
 from quantforge.evaluation.windows import Windows, cut, positions_of
 from quantforge.execution.progress import tell
 from quantforge.formats.opening import open_model
@@ -194,7 +194,9 @@ class _WithCaches:
             whole = self._hidden(ids, PLAIN)[:-1]
             for kind in kinds:
                 rows = self._hidden(ids, kind)[:-1]
-                found[kind][number] = compare_rows(self._head, rows, self._head, whole, targets)[1]
+                found[kind][number] = compare_predictions(
+                    self._head, rows, self._head, whole, targets
+                )[1]
             tell("windows of caches", number + 1, len(windows.ids))
         return {kind: finite(kl, f"KL divergence of cache {kind}") for kind, kl in found.items()}
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,11 @@ from torch import Tensor
 
 from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
-from quantforge.evaluation.head import DivergenceSums, Head, checked_head
+from quantforge.evaluation.head import Head, checked_head, compare_predictions
 from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge.model.model_parts import base_model
+from quantforge.model.model_parts import base_model, blocks_of
 from quantforge.runtime.linear import decoded_once
 
 if TYPE_CHECKING:
@@ -131,11 +131,8 @@ class Reference:
         self.states.close()
 
 
-@torch.inference_mode()
 def score_reference(
-    model: PreTrainedModel,
-    windows: Windows,
-    directory: Path | None = None,
+    model: PreTrainedModel, windows: Windows, directory: Path | None = None
 ) -> Reference:
     """Score the reference, and keep its final hidden states.
 
@@ -149,32 +146,13 @@ def score_reference(
         RefusedError: its head is not understood (see `checked_head`).
     """
     head = checked_head(model, windows.ids)
-    targets = windows.targets
-    nll = torch.empty(targets.shape)
-    count, length = targets.shape
-    width: int = model.config.get_text_config().hidden_size
-    states: HiddenStates = (
-        OnDisk(count, length, width, directory)
-        if directory is not None
-        else InMemory(count, length, width)
-    )
-    for first, hidden in final_hidden(model, windows.ids):
-        last = first + len(hidden)
-        states.write(first, hidden.float())
-        rows, following = hidden.flatten(0, 1), targets[first:last].flatten()
-        for chunk in head.chunks(len(rows)):
-            sums = head.sums(rows[chunk], following[chunk].to(rows.device))
-            nll[first:last].view(-1)[chunk] = sums.nll.float()
-        tell("windows of the text", last, len(nll))
-    return Reference(states, head, ModelScores(finite(nll, "the reference's NLL")))
+    count, length = windows.targets.shape
+    size = count, length, int(model.config.get_text_config().hidden_size)
+    states = InMemory(*size) if directory is None else OnDisk(*size, directory)
+    return Reference(states, head, _score(model, head, windows, keep=states))
 
 
-@torch.inference_mode()
-def score(
-    model: PreTrainedModel,
-    windows: Windows,
-    reference: Reference,
-) -> ModelScores:
+def score(model: PreTrainedModel, windows: Windows, reference: Reference) -> ModelScores:
     """Score a model on the windows of its reference.
 
     Raises:
@@ -187,52 +165,38 @@ def score(
             f"a vocabulary of {head.vocabulary}, the reference has {reference.head.vocabulary}",
             "compare a model with the one that it was made from",
         )
+    return _score(model, head, windows, reference)
+
+
+@torch.inference_mode()
+def _score(
+    model: PreTrainedModel,
+    head: Head,
+    windows: Windows,
+    reference: Reference | None = None,
+    keep: HiddenStates | None = None,
+) -> ModelScores:
+    """Score a model: against a ``reference``, or as the reference, whose final hidden states go to ``keep``."""
     targets = windows.targets
     nll, kl = torch.empty(targets.shape), torch.empty(targets.shape)
     agrees = torch.empty(targets.shape, dtype=torch.bool)
     for first, hidden in final_hidden(model, windows.ids):
         last = first + len(hidden)
-        rows = compare_rows(
-            head,
-            hidden.flatten(0, 1),
-            reference.head,
-            reference.states.read(first, last).flatten(0, 1),
-            targets[first:last].flatten(),
-        )
-        nll[first:last], kl[first:last], agrees[first:last] = (
-            values.view(len(hidden), -1) for values in rows
-        )
+        tokens, following = hidden.flatten(0, 1), targets[first:last].flatten()
+        if keep is not None:
+            keep.write(first, hidden.float())
+        if reference is None:
+            nll[first:last] = head.nll(tokens, following).view(len(hidden), -1)
+        else:
+            kept = reference.states.read(first, last).flatten(0, 1)
+            figures = compare_predictions(head, tokens, reference.head, kept, following)
+            nll[first:last], kl[first:last], agrees[first:last] = (
+                values.view(len(hidden), -1) for values in figures
+            )
         tell("windows of the text", last, len(nll))
+    if reference is None:
+        return ModelScores(finite(nll, "the reference's NLL"))
     return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
-
-
-def compare_rows(
-    head: Head, hidden: Tensor, reference_head: Head, reference_hidden: Tensor, targets: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare what a model predicts with what its reference predicts, row by row.
-
-    Args:
-        head: the model's.
-        hidden: its final hidden states ``[rows, hidden]``, as many as there are.
-        reference_head: the reference's.
-        reference_hidden: likewise; on any device.
-        targets: the tokens that follow, ``[rows]``; on any device.
-
-    Returns:
-        NLL of the model and KL divergence, float32, and whether the most likely tokens agree, each ``[rows]``.
-    """
-    nll, kl = torch.empty(len(hidden)), torch.empty(len(hidden))
-    agrees = torch.empty(len(hidden), dtype=torch.bool)
-    cuts = reference_head if head.cuttable else head  # what one cannot cut, neither of them cuts
-    for chunk in cuts.chunks(len(hidden)):
-        rows = hidden[chunk]
-        reference_rows = reference_hidden[chunk].to(rows.device)
-        sums = DivergenceSums(targets[chunk].to(rows.device))
-        for part in cuts.parts(len(rows)):
-            sums.add(head.logits(rows, part), reference_head.logits(reference_rows, part), part)
-        nll[chunk], kl[chunk] = sums.model.nll.float().cpu(), sums.kl.float().cpu()
-        agrees[chunk] = (sums.model.best == sums.reference.best).cpu()
-    return nll, kl, agrees
 
 
 def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -240,27 +204,29 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
 
     The last token of a window predicts nothing that is scored, and is left out.
     """
-    most = forward_tokens(model.device)
-    step = max(1, most // ids.shape[1])
-    with decoded_once(model):
+    most, length = forward_tokens(model.device), ids.shape[1]
+    step = max(1, most // length)
+    with decoded_once(model), _split_mlps(model, most) if length > most else nullcontext():
         for first in range(0, len(ids), step):
             batch = ids[first : first + step].to(model.device)
-            with _inner_by_tokens(model, most):
-                output = base_model(model)(batch, use_cache=False)
+            output = base_model(model)(batch, use_cache=False)
             yield first, output.last_hidden_state[:, :-1]
 
 
 @contextmanager
-def _inner_by_tokens(model: PreTrainedModel, most: int) -> Iterator[None]:
-    """Run the MLPs, the widest part of a block, over at most so many tokens of a long window at a time."""
-    family = decoder_family(model.config.model_type)
-    blocks: Any = model.get_submodule(family.blocks) if family is not None else ()
+def _split_mlps(model: PreTrainedModel, most: int) -> Iterator[None]:
+    """Run the MLPs, the widest part of a block, over at most ``most`` tokens of a window at a time.
 
-    def cut(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    Those of families that our own decoder computes, whose blocks have one ``mlp``; others run as a whole.
+    """
+    known = decoder_family(model.config.model_type) is not None
+    blocks: Any = model.get_submodule(blocks_of(model)) if known else ()
+
+    def in_parts(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.cat([forward(part) for part in torch.split(x, most, dim=1)], dim=1)
 
     for block in blocks:
-        block.mlp.forward = partial(cut, block.mlp.forward)
+        block.mlp.forward = partial(in_parts, block.mlp.forward)
     try:
         yield
     finally:

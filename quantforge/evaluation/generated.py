@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.evaluation.divergence import Estimate, compare_rows, final_hidden, finite
-from quantforge.evaluation.head import checked_head
+from quantforge.evaluation.divergence import Estimate, final_hidden, finite
+from quantforge.evaluation.head import checked_head, compare_predictions
 from quantforge.evaluation.windows import positions_of
 from quantforge.formats.opening import open_model
 from quantforge.runtime.decoding import engine_of, generate_tokens
@@ -156,7 +156,7 @@ class ReferenceAnswers:
         ):
             rows = _states(loaded, prompt, answer)
             targets = torch.tensor(answer.ids)
-            _, kl, agrees = compare_rows(head, rows, self._head, states, targets)
+            _, kl, agrees = compare_predictions(head, rows, self._head, states, targets)
             means.append(finite(kl[None], "KL divergence of generated text").double().mean())
             agreeing.append(agrees)
         return summary(

@@ -7,9 +7,9 @@ vocabulary, which can be added up part by part. With ``m`` the largest logit so 
     S = sum_v exp(l_v - m),    log-sum-exp = m + log S,    nll = log-sum-exp - l_target
 
 and a part with a larger logit multiplies what was summed by ``exp(m - m')``. The divergence of two
-models needs one more such sum (`DivergenceSums`). The vocabulary is cut rather than the hidden states,
-so that each weight of the head is read once for many rows of them. Sums within a part are float32, sums
-over parts float64. Where a kernel keeps the rows of the head in another order, the hidden states are cut.
+models needs one more such sum (`DivergenceSums`). The vocabulary is split rather than the hidden states,
+so that each weight of the head is read once for many tokens. Sums within a part are float32, sums
+over parts float64. Where a kernel keeps the rows of the head in another order, the hidden states are split.
 
 The head of most families is one matrix, a scale and a cap. Where that does not give the model's own logits
 (`checked_head`), the model's own code makes them: see `ModelEnding`.
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # 8 MiB of float32 on a CPU
-MOST_ROWS = 2048
-LEAST_ROWS = 64  # fewer and the product with the head is bound by reading it
+MOST_TOKENS = 2048
+LEAST_TOKENS = 64  # fewer and the product with the head is bound by reading it
 CHECKED_TOKENS = 8
 
 
@@ -117,10 +117,10 @@ class Head:
         self._dtype: torch.dtype = model.dtype
         self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])
         self.vocabulary = int(config.vocab_size)
-        self.cuttable = ending is None and self._weight(slice(0, 1)) is not None
+        self.splits_vocabulary = ending is None and self._weight(slice(0, 1)) is not None
 
     def logits(self, hidden: Tensor, part: slice | None = None) -> Tensor:
-        """Return logits ``[rows, part]`` in float32 for hidden states ``[rows, hidden]``.
+        """Return logits ``[tokens, part]`` in float32 for hidden states ``[tokens, hidden]``.
 
         Args:
             hidden: final hidden states.
@@ -144,41 +144,53 @@ class Head:
     def _weight(self, part: slice) -> Tensor | None:
         """Return some rows of the weight, or None where they cannot be had."""
         if isinstance(self._output, PackedLinear):
-            return self._output.rows(part)
+            return self._output.decoded_rows(part)
         weight = getattr(self._output, "weight", None)
         return weight[part] if isinstance(weight, Tensor) else None
 
-    def chunks(self, rows: int) -> Iterator[slice]:
-        """Cut rows of hidden states, so that the logits of a chunk and a part stay small."""
-        step = MOST_ROWS
-        if not self.cuttable:
-            step = min(MOST_ROWS, max(LEAST_ROWS, self._most // self.vocabulary))
-        return (slice(first, min(first + step, rows)) for first in range(0, rows, step))
+    def chunks(self, tokens: int) -> Iterator[slice]:
+        """Split hidden states, so that the logits of a chunk and a part stay small."""
+        step = MOST_TOKENS
+        if not self.splits_vocabulary:
+            step = min(MOST_TOKENS, max(LEAST_TOKENS, self._most // self.vocabulary))
+        return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
-    def parts(self, rows: int) -> Iterator[slice]:
-        """Cut the vocabulary for a chunk of rows."""
-        step = max(1, self._most // max(rows, 1)) if self.cuttable else self.vocabulary
+    def parts(self, tokens: int) -> Iterator[slice]:
+        """Split the vocabulary, for a chunk of so many tokens."""
+        step = max(1, self._most // max(tokens, 1)) if self.splits_vocabulary else self.vocabulary
         ends = range(0, self.vocabulary, step)
         return (slice(first, min(first + step, self.vocabulary)) for first in ends)
 
     def sums(self, hidden: Tensor, targets: Tensor, *, find_best: bool = False) -> LogitSums:
-        """Return the sums over the vocabulary for hidden states ``[rows, hidden]``, the rows of one of `chunks`."""
+        """Return the sums over the vocabulary for hidden states ``[tokens, hidden]``, those of one of `chunks`."""
         sums = LogitSums(targets, find_best=find_best)
         for part in self.parts(len(hidden)):
             sums.add(self.logits(hidden, part), part)
         return sums
 
+    def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the NLL of the tokens that follow, float32 ``[tokens]``.
+
+        Args:
+            hidden: final hidden states ``[tokens, hidden]``, as many as there are.
+            targets: the tokens that follow, ``[tokens]``; on any device.
+        """
+        nll = torch.empty(len(hidden))
+        for chunk in self.chunks(len(hidden)):
+            nll[chunk] = self.sums(hidden[chunk], targets[chunk].to(hidden.device)).nll.float()
+        return nll
+
 
 class LogitSums:
-    """Sums over the vocabulary of one model's logits for some rows; `add` the parts in turn.
+    """Sums over the vocabulary of one model's logits for some tokens; `add` the parts in turn.
 
     Args:
-        targets: the tokens that follow, ``[rows]``.
+        targets: the tokens that follow, ``[tokens]``.
         find_best: also find the most likely tokens, which costs more.
 
     Attributes:
-        best: the most likely tokens ``[rows]``, if they are asked for.
-        total: sum of ``exp(logit - peak)``, float64 ``[rows]``; ``peak`` is the largest logit so far.
+        best: the most likely tokens ``[tokens]``, if they are asked for.
+        total: sum of ``exp(logit - peak)``, float64 ``[tokens]``; ``peak`` is the largest logit so far.
     """
 
     def __init__(self, targets: Tensor, *, find_best: bool = False) -> None:
@@ -190,18 +202,18 @@ class LogitSums:
         self.best = targets.clone()
 
     def add(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Add the logits ``[rows, part]`` of a part, whose memory is used for the weights.
+        """Add the logits ``[tokens, part]`` of a part, whose memory is used for the weights.
 
         Returns:
             The weights ``exp(logit - peak)`` of the part, and by what sums of earlier parts are multiplied, since
-            the peak may have risen: float64 ``[rows]``.
+            the peak may have risen: float64 ``[tokens]``.
         """
         if self._find_best:
             high, place = logits.max(-1)
             self.best = torch.where(high > self._peak, place + part.start, self.best)
         else:
             high = logits.amax(-1)
-        peak = torch.maximum(self._peak, high)  # NaN stays: a row with one has no figure
+        peak = torch.maximum(self._peak, high)  # NaN stays: a token with one has no figure
         inside = (self._targets >= part.start) & (self._targets < part.stop)
         at = (self._targets - part.start).clamp(0, logits.shape[1] - 1)
         own = logits.gather(1, at[:, None])[:, 0]
@@ -214,12 +226,12 @@ class LogitSums:
 
     @property
     def log_sum(self) -> Tensor:
-        """Return the log-sum-exp, float64 ``[rows]``."""
+        """Return the log-sum-exp, float64 ``[tokens]``."""
         return self._peak.double() + self.total.log()
 
     @property
     def nll(self) -> Tensor:
-        """Return ``-log p(target)``, float64 ``[rows]``."""
+        """Return ``-log p(target)``, float64 ``[tokens]``."""
         return self.log_sum - self._target_logits.double()
 
 
@@ -227,7 +239,7 @@ class DivergenceSums:
     """Sums over the vocabulary that give the KL divergence of a model from its reference; `add` the parts in turn.
 
     Args:
-        targets: the tokens that follow, ``[rows]``.
+        targets: the tokens that follow, ``[tokens]``.
 
     Attributes:
         model: sums of the model.
@@ -240,7 +252,7 @@ class DivergenceSums:
         self._difference = self.model.total.clone()  # sum of exp(a - peak) (a - b)
 
     def add(self, logits: Tensor, reference_logits: Tensor, part: slice) -> None:
-        """Add the logits ``[rows, part]`` of both for a part, whose memory is used for what is summed."""
+        """Add the logits ``[tokens, part]`` of both for a part, whose memory is used for what is summed."""
         difference = reference_logits - logits
         self.model.add(logits, part)
         weights, shrink = self.reference.add(reference_logits, part)
@@ -249,9 +261,38 @@ class DivergenceSums:
 
     @property
     def kl(self) -> Tensor:
-        """Return the KL divergence, float64 ``[rows]``."""
+        """Return the KL divergence, float64 ``[tokens]``."""
         mean = self._difference / self.reference.total
         return mean - self.reference.log_sum + self.model.log_sum
+
+
+def compare_predictions(
+    head: Head, hidden: Tensor, reference_head: Head, reference_hidden: Tensor, targets: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compare what a model predicts with what its reference predicts, token by token.
+
+    Args:
+        head: the model's.
+        hidden: its final hidden states ``[tokens, hidden]``, as many as there are.
+        reference_head: the reference's.
+        reference_hidden: likewise; on any device.
+        targets: the tokens that follow, ``[tokens]``; on any device.
+
+    Returns:
+        NLL of the model and KL divergence, float32, and whether the most likely tokens agree, each ``[tokens]``.
+    """
+    nll, kl = torch.empty(len(hidden)), torch.empty(len(hidden))
+    agrees = torch.empty(len(hidden), dtype=torch.bool)
+    narrower = reference_head if head.splits_vocabulary else head  # both are split as it can be
+    for chunk in narrower.chunks(len(hidden)):
+        own = hidden[chunk]
+        others = reference_hidden[chunk].to(own.device)
+        sums = DivergenceSums(targets[chunk].to(own.device))
+        for part in narrower.parts(len(own)):
+            sums.add(head.logits(own, part), reference_head.logits(others, part), part)
+        nll[chunk], kl[chunk] = sums.model.nll.float().cpu(), sums.kl.float().cpu()
+        agrees[chunk] = (sums.model.best == sums.reference.best).cpu()
+    return nll, kl, agrees
 
 
 class ModelEnding:
@@ -275,7 +316,7 @@ class ModelEnding:
         self._model._modules = {**model._modules, name: self._place}
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[rows, vocab]`` in float32 for final hidden states ``[rows, hidden]``."""
+        """Return logits ``[tokens, vocab]`` in float32 for final hidden states ``[tokens, hidden]``."""
         self._place.given = _States(hidden[None])
         try:
             ids = hidden.new_zeros((1, len(hidden))).long()

@@ -216,7 +216,7 @@ class PackedLinear(PackedWeights):
             y = add_bias(y, self.bias)
         return y.view(*x.shape[:-1], self.problem.out_features)
 
-    def rows(self, part: slice) -> Tensor | None:
+    def decoded_rows(self, part: slice) -> Tensor | None:
         """Return some decoded rows of the weight, in the type of activations; None but of the fallback kernel."""
         plain = self.takes_plain_input and not self.problem.activation
         if self.chosen is not fallback.KERNEL or not plain:

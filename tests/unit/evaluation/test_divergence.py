@@ -70,7 +70,7 @@ def test_logits_are_made_in_chunks(tiny, monkeypatch):
         return found
 
     monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 200)
-    monkeypatch.setattr(head, "MOST_ROWS", 5)
+    monkeypatch.setattr(head, "MOST_TOKENS", 5)
     monkeypatch.setattr(Head, "logits", noted)
     chunked = score_reference(model, windows)
     assert max(sizes[1:]) == (5, 40)  # the first checks the head
@@ -98,11 +98,11 @@ def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monk
     assert "forward" not in vars(mlp)
 
 
-def test_a_head_that_cannot_be_cut_takes_few_rows_at_a_time(tiny, monkeypatch):
+def test_a_head_that_cannot_be_split_takes_few_tokens_at_a_time(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
     monkeypatch.setattr(Head, "_weight", lambda *_: None)
-    monkeypatch.setattr(head, "LEAST_ROWS", 5)
+    monkeypatch.setattr(head, "LEAST_TOKENS", 5)
     monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 1)
     assert list(Head(model).chunks(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
     found = score(model, windows, whole)  # of which the reference's can
@@ -111,7 +111,7 @@ def test_a_head_that_cannot_be_cut_takes_few_rows_at_a_time(tiny, monkeypatch):
 
 
 @pytest.mark.parametrize("whose", ["the model's", "the reference's"])
-def test_parts_are_cut_as_both_heads_can_be(tiny, monkeypatch, whose):
+def test_parts_are_split_as_both_heads_can_be(tiny, monkeypatch, whose):
     class Uncut(Head):
         def _weight(self, part):
             return None
@@ -119,8 +119,8 @@ def test_parts_are_cut_as_both_heads_can_be(tiny, monkeypatch, whose):
     monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 200)  # parts of a few words for a head that can
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
-    assert Head(model).cuttable
-    assert not Uncut(model).cuttable
+    assert Head(model).splits_vocabulary
+    assert not Uncut(model).splits_vocabulary
     if whose == "the model's":
         monkeypatch.setattr(head, "Head", Uncut)
     else:

@@ -30,7 +30,7 @@ def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
 
 
 def test_a_head_that_is_one_matrix_is_still_cut() -> None:
-    assert checked_head(tiny_families.build("llama").float(), IDS).cuttable
+    assert checked_head(tiny_families.build("llama").float(), IDS).splits_vocabulary
 
 
 @pytest.mark.parametrize(
