@@ -22,7 +22,11 @@ DTYPE_BITS: Mapping[str, int] = {
 
 
 class Action(StrEnum):
-    """Action of a plan on a source tensor."""
+    """Action of a plan on a source tensor.
+
+    What is kept is not rounded, yet its values may change: transforms fold scales into norms and biases, what is
+    ``sparse`` gets zeros, and tuning learns gains of norms.
+    """
 
     QUANTIZE = "quantize"
     KEEP = "keep"

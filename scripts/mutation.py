@@ -104,7 +104,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "faults/test_resume.py::test_a_crash_after_any_part_resumes_to_the_same_bytes",
         "faults/test_resume.py::test_a_changed_byte_of_finished_work_is_found",
         "faults/test_run.py::test_a_value_that_is_not_finite_is_named_and_nothing_is_left",
-    ) for name in ("execute", "calibrated_block", "data_free",
+    ) for name in ("execute", "calibrated_block", "calibrated_experts", "data_free",
                    "rounding", "unit_output")},
     "quantforge.execution.expert_saliency": ("equivalence/test_fewer_experts.py",),
     "quantforge.checkpoint.fewer_parts": ("equivalence/test_fewer_experts.py",),

@@ -2,21 +2,22 @@
 
 In this folder:
 
-    calibrated_block  One block of a calibrated run: observe what its linears read, transform, round, write
-    calibration       Calibration rows for a model: drawn from a source, checked against the plan, with their events
-    candidate_errors  Errors of candidate schemes: what each would cost at the output of the model, linear by linear
-    claims            Claims: processes on one directory share the units of a run, by renames alone
-    data_free         Units that look at no data: what is kept is copied, the rest is rounded to nearest
-    execute           The run: a plan carried out one block of the model at a time
-    expert_saliency   Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
-    guide             Guided statistics: weights of calibration tokens from a backward pass
-    importance        Importance of columns without rounding anything: observed once
-    journal           The journal of a run: what is done, so that the same command goes on after any kill
-    progress          Progress of a verb: where it is, what it does now, and how much of it is done
-    relayout          A planned conversion carried out: every tensor settled before the first byte is written
-    rounding          Rounding of the matrices that read one shared input: read from the source, rounded
-    shared_run        A run that several processes share: each does units that no other does
-    tuning            Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows
-    unit_output       Output of a unit of work: stored tensors on their way into weight files and back
-    units             Units of work: the list that a run works off
+    calibrated_block    One block of a calibrated run: observe what its linears read, transform, round, write
+    calibrated_experts  Experts of a block of a calibrated run: each is observed, transformed, rounded and written
+    calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
+    candidate_errors    Errors of candidate schemes: what each would cost at the output of the model, linear by linear
+    claims              Claims: processes on one directory share the units of a run, by renames alone
+    data_free           Units that look at no data: what is kept is copied, the rest is rounded to nearest
+    execute             The run: a plan carried out one block of the model at a time
+    expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
+    guide               Guided statistics: weights of calibration tokens from a backward pass
+    importance          Importance of columns without rounding anything: observed once
+    journal             The journal of a run: what is done, so that the same command goes on after any kill
+    progress            Progress of a verb: where it is, what it does now, and how much of it is done
+    relayout            A planned conversion carried out: every tensor settled before the first byte is written
+    rounding            Rounding of the matrices that read one shared input: read from the source, rounded
+    shared_run          A run that several processes share: each does units that no other does
+    tuning              Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows
+    unit_output         Output of a unit of work: stored tensors on their way into weight files and back
+    units               Units of work: the list that a run works off
 """

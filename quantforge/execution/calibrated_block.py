@@ -4,27 +4,22 @@ Most of what is observed belongs to the block as the source has it; ranges of in
 block that is rounded, so that they are observed once more where transforms have changed it. Several runs observe a
 block in one pass (`observe`); each then transforms, rounds and writes it by itself (`BlockRounder`).
 
-Experts of a block are observed, transformed, rounded and written one after the other. Each is a unit of its own in the
-journal, so that a run that is interrupted inside of a layer resumes after the last expert that was done. What that one
-returns for its tokens is computed again then, for the next block.
+Experts of a block come last, one after the other (`quantforge.execution.calibrated_experts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.safetensors import torch_dtype
-from quantforge.events import Event
+from quantforge.execution.calibrated_experts import ExpertRounder
 from quantforge.execution.journal import Record, merge
 from quantforge.execution.progress import tell
-from quantforge.execution.units import expert_unit
 from quantforge.model.accumulator import Accumulator
-from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.statistics import Statistic, Statistics, of_inputs
 from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan
@@ -33,16 +28,13 @@ from quantforge.quantizers.sparsity import figures, sparsify
 from quantforge.runtime.cache_scales import CachePeaks, listening
 
 if TYPE_CHECKING:
-    from quantforge.execution.data_free import DataFree
     from quantforge.execution.guide import GuidedRounding
+    from quantforge.execution.rounding import MatrixRounding
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
-
-LISTED = 8  # experts that an event names
-HESSIAN = frozenset({Statistic.HESSIAN})
 
 # Does a unit inside of a block, an expert, unless it is done; returns whether it did.
 DoExpert = Callable[[str, Callable[[], Record]], bool]
@@ -152,31 +144,31 @@ class BlockRounder:
         guided: rounds the linears where their statistics are guided.
     """
 
-    def __init__(self, data_free: DataFree, tensors: BlockTensors) -> None:
+    def __init__(self, rounding: MatrixRounding, tensors: BlockTensors) -> None:
         self.guided: GuidedRounding | None = None
-        self._data_free, self._rounding, self._tensors = data_free, data_free.rounding, tensors
-        self._plan, self._recipe = self._rounding.planned.plan, self._rounding.planned.recipe
+        self.rounding, self.tensors = rounding, tensors
+        self.plan, self.recipe = rounding.planned.plan, rounding.planned.recipe
 
     @property
     def changes(self) -> bool:
         """Return whether transforms change the weights of a block."""
-        return bool(self._plan.transforms)
+        return bool(self.plan.transforms)
 
     @property
     def kept_rows(self) -> int:
         """Return of how many rows the states have to stay as they were, for transforms that run the block on them."""
-        return self._recipe.awq.rows if self.changes else 0
+        return self.recipe.awq.rows if self.changes else 0
 
     def wants(self, block: BlockPart) -> Observed:
         """Return what is to be observed of a block.
 
         Guided statistics are observed strip by strip (`GuidedRounding`); the transforms alone look at others then.
         """
-        quantized, changed = self._tensors.quantized(block), self._tensors.changed(block)
-        if not self._plan.guide:
-            wanted = needs(self._plan.method, importance=self._recipe.rounding.weighs)
+        quantized, changed = self.tensors.quantized(block), self.tensors.changed(block)
+        if not self.plan.guide:
+            wanted = needs(self.plan.method, importance=self.recipe.rounding.weighs)
         else:
-            transforms = (METHODS[word].needs for word in self._plan.transforms)
+            transforms = (METHODS[word].needs for word in self.plan.transforms)
             wanted = frozenset[Statistic]().union(*transforms)
         ranges = of_inputs(tensor.scheme.input for tensor in quantized.values() if tensor.scheme)
         peaks = CachePeaks() if self._cache_scales(block) else None
@@ -197,7 +189,7 @@ class BlockRounder:
         """Return the scales of a KV cache that are measured in a block: those of keys and of values."""
         return [
             tensor
-            for tensor in self._plan.tensors
+            for tensor in self.plan.tensors
             if tensor.part == block.index and tensor.action is Action.MEASURE
         ]
 
@@ -219,7 +211,7 @@ class BlockRounder:
         if self.guided is not None:
             merge(record, self._round_guided(block, statistics, self.guided, advance=advance))
         else:
-            quantized = self._tensors.quantized(block)
+            quantized = self.tensors.quantized(block)
             for index, shared in enumerate(block.inputs):
                 linears = [name for name in shared.linears if name in quantized]
                 if not linears or shared.expert >= 0:
@@ -228,33 +220,34 @@ class BlockRounder:
                 tell(f"block {block.index}: rounding {', '.join(linears)}", share=done)
                 weights = {quantized[name].name: block.weight(name) for name in linears}
                 seen = statistics.get(shared.key, Statistics())
-                rounded = self._rounding.round(weights, seen)
-                merge(record, self._rounding.write(rounded, weights, seen))
+                rounded = self.rounding.round(weights, seen)
+                merge(record, self.rounding.write(rounded, weights, seen))
                 trim()
         statistics.clear()
         self._write_kept(block)
         trim()
         if block.experts is not None:
-            merge(record, self._experts(block, observed, do_expert, add=advance))
+            experts = ExpertRounder(self, block, observed, add=advance)
+            merge(record, experts.work(do_expert))
         if advance and not block.advanced:  # by a block that transforms had not changed yet
             block.advance_source()
         if observed.peaks is not None:
-            scales = observed.peaks.scales(self._recipe.kv_cache)
+            scales = observed.peaks.scales(self.recipe.kv_cache)
             for tensor, value in zip(self._cache_scales(block), scales, strict=True):
-                self._rounding.output.write(tensor.name, value)
+                self.rounding.output.write(tensor.name, value)
         return record
 
     def _write_kept(self, block: BlockPart) -> None:
-        """Write what is not quantized: as the source has it, or as a transform left it."""
-        for local, tensor in self._tensors.kept(block).items():
+        """Write what is not quantized: as the source has it, or as a transform left it; tuning may change it later."""
+        for local, tensor in self.tensors.kept(block).items():
             if tensor.expert >= 0:
                 continue
             if block.is_outside_module(local) or not self.changes:
-                self._data_free.copy(tensor)
+                self.rounding.copy(tensor)
                 continue
             value = block.parameter(local).to(torch_dtype(tensor.dtype))
             scan_finite(tensor.name, value)
-            self._rounding.output.write_kept(tensor, value)
+            self.rounding.output.write_kept(tensor, value)
             block.set_parameter(local, value.float())
 
     # Transforms, zeros and guides
@@ -263,14 +256,16 @@ class BlockRounder:
         self, block: BlockPart, observed: Observed
     ) -> tuple[Record, dict[str, Statistics]]:
         """Apply the transforms to a block in place; return their record, and the statistics that hold afterwards."""
-        tell(f"block {block.index}: {'+'.join(self._plan.transforms)}", share=0.4)
-        changed = self._tensors.changed(block)
+        tell(f"block {block.index}: {'+'.join(self.plan.transforms)}", share=0.4)
+        changed = self.tensors.changed(block)
         own = {name: tensor for name, tensor in changed.items() if tensor.expert < 0}
-        record, statistics = self._transformed(block, observed.statistics, own)
+        record, statistics = self.transformed(block, observed.statistics, own)
         observed.statistics.clear()  # Hessians are freed as soon as they are done with
         if observed.twice:
             wanted = dict.fromkeys(observed.inputs, observed.after)
-            statistics = _with_ranges(statistics, _pass_rows(block, wanted, [observed.peaks]))
+            for key, again in _pass_rows(block, wanted, [observed.peaks]).items():
+                if key in statistics:
+                    statistics[key] = statistics[key].with_ranges_of(again)
         return record, statistics
 
     def _round_guided(
@@ -282,12 +277,12 @@ class BlockRounder:
         advance: bool,
     ) -> Record:
         """Round under guided Hessians, which are observed here while the rows advance; return the record."""
-        quantized = self._tensors.quantized(block)
+        quantized = self.tensors.quantized(block)
         own = {name: tensor for name, tensor in quantized.items() if tensor.expert < 0}
         passing = advance and not self.changes and block.experts is None
         return guided.work(block, statistics, own, advance=passing)
 
-    def _transformed(
+    def transformed(
         self,
         block: BlockPart,
         statistics: Mapping[str, Statistics],
@@ -305,12 +300,12 @@ class BlockRounder:
         """
         layers = {name: tensor.scheme for name, tensor in targets.items() if tensor.scheme}
         record: Record = {}
-        for transform in self._plan.transforms if targets else ():
+        for transform in self.plan.transforms if targets else ():
             if is_sparse(transform):
                 merge(record, self._with_zeros(transform, block, statistics, targets))
                 continue
             statistics, events, changes = transform_of(transform).apply(
-                block, statistics, layers, self._recipe.rounding
+                block, statistics, layers, self.recipe.rounding
             )
             merge(record, {"events": [one.to_json() for one in events], "transform": changes})
         return record, dict(statistics)
@@ -322,8 +317,8 @@ class BlockRounder:
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> Record:
-        """Make weights of a block zero, one shared input after the other; arguments as of `_transformed`."""
-        zeros, damping = self._recipe.zeros, self._recipe.rounding.gptq.damping
+        """Make weights of a block zero, one shared input after the other; arguments as of `transformed`."""
+        zeros, damping = self.recipe.zeros, self.recipe.rounding.gptq.damping
         assert zeros is not None  # planning has refused the method without
         record: Record = {}
         for shared in block.inputs:
@@ -339,138 +334,6 @@ class BlockRounder:
                 merge(record, {"figures": {key: figures(weights[key], found[key], seen)}})
                 block.set_weight(name, found[key])
         return record
-
-    # Experts, of mixtures alone
-
-    def _experts(
-        self,
-        block: BlockPart,
-        observed: Observed,
-        do_expert: DoExpert,
-        *,
-        add: bool,
-    ) -> Record:
-        """Do all experts of a block, each a unit of its own; return the record of what concerns them together.
-
-        Args:
-            block: the block, with the tokens that reach its experts.
-            observed: which statistics are wanted.
-            do_expert: does an expert, unless it is done.
-            add: whether what the experts return is added up, for the next block.
-        """
-        experts = block.experts
-        assert experts is not None
-        assert experts.tokens is not None
-        if add:
-            experts.tokens.begin_outputs()
-        changed = self._tensors.changed(block)
-        mine = {name: plan for name, plan in changed.items() if plan.expert >= 0}
-        options = self._recipe.calibration
-
-        def statistics(wanted: frozenset[Statistic]) -> ExpertStatistics:
-            return ExpertStatistics(
-                experts, wanted, everyone=options.experts == "all", seed=options.seed
-            )
-
-        # Transforms judge single linears by their Hessians.
-        judged = HESSIAN if self.changes else frozenset()
-        views = _ExpertViews(
-            statistics(observed.before | judged if mine else frozenset()),
-            statistics(observed.after) if observed.after and mine else None,
-            statistics(HESSIAN) if self.guided is not None and mine else None,
-        )
-        numbers = experts.numbers
-        counts = dict(zip(numbers, experts.tokens.counts(len(numbers)), strict=True))
-        kept = {tensor.expert for tensor in self._tensors.kept(block).values()}
-        written = {tensor.expert for tensor in mine.values()} | kept
-        for index, number in enumerate(numbers):
-            unit = expert_unit(block.index, number)
-            tell(f"{unit} of {len(numbers)}", share=0.5 + 0.5 * index / len(numbers))
-            work = partial(self._expert, block, number, views, mine, counts[number], add=add)
-            # Where it is not written, files hold it in a tensor of all experts, which stays.
-            done = number in written and do_expert(unit, work)
-            if add and not done:
-                experts.run(number, *experts.tokens.of(number), {}, add=True)
-            experts.release(number)
-            trim()
-        events = self._few_tokens(experts.name, counts) if mine else []
-        return {"events": [event.to_json() for event in events]}
-
-    def _expert(
-        self,
-        block: BlockPart,
-        number: int,
-        views: _ExpertViews,
-        targets: Mapping[str, TensorPlan],
-        count: int,
-        *,
-        add: bool,
-    ) -> Record:
-        """Do one expert; ``count`` is the number of its tokens."""
-        mine = {name: plan for name, plan in targets.items() if plan.expert == number}
-        inputs = [shared for shared in block.inputs if shared.expert == number]
-        before = views.before.of(number, add=add)
-        statistics = {shared.key: before[block.stack_of(shared.key)] for shared in inputs if before}
-        record, statistics = self._transformed(block, statistics, mine)
-        if views.after is not None and mine:
-            after = views.after.of(number, add=False)
-            ranges = {shared.key: after[block.stack_of(shared.key)] for shared in inputs}
-            statistics = _with_ranges(statistics, ranges)
-        quantized = {name: plan for name, plan in mine.items() if plan.scheme}
-        rounded: Record = {}
-        if self.guided is not None and views.guide is not None:
-            rounded = self.guided.expert(block, views.guide, inputs, statistics, quantized)
-        else:
-            for shared in inputs:
-                weights = {
-                    plan.name: block.weight(name)
-                    for name in shared.linears
-                    if (plan := quantized.get(name)) is not None
-                }
-                if weights:
-                    seen = statistics[shared.key]
-                    found = self._rounding.round(weights, seen)
-                    merge(rounded, self._rounding.write(found, weights, seen))
-        for values in rounded.get("figures", {}).values():
-            values["tokens"] = float(count)
-        merge(record, rounded)
-        for local, tensor in self._tensors.kept(block).items():
-            if tensor.expert == number:
-                self._rounding.output.write_kept(tensor, block.parameter(local))
-        return record
-
-    def _few_tokens(self, name: str, counts: Mapping[int, int]) -> Sequence[Event]:
-        """Return the event for experts that saw few tokens or none."""
-        least = self._recipe.calibration.min_expert_tokens
-        few = sorted((count, number) for number, count in counts.items() if count < least)
-        if not few:
-            return []
-        listed = ", ".join(f"{number} ({count})" for count, number in few[:LISTED])
-        more = ", ..." if len(few) > LISTED else ""
-        detail = (
-            f"{len(few)} of {len(counts)} experts saw fewer than {least} tokens: {listed}{more}"
-        )
-        return [Event("expert-few-tokens", name, detail)]
-
-
-class _ExpertViews(NamedTuple):
-    """Statistics of the experts of a block: as the source has them, after the transforms, and for a guide."""
-
-    before: ExpertStatistics
-    after: ExpertStatistics | None
-    guide: ExpertStatistics | None
-
-
-def _with_ranges(
-    first: Mapping[str, Statistics], second: Mapping[str, Statistics]
-) -> dict[str, Statistics]:
-    """Return the first statistics of inputs, with the ranges of the second where these were observed."""
-    return {
-        key: replace(found, peaks=second[key].peaks, histogram=second[key].histogram)
-        if key in second
-        else found
-        for key, found in first.items()
-    }
 
 
 class BlockTensors:

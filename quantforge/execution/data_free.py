@@ -36,23 +36,23 @@ if TYPE_CHECKING:
     from quantforge.execution.units import Unit
 
 
-class DataFree:
-    """Worker on units without calibration; ``rounding`` is what it rounds and writes with."""
+class DataFreeRounder:
+    """Rounder of units without calibration; ``rounding`` is what it rounds and writes with."""
 
     def __init__(self, rounding: MatrixRounding) -> None:
-        self.rounding = rounding
+        self._rounding = rounding
 
     def work(self, unit: Unit) -> Record:
         """Copy what a unit keeps and round the rest to nearest; return its record. Errors as `execute.execute`."""
         if unit.name == HEAD:
-            return self.head(unit, Statistics())
+            return self._rounding.round_head(unit.tensors, Statistics())
         record: Record = {}
         tensors = sorted(unit.tensors, key=_by_strips)  # matrices in strips are the last, in one go
         reported = _with_progress(tensors)
-        with BackgroundTask(self.rounding.workers) as background:
+        with BackgroundTask(self._rounding.workers) as background:
             for tensor in islice(reported, len(tensors) - sum(map(_by_strips, tensors))):
                 if tensor.action is Action.KEEP:
-                    background.do(partial(self.copy, tensor))
+                    background.do(partial(self._rounding.copy, tensor))
                 elif tensor.action is Action.QUANTIZE and tensor.name not in record.get(
                     "figures", {}
                 ):
@@ -63,41 +63,23 @@ class DataFree:
 
     def _whole(self, tensor: TensorPlan) -> Record:
         """Round a matrix, and with it those that share a parameter, and write them."""
-        group, source = fitted_with(tensor, self.rounding.planned.plan), self.rounding.source
+        group, source = fitted_with(tensor, self._rounding.planned.plan), self._rounding.source
         weights = {one.name: source.weight(one) for one in group}
-        statistics = self.rounding.known(tensor)
-        rounded = self.rounding.round(weights, statistics, RTN)
-        return self.rounding.write(rounded, weights, statistics)
-
-    def head(self, unit: Unit, statistics: Statistics) -> Record:
-        """Round and write a quantized head; importance from a file takes the place of ``statistics``."""
-        weights = {tensor.name: self.rounding.source.weight(tensor) for tensor in unit.tensors}
-        for tensor in unit.tensors:
-            if tensor.name in self.rounding.importance:
-                statistics = self.rounding.known(tensor)
-        if not weights:
-            return {}
-        return self.rounding.write(self.rounding.round(weights, statistics), weights, statistics)
-
-    def copy(self, tensor: TensorPlan) -> None:
-        """Write a tensor as the source has it."""
-        source, output = self.rounding.source, self.rounding.output
-        if not tensor.outputs[0].shape or output.storage.whole(tensor):
-            output.write_kept(tensor, source.whole(tensor))
-        else:
-            output.write_kept_rows(tensor, partial(source.rows, tensor))
+        statistics = self._rounding.known(tensor)
+        rounded = self._rounding.round(weights, statistics, RTN)
+        return self._rounding.write(rounded, weights, statistics)
 
     def _in_strips(self, tensors: Iterable[TensorPlan], background: BackgroundTask) -> Record:
         """Round matrices to nearest strip by strip; write each strip, or the whole where a file does not hold rows."""
         record: Record = {}
         together: dict[str, Strips] = {}
         matrices = (self._row_wise(tensor, background, together) for tensor in tensors)
-        with closing(round_rows(matrices, self.rounding.workers)) as done:
+        with closing(round_rows(matrices, self._rounding.workers)) as done:
             for matrix, found in done:
                 merge(record, found)
                 if strips := together.pop(matrix.tensor.name, None):
                     background.do(
-                        partial(self.rounding.pack_and_write, matrix.tensor, strips.whole())
+                        partial(self._rounding.pack_and_write, matrix.tensor, strips.whole())
                     )
         return record
 
@@ -107,7 +89,7 @@ class DataFree:
         """Return how a matrix is rounded in strips; those that are written as one are put ``together`` by name."""
         scheme = tensor.scheme
         assert scheme is not None
-        rounding, statistics = self.rounding.planned.recipe.rounding, self.rounding.known(tensor)
+        rounding, statistics = self._rounding.planned.recipe.rounding, self._rounding.known(tensor)
 
         def rounded(weight: Tensor) -> Rounded:
             weights, schemes = {tensor.name: weight}, {tensor.name: scheme.weight}
@@ -116,14 +98,14 @@ class DataFree:
         def write(first: int, rows: QuantizedTensor) -> None:
             background.wait()
             (output,) = tensor.outputs
-            packed = self.rounding.output.storage.pack(tensor, rows)[output.name]
-            self.rounding.output.write_rows(output.name, first, packed)
+            packed = self._rounding.output.storage.pack(tensor, rows)[output.name]
+            self._rounding.output.write_rows(output.name, first, packed)
 
         def add(first: int, rows: QuantizedTensor) -> None:
             strips = together.setdefault(tensor.name, Strips(tensor.matrix[0]))
             strips.add(first, replace(rows, input=scheme.input))
 
-        read = partial(self.rounding.source.weight_rows, tensor)
+        read = partial(self._rounding.source.weight_rows, tensor)
         importance = judging(statistics, rounding)
         return RowWise(tensor, rounded, read, write if tensor.by_rows else add, importance)
 

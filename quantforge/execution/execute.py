@@ -31,7 +31,7 @@ from quantforge.execution.calibrated_block import (
     observe_head,
     observes_twice,
 )
-from quantforge.execution.data_free import DataFree
+from quantforge.execution.data_free import DataFreeRounder
 from quantforge.execution.guide import GuidedRounding, observe_gradients, token_weights
 from quantforge.execution.journal import Journal, Record, events_of, figures_of, scaled_of
 from quantforge.execution.progress import phase, progress_of
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
     from quantforge.execution.shared_run import FinishedUnit
-    from quantforge.model.block import BlockPart
     from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 
 
 def execute(runs: Sequence[Run]) -> None:
-    """Do every unit that is not done yet; of several runs, which share the pass of the rows, those of each.
+    """Do every unit that is not done yet: what reads no data, the blocks and the head, then what is tuned later.
 
     Args:
         runs: of one source; several may share a pass (`shares_pass`) and have equal calibration options.
@@ -78,9 +77,9 @@ def execute(runs: Sequence[Run]) -> None:
     ):
         for run in runs:
             run.resume(together=len(runs))
-            for unit in run.missing([*run.units] if sample is None else [OUTER]):
-                with run.unit(unit) as record:
-                    record.update(run.data_free.work(run.units[unit]))
+            for name in run.missing([*run.units] if sample is None else [OUTER]):
+                with run.unit(name) as record:
+                    record.update(DataFreeRounder(run.rounding).work(run.units[name]))
         if sample is None:
             return
         if any(run.last_block >= 0 for run in runs):
@@ -88,22 +87,38 @@ def execute(runs: Sequence[Run]) -> None:
         for run in runs:
             if run.inputs.planned.plan.tune:
                 run.tuning.learn_missing(sample)
-        for run in runs:
-            for unit in run.missing([HEAD]):  # one without tensors
-                with run.unit(unit):
+            for name in run.missing([HEAD]):  # one without tensors
+                with run.unit(name):
                     pass
 
 
 def _pass_blocks(runs: Sequence[Run], sample: Sample) -> None:
-    """Bring the rows from block to block; round each block, tune it if the plan says so, and round the head last."""
+    """Bring the rows from block to block: observe, round and write, tune if the plan says so; the head comes last.
+
+    Each block is observed once, with the rows in front of it, then rounded for each run that has not done it yet.
+    """
     first, last = runs[0], max(run.last_block for run in runs)
     with _streaming(runs, sample) as (stream, tuned):
         for block in stream:
             if tuned is not None:
                 tuned.begin_result()
+            start, name = time.monotonic(), block_unit(block.index)
             # What the last block returns is read by nobody, unless it is tuned.
             advance = block.index != last or tuned is not None
-            _round_block(runs, block, advance=advance)
+            # Runs that change the block come last: each has to find it as the source has it.
+            todo = sorted(
+                (run for run in runs if run.missing([name])), key=lambda run: run.rounder.changes
+            )
+            seen = observe(block, [run.rounder for run in todo], advance=advance)
+            changed = False
+            for run, observed in zip(todo, seen, strict=True):
+                if changed:
+                    block.restore()
+                with run.unit(name, start) as record:
+                    record.update(
+                        run.rounder.round_block(block, observed, run.do_expert, advance=advance)
+                    )
+                start, changed = time.monotonic(), run.rounder.changes
             if advance and not block.advanced:  # a block that was done before
                 block.advance()
             if tuned is not None:
@@ -113,23 +128,7 @@ def _pass_blocks(runs: Sequence[Run], sample: Sample) -> None:
         for run in (run for run in runs if run.late):
             with run.unit(HEAD) as record:
                 statistics = observe_head(run.inputs.planned, stream)
-                record.update(run.data_free.head(run.units[HEAD], statistics))
-
-
-def _round_block(runs: Sequence[Run], block: BlockPart, *, advance: bool) -> None:
-    """Observe the rows in front of a block once; round and write it for each run that has not done it yet."""
-    start, unit = time.monotonic(), block_unit(block.index)
-    # Runs that change the block come last: each has to find it as the source has it.
-    todo = [run for run in runs if run.missing([unit])]
-    todo.sort(key=lambda run: run.rounder.changes)
-    seen = observe(block, [run.rounder for run in todo], advance=advance)
-    changed = False
-    for run, observed in zip(todo, seen, strict=True):
-        if changed:
-            block.restore()
-        with run.unit(unit, start) as record:
-            record.update(run.rounder.round_block(block, observed, run.do_expert, advance=advance))
-        start, changed = time.monotonic(), run.rounder.changes
+                record.update(run.rounding.round_head(run.units[HEAD].tensors, statistics))
 
 
 @contextmanager
@@ -216,10 +215,10 @@ class Run:
         journal: what is done.
         units: what is to be done, by name.
         output: of the present unit.
-        data_free: the work on units that look at no data.
-        rounder: the work on blocks through which rows pass.
+        rounding: rounds and writes the matrices of one input.
+        rounder: rounds and writes blocks through which rows pass.
         tensors: of the plan, by block.
-        tuning: what is learned after that.
+        tuning: what is learned after rounding.
     """
 
     def __init__(
@@ -246,9 +245,8 @@ class Run:
         self._inside = 0.0
         self.output = UnitOutput(storage_of(plan.format), writer)
         self.tensors = BlockTensors(plan, self.output)
-        self._rounding = MatrixRounding(inputs, self.output)
-        self.data_free = DataFree(self._rounding)
-        self.rounder = BlockRounder(self.data_free, self.tensors)
+        self.rounding = MatrixRounding(inputs, self.output)
+        self.rounder = BlockRounder(self.rounding, self.tensors)
         self.tuning = Tuning(self)
 
     @property
@@ -291,7 +289,7 @@ class Run:
             if record is None:
                 with self.unit(GUIDE) as made:
                     made.update(observe_gradients(weights, self.inputs, sample, directory))
-            self.rounder.guided = GuidedRounding(strips, self._rounding, weights)
+            self.rounder.guided = GuidedRounding(strips, self.rounding, weights)
             yield
 
     def missing(self, names: Iterable[str]) -> list[str]:

@@ -7,8 +7,9 @@ column, to report how many columns it concerns and to keep the largest of them i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -99,6 +100,31 @@ class MatrixRounding:
             events = [event.to_json() for event in (*result.events, *left)]
             merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
         return record
+
+    def round_head(self, tensors: Sequence[TensorPlan], statistics: Statistics) -> Record:
+        """Read, round and write a quantized head; return its record.
+
+        Args:
+            tensors: of the head; none leave the record empty.
+            statistics: of what the final norm returns; importance from a file takes their place.
+
+        Raises:
+            As `write`.
+        """
+        weights = {tensor.name: self.source.weight(tensor) for tensor in tensors}
+        for tensor in tensors:
+            if tensor.name in self.importance:
+                statistics = self.known(tensor)
+        if not weights:
+            return {}
+        return self.write(self.round(weights, statistics), weights, statistics)
+
+    def copy(self, tensor: TensorPlan) -> None:
+        """Write a tensor as the source has it."""
+        if not tensor.outputs[0].shape or self.output.storage.whole(tensor):
+            self.output.write_kept(tensor, self.source.whole(tensor))
+        else:
+            self.output.write_kept_rows(tensor, partial(self.source.rows, tensor))
 
     def pack_and_write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
         """Write a rounded matrix as the format stores it.

@@ -43,7 +43,7 @@ from quantforge.execution.calibrated_block import (
     observe,
     observe_head,
 )
-from quantforge.execution.data_free import DataFree
+from quantforge.execution.data_free import DataFreeRounder
 from quantforge.execution.journal import (
     Record,
     events_of,
@@ -116,7 +116,7 @@ class Worker:
             with torch.no_grad(), torch.inference_mode():
                 if claim is not None:
                     unit = self._units[self._claims.names[claim.unit]]
-                    self._do(claim, partial(DataFree.work, unit=unit))
+                    self._do(claim, partial(self._without_data, unit))
                 elif sample is not None and self._claims.is_open(rows):
                     try:
                         self._follow(sample)
@@ -174,7 +174,10 @@ class Worker:
         time.sleep(WAIT_SECONDS)
 
     def _do(
-        self, claim: Claim, work: Callable[[DataFree], Record], passes: Callable[[], object] = tuple
+        self,
+        claim: Claim,
+        work: Callable[[MatrixRounding], Record],
+        passes: Callable[[], object] = tuple,
     ) -> None:
         """Process a unit and write its file; for a unit in the journal, only pass the rows through (``passes``)."""
         start, total = time.monotonic(), len(self._units)
@@ -193,17 +196,22 @@ class Worker:
             self._inputs.settings.progress(told)
             self._inputs.settings.policy.check(events_of(self._records))
 
-    def _written(self, claim: Claim, unit: Unit, work: Callable[[DataFree], Record]) -> Record:
+    def _written(
+        self, claim: Claim, unit: Unit, work: Callable[[MatrixRounding], Record]
+    ) -> Record:
         """Write the tensors of a unit; return its record with the checksums."""
         layout, size = places(unit)
         files = [FilePlan(claim.file("data"), size, (), layout)] if size else []
         with WeightsWriter(claim.directory, files) as writer:
             output = UnitOutput(storage_of(self._inputs.planned.plan.format), writer)
-            record = work(DataFree(MatrixRounding(self._inputs, output)))
+            record = work(MatrixRounding(self._inputs, output))
             return {**record, "unit": unit.name, "sums": output.finish()}
 
-    def _block(self, block: BlockPart, handed: HandedStates, free: DataFree) -> Record:
-        planned, output = self._inputs.planned, free.rounding.output
+    def _without_data(self, unit: Unit, rounding: MatrixRounding) -> Record:
+        return DataFreeRounder(rounding).work(unit)
+
+    def _block(self, block: BlockPart, handed: HandedStates, rounding: MatrixRounding) -> Record:
+        planned, output = self._inputs.planned, rounding.output
         last = block.index == planned.matched.blocks - 1
         advance = not last or bool(self._units[HEAD].tensors)
         inside: dict[str, Record] = {}
@@ -213,7 +221,7 @@ class Worker:
                 inside[name] = {**work(), "unit": name, "sums": output.sums}
             return True
 
-        rounder = BlockRounder(free, BlockTensors(planned.plan, output))
+        rounder = BlockRounder(rounding, BlockTensors(planned.plan, output))
         (observed,) = observe(block, [rounder], advance=advance)
         early = advance and block.experts is not None
         if early:  # others wait: the experts run once more, as they are in the source
@@ -224,8 +232,9 @@ class Worker:
         handed.flush()
         return {**record, INSIDE: inside} if inside else record
 
-    def _head(self, stream: ModelStream, free: DataFree) -> Record:
-        return free.head(self._units[HEAD], observe_head(self._inputs.planned, stream))
+    def _head(self, stream: ModelStream, rounding: MatrixRounding) -> Record:
+        statistics = observe_head(self._inputs.planned, stream)
+        return rounding.round_head(self._units[HEAD].tensors, statistics)
 
 
 @dataclass(frozen=True, slots=True)

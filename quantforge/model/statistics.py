@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,10 @@ class Statistics:
             histogram=self.histogram if Statistic.HISTOGRAM in wanted else None,
             sample=self.sample if Statistic.SAMPLE in wanted else None,
         )
+
+    def with_ranges_of(self, other: Statistics) -> Statistics:
+        """Return these statistics with the ranges (peaks and histogram) of others, sharing tensors."""
+        return replace(self, peaks=other.peaks, histogram=other.histogram)
 
     def toward(self, prior: Statistics, tokens: float) -> Statistics:
         """Mix these means of ``n`` tokens with those of ``prior``, which count as ``m = tokens`` tokens.

@@ -8,7 +8,6 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from quantforge import verbs
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
-from quantforge.execution import calibrated_block, claims
-from quantforge.execution.calibrated_block import BlockRounder
+from quantforge.execution import calibrated_experts, claims
+from quantforge.execution.calibrated_experts import few_tokens
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.decoded import decoded
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -139,18 +138,14 @@ def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Pat
 
 
 def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
-    options = SimpleNamespace(min_expert_tokens=5)
-    planned: Any = SimpleNamespace(plan=None, recipe=SimpleNamespace(calibration=options))
-    data_free: Any = SimpleNamespace(rounding=SimpleNamespace(planned=planned))
-    worker = BlockRounder(data_free, None)  # type: ignore[arg-type]
     for few, more in ((8, ""), (9, ", ...")):
         counts = {number: number % 3 for number in range(few)}
-        (event,) = worker._few_tokens("mlp", {**counts, 98: 5})  # which is enough
+        (event,) = few_tokens("mlp", {**counts, 98: 5}, 5)  # which is enough
         least = sorted((count, number) for number, count in counts.items())[:8]
         listed = ", ".join(f"{number} ({count})" for count, number in least)
         assert event.where == "mlp"
         assert event.detail.endswith(f"fewer than 5 tokens: {listed}{more}")
-    assert worker._few_tokens("mlp", {0: 5, 1: 6}) == []
+    assert few_tokens("mlp", {0: 5, 1: 6}, 5) == []
 
 
 @pytest.mark.parametrize("experts", ["routed", "all"])
@@ -164,7 +159,7 @@ def test_whose_tokens_calibrate_an_expert_is_a_choice(
             asked.append(named["everyone"])
             super().__init__(*arguments, **named)
 
-    monkeypatch.setattr(calibrated_block, "ExpertStatistics", Noted)
+    monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
     wanted = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, experts=experts))
     quantize(tiny("mixtral"), tmp_path / "q", wanted)
     assert set(asked) == {experts == "all"}

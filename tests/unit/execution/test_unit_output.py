@@ -16,7 +16,8 @@ from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
 from quantforge.execution import unit_output
-from quantforge.execution.data_free import DataFree, fitted_with
+from quantforge.execution.data_free import fitted_with
+from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.formats.storage import storage_of
 from quantforge.notation import parse_layer
@@ -103,7 +104,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
     monkeypatch.setattr(type(output.storage), "whole", lambda *_: whole)
     source = SimpleNamespace(whole=read, rows=rows)
     rounding: Any = SimpleNamespace(source=source, output=output)
-    DataFree(rounding).copy(tensor)
+    MatrixRounding.copy(rounding, tensor)
     assert torch.equal(value_of(output, tensor.outputs[0].name)[0], value)
     in_runs = bool(value.shape) and not whole
     assert asked == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
