@@ -129,8 +129,8 @@ class Grid:
         block: the layout of a grid that ggml fixes.
         short: another name.
         scale: the type of scales where it is left out; None: that of the format.
-        runs: how often `gptq` runs, after the first time with scales fitted to the compensated weights. That pays
-            where codes are few or not evenly spaced; with fine integers it changes next to nothing.
+        passes: of `gptq` over the columns, after the first one with scales fitted to the compensated weights. That
+            pays where codes are few or not evenly spaced; with fine integers it changes next to nothing.
         shrinkage: by how much correlations of activations count less to `gptq`, see `quantforge.quantizers.hessian`.
             With 2 bits it takes a quarter off the divergence on text that the calibration is not like.
         table: what each code stands for, of a grid of 4 bits whose codes are patterns, in any unit.
@@ -148,7 +148,7 @@ class Grid:
     block: GgmlBlock | None = None
     short: str = ""
     scale: ScaleType | None = None
-    runs: int = 2
+    passes: int = 2
     shrinkage: float = 0.0
     table: tuple[int, ...] = ()
 
@@ -170,8 +170,8 @@ def words_per_row(columns: int, bits: int) -> int:
 
 def _integer(bits: int) -> Grid:
     zeros, shrinkage = (Zero.NONE, Zero.INT, Zero.MIN), 0.05 if bits == 2 else 0.0
-    packer, runs = "quantforge.packers.integer", 2 if bits <= 3 else 1
-    return Grid(bits, packer, zeros=zeros, runs=runs, shrinkage=shrinkage)
+    packer, passes = "quantforge.packers.integer", 2 if bits <= 3 else 1
+    return Grid(bits, packer, zeros=zeros, passes=passes, shrinkage=shrinkage)
 
 
 def _book() -> Grid:
@@ -192,10 +192,10 @@ def _float(short: str = "") -> Grid:
 
 
 def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
-    runs = 4 if scale is ScaleType.E4M3 else 2
+    passes = 4 if scale is ScaleType.E4M3 else 2
     table = E2M1_VALUES if bits == 4 else ()
     return Grid(
-        bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale), runs=runs, table=table
+        bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale), passes=passes, table=table
     )
 
 

@@ -82,8 +82,8 @@ class GptqOptions:
         if not 0 < self.damping < 1:
             raise RecipeError(f"gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
 
-    def runs_of(self, grid: int) -> int:
-        """Return how often error feedback runs on a grid that has it run ``grid`` times."""
+    def passes_of(self, grid: int) -> int:
+        """Return the number of passes over the columns on a grid whose own number is ``grid``: `runs`, or that."""
         return self.runs or (grid if self.refine else 1)
 
 

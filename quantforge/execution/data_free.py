@@ -129,7 +129,7 @@ def fitted_with(tensor: TensorPlan, plan: Plan) -> list[TensorPlan]:
     return [other for other in alike if other.scheme == tensor.scheme]
 
 
-def row_runs(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
+def row_strips(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
     """Yield strips of about `RUN_ELEMENTS` weights as ``(first, last)`` rows."""
     rows, columns = tensor.matrix
     head = rows // tensor.heads if tensor.heads else 1
@@ -172,7 +172,7 @@ def round_rows(
         with strip_of(math.prod(matrix.tensor.matrix)):
             return matrix, first, matrix.rounded(weight), size
 
-    strips = ((matrix, run) for matrix in matrices for run in row_runs(matrix.tensor))
+    strips = ((matrix, rows) for matrix in matrices for rows in row_strips(matrix.tensor))
     with closing(in_order(rounded, strips, workers)) as done:
         for matrix, parts in groupby(done, itemgetter(0)):
             yield matrix, _written(matrix, parts)

@@ -11,3 +11,7 @@ In this folder:
     threads            Threads of a run: whole parts side by side, items in order, work in the background
     values             Checks and sums of the values of a tensor
 """
+
+COMPILED_FROM = (
+    1 << 21
+)  # weights rounded together from which loops are compiled, a second or more in every process

@@ -1,7 +1,7 @@
 """Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`, compiled by numba.
 
-They give what the plain torch code gives, to the bit (a test compares), and are used from `LEAST` weights on, or in the
-strips of so many: below, the second that compiling takes in every process would be longer than the work.
+They give what the plain torch code gives, to the bit (a test compares), and are used from `COMPILED_FROM` weights on,
+or in the strips of so many: below, the second that compiling takes in every process would be longer than the work.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy
 import torch
 from torch import Tensor
 
-LEAST = 1 << 21
+from quantforge.numerics import COMPILED_FROM
+
 _MATRIX: ContextVar[int] = ContextVar("weights of the matrix that a strip is of", default=0)
 CHUNK = 1 << 16  # weights of which temporaries stay in the second cache
 TILE = 1024  # weights that stay in the first cache between two loops
@@ -25,7 +26,7 @@ TILE = 1024  # weights that stay in the first cache between two loops
 def suits(weight: Tensor, columns: slice | None = None) -> bool:
     """Return whether a matrix is for these loops: whole, float32, contiguous, on a CPU, and large enough."""
     plain = weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.is_contiguous()
-    large = max(weight.numel(), _MATRIX.get()) >= LEAST
+    large = max(weight.numel(), _MATRIX.get()) >= COMPILED_FROM
     return columns is None and plain and large
 
 

@@ -2,7 +2,7 @@
 
 In torch each candidate is a dozen passes over the weights; here all candidates of a group are tried while it stays in
 the first cache. Sums may be reordered, so that they are vector instructions: a near tie can fall otherwise than in
-torch, but always the same way, for any chunks and threads. Compiling takes seconds: see `row_codes.LEAST`.
+torch, but always the same way, for any chunks and threads. Compiling takes seconds: see `numerics.COMPILED_FROM`.
 """
 
 from __future__ import annotations

@@ -238,6 +238,6 @@ def _no_runs(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
     schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.part >= 0]
     if not schemes:
         return "no matrix of a block is quantized"
-    if all(GRIDS[scheme.grid].runs >= value for scheme in schemes):
+    if all(GRIDS[scheme.grid].passes >= value for scheme in schemes):
         return "as many as it has anyway"
     return ""

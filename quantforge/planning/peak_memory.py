@@ -28,9 +28,10 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import Matched, MatchedTensor, Role, declared
 from quantforge.model.statistics import EXPERT_TOKENS, Statistic
+from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
-from quantforge.quantizers import COMPILED_FROM, METHODS
+from quantforge.quantizers import METHODS
 from quantforge.quantizers.tuning import ROWS, whole_epochs
 from quantforge.recipe import CalibrationOptions
 

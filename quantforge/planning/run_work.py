@@ -187,8 +187,8 @@ def _rounding_operations(group: list[TensorPlan], run: RunSizes, rounding: Round
     if Statistic.HESSIAN not in run.needs or group[0].part < 0:
         return encoding
     scheme = group[0].scheme
-    runs = rounding.gptq.runs_of(GRIDS[scheme.weight.grid].runs) if scheme else 1
-    once = (work.weights + work.columns * columns) * runs
+    passes = rounding.gptq.passes_of(GRIDS[scheme.weight.grid].passes) if scheme else 1
+    once = (work.weights + work.columns * columns) * passes
     each = once + work.sweep_columns * rounding.gptq.refine * columns
     return encoding + weights * each + work.cubes * columns**3
 

@@ -11,6 +11,7 @@ In this folder:
     column_loops    The innermost loops of GPTQ and of its refinement, over the columns of a chunk
     gptq            GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
     hessian         The objective of GPTQ and of its refinement
+    matrices        What every rounder does with matrices: check them, stack them, fit their parameters
     pairs           Pairs of a producer and its readers
     refine          Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rotate          Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
@@ -47,7 +48,6 @@ if TYPE_CHECKING:
 
 RTN = "rtn"  # the rounder without data: of methods that name none, and of what has no statistics
 GPTQ, AWQ_GPTQ = "gptq", "awq+gptq"  # measured best on most grids; on integers below 8 bits
-COMPILED_FROM = 1 << 21  # weights rounded together from which gptq compiles its inner loops
 
 
 class MethodKind(StrEnum):

@@ -30,10 +30,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantforge.grids import GRIDS
+from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import Points, VectorPacker, packer_of
-from quantforge.quantizers import COMPILED_FROM
 from quantforge.scheme import Scheme
 
 Array = NDArray[Any]  # float32 [columns, rows] but where it says otherwise
@@ -58,7 +58,7 @@ def loops_for(weight: Tensor) -> Loops | None:
     return Loops(column_kernels.round_points, column_kernels.improve_points)
 
 
-def by_column(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def column_major(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return float32 copies of parameters in which each column is contiguous, as the loops read them."""
     return {
         key: value.to(torch.float32, copy=True).T.contiguous().T
@@ -85,7 +85,7 @@ def round_chunk(
         triangle: of ``R``, ``[columns, columns]``.
         columns: indices of the columns in the matrix, int64.
         terms: filled with ``E R``.
-        parameters: of the whole matrix, as `by_column` returns them.
+        parameters: of the whole matrix, as `column_major` returns them.
         scheme: of the matrix.
 
     Returns:
@@ -120,7 +120,7 @@ def improve_chunk(
         weight: the columns of the matrix.
         error: of these columns; updated.
         first: index of the first column in the matrix.
-        parameters: of the whole matrix, as `by_column` returns them.
+        parameters: of the whole matrix, as `column_major` returns them.
         scheme: of the matrix.
 
     Returns:

@@ -7,10 +7,10 @@ not ``w_j`` but its target ``w_j + sum_(k<j) E_k R_kj / R_jj``. The steps for th
 1. Check, damp and factorize ``H`` once. Columns are processed by falling ``H_jj``; groups stay runs of input columns.
 2. Fit the scales of every group to the original weights, and round the columns in turn (`round_columns`).
 3. Round a row to nearest with the same scales where that has the smaller error.
-4. If scales are searched, fit them again to the targets that step 2 rounded, and repeat step 2, ``runs`` times in all
-   (0: `Grid.runs`, once without ``refine``); keep the best run of each row. On a small llama a second run reduced the
-   divergence by 7 % at 2 bits, 3 % at 3 and 2 % at 4. Codebooks and floats do the same. Scales under one number of the
-   whole matrix are fitted under the number of the first run.
+4. If scales are searched, fit them again to the targets that step 2 rounded, and repeat step 2, in ``gptq.runs`` passes
+   in all (0: `Grid.passes`, one without ``refine``); keep the best pass of each row. On a small llama a second pass
+   reduced the divergence by 7 % at 2 bits, 3 % at 3 and 2 % at 4. Codebooks and floats do the same. Scales under one
+   number of the whole matrix are fitted under the number of the first pass.
 5. Refine codes and scales by ``refine`` sweeps (`Refinement`), for grids that have `refits`. No sweep raises the error
    of a row.
 6. Use what `rtn` writes with the same recipe, wherever it has the smaller error (`rtn_fallback`).
@@ -36,12 +36,14 @@ from torch import Tensor
 from quantforge.events import Event
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.model.statistics import Statistics
+from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import side_by_side
 from quantforge.packers import fp4, packer_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import COMPILED_FROM, Rounded, column_loops, rtn
+from quantforge.quantizers import Rounded, column_loops, rtn
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorize
+from quantforge.quantizers.matrices import checked, fitted, losses, of_rows, ratio, stacked
 from quantforge.quantizers.refine import TOGETHER, Refinement
 from quantforge.quantizers.rtn_fallback import COMPARED, fall_back_to_rtn
 from quantforge.recipe import GptqOptions, Rounding
@@ -76,7 +78,7 @@ class Solution:
 
     def of_rows(self, rows: slice) -> Solution:
         """Return views of some rows; a parameter that serves the whole matrix stays whole."""
-        parameters = rtn.of_rows(self.parameters, rows)
+        parameters = of_rows(self.parameters, rows)
         return Solution(parameters, self.codes[rows], self.errors[rows], self.nearest[rows])
 
     def or_better(self, other: Solution, scheme: Scheme) -> Solution:
@@ -121,8 +123,8 @@ def round_shared(
     workers = WORKERS if large else 1
     rounded: dict[str, Rounded] = {}
     for open_scheme, members in _alike(schemes):
-        scheme = open_scheme.with_scale(ScaleType.F16)
-        matrices = {name: rtn.checked(name, weights[name]) for name in members}
+        scheme = open_scheme.with_scale(ScaleType.F16)  # a plan has left no type of scales open
+        matrices = {name: checked(name, weights[name]) for name in members}
         # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
         parts = _parts([*matrices.values()], None if scheme.whole else ROWS)
         round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
@@ -135,7 +137,7 @@ def round_shared(
 def _round_rows(
     names: str, factor: Factor, scheme: Scheme, rounding: Rounding, pieces: Sequence[Tensor]
 ) -> Solution:
-    """Round the rows of one part: all runs of GPTQ, the best of them for each row, then the refinement (steps 2 to 5).
+    """Round the rows of one part: all passes, the best of them for each row, then the refinement (steps 2 to 5).
 
     Args:
         names: of the matrices, for errors.
@@ -144,15 +146,15 @@ def _round_rows(
         rounding: options.
         pieces: rows ``[rows, in]`` of the matrices, float32.
     """
-    weight, search = rtn.stacked(pieces), rounding.scales == "search"
-    parameters = rtn.fitted(names, weight, scheme, factor.importance, search=search)
-    runs = rounding.gptq.runs_of(GRIDS[scheme.grid].runs) if search else 1
+    weight, search = stacked(pieces), rounding.scales == "search"
+    parameters = fitted(names, weight, scheme, factor.scale_weights, search=search)
+    passes = rounding.gptq.passes_of(GRIDS[scheme.grid].passes) if search else 1
     best: Solution | None = None
-    for run in range(runs):
-        again = run < runs - 1
+    for index in range(passes):
+        again = index < passes - 1
         found = round_columns(weight, factor, scheme, parameters, keep=again)
         targets = found.targets(factor, scheme) if again else None
-        found = replace(found, terms=None)  # as large as the weight: freed before the next run
+        found = replace(found, terms=None)  # as large as the weight: freed before the next pass
         if best is None:
             best = found
             _prefer_nearest(weight, factor, scheme, best)
@@ -160,9 +162,9 @@ def _round_rows(
             best = best.or_better(found, scheme)
         del found
         if targets is not None and scheme.divided:
-            parameters = fp4.fit_under(targets, best.parameters, scheme, factor.importance)
+            parameters = fp4.fit_under(targets, best.parameters, scheme, factor.scale_weights)
         elif targets is not None:
-            parameters = rtn.fitted(names, targets, scheme, factor.importance, search=True)
+            parameters = fitted(names, targets, scheme, factor.scale_weights, search=True)
         del targets
     del parameters
     assert best is not None
@@ -190,25 +192,25 @@ def round_columns(
     """
     order, root = factor.order, factor.root
     width = GRIDS[scheme.grid].weights_per_code
-    loops, working = column_loops.loops_for(weight), column_loops.by_column(parameters)
-    # Transposed and in processing order; a column holds W until it is rounded, then E.
-    error = weight.new_empty(weight.T.shape)
-    torch.index_select(weight.T, 0, order, out=error)
-    terms = torch.empty_like(error) if keep else None
+    loops, working = column_loops.loops_for(weight), column_loops.column_major(parameters)
+    # Transposed and in processing order; a column holds W until it is rounded, then what remains of it: E = W - Q.
+    remaining = weight.new_empty(weight.T.shape)
+    torch.index_select(weight.T, 0, order, out=remaining)
+    terms = torch.empty_like(remaining) if keep else None
     errors = weight.new_zeros(len(weight), dtype=torch.float64)
     codes: list[Tensor] = []
     for start in range(0, len(order), PANEL):
         stop = min(start + PANEL, len(order))
-        pull = matmul(root[:start, start:stop].T, error[:start])
+        pull = matmul(root[:start, start:stop].T, remaining[:start])
         for first in range(start, stop, CHUNK):
             chunk = slice(first, min(first + CHUNK, stop))
             own = pull[chunk.start - start : chunk.stop - start]
-            addmm_(own, root[start:first, chunk].T, error[start:first])
+            addmm_(own, root[start:first, chunk].T, remaining[start:first])
             triangle, columns = root[chunk, chunk], order[chunk]
             term = torch.empty_like(own) if terms is None else terms[chunk]
             codes.append(
                 column_loops.round_chunk(
-                    loops, error[chunk], own, triangle, columns, term, working, scheme
+                    loops, remaining[chunk], own, triangle, columns, term, working, scheme
                 )
             )
             errors += term.square().sum(0, dtype=torch.float64)
@@ -227,12 +229,12 @@ def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, found: Solut
     nearest = packer.encode(weight, found.parameters, scheme)
     whole = packer.decode(nearest, found.parameters, scheme) if scheme.whole else None
     for start in range(0, len(weight), COMPARED):
-        run = slice(start, start + COMPARED)
-        own = rtn.of_rows(found.parameters, run)
-        values = packer.decode(nearest[run], own, scheme) if whole is None else whole[run]
-        rows, errors = factor.below(weight[run] - values, found.errors[run])
-        found.codes[run][rows], found.errors[run][rows] = nearest[run][rows], errors
-        found.nearest[run][rows] = True
+        strip = slice(start, start + COMPARED)
+        own = of_rows(found.parameters, strip)
+        values = packer.decode(nearest[strip], own, scheme) if whole is None else whole[strip]
+        rows, errors = factor.below(weight[strip] - values, found.errors[strip])
+        found.codes[strip][rows], found.errors[strip][rows] = nearest[strip][rows], errors
+        found.nearest[strip][rows] = True
 
 
 # The parts of round_shared
@@ -309,14 +311,14 @@ def _of_each(
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
         stop = rows.stop
-        mine = found.parameters if len(matrices) == 1 else rtn.of_rows(found.parameters, rows)
+        mine = found.parameters if len(matrices) == 1 else of_rows(found.parameters, rows)
         tensor = QuantizedTensor(found.codes[rows], mine, scheme)
         sizes = (matrix.square() * factor.objective.diagonal).sum(1)
         figures = {
-            "error": rtn.ratio(found.errors[rows], sizes),
+            "error": ratio(found.errors[rows], sizes),
             "rows_rtn": float(found.nearest[rows].sum()),
         }
-        rounded[name] = Rounded(tensor, rtn.losses(name, matrix, tensor, tensor.decode()), figures)
+        rounded[name] = Rounded(tensor, losses(name, matrix, tensor, tensor.decode()), figures)
     return rounded
 
 

@@ -25,7 +25,7 @@ from quantforge.numerics.threads import one_thread
 from quantforge.numerics.values import finite
 
 LADDER = (1, 10, 100)  # times the damping asked for, but never more than the mean itself
-CONDITIONAL = 0.75  # see `Factor.importance`; on a small llama flat from 0.5 to 1
+CONDITIONAL = 0.75  # see `Factor.scale_weights`; on a small llama flat from 0.5 to 1
 FIRST = 128  # columns that most rows are judged by, see `Factor.below`
 TRIANGLE = 512  # columns of a panel of the factorization
 COLUMNS = 1024  # that are updated at once after a panel
@@ -74,8 +74,8 @@ class Factor:
     damping: float
 
     @property
-    def importance(self) -> Tensor:
-        """Return ``[in]``, what a squared error of each column costs, for the choice of scales.
+    def scale_weights(self) -> Tensor:
+        """Return ``[in]``, the weight of a squared error of each column in the choice of scales.
 
         That is ``H_jj + ridge_j`` when no later column makes up for it, ``R_jj^2`` when all of them do. GPTQ is in
         between: their geometric mean, `CONDITIONAL` of the way.

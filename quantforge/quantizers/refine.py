@@ -8,7 +8,7 @@ error as stored, and a code cannot raise it, so that the error of a row never ri
 
 This is for grids whose packer has `refits`.
 
-``G`` is computed for a run of groups at a time and kept current inside of it. Two sweeps over a run before the next
+``G`` is computed for a panel of groups at a time and kept current inside of it. Two sweeps over a panel before the next
 cost one product with ``H``, about as much as GPTQ itself, and bring nearly what two of all columns in turn bring.
 """
 
@@ -27,9 +27,9 @@ from quantforge.quantizers import column_loops
 from quantforge.quantizers.hessian import Objective
 from quantforge.scheme import Scheme
 
-RUN = 256  # columns, at least, that share one product with the whole Hessian
-TOGETHER = 2  # sweeps that share that product: over a run, its groups' parameters and then its codes, twice
-CHUNK = 32  # columns between two updates of the gradient of the run
+PANEL = 256  # columns, at least, that share one product with the whole Hessian
+TOGETHER = 2  # sweeps that share that product: over a panel, its groups' parameters and then its codes, twice
+CHUNK = 32  # columns between two updates of the gradient of the panel
 
 
 class Refinement:
@@ -49,7 +49,7 @@ class Refinement:
         self._width = GRIDS[scheme.grid].weights_per_code
         self._loops = column_loops.loops_for(weight)
         self._types = {key: value.dtype for key, value in parameters.items()}
-        self._parameters = column_loops.by_column(parameters)
+        self._parameters = column_loops.column_major(parameters)
         # Transposed, so that a column is contiguous.
         self._weight, self._codes = weight.T.contiguous(), codes.T.contiguous()
         self._error = torch.empty_like(self._weight)
@@ -68,12 +68,12 @@ class Refinement:
         return self._codes.T.contiguous()
 
     def sweep(self, times: int = TOGETHER) -> Tensor:
-        """Go over all columns, over each run of them ``times`` times.
+        """Go over all columns, over each panel of them ``times`` times.
 
         Returns:
             How much the error of each row fell, float64 ``[out]``; what a parameter of all rows gains is split evenly.
         """
-        in_features, step = len(self._weight), self._widest * max(1, RUN // self._widest)
+        in_features, step = len(self._weight), self._widest * max(1, PANEL // self._widest)
         gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for start in range(0, in_features, step):
             gained += self._improve(start, min(start + step, in_features), times)

@@ -22,12 +22,13 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Tile
+from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.threads import side_by_side
 from quantforge.packers import packer_of
-from quantforge.packers.row_codes import LEAST
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.hessian import Factor
+from quantforge.quantizers.matrices import stacked
 from quantforge.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def fall_back_to_rtn(
     if scheme.whole:
         schemes = dict.fromkeys(matrices, scheme)
         rtn_result = [*rtn.quantized(matrices, importance, schemes, scales).values()]
-        _compare(rtn.stacked([*matrices.values()]), found, factor, _together(rtn_result))
+        _compare(stacked([*matrices.values()]), found, factor, _together(rtn_result))
         return
 
     def compare(part: tuple[str, slice, int]) -> None:
@@ -69,18 +70,18 @@ def fall_back_to_rtn(
         rtn_result = rtn.quantized({name: weight}, importance, {name: scheme}, scales)[name]
         _compare(weight, found.of_rows(slice(offset, offset + len(weight))), factor, rtn_result)
 
-    side_by_side(compare, [*_row_runs(matrices)], workers)
+    side_by_side(compare, [*_strips(matrices)], workers)
 
 
-def _row_runs(matrices: Mapping[str, Tensor]) -> Iterator[tuple[str, slice, int]]:
-    """Yield runs of rows that `rtn` rounds as it rounds the whole matrix: name, rows, index of the first row in all.
+def _strips(matrices: Mapping[str, Tensor]) -> Iterator[tuple[str, slice, int]]:
+    """Yield strips of rows that `rtn` rounds as it rounds the whole matrix: name, rows, index of the first row in all.
 
-    Only matrices of `LEAST` weights or more use compiled loops, which can break a near tie the other way. So no run of
-    such a matrix is smaller.
+    Only matrices of `COMPILED_FROM` weights or more use compiled loops, which can break a near tie the other way. So no
+    strip of such a matrix is smaller.
     """
     offset = 0
     for name, matrix in matrices.items():
-        step = -(-LEAST // matrix.shape[1])
+        step = -(-COMPILED_FROM // matrix.shape[1])
         starts = [*range(0, max(1, len(matrix) - step + 1), step)]
         for start, stop in zip(starts, [*starts[1:], len(matrix)], strict=True):
             yield name, slice(start, stop), offset + start
@@ -96,7 +97,7 @@ def _together(tensors: Sequence[QuantizedTensor]) -> QuantizedTensor:
         else torch.cat([tensor.parameters[key] for tensor in tensors])
         for key, value in first.items()
     }
-    codes = rtn.stacked([tensor.codes for tensor in tensors])
+    codes = stacked([tensor.codes for tensor in tensors])
     return QuantizedTensor(codes, parameters, tensors[0].scheme)
 
 
@@ -108,8 +109,8 @@ def _compare(weight: Tensor, found: Solution, factor: Factor, rtn_result: Quanti
     shared = {key: value for key, value in parameters.items() if len(value) != len(weight)}
     if not tile and all(torch.equal(found.parameters[key], shared[key]) for key in shared):
         for start in range(0, len(weight), COMPARED):
-            run = slice(start, start + COMPARED)
-            rows = start + _maybe_better(weight[run] - values[run], found.errors[run], factor)
+            strip = slice(start, start + COMPARED)
+            rows = start + _maybe_better(weight[strip] - values[strip], found.errors[strip], factor)
             if len(rows):
                 exact = _exactly(weight, values, found, scheme, factor, rows)
                 better = (exact[0] < exact[1]).any(0)

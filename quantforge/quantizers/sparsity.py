@@ -23,8 +23,8 @@ from quantforge.events import Event
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.values import total
-from quantforge.quantizers import rtn
 from quantforge.quantizers.hessian import Factor, checked_hessian, factorize
+from quantforge.quantizers.matrices import checked
 from quantforge.scheme import Sparsity
 
 PANEL = 128  # columns whose share is decided at once, about
@@ -52,7 +52,7 @@ def sparsify(
     Raises:
         InputError: a weight or the Hessian is not finite.
     """
-    checked = {name: rtn.checked(name, weight) for name, weight in weights.items()}
+    matrices = {name: checked(name, weight) for name, weight in weights.items()}
     scale: Tensor | None = None  # of the columns, by which magnitudes are multiplied
     events: tuple[Event, ...] = ()
     if method == "wanda":
@@ -65,12 +65,14 @@ def sparsify(
         order = torch.arange(len(hessian), device=hessian.device)
         seen = bool(hessian.diagonal().any())
         if seen and (factor := factorize(hessian, damping, order)) is not None:
-            return {name: _solved(weight, factor, sparsity) for name, weight in checked.items()}, ()
+            return {
+                name: _solved(weight, factor, sparsity) for name, weight in matrices.items()
+            }, ()
         why = "no damping makes the Hessian positive definite" if seen else "no activation was seen"
         events = (Event("rounding-fallback", names, why),)
         scale = hessian.diagonal().sqrt()
     found = {}
-    for name, weight in checked.items():
+    for name, weight in matrices.items():
         scores = weight.abs() if scale is None else weight.abs() * scale
         gone = _least(scores, sparsity, sparsity.zeros(weight.shape[1]))
         found[name] = weight.masked_fill(gone, 0.0)

@@ -145,11 +145,12 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
         ("compressed-tensors", "nvfp4"),
     ],
 )
-@pytest.mark.parametrize("least", [1 << 12, row_codes.LEAST])  # by the compiled loops, and without
+# By the compiled loops, and without.
+@pytest.mark.parametrize("least", [1 << 12, row_codes.COMPILED_FROM])
 def test_strips_that_are_put_together_are_the_matrix(
     tiny, form, scheme, least, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(row_codes, "LEAST", least)
+    monkeypatch.setattr(row_codes, "COMPILED_FROM", least)
     model, made = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
         monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)

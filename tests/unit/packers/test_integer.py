@@ -105,7 +105,7 @@ def test_large_matrices_are_encoded_as_small_ones_are(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight, scheme = _weight(2048, 130), parse(text)
-    monkeypatch.setattr(rows, "LEAST", weight.numel())
+    monkeypatch.setattr(rows, "COMPILED_FROM", weight.numel())
     assert rows.suits(weight)
     parameters = integer.fit(weight, scheme)
     scales = integer.by_column(parameters["scales"], scheme, None).float()

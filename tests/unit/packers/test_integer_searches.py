@@ -156,7 +156,7 @@ def test_the_loops_for_large_matrices_make_the_same_search(
     plain, groups = integer.fit(weight, scheme), integer._grouped(weight, scheme)
     weights, (low, high) = integer._grouped_importance(chosen, groups), integer.code_range(scheme)
     for large in (False, True):
-        monkeypatch.setattr(rows, "LEAST", weight.numel() + (not large))
+        monkeypatch.setattr(rows, "COMPILED_FROM", weight.numel() + (not large))
         found: tuple[Tensor, ...]
         if scheme.symmetric:
             found = (scale_search.search_scales(groups, plain["scales"], weights, low, high),)

@@ -38,7 +38,7 @@ def _awkward(rows: int, columns: int) -> Tensor:
 def test_the_scale_search_finds_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, importance, scheme = _awkward(70, 256), _matrix(256, seed=1).square(), parse(text)
     plain = integer.fit(weight, scheme, importance, search=True)
-    monkeypatch.setattr(rows, "LEAST", 1)
+    monkeypatch.setattr(rows, "COMPILED_FROM", 1)
     compiled = integer.fit(weight, scheme, importance, search=True)
     assert {key: (value.dtype, value.shape) for key, value in compiled.items()} == {
         key: (value.dtype, value.shape) for key, value in plain.items()

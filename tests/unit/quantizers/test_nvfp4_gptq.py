@@ -108,7 +108,7 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor() -> None:
     weight, hessian = problem()
     factor = factorize(hessian, 0.01, hessian.diagonal().argsort(descending=True))
     assert factor is not None
-    assert Rounding().gptq.runs_of(GRIDS["nvfp4"].runs) == 4
+    assert Rounding().gptq.passes_of(GRIDS["nvfp4"].passes) == 4
     found = []
     for runs in (1, 2, 4):
         rounding = Rounding(gptq=GptqOptions(refine=0, runs=runs))
