@@ -20,7 +20,7 @@ from quantforge.formats.opening import tokenizer_folder
 from quantforge.planning.peak_memory import RunSizes, whole_model
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import GPTQ
-from quantforge.recipe import CalibrationOptions
+from quantforge.recipe import CalibrationOptions, Recipe
 
 RANDOM_ROWS = 1 / 16
 
@@ -35,28 +35,24 @@ def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
     )
 
 
-def random_share(
-    options: CalibrationOptions,
-    words: Sequence[str],
-    tensors: Sequence[TensorPlan],
-    *,
-    counted: bool,
-) -> float:
+def random_share(recipe: Recipe, words: Sequence[str], tensors: Sequence[TensorPlan]) -> float:
     """Return the share of the rows whose tokens are drawn at random (`quantforge_calibration.sampler`).
 
     Where none is named, error feedback takes `RANDOM_ROWS`: it relies on how activations go together. Nothing else is
-    measured to gain, and static scales of inputs would have to hold what no text holds.
+    measured to gain, and static scales of inputs would have to hold what no text holds. Nor is what no text has to
+    count where the rows decide which experts are left out, or the scales of a cache.
 
     Args:
-        options: of the calibration.
+        recipe: of the result.
         words: the transforms and the rounder.
         tensors: what becomes of each.
-        counted: the rows decide which experts are left out, or the scales of a cache: what no text has is not to count.
     """
+    options = recipe.calibration
     if options.random is not None:
         return options.random
     inputs = (tensor.scheme.input for tensor in tensors if tensor.scheme is not None)
     measured = any(one is not None and one.measured for one in inputs)
+    counted = recipe.prune_experts or recipe.kv_cache != "none"
     elsewhere = words[-1] != GPTQ or measured or counted or options.importance_file
     return 0.0 if elsewhere else RANDOM_ROWS
 

@@ -9,6 +9,10 @@ Effort is the one dial for time against quality. A level sets keys of the recipe
 or an option names otherwise stays. What is not possible for a model, a method or a format is left out with the reason,
 in the words of the refusal that it would meet. What is set stands in the recipe of the plan, so that planning that
 recipe again sets nothing more.
+
+All defaults of ``gptq`` at a glance: ``tune``, ``guide`` and ``calibration.samples`` are set by effort (`SETS`),
+``calibration.random`` is a share of rows with random tokens (`calibration_rows.random_share`), ``gptq.refine`` and
+``gptq.damping`` are constants (`GptqOptions`), and passes and shrinkage are those of the grid (`Grid`).
 """
 
 from __future__ import annotations
@@ -29,7 +33,6 @@ from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
 from quantforge.notation import parse_layer
-from quantforge.planning.calibration_rows import random_share
 from quantforge.planning.gradients import quantized_linears, refuse_guide, refuse_tune
 from quantforge.plans import CHOSEN, TensorPlan
 from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
@@ -151,9 +154,6 @@ def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]
         QuantForgeError: a guide or tuning that is asked for by name is not possible.
     """
     asked.refuse(recipe)
-    counted = bool(recipe.prune_experts) or recipe.kv_cache != DEFAULTS.kv_cache
-    share = random_share(recipe.calibration, asked.words, asked.tensors, counted=counted)
-    recipe = replace(recipe, calibration=replace(recipe.calibration, random=share))
     done: list[str] = []
     left_out: list[str] = []
     named: list[str] = []

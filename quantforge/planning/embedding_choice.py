@@ -56,66 +56,65 @@ def chosen_embedding(
     form: Format,
     recipe: Recipe,
     draft: Draft,
+    nbytes: int,
     matched: Matched,
     drafted: Callable[[Recipe], Draft],
-) -> tuple[Recipe, Draft, tuple[FilePlan, ...], tuple[str, ...]]:
+) -> tuple[Recipe, Draft, str]:
     """Choose the scheme of the embedding: as asked for, or in 8 bits beside few.
 
     Args:
         form: the format of the result.
         recipe: how tensors are to be stored.
         draft: by that recipe.
+        nbytes: of its files.
         matched: the model.
         drafted: returns the draft by a recipe with another scheme of the embedding.
 
     Returns:
-        The recipe with that scheme, its draft, the files, and a note.
+        The recipe with that scheme, or ``recipe`` itself; its draft; and a note.
     """
-    files = draft.files(recipe)
-    part = _outer_bytes(draft, matched) / max(bytes_of(files), 1)
+    part = _outer_bytes(draft, matched) / max(nbytes, 1)
     told = f"{TOLD}: {part:.0%} of the bytes"
     quantized = any(item.scheme for item in draft.tensors)
     if part <= LARGE or recipe.embedding or matched.draft or not quantized:
-        return recipe, draft, files, (told,)
+        return recipe, draft, told
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads is not False}
     narrow = recipe.bits is not None and recipe.bits <= NARROW
     lost: tuple[str, str] | None = None
-    for lean_recipe, lean, lean_files in _smaller(form, recipe, bytes_of(files), drafted):
+    for lean_recipe, lean, saved_bytes in _smaller(form, recipe, nbytes, drafted):
         scheme = lean_recipe.embedding
         missing = loaded - {
             verdict.engine for verdict in lean.engines if verdict.loads is not False
         }
-        saved = f"{bytes_of(files) - bytes_of(lean_files):,} bytes less"
+        saved = f"{saved_bytes:,} bytes less"
         if missing:
             which = ", ".join(sorted(missing))
             lost = lost or (scheme, f"{saved}, but then {which} would not load it")
         elif narrow:
             reason = f"{told} without it, {saved}; --embedding keep leaves it"
-            note = f"{CHOSEN}--embedding {scheme}: {reason}"
-            return lean_recipe, lean, lean_files, (note,)
+            return lean_recipe, lean, f"{CHOSEN}--embedding {scheme}: {reason}"
         else:
-            return recipe, draft, files, (f"{told}; --embedding {scheme} takes {saved}",)
+            return recipe, draft, f"{told}; --embedding {scheme} takes {saved}"
     if lost:
-        return recipe, draft, files, (f"{told}; --embedding {lost[0]} takes {lost[1]}",)
+        return recipe, draft, f"{told}; --embedding {lost[0]} takes {lost[1]}"
     unties = matched.tied and not form.ABOUT.rounds_tied_embedding
     tied = ": the head is tied to it, and would be stored on its own" if unties else ""
-    note = f"{told}; no --embedding makes {form.KEY} files smaller{tied}"
-    return recipe, draft, files, (note,)
+    return recipe, draft, f"{told}; no --embedding makes {form.KEY} files smaller{tied}"
 
 
 def _smaller(
     form: Format, recipe: Recipe, nbytes: int, drafted: Callable[[Recipe], Draft]
-) -> Iterator[tuple[Recipe, Draft, tuple[FilePlan, ...]]]:
-    """Yield recipes whose scheme of the embedding makes a result smaller than so many bytes, with draft and files."""
+) -> Iterator[tuple[Recipe, Draft, int]]:
+    """Yield recipes whose scheme of the embedding makes a result smaller than ``nbytes``, their draft and the gain."""
     for bits in (0, 8, NARROW):
         try:
             lean_recipe = replace(recipe, embedding=form.default_scheme(bits) if bits else _ROWS)
             lean = drafted(lean_recipe)
         except QuantForgeError:  # the format does not hold it
             continue
-        files = lean.files(lean_recipe)
-        if bytes_of(files) < nbytes:
-            yield lean_recipe, lean, files
+        saved = nbytes - bytes_of(lean.files(lean_recipe))
+        if saved > 0:
+            yield lean_recipe, lean, saved
 
 
 def _outer_bytes(draft: Draft, matched: Matched) -> int:

@@ -35,6 +35,7 @@ from quantforge.planning.calibration_rows import (
     check_towers,
     named_image,
     own_text,
+    random_share,
     row_notes,
     with_images,
 )
@@ -118,9 +119,14 @@ def make_plan(
     needs = observed or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
     asked = Asked(observation.words, draft.tensors, matched, needs)
     recipe, effort_notes = apply_effort(recipe, asked)  # tuning after gptq at few bits, by default
-    recipe, draft, files, embedding_notes = chosen_embedding(
-        file_format, recipe, draft, matched, lambda lean: drafted(lean)[0]
+    share = random_share(recipe, observation.words, draft.tensors)
+    recipe = replace(recipe, calibration=replace(recipe.calibration, random=share))
+    files = draft.files(recipe)
+    chosen, draft, embedding_note = chosen_embedding(
+        file_format, recipe, draft, bytes_of(files), matched, lambda lean: drafted(lean)[0]
     )
+    if chosen is not recipe:
+        recipe, files = chosen, draft.files(chosen)
     if recipe.engine == TRANSFORMERS:
         draft = with_judged_names(checkpoint, draft)
     serving = replace(settings.serving, devices=recipe.tensor_parallel)
@@ -199,7 +205,7 @@ def make_plan(
             *choice_notes,
             *effort_notes,
             *source_notes,
-            *embedding_notes,
+            embedding_note,
             *run_notes,
             *engine_notes,
             *late_notes,
