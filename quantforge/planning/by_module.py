@@ -175,13 +175,15 @@ class _ModuleDraft:
         self._schemes = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
         self.rounds = self._schemes.base is not None
         self.choices = Choices(wanted, self._layers, self._schemes, together=True)
-        self._schemes.share_groups((item, self.choices.chosen(item).form) for item in self._layers)
+        self._schemes.share_groups(
+            (item, self.choices.chosen(item).scheme) for item in self._layers
+        )
         self.heads = {item.header.name for item in self._layers if item.role is Role.HEAD}
         rounded = {
             tensor.role: scheme
             for tensor in self._layers
             if tensor.role in {Role.HEAD, Role.EMBEDDING}
-            and (scheme := self.choices.chosen(tensor).form)
+            and (scheme := self.choices.chosen(tensor).scheme)
         }
         self.rounds_embedding = Role.EMBEDDING in rounded
         if (
@@ -218,7 +220,7 @@ class _ModuleDraft:
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
         decision = self.choices.decided(tensor)
-        layer, header = decision.form, tensor.header
+        layer, header = decision.scheme, tensor.header
         written: tuple[StoredTensor, ...] = (header,)
         if layer is not None:
             first, second = header.shape

@@ -1,4 +1,4 @@
-"""The one order of decision: what becomes of a tensor, whatever form a format stores it in.
+"""The one order of decision: what becomes of a tensor, whatever a format calls its schemes.
 
 An ignore or a rule decides first, then ``--head`` and ``--embedding``, then the default of the format; what was decided
 is replaced by something near it, as an event, where a shape cannot hold it; what has no place at all stays as it is.
@@ -36,7 +36,9 @@ from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
 QUANTIZABLE = ("F32", "F16", "BF16")  # types of source tensors
-Form = TypeVar("Form")  # in which a format stores a tensor: a scheme, or a type of ggml
+AnyScheme = TypeVar(
+    "AnyScheme"
+)  # by which a format stores a tensor: a `LayerScheme`, or the name of a type of ggml
 _INNER = frozenset({Role.LINEAR})
 _OUTER = frozenset({Role.HEAD, Role.EMBEDDING})
 _KEPT = frozenset({Role.FOREIGN, Role.OTHER})  # an ignore may name what is kept anyway
@@ -155,49 +157,49 @@ def _glob(pattern: str) -> re.Pattern[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision(Generic[Form]):
-    """Form of a tensor, and the rule that gave it."""
+class Decision(Generic[AnyScheme]):
+    """Scheme of a tensor, and the rule that gave it."""
 
-    form: Form
+    scheme: AnyScheme
     rule: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted(Generic[Form]):
-    """Form that a tensor's shape can hold; where it is another than was decided: what changed, and why."""
+class Fitted(Generic[AnyScheme]):
+    """Scheme that a tensor's shape can hold; where it is another than was decided: what changed, and why."""
 
-    form: Form
+    scheme: AnyScheme
     change: str = ""
     reason: str = ""
 
 
-class Terms(ABC, Generic[Form]):
-    """Forms of one format for the tensors of one model."""
+class Terms(ABC, Generic[AnyScheme]):
+    """Schemes of one format for the tensors of one model."""
 
     @abstractmethod
-    def stated(self, tensor: MatchedTensor, choice: Choice) -> Form:
-        """Return the form that a choice asks for; raise `RefusedError` where the format has none."""
+    def stated(self, tensor: MatchedTensor, choice: Choice) -> AnyScheme:
+        """Return the scheme that a choice asks for; raise `RefusedError` where the format has none."""
 
     @abstractmethod
-    def default(self, tensor: MatchedTensor) -> Decision[Form]:
+    def default(self, tensor: MatchedTensor) -> Decision[AnyScheme]:
         """Return what becomes of a tensor of which nothing is said."""
 
     @abstractmethod
-    def fitted(self, tensor: MatchedTensor, form: Form) -> Fitted[Form]:
-        """Return the form, or its substitute; raise `RefusedError` where there is none."""
+    def fitted(self, tensor: MatchedTensor, scheme: AnyScheme) -> Fitted[AnyScheme]:
+        """Return the scheme, or its substitute; raise `RefusedError` where there is none."""
 
     @abstractmethod
-    def left(self, tensor: MatchedTensor, form: Form) -> Fitted[Form] | None:
+    def left(self, tensor: MatchedTensor, scheme: AnyScheme) -> Fitted[AnyScheme] | None:
         """Return what a tensor stays as that has no place in the files for its shape alone, None where it has one."""
 
 
-class Choices(Generic[Form]):
+class Choices(Generic[AnyScheme]):
     """Decisions on the tensors of one model, and what is to be told about them.
 
     Args:
         wanted: what the recipe says.
         tensors: all that may be written.
-        terms: the forms.
+        terms: the schemes of the format.
         together: whether a rule for one of the linears that read an activation decides for all of them.
 
     Raises:
@@ -208,7 +210,7 @@ class Choices(Generic[Form]):
         self,
         wanted: Recipe,
         tensors: Sequence[MatchedTensor],
-        terms: Terms[Form],
+        terms: Terms[AnyScheme],
         *,
         together: bool,
     ) -> None:
@@ -233,33 +235,33 @@ class Choices(Generic[Form]):
             if tensor.shared and tensor.role is Role.LINEAR:
                 self._siblings.setdefault(tensor.shared, []).append(tensor)
 
-    def decided(self, tensor: MatchedTensor) -> Decision[Form]:
+    def decided(self, tensor: MatchedTensor) -> Decision[AnyScheme]:
         """Decide on a tensor; a substitution is noted."""
         choice = self._asked(tensor)
         chosen = self._wanted(tensor, choice)
         # what is asked for by name is rounded or refused
         left = self._left(tensor, chosen) if choice is None else None
-        fitted = left or self._terms.fitted(tensor, chosen.form)
+        fitted = left or self._terms.fitted(tensor, chosen.scheme)
         if not fitted.reason:
-            return Decision(fitted.form, chosen.rule)
+            return Decision(fitted.scheme, chosen.rule)
         detail = f"{fitted.change}: {fitted.reason}"
         self.substitutions.append(Event("substitution", tensor.header.name, detail))
-        return Decision(fitted.form, f"{chosen.rule}; substituted: {fitted.reason}")
+        return Decision(fitted.scheme, f"{chosen.rule}; substituted: {fitted.reason}")
 
-    def _left(self, tensor: MatchedTensor, chosen: Decision[Form]) -> Fitted[Form] | None:
+    def _left(self, tensor: MatchedTensor, chosen: Decision[AnyScheme]) -> Fitted[AnyScheme] | None:
         """Return what a tensor stays as where its shape, or that of one joined with it, has no place in the files.
 
         None where it is rounded.
         """
         for other in self._siblings.get(tensor.shared, (tensor,)):
-            found = self._terms.left(other, chosen.form)
+            found = self._terms.left(other, chosen.scheme)
             if found is not None:
                 beside = "" if other is tensor else f"{other.header.name}: "
                 share = math.prod(tensor.header.shape) / self._weights
                 return replace(found, reason=f"{beside}{found.reason} ({share:.2%} of its linears)")
         return None
 
-    def chosen(self, tensor: MatchedTensor) -> Decision[Form]:
+    def chosen(self, tensor: MatchedTensor) -> Decision[AnyScheme]:
         """Return what is wanted for a tensor, whether its shape can hold it or not."""
         return self._wanted(tensor, self._asked(tensor))
 
@@ -271,7 +273,7 @@ class Choices(Generic[Form]):
         scheme = None if wanted == KEEP else parse_layer(wanted)
         return Choice(scheme, f"--{tensor.role.value} {wanted}")
 
-    def _wanted(self, tensor: MatchedTensor, choice: Choice | None) -> Decision[Form]:
+    def _wanted(self, tensor: MatchedTensor, choice: Choice | None) -> Decision[AnyScheme]:
         if choice is None:
             return self._terms.default(tensor)
         return Decision(self._terms.stated(tensor, choice), choice.rule)

@@ -409,7 +409,7 @@ def _with_embedding(
         plan = plans[tensor.header.name]
         if plan.name in layers:
             check_not_quantized(plan.name, recipe.embedding)
-        elif (layer := (decision := choices.decided(tensor)).form) is not None:
+        elif (layer := (decision := choices.decided(tensor)).scheme) is not None:
             outputs = form.packed_tensors(plan.name.removesuffix(".weight"), layer, plan.matrix)
             plans[plan.name] = replace(
                 plan, action=Action.QUANTIZE, rule=decision.rule, scheme=layer, outputs=outputs

@@ -327,7 +327,7 @@ def _target(
     if mixture.always_float32(named.name, len(shape)):
         return FileTensor(tensor, named, shape, "F32", "F32 always")
     decision = choices.decided(tensor)
-    return FileTensor(tensor, named, shape, decision.form, decision.rule)
+    return FileTensor(tensor, named, shape, decision.scheme, decision.rule)
 
 
 class FileTypes(Terms[str]):
@@ -343,7 +343,7 @@ class FileTypes(Terms[str]):
 
     def meant(self, tensor: MatchedTensor) -> str:
         """Return the type by which a file is of the kind that it is called after, before its blocks are fitted."""
-        return self.default(tensor).form
+        return self.default(tensor).scheme
 
     def fitted(self, tensor: MatchedTensor, form: str) -> Fitted[str]:
         """Return the type, or the one that llama.cpp takes where its blocks do not divide the rows."""

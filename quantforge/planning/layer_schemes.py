@@ -34,18 +34,20 @@ class LayerSchemes(Terms[LayerScheme | None]):
     """Schemes of a format for the linears of one model; None for a tensor that is kept.
 
     Args:
-        form: the format.
+        file_format: the format.
         wanted: what the recipe says.
         model_dtype: F16, BF16 or F32: scales whose type is left open may follow it.
         tied: whether the head is the embedding.
     """
 
-    def __init__(self, form: Format, wanted: Recipe, model_dtype: str, *, tied: bool) -> None:
-        self._form, self._model_dtype = form, model_dtype
-        self._rounds_embedding = tied and form.ABOUT.rounds_tied_embedding
+    def __init__(
+        self, file_format: Format, wanted: Recipe, model_dtype: str, *, tied: bool
+    ) -> None:
+        self._format, self._model_dtype = file_format, model_dtype
+        self._rounds_embedding = tied and file_format.ABOUT.rounds_tied_embedding
         self._rounds_heads = wanted.mtp == "quantize"
-        self._scale = form.scale_type(model_dtype)
-        base = base_scheme(form, wanted)
+        self._scale = file_format.scale_type(model_dtype)
+        base = base_scheme(file_format, wanted)
         self.base = None if base == KEEP else parse_layer(base)
         self._asked: dict[
             LayerScheme, list[tuple[int, int]]
@@ -61,14 +63,14 @@ class LayerSchemes(Terms[LayerScheme | None]):
         Matrices that no group divides are left out. Where no group divides all others, each gets its own, and the
         mixture is refused later.
         """
-        if not self._form.ABOUT.one_group:
+        if not self._format.ABOUT.one_group:
             return
         together: dict[int, dict[int, list[str]]] = {}
-        for tensor, form in decisions:
+        for tensor, layer in decisions:
             if (
-                form is not None
-                and (group := _group(form.weight))
-                and self._has_group(form, tensor)
+                layer is not None
+                and (group := _group(layer.weight))
+                and self._has_group(layer, tensor)
             ):
                 widths = together.setdefault(group, {})
                 widths.setdefault(_matrix(tensor)[1], []).append(tensor.header.name)
@@ -81,11 +83,11 @@ class LayerSchemes(Terms[LayerScheme | None]):
             if any(not _odd(size, widths) for size in _sizes(group))
         }
 
-    def _has_group(self, form: LayerScheme, tensor: MatchedTensor) -> bool:
+    def _has_group(self, layer: LayerScheme, tensor: MatchedTensor) -> bool:
         """Return whether a matrix can have groups of the size that it is asked for, or smaller ones."""
         return any(
             _group(found.weight) and fit.verdict is not Verdict.IMPOSSIBLE
-            for found, fit in self._near(form, _matrix(tensor))
+            for found, fit in self._near(layer, _matrix(tensor))
         )
 
     def stated(self, tensor: MatchedTensor, choice: Choice) -> LayerScheme | None:
@@ -103,22 +105,24 @@ class LayerSchemes(Terms[LayerScheme | None]):
         if tensor.role is Role.LINEAR:
             return Decision(self.base, "default")
         if tensor.role is Role.EMBEDDING and self._rounds_embedding:
-            return Decision(self.base, tied_rule(self._form))
+            return Decision(self.base, tied_rule(self._format))
         if tensor.draft_head:
-            form = self.base if self._rounds_heads and tensor.shared else None
+            layer = self.base if self._rounds_heads and tensor.shared else None
             return Decision(
-                form, f"predicts further tokens: {'--mtp quantize' if form else 'kept'}"
+                layer, f"predicts further tokens: {'--mtp quantize' if layer else 'kept'}"
             )
         return Decision(None, f"{tensor.role.value} kept")
 
-    def fitted(self, tensor: MatchedTensor, form: LayerScheme | None) -> Fitted[LayerScheme | None]:
+    def fitted(
+        self, tensor: MatchedTensor, layer: LayerScheme | None
+    ) -> Fitted[LayerScheme | None]:
         """Return the scheme with the type of its scales, or the next finer one that fits.
 
         Raises:
             InputError: the tensor has a type that is not quantized.
             RefusedError: the format holds neither; formats that do are named.
         """
-        if form is None:
+        if layer is None:
             return Fitted(None)
         if tensor.header.dtype not in QUANTIZABLE:
             raise InputError(
@@ -127,20 +131,20 @@ class LayerSchemes(Terms[LayerScheme | None]):
                 tensor=tensor.header.name,
             )
         matrix = _matrix(tensor)
-        self._asked.setdefault(form, []).append(matrix)
+        self._asked.setdefault(layer, []).append(matrix)
         reason = ""
-        for found, fit in self._near(form, matrix):
+        for found, fit in self._near(layer, matrix):
             if fit.verdict is not Verdict.IMPOSSIBLE:
-                change = f"{form.weight} -> {found.weight}" if reason else ""
+                change = f"{layer.weight} -> {found.weight}" if reason else ""
                 return Fitted(found, change, reason)
             reason = reason or fit.reason
-        others = holders(form, matrix, self._model_dtype)
-        whole = self._whole(form, matrix)
+        others = holders(layer, matrix, self._model_dtype)
+        whole = self._whole(layer, matrix)
         if whole.verdict is Verdict.IMPOSSIBLE:  # whatever the shape
-            reason, others = whole.reason, others or holders(form, None, self._model_dtype)
+            reason, others = whole.reason, others or holders(layer, None, self._model_dtype)
         module = tensor.header.name.removesuffix(".weight")
         raise RefusedError(
-            f"{tensor.header.name}: {form} does not fit {self._form.KEY}: {reason}",
+            f"{tensor.header.name}: {layer} does not fit {self._format.KEY}: {reason}",
             f"--format {' or '.join(others)} holds it"
             if others
             else f"add --ignore '{module}', or choose another scheme",
@@ -153,24 +157,24 @@ class LayerSchemes(Terms[LayerScheme | None]):
         Raises:
             UsageError: naming the groups that divide most.
         """
-        for form, matrices in self._asked.items():
-            group = form.weight.granularity
+        for layer, matrices in self._asked.items():
+            group = layer.weight.granularity
             if not isinstance(group, PerGroup) or group.size in USUAL_GROUPS:
                 continue
             if any(columns % group.size == 0 for _, columns in matrices):
                 continue
             widths = ", ".join(map(str, sorted({columns for _, columns in matrices})))
             raise UsageError(
-                f"scheme {form}: groups of {group.size} divide the columns of no linear ({widths})",
-                self._groups_that_fit(form, matrices),
+                f"scheme {layer}: groups of {group.size} divide the columns of no linear ({widths})",
+                self._groups_that_fit(layer, matrices),
             )
 
-    def _groups_that_fit(self, form: LayerScheme, matrices: Sequence[tuple[int, int]]) -> str:
+    def _groups_that_fit(self, layer: LayerScheme, matrices: Sequence[tuple[int, int]]) -> str:
         """Return a hint that names the usual groups which most linears hold, or one scale for each row."""
 
         def held(size: int) -> int:
-            scheme = replace(form.weight.with_scale(self._scale), granularity=PerGroup(size))
-            fits = (self._check(scheme, form.input, matrix).verdict for matrix in matrices)
+            scheme = replace(layer.weight.with_scale(self._scale), granularity=PerGroup(size))
+            fits = (self._check(scheme, layer.input, matrix).verdict for matrix in matrices)
             return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
 
         counts = {size: held(size) for size in USUAL_GROUPS}
@@ -181,41 +185,41 @@ class LayerSchemes(Terms[LayerScheme | None]):
         )
 
     def left(
-        self, tensor: MatchedTensor, form: LayerScheme | None
+        self, tensor: MatchedTensor, layer: LayerScheme | None
     ) -> Fitted[LayerScheme | None] | None:
         """Return that a tensor is kept where the format holds its scheme, but nothing near it in this shape."""
-        if form is None or tensor.header.dtype not in QUANTIZABLE or len(tensor.header.shape) != 2:
+        if layer is None or tensor.header.dtype not in QUANTIZABLE or len(tensor.header.shape) != 2:
             return None
         rows, columns = _matrix(tensor)
-        fits = [fit for _, fit in self._near(form, (rows, columns))]
-        scheme = form.weight.with_scale(self._scale)
+        fits = [fit for _, fit in self._near(layer, (rows, columns))]
+        scheme = layer.weight.with_scale(self._scale)
         if (
             any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
-            or self._whole(form, (rows, columns)).verdict is Verdict.IMPOSSIBLE
+            or self._whole(layer, (rows, columns)).verdict is Verdict.IMPOSSIBLE
         ):
             return None
         row = replace(scheme, granularity=Row())
-        by_row = self._form.ABOUT.one_group and self._check(row, form.input, (rows, columns))
+        by_row = self._format.ABOUT.one_group and self._check(row, layer.input, (rows, columns))
         other = by_row and by_row.verdict is not Verdict.IMPOSSIBLE
         hint = f"; --scheme {row.grid}:{row.granularity}:{row.zero} holds it, with one scale for each row of all"
-        return Fitted(None, f"{form.weight} -> kept", fits[0].reason + (hint if other else ""))
+        return Fitted(None, f"{layer.weight} -> kept", fits[0].reason + (hint if other else ""))
 
-    def _whole(self, form: LayerScheme, matrix: tuple[int, int]) -> Fit:
+    def _whole(self, layer: LayerScheme, matrix: tuple[int, int]) -> Fit:
         """Judge a scheme for the next larger shape that everything divides: what it says is not of the shape."""
-        step = math.lcm(WHOLE, _group(form.weight) or 1)
+        step = math.lcm(WHOLE, _group(layer.weight) or 1)
         rows, columns = (-(-size // step) * step for size in matrix)
-        return self._check(form.weight.with_scale(self._scale), form.input, (rows, columns))
+        return self._check(layer.weight.with_scale(self._scale), layer.input, (rows, columns))
 
-    def _near(self, form: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
+    def _near(self, layer: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
         """Return the scheme and finer ones that a matrix may get, each with how it fits."""
-        found = self._judged.get((form, matrix))
+        found = self._judged.get((layer, matrix))
         if found is None:
-            widths = self._together.get(_group(form.weight), {})
+            widths = self._together.get(_group(layer.weight), {})
             found = [
-                (LayerScheme(scheme, form.input), self._fit(scheme, form.input, matrix, widths))
-                for scheme in _candidates(form.weight.with_scale(self._scale), matrix[1], widths)
+                (LayerScheme(scheme, layer.input), self._fit(scheme, layer.input, matrix, widths))
+                for scheme in _candidates(layer.weight.with_scale(self._scale), matrix[1], widths)
             ]
-            self._judged[form, matrix] = found
+            self._judged[layer, matrix] = found
         return found
 
     def _fit(
@@ -231,7 +235,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
             return fit
         columns, names = next(iter(odd.items()))
         reason = (
-            f"one group size for the whole model in {self._form.KEY}, and {columns} input columns"
+            f"one group size for the whole model in {self._format.KEY}, and {columns} input columns"
         )
         reason += f" ({named(names)}) are no multiple of {size}"
         return Fit(Verdict.IMPOSSIBLE, reason)
@@ -240,7 +244,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         size = scheme.group_size(matrix[1])
         if matrix[1] % size:
             return Fit(Verdict.IMPOSSIBLE, f"{matrix[1]} input columns are no multiple of {size}")
-        return self._form.check(LayerScheme(scheme, activation), matrix)
+        return self._format.check(LayerScheme(scheme, activation), matrix)
 
 
 def _candidates(scheme: Scheme, columns: int, together: Widths) -> list[Scheme]:
