@@ -96,7 +96,7 @@ class TensorPlan:
     rule: str
     scheme: LayerScheme | None = None
     outputs: tuple[StoredTensor, ...] = ()
-    part: int = -1  # decoder block, -1 outside of the blocks
+    block: int = -1  # index of the decoder block, -1 outside of the blocks
     shared: str = ""  # the shared input that it reads, "" when none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
     turned: bool = False  # its codes are stored so, too
@@ -231,7 +231,7 @@ class Plan:
     @property
     def bits_per_weight_in_blocks(self) -> float:
         """Return those of the quantized tensors of blocks, which `allocate` plans; NaN without any."""
-        return _bits([tensor for tensor in self.quantized() if tensor.part >= 0])
+        return _bits([tensor for tensor in self.quantized() if tensor.block >= 0])
 
     @property
     def bits_per_weight_total(self) -> float:
@@ -244,7 +244,7 @@ class Plan:
         if not self.quantized():
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
         inside = "all in blocks"
-        if any(tensor.part < 0 for tensor in self.quantized()):
+        if any(tensor.block < 0 for tensor in self.quantized()):
             inside = f"{self.bits_per_weight_in_blocks:.3f} in blocks".replace("nan", "none")
         inside += f" ({self.bits_per_weight_total:.3f} over all tensors)"
         return f"{self.bits_per_weight:.3f} bits per quantized weight, {inside}"

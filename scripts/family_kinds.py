@@ -37,7 +37,9 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
             found.append(f"rounded: {tensor.name} is {kind}")
         if tensor.action is Action.KEEP and kind in {"linear", "experts"}:
             joined = re.sub(
-                r"\bexperts\.\d+\.", "experts.*.", tensor.name.replace(f".{tensor.part}.", ".*.", 1)
+                r"\bexperts\.\d+\.",
+                "experts.*.",
+                tensor.name.replace(f".{tensor.block}.", ".*.", 1),
             )
             if tensor.name.endswith("bias"):
                 continue

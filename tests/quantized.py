@@ -76,7 +76,7 @@ def quantized_plan(
 def kept_plan(name: str, shape: tuple[int, ...], block: int = -1) -> TensorPlan:
     """Plan one kept tensor."""
     stored = (StoredTensor(name, "BF16", shape),)
-    return TensorPlan(name, "BF16", shape, Action.KEEP, "", outputs=stored, part=block)
+    return TensorPlan(name, "BF16", shape, Action.KEEP, "", outputs=stored, block=block)
 
 
 def plan_of(form: Format, tensors: list[TensorPlan]) -> Plan:

@@ -104,9 +104,9 @@ def _generic(tensor: TensorPlan) -> str:
     Outside of the blocks, as in towers, layers of all numbers are one.
     """
     name = tensor.name.removesuffix(".weight")
-    if tensor.part < 0:
+    if tensor.block < 0:
         return _NUMBER.sub(".*", name)
-    blocks, found, layer = f".{name}".partition(f".{tensor.part}.")
+    blocks, found, layer = f".{name}".partition(f".{tensor.block}.")
     if not found:
         return name
     if tensor.expert >= 0:

@@ -190,7 +190,7 @@ class BlockRounder:
         return [
             tensor
             for tensor in self.plan.tensors
-            if tensor.part == block.index and tensor.action is Action.MEASURE
+            if tensor.block == block.index and tensor.action is Action.MEASURE
         ]
 
     def round_block(

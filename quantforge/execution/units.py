@@ -57,8 +57,8 @@ def unit_of(tensor: TensorPlan, plan: Plan) -> str:
     if tensor.name in plan.late:
         return HEAD
     if tensor.expert >= 0 and plan.needs:
-        return expert_unit(tensor.part, tensor.expert)
-    return OUTER if tensor.part < 0 else block_unit(tensor.part)
+        return expert_unit(tensor.block, tensor.expert)
+    return OUTER if tensor.block < 0 else block_unit(tensor.block)
 
 
 def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
@@ -71,7 +71,7 @@ def units_of(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     experts: dict[int, set[int]] = {}
     for tensor in plan.tensors if plan.needs else ():
         if tensor.expert >= 0:
-            experts.setdefault(tensor.part, set()).add(tensor.expert)
+            experts.setdefault(tensor.block, set()).add(tensor.expert)
     names = [OUTER, *([GUIDE] if plan.guide else [])]
     for index in range(blocks):
         names += [expert_unit(index, number) for number in sorted(experts.get(index, ()))]

@@ -252,7 +252,7 @@ class MixtureSearch:
         matched, linears = self.first.matched, self.linears
         places = {}
         for name in schemes:
-            block = matched.block_name(linears[name].part)
+            block = matched.block_name(linears[name].block)
             before, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
             after = re.escape(_kind(name.removeprefix(block), linears[name].expert))
             places[name] = (re.escape(before), number, after.replace(re.escape(_ANY), "[0-9]+"))
@@ -484,8 +484,8 @@ def _group(name: str, tensor: TensorPlan, together: bool, alike: bool) -> object
     A GGUF file holds each of their matrices in one tensor.
     """
     if tensor.expert >= 0:
-        return -1 if alike else tensor.part, "" if together else _kind(name, tensor.expert)
-    return (tensor.part, tensor.shared) if together and tensor.shared else name
+        return -1 if alike else tensor.block, "" if together else _kind(name, tensor.expert)
+    return (tensor.block, tensor.shared) if together and tensor.shared else name
 
 
 def _kind(name: str, expert: int) -> str:

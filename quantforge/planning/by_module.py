@@ -234,7 +234,7 @@ class _ModuleDraft:
             decision.rule,
             layer,
             outputs=written,
-            part=tensor.block,
+            block=tensor.block,
             shared=tensor.shared,
             transposed=tensor.transposed,
             expert=tensor.expert,
@@ -289,7 +289,7 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
             Action.MEASURE,
             f"--kv-cache {kind}",
             outputs=(item,),
-            part=block,
+            block=block,
         )
         for block, name in sorted(attention.items())
         for item in kv_scales.announced(name, kind, dimensions.kv_heads)

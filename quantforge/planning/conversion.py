@@ -338,7 +338,7 @@ def _by_module(
             item.shape,
             Action.KEEP,
             "kept",
-            part=_part(item.name),
+            block=_block_of(item.name),
             outputs=(
                 replace(item, dtype=asked_type or item.dtype) if item.dtype in NUMBERS else item,
             ),
@@ -368,7 +368,7 @@ def _tensor_plan(
         "decoded" if wanted is None else "re-laid out",
         wanted,
         outputs=outputs,
-        part=_part(name),
+        block=_block_of(name),
         transposed=layer.transposed,
         scattered=layer.scattered,
     )
@@ -434,7 +434,7 @@ def _converted(
     Raises:
         RefusedError: the target cannot hold it.
     """
-    transposed = family is not None and family.transposed and _part(layout.module) >= 0
+    transposed = family is not None and family.transposed and _block_of(layout.module) >= 0
     if target.KEY == PLAIN:
         return ConvertedLayer(
             layout, layout.scheme, Fit(Verdict.READ, "decoded weights"), transposed
@@ -528,6 +528,6 @@ def _order_note(layers: Iterable[ConvertedLayer]) -> tuple[str, ...]:
     return ("desc_act stays true, with the same g_idx: not every engine of the format loads that",)
 
 
-def _part(name: str) -> int:
+def _block_of(name: str) -> int:
     numbers = [piece for piece in name.split(".") if piece.isdecimal()]
     return int(numbers[0]) if numbers else -1

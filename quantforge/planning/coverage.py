@@ -64,14 +64,16 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     towers: dict[str, int] = {}
     much = MUCH * sum(tensor.output_bytes for tensor in tensors)
     for tensor in tensors:
-        block = BLOCK.match(tensor.name) if tensor.part < 0 else None
+        block = BLOCK.match(tensor.name) if tensor.block < 0 else None
         if block and tensor.action is Action.KEEP and not block[1].isdecimal():
             towers[block[1]] = towers.get(block[1], 0) + tensor.output_bytes
-        elif tensor.part < 0 and tensor.rule == f"{Role.OTHER} kept" and tensor.output_bytes > much:
+        elif (
+            tensor.block < 0 and tensor.rule == f"{Role.OTHER} kept" and tensor.output_bytes > much
+        ):
             towers[tensor.name.removesuffix(".weight")] = tensor.output_bytes
     for tensor in inside:
         if tensor.action is Action.KEEP and not asked(tensor) and not tensor.sparse:
-            name = tensor.name.replace(f".{tensor.part}.", ".*.", 1)
+            name = tensor.name.replace(f".{tensor.block}.", ".*.", 1)
             name = re.sub(r"\bexperts\.\d+\.", "experts.*.", name)
             kept[name] = kept.get(name, 0) + tensor.output_bytes
     sparse = sum(math.prod(tensor.shape) for tensor in inside if tensor.sparse)
@@ -103,7 +105,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     stacked = [t for t in judged if t.action is Action.KEEP and _counts(t) and _stacked(t, counts)]
     if measured.share < LEAST or stacked:
         found.append(Event("coverage", next(iter(measured.kept), "blocks"), str(measured)))
-    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.part >= 0}
+    shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.block >= 0}
     found += [
         Event("router-rounded", name, "which experts compute is decided by rounded weights")
         for name in sorted(routers(config, shapes) & rounded)
@@ -113,7 +115,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
 
 def _counts(tensor: TensorPlan) -> bool:
     known = tensor.action in {Action.QUANTIZE, Action.KEEP}
-    return known and tensor.part >= 0 and len(tensor.shape) > 1
+    return known and tensor.block >= 0 and len(tensor.shape) > 1
 
 
 def _stacked(tensor: TensorPlan, counts: frozenset[int]) -> bool:

@@ -228,14 +228,14 @@ def _gains_little(recipe: Recipe, asked: Asked) -> str:
         return f"more than {TUNED_BITS} bits lose little"
     weights: Counter[int] = Counter()
     for one in linears:
-        weights[one.part] += math.prod(one.shape)
+        weights[one.block] += math.prod(one.shape)
     return "" if max(weights.values(), default=0) <= TUNED_WEIGHTS else "blocks are too large"
 
 
 def _no_runs(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
     if recipe.scales != DEFAULTS.scales:
         return "scales are fitted again only where they are searched for"
-    schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.part >= 0]
+    schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.block >= 0]
     if not schemes:
         return "no matrix of a block is quantized"
     if all(GRIDS[scheme.grid].passes >= value for scheme in schemes):

@@ -526,7 +526,7 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
         item.rule,
         LayerScheme(parse(grid)) if grid in GGML_BLOCKS else None,
         outputs=(own[max(item.named.expert, 0)], *beside),
-        part=tensor.block,
+        block=tensor.block,
         shared=tensor.shared,
         transposed=tensor.transposed,
         heads=family_heads,

@@ -26,7 +26,7 @@ DENSE, MIXED = 5, 7  # forward passes that take as long as an epoch of tuning
 def quantized_linears(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, TensorPlan]:
     """Return the linears of blocks that are quantized, by canonical name, block after block."""
     plans = {
-        tensor.name: tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None
+        tensor.name: tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None
     }
     return {
         tensor.name.removesuffix(".weight"): plans[tensor.header.name]
@@ -53,7 +53,7 @@ def learnable(
     linears = quantized_linears(tensors, matched)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", hint)
-    if any(one.expert >= 0 and not matched.layers[one.part].stacks for one in linears.values()):
+    if any(one.expert >= 0 and not matched.layers[one.block].stacks for one in linears.values()):
         raise RefusedError(
             f"{said}: the model has experts, which it computes otherwise than as one stack", hint
         )

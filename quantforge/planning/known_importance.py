@@ -50,9 +50,9 @@ def compare_importance(
     lacking = [
         tensor
         for name, tensor in rounded.items()
-        if tensor.part >= 0 and named[name].name not in known
+        if tensor.block >= 0 and named[name].name not in known
     ]
-    blocks = sum(tensor.part >= 0 for tensor in rounded.values())
+    blocks = sum(tensor.block >= 0 for tensor in rounded.values())
     _refuse_needy(path, lacking, blocks, named)
     events, notes = [], []
     if lacking:

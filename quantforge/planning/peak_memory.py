@@ -158,7 +158,7 @@ def groups_of(
     for tensor in tensors:
         if tensor.action is Action.QUANTIZE or tensor.sparse:
             key = tensor.shared if together and tensor.shared else tensor.name
-            groups.setdefault((tensor.part, key), []).append(tensor)
+            groups.setdefault((tensor.block, key), []).append(tensor)
     return groups
 
 
@@ -180,7 +180,7 @@ def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:
     taken = METHODS[run.words[-1]].workspace
     rounding = taken.part * part + taken.matrices * max(sizes)
     first = group[0]
-    if (first.by_rows and (not run.needs or first.part < 0)) or (
+    if (first.by_rows and (not run.needs or first.block < 0)) or (
         in_strips(first) and not run.needs
     ):
         rounding = RUN_COPIES * run.workers * min(max(sizes), RUN_ELEMENTS)
@@ -215,7 +215,7 @@ def _hessian_bytes(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
     for group in groups:
         if group[0].expert >= 0:
             continue
-        part = group[0].part
+        part = group[0].block
         blocks[part] = blocks.get(part, 0) + FLOAT * group[0].matrix[1] ** 2
     return max(blocks.values(), default=0)
 
@@ -332,7 +332,7 @@ def _expert_bytes(groups: Iterable[list[TensorPlan]], sizes: Dimensions, *, hess
     widths: dict[tuple[int, int], set[int]] = {}
     for first, *_ in groups:
         if first.expert >= 0:
-            widths.setdefault((first.part, first.expert), set()).add(first.matrix[1])
+            widths.setdefault((first.block, first.expert), set()).add(first.matrix[1])
     found = [0]
     for inputs in widths.values():
         inner = max(inputs - {sizes.hidden}, default=sizes.hidden)
@@ -354,9 +354,9 @@ def _tuning(
 def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes) -> float:
     """Return the bytes of a learning step, without the hidden states of all rows."""
     sizes, whole = declared(matched)[1], whole_epochs(run.tune)
-    linears = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
-    parts = {tensor.part for tensor in linears}
-    by_part = [[one for one in linears if one.part == part] for part in parts]
+    linears = [tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None]
+    parts = {tensor.block for tensor in linears}
+    by_part = [[one for one in linears if one.block == part] for part in parts]
     held = [linears] if whole else by_part
     codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
     learned = max(sum(_learned_scales(tensor) for tensor in some) for some in held)

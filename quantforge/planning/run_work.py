@@ -77,7 +77,7 @@ def run_work(
     share = expert_share(matched, tensors) if routed else 1.0
     counts = dict.fromkeys(("pass", "observe", "search", "round"), 0.0)
     for group in groups_of(tensors, together=streamed).values():
-        if streamed and group[0].part >= 0:
+        if streamed and group[0].block >= 0:
             counts["observe"] += _observe_operations(group, matched, run, share)
             counts["search"] += _search_operations(group, run, rounding)
         counts["round"] += _rounding_operations(group, run, rounding)
@@ -100,7 +100,7 @@ def with_measuring(
     """Return a run's work with what `allocate` measures before it: so many candidates, on so many rows."""
     few = 1.5 * min(GRADIENT_ROWS, rows) / rows  # between one and two times as many
     counts = {name: work.operations.get(name, 0.0) for name in ("pass", "observe", "round")}
-    inside = [tensor for tensor in tensors if tensor.part >= 0 and tensor.scheme is not None]
+    inside = [tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None]
     weights = sum(math.prod(one.shape) for one in inside)
     some = sum(one.matrix[1] * min(one.matrix[0], 1.5 * OUTPUT_ROWS) for one in inside)
     measured = (
@@ -138,7 +138,7 @@ def _pass_operations(
     """Return the operations of all passes through all blocks."""
     sizes = matched.dimensions
     assert sizes is not None
-    inside = [tensor for tensor in tensors if tensor.part >= 0]
+    inside = [tensor for tensor in tensors if tensor.block >= 0]
     weights = sum(2 * math.prod(one.shape) * _tokens_seen(one, run, share) for one in inside)
     tokens = run.rows * run.length
     rows = ATTENDED * run.length * sizes.q + TOKEN * (sizes.hidden + sizes.q)
@@ -184,7 +184,7 @@ def _rounding_operations(group: list[TensorPlan], run: RunSizes, rounding: Round
     weights = sum(math.prod(tensor.shape) for tensor in group)
     work, columns = METHODS[run.words[-1]].work, group[0].matrix[1]
     encoding = weights * _encoding_cost(group[0], rounding)
-    if Statistic.HESSIAN not in run.needs or group[0].part < 0:
+    if Statistic.HESSIAN not in run.needs or group[0].block < 0:
         return encoding
     scheme = group[0].scheme
     passes = rounding.gptq.passes_of(GRIDS[scheme.weight.grid].passes) if scheme else 1

@@ -94,7 +94,7 @@ def _expert_count(matched: Matched, tensors: Iterable[TensorPlan]) -> int:
 
 def _is_expert(tensor: TensorPlan, count: int) -> bool:
     """Return whether a tensor belongs to single experts of a mixture: to one of ``count``, or stacked to all."""
-    if tensor.expert >= 0 or (tensor.part >= 0 and ".experts." in tensor.name):
+    if tensor.expert >= 0 or (tensor.block >= 0 and ".experts." in tensor.name):
         return True
     stacked = len(tensor.shape) == _STACK and tensor.shape[0] == count > 1
     return stacked and tensor.shape[1] > 1  # a convolution has one row for each channel
@@ -124,11 +124,11 @@ def _widest(
     for tensor in tensors:
         expert = _is_expert(tensor, count)
         stacked = len(tensor.shape) == _STACK
-        if tensor.part < 0 or not (len(tensor.shape) == _MATRIX or (stacked and expert)):
+        if tensor.block < 0 or not (len(tensor.shape) == _MATRIX or (stacked and expert)):
             continue
         out, read = tensor.shape[-2:] if stacked else tensor.matrix
         times = max(1, chosen) if expert else 1
-        width = widths.setdefault((tensor.part, inputs.get(tensor.name) or tensor.name), [0, 0])
+        width = widths.setdefault((tensor.block, inputs.get(tensor.name) or tensor.name), [0, 0])
         width[0] = max(width[0], read * times)
         width[1] += out * times
     return max((sum(width) for width in widths.values()), default=0)

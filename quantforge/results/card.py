@@ -213,7 +213,7 @@ def _experts(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield how many calibration tokens single experts saw."""
     seen = {entry["name"]: entry["tokens"] for entry in document["tensors"] if "tokens" in entry}
     counts = {
-        (tensor.part, tensor.expert): int(seen[tensor.name])
+        (tensor.block, tensor.expert): int(seen[tensor.name])
         for tensor in plan.tensors
         if tensor.name in seen and tensor.expert >= 0
     }

@@ -130,7 +130,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
             assert not any(
                 re.search(r"mlp\.gate\.|norm|eh_proj|fc|head|linear_proj", n) for n in rounded
             )
-            copies = [t for t in made.quantized() if t.part == max(t.part for t in made.tensors)]
+            copies = [t for t in made.quantized() if t.block == max(t.block for t in made.tensors)]
             assert len(rounded) == len(copies)  # as many as in the layer that it is a copy of
             ignored = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
             matrices = {

@@ -118,7 +118,7 @@ def test_linears_that_engines_join_get_one_scheme(made, small):
     types = {
         tensor.scheme.weight.grid
         for tensor in verbs.plan(small, apart.recipe).quantized()
-        if tensor.part >= 0
+        if tensor.block >= 0
     }
     assert types == {"q4_0", "q5_0"}
 

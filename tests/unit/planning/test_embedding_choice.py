@@ -62,7 +62,7 @@ def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_
 
     def plan(**choices: str) -> tuple[dict[str, str], list[str]]:
         made = verbs.plan(DEMO, **wanted, **choices)
-        outer = {item.name: item for item in made.tensors if item.part < 0}
+        outer = {item.name: item for item in made.tensors if item.block < 0}
         return {name: str(item.scheme) for name, item in outer.items() if "norm" not in name}, [
             note for note in made.notes if "--embedding keep" in note
         ]

@@ -114,7 +114,7 @@ def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path: Path, tiles: boo
     dense = sum(
         2 * TOKENS * one.shape[0] * one.shape[-1]
         for one in gptq.tensors
-        if one.part >= 0 and one.expert < 0 and len(one.shape) > 1
+        if one.block >= 0 and one.expert < 0 and len(one.shape) > 1
     )
     routed = 2 * TOKENS * experts * 8 / 384
     assert dense + routed < gptq.work.operations["pass"] < 1.3 * (dense + routed)

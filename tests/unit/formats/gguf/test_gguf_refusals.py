@@ -117,7 +117,7 @@ def test_a_type_is_for_gguf_alone(models):
     plan = verbs.plan(
         str(models("llama-tied", **WIDE)), Recipe(format="gguf", scheme="q5_k", calibration=NO_DATA)
     )
-    kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.part >= 0}
+    kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.block >= 0}
     assert kinds == {"q5_k", "q5_1"}  # 128 columns of the output of attention
 
 
