@@ -5,7 +5,7 @@ pays. Among integers AWQ before GPTQ is as good as GPTQ alone on well-behaved we
 with outliers in its activations (``docs/results/quality.md``); of other grids GPTQ is what was measured
 (``docs/results/low-precision.md``, ``docs/results/gguf.md``). At 8 bits any method loses next to nothing.
 
-Effort is the one dial for time against quality. A level sets keys of the recipe that have their defaults; what a recipe
+Effort is the one option that trades time for quality. A level sets keys of the recipe that have their defaults; what a recipe
 or an option names otherwise stays. What is not possible for a model, a method or a format is left out with the reason,
 in the words of the refusal that it would meet. What is set stands in the recipe of the plan, so that planning that
 recipe again sets nothing more.
