@@ -178,6 +178,6 @@ def either(values: Iterable[object]) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def without(dial: str) -> str:
-    """Return what to type where a run cannot have a dial, be it named or set by a level of effort."""
-    return f"{dial} 0"
+def without(option: str) -> str:
+    """Return what to type where a run cannot have an option, be it named or set by a level of effort."""
+    return f"{option} 0"
