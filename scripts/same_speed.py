@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -174,23 +173,25 @@ def quantizing(folder: Path) -> dict[str, Callable[[], object]]:
     import release
     import speed
 
-    model = speed.synthetic(folder / "random", SIZES)
-    text = {"calibration": str(model / "text.txt"), "samples": SIZES.tokens // 512, "length": 512}
+    random = speed.synthetic(folder / "random", SIZES)
+    released = release.synthetic(folder / "released", SIZES)  # with a tokenizer that GGUF files hold
+    text = {"calibration": str(random / "text.txt"), "samples": SIZES.tokens // 512, "length": 512}
     settings = quantforge.Settings(threads=1)
 
     def quantize(options: dict[str, Any]) -> None:
-        out = folder / ("out.gguf" if options.get("format") == "gguf" else "out")
+        is_gguf = options.get("format") == "gguf"
+        model = released if is_gguf else random
         rows = text if options["method"] != "rtn" else {}
-        quantforge.quantize(str(model), out=out, settings=settings, **rows, **options)
-        shutil.rmtree(out) if out.is_dir() else out.unlink()
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            out = Path(place, "out.gguf" if is_gguf else "out")
+            quantforge.quantize(str(model), out=out, settings=settings, **rows, **options)
 
-    released = release.synthetic(folder / "released", SIZES)
     asked = folder / "release.toml"
     asked.write_text(RELEASE.format(model=released))
 
     def make_release() -> None:
-        quantforge.release(asked, folder / "release", settings)
-        shutil.rmtree(folder / "release")
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            quantforge.release(asked, Path(place, "release"), settings)
 
     tasks: dict[str, Callable[[], object]] = {
         f"quantize {name}": lambda options=options: quantize(options)  # type: ignore[misc]
