@@ -5,10 +5,10 @@ pays. Among integers AWQ before GPTQ is as good as GPTQ alone on well-behaved we
 with outliers in its activations (``docs/results/quality.md``); of other grids GPTQ is what was measured
 (``docs/results/low-precision.md``, ``docs/results/gguf.md``). At 8 bits any method loses next to nothing.
 
-Effort is the one option that trades time for quality. A level sets keys of the recipe that have their defaults; what a recipe
-or an option names otherwise stays. What is not possible for a model, a method or a format is left out with the reason,
-in the words of the refusal that it would meet. What is set stands in the recipe of the plan, so that planning that
-recipe again sets nothing more.
+Effort is the one option that trades time for quality. A level sets keys of the recipe that have their defaults; what a
+recipe or an option names otherwise stays. What is not possible for a model, a method or a format is left out with the
+reason, in the words of the refusal that it would meet. What is set stands in the recipe of the plan, so that planning
+that recipe again sets nothing more.
 
 All defaults of ``gptq`` at a glance: ``tune``, ``guide`` and ``calibration.samples`` are set by effort (`SETS`),
 ``calibration.random`` is a share of rows with random tokens (`calibration_rows.random_share`), ``gptq.refine`` and
