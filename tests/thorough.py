@@ -7,6 +7,7 @@ quicker ones; ``scripts/test -m ""`` runs all.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -39,3 +40,37 @@ def usual(cases: Iterable[Any], *kept: Any) -> list[Any]:
         case if case in kept else further(*case if isinstance(case, tuple) else (case,))
         for case in found
     ]
+
+
+def each_value(*axes: tuple[str, Iterable[Any]], ids: Any = None) -> pytest.MarkDecorator:
+    """Parametrize with values that fail by themselves: each is in one case, beside the others' in turn.
+
+    All their combinations are in the whole suite.
+
+    Args:
+        axes: names, several with commas, and their values, as ``pytest.mark.parametrize`` takes them.
+        ids: of the values, as it takes them.
+    """
+    names = [name.strip() for name, _ in axes for name in name.split(",")]
+    values = [[_as_case(value, "," in name) for value in found] for name, found in axes]
+    kept = {
+        tuple((at + at // len(found) * (len(found) < longest)) % len(found) for found in values)
+        for longest in (max(map(len, values)),)
+        for at in range(longest)
+    }
+    cases = [
+        pytest.param(
+            *(value for case in chosen for value in case.values),
+            marks=[mark for case in chosen for mark in case.marks]
+            + [pytest.mark.thorough] * (places not in kept),
+        )
+        for places in product(*(range(len(found)) for found in values))
+        for chosen in ([found[place] for found, place in zip(values, places, strict=True)],)
+    ]
+    return pytest.mark.parametrize(names, cases, ids=ids)
+
+
+def _as_case(value: Any, several: bool) -> Any:
+    if hasattr(value, "marks"):
+        return value
+    return pytest.param(*value) if several else pytest.param(value)

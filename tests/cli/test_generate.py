@@ -31,6 +31,7 @@ from tests.choices import plain_text
 from tests.conftest import Tiny
 from tests.plain_loop import StopLimits
 from tests.runs import command, copied
+from tests.thorough import each_value
 
 DEMO = Path(__file__).parents[2] / "models/demo"
 TEMPLATE = """{%- for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}
@@ -532,11 +533,18 @@ def test_a_chat_remembers_is_interrupted_forgets_and_ends(capsys) -> None:
         assert chat.close() == 0
 
 
-@pytest.mark.parametrize("verb", ["generate", "serve", "bench"])
-@pytest.mark.parametrize(
-    ("draft", "said"),
-    [("", "names nobody"), ("NGRAM", "did you mean 'ngram'?"), ("int5", "'int4'"), ("no such", "hint: it takes")],
-)  # fmt: skip
+@each_value(
+    ("verb", ["generate", "serve", "bench"]),
+    (
+        "draft, said",
+        [
+            ("", "names nobody"),
+            ("NGRAM", "did you mean 'ngram'?"),
+            ("int5", "'int4'"),
+            ("no such", "hint: it takes"),
+        ],
+    ),
+)
 def test_a_draft_that_nobody_is_gets_the_names(capsys, verb: str, draft: str, said: str) -> None:
     result = command(capsys, verb, DEMO, *(["x"] if verb == "generate" else []), "--draft", draft)
     shown = " ".join(result.err.split())

@@ -17,7 +17,7 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import LOOPS, Tiny
-from tests.runs import copied, ended, forked, recipe, tree
+from tests.runs import copied, ended, forked, recipe, swift, tree
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 CHANGING = {
@@ -114,8 +114,8 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
     audit.watching = True
     settings = Settings(offline=True)
     verbs.plan(str(model), recipe(), Settings(offline=True))
-    verbs.quantize(str(model), recipe("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
-    verbs.quantize(str(model), recipe("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
+    verbs.quantize(str(model), swift("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
+    verbs.quantize(str(model), swift("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
     verbs.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
     report = verify(out / "a", model)
     audit.watching = False

@@ -24,7 +24,7 @@ from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge.verbs.job import Job
 from tests.conftest import Tiny
-from tests.runs import StopError, crash_after, quantize, recipe, tree
+from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
 
 
 def errors(source: Path, out: Path) -> dict[str, float]:
@@ -67,7 +67,7 @@ def test_every_tensor_is_kept_or_near(
 
 def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
     told: list[Progress] = []
-    quantize(model, out, recipe("gptq"), progress=told.append)
+    quantize(model, out, swift("gptq"), progress=told.append)
     told = [one for one in told if one.part]
     assert [one.part for one in told] == ["outer", "block 0", "block 1", "head"]
     assert [(one.done, one.total) for one in told] == [(n, 4) for n in (1, 2, 3, 4)]
@@ -124,7 +124,7 @@ def test_a_model_of_one_block_goes_on_too(model: Path, out: Path, tmp_path: Path
     small = tmp_path / "m"
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(small)
     (small / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-    wanted = recipe("gptq", scheme="int8:g128:sym")
+    wanted = swift("gptq", scheme="int8:g128:sym")
     with pytest.raises(StopError):
         quantize(small, out, wanted, progress=crash_after("outer"))
     assert quantize(small, out, wanted).resumed
@@ -137,7 +137,7 @@ def test_the_share_that_is_told_grows_with_every_step(tiny: Tiny, tmp_path: Path
     quantize(
         tiny("qwen3-moe"),
         tmp_path / "q",
-        recipe("awq+gptq", scheme="int4:g32:sym"),
+        swift("awq+gptq", scheme="int4:g32:sym"),
         progress=told.append,
     )
     blocks: dict[str, dict[str, float]] = {}
@@ -172,9 +172,7 @@ def test_the_seconds_of_parts_are_those_of_the_run(tiny: Tiny, tmp_path: Path) -
             told.append(one)
             at.append(time.monotonic())
 
-    quantize(
-        tiny("mixtral"), tmp_path / "q", recipe("gptq", scheme="int4:g32:sym"), progress=listen
-    )
+    quantize(tiny("mixtral"), tmp_path / "q", swift("gptq", scheme="int4:g32:sym"), progress=listen)
     assert len(told) == 2 + 3 * 5
     assert all(one.seconds >= 0 for one in told)
     assert all(one.seconds > 0 for one in told if "expert" in one.part)
@@ -205,7 +203,7 @@ def test_a_head_is_rounded_for_what_it_reads(
 
     monkeypatch.setattr(execution, "observe_head", noted)
     monkeypatch.setattr(Job, "read_inputs", sampled)
-    wanted = recipe("gptq", scheme="int8:row:sym", head="int8:row:sym")
+    wanted = swift("gptq", scheme="int8:row:sym", head="int8:row:sym")
     quantize(model, out, replace(wanted, **values))
     rows, found = seen
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -229,7 +227,7 @@ def test_hidden_states_are_on_the_disk_on_request_only(model: Path, tmp_path: Pa
                     with suppress(OSError):
                         found.append(str(descriptor.readlink()))
 
-        quantize(model, tmp_path / where, recipe("gptq"), progress=listen, activations=where)
+        quantize(model, tmp_path / where, swift("gptq"), progress=listen, activations=where)
         beside = str(tmp_path / f".{where}.qf")
         unnamed = [link for link in found if link.startswith(beside) and link.endswith("(deleted)")]
         assert bool(unnamed) == (where == "disk")

@@ -17,6 +17,7 @@ from quantforge.checkpoint.previous_output import MANIFEST
 from quantforge.checkpoint.stage import FileStage, Stage
 from quantforge.errors import BusyError, IntegrityError, QuantForgeError, RefusedError
 from tests.releases import FAST, content, fill, make, manifest_of
+from tests.thorough import each_value
 
 Plant = Callable[[Path], object]
 
@@ -277,8 +278,10 @@ PLANTED: dict[str, tuple[Plant, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", PLANTED)
-@pytest.mark.parametrize("name", ["out", "m.gguf"])
+@each_value(
+    ("case", PLANTED),
+    ("name", ["out", "m.gguf"]),
+)
 def test_planted_names_are_refused_and_nothing_behind_them_is_touched(
     tmp_path: Path, case: str, name: str
 ) -> None:

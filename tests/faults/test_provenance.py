@@ -20,13 +20,13 @@ from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.difference import difference
 from tests.conftest import Tiny
 from tests.gguf_exports import NO_DATA
-from tests.runs import StopError, command, copied, quantize, recipe, tree
+from tests.runs import StopError, command, copied, quantize, recipe, swift, tree
 
 
 @pytest.fixture(scope="module")
 def result(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("results") / "m"
-    quantize(tiny("llama-wide"), out, recipe("gptq", scheme="int4:g32:sym"), provenance=True)
+    quantize(tiny("llama-wide"), out, swift("gptq", scheme="int4:g32:sym"), provenance=True)
     return out
 
 

@@ -29,7 +29,7 @@ from tests.runs import (
     forked,
     leftovers,
     quantize,
-    recipe,
+    swift,
     tree,
 )
 
@@ -110,7 +110,7 @@ def test_ranks_with_other_options_than_the_run_that_they_go_on_with_are_refused(
 ) -> None:
     for name, value in ((STARTED, "x"), ("RANK", "0"), ("LOCAL_RANK", "0")):
         monkeypatch.setenv(name, value)
-    wanted = recipe("gptq", bits=3)
+    wanted = swift("gptq", bits=3)
     with pytest.raises(StopError):
         quantize(model, out, wanted, join=True, progress=crash_after("outer"))
     refused = command(capsys, "quantize", model, *OPTIONS, "--json", "-o", out)

@@ -25,8 +25,10 @@ from tests.runs import (
     leftovers,
     quantize,
     recipe,
+    swift,
     tree,
 )
+from tests.thorough import each_value
 
 JOURNAL = ".out.qf/journal"
 
@@ -57,9 +59,7 @@ def test_overwrite_leaves_nothing_of_the_old_release(model, out):
 
 def test_stale_files_in_a_stage_never_get_published(model, out):
     with pytest.raises(StopError):
-        quantize(
-            model, out, recipe("gptq", max_shard_bytes=60_000), progress=crash_after("block 0")
-        )
+        quantize(model, out, swift("gptq", max_shard_bytes=60_000), progress=crash_after("block 0"))
     for path in (out.parent / JOURNAL).iterdir():
         path.unlink()
     (out.parent / JOURNAL).rmdir()
@@ -95,7 +95,7 @@ def test_too_little_space_is_refused_before_the_work(model, out, monkeypatch):
     for module in ("stage", "disk"):
         monkeypatch.setattr(f"quantforge.checkpoint.{module}.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError) as full:
-        quantize(model, out, recipe("gptq"))
+        quantize(model, out, swift("gptq"))
     assert "1000 free" in full.value.message
     assert full.value.exit_code == 7
     assert leftovers(out) == set()
@@ -121,21 +121,24 @@ def test_a_limit_on_file_sizes_leaves_the_old_release(model, out, tmp_path):
 
 def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatch):
     with pytest.raises(StopError):
-        quantize(model, out, recipe("gptq"), progress=crash_after("block 0"))
+        quantize(model, out, swift("gptq"), progress=crash_after("block 0"))
     stage = out.parent / ".out.qf/stage"
     held = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
     assert held > 100_000
     monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: (1 << 21) - held)
-    assert quantize(model, out, recipe("gptq")).resumed
+    assert quantize(model, out, swift("gptq")).resumed
 
 
 # ---- bad input
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-@pytest.mark.parametrize(
-    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+@each_value(
+    ("value", [float("nan"), float("inf"), float("-inf")]),
+    ("method", ["rtn", "gptq"]),
+    (
+        "name",
+        ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"],
+    ),
 )
 def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(model, out, value, method, name):
     source = copied(model, out.parent / "m")
@@ -185,7 +188,7 @@ def test_calibration_text_that_is_too_short_says_how_much_is_needed(model, out, 
     file.write_text(text)
     calibration = CalibrationOptions(str(file), samples=6, length=24)
     with pytest.raises(InputError) as bad:
-        quantize(model, out, recipe("gptq", calibration=calibration))
+        quantize(model, out, swift("gptq", calibration=calibration))
     assert bad.value.hint
     assert text == "" or "24" in bad.value.message + bad.value.hint
     assert leftovers(out) == set()
@@ -207,7 +210,7 @@ def test_a_substitution_is_planned_counted_and_can_be_refused(tiny, out):
 
 
 def test_an_event_refused_in_the_middle_can_be_accepted_later(model, out):
-    wanted = recipe("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
+    wanted = swift("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
     with pytest.raises(RefusedError, match="calibration-short"):
         quantize(model, out, wanted, policy=Policy(strict=True))
     assert not out.exists()
@@ -218,7 +221,7 @@ def test_an_event_refused_in_the_middle_can_be_accepted_later(model, out):
 @pytest.mark.parametrize(("method", "read"), [("rtn", False), ("gptq", True)])
 def test_calibration_text_is_told_of_where_it_is_read(method, read, model, out):
     seen = []
-    wanted = recipe(method, scales="absmax")
+    wanted = swift(method, scales="absmax")
     quantize(model, out, wanted, progress=lambda one: seen.append(one.step))
     assert ("calibration text" in seen) is read
     assert "libraries" in seen

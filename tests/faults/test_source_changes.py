@@ -27,7 +27,8 @@ from quantforge.plans import Plan
 from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import system
-from tests.runs import copied, leftovers, quantize, recipe
+from tests.runs import copied, leftovers, quantize, recipe, swift
+from tests.thorough import each_value
 
 GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
@@ -67,9 +68,9 @@ def editing(part: str, work: Callable[[], object]) -> Callable[[Progress], None]
 WEIGHTS = {
     "the last block": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
     "a norm": ("m", "model.layers.1.input_layernorm.weight", "block 0", recipe()),
-    "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", recipe("gptq")),
+    "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", swift("gptq")),
     "the head, late": (
-        "m", "lm_head.weight", "block 1", recipe("gptq", head="int8:g128:sym"),
+        "m", "lm_head.weight", "block 1", swift("gptq", head="int8:g128:sym"),
     ),
     "shards": ("shards", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
     "into a file": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", GGUF),
@@ -275,9 +276,11 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
     assert take_checksums(path, tmp_path)._chunk == 200
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 40])
-@pytest.mark.parametrize(("workers", "kept"), [(1, 4), (3, 40)])
-@pytest.mark.parametrize("large", [1, 1 << 20])  # of which the next is read meanwhile, and not
+@each_value(
+    ("chunks", [1, 3, 40]),
+    ("workers, kept", [(1, 4), (3, 40)]),
+    ("large", [1, 1 << 20]),
+)
 def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -27,7 +27,7 @@ from quantforge.results.publish import describe_source
 from quantforge.settings import Settings
 from quantforge.verbs.export import loaded_format
 from tests.conftest import Tiny
-from tests.runs import copied, leftovers, quantize, recipe
+from tests.runs import copied, leftovers, quantize, recipe, swift
 
 GGUF = recipe(type="Q4_0", format="gguf", scales="absmax")
 MEGABYTE = 2**20
@@ -102,20 +102,18 @@ def test_hidden_states_on_disk_are_room_too(
 
     monkeypatch.setattr(OnDisk, "write", noted)
     places = [out.with_name(name) for name in ("a", "b", "c", "d")]
-    memory = asked(lambda: quantize(model, places[0], recipe("gptq")), monkeypatch)
+    memory = asked(lambda: quantize(model, places[0], swift("gptq")), monkeypatch)
     plain = asked(
         lambda: quantize(model, places[1], recipe(scales="absmax"), activations="disk"), monkeypatch
     )
     assert not sizes
-    disk = asked(
-        lambda: quantize(model, places[2], recipe("gptq"), activations="disk"), monkeypatch
-    )
+    disk = asked(lambda: quantize(model, places[2], swift("gptq"), activations="disk"), monkeypatch)
     assert disk - memory == max(sizes) > 0
     assert plain == asked(lambda: quantize(model, places[3], recipe(scales="absmax")), monkeypatch)
 
 
 def test_a_plan_says_what_memory_hidden_states_take(model: Path) -> None:
-    wanted = recipe("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
+    wanted = swift("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
     memory = verbs.plan(str(model), wanted)
     disk = verbs.plan(str(model), wanted, Settings(activations="disk"))
     assert memory.peak_memory_bytes > disk.peak_memory_bytes

@@ -30,6 +30,7 @@ from quantforge.verification.rounding import (
     unusual_errors,
 )
 from quantforge.verification.tensors import anomalies, off_by_one
+from tests.thorough import each_value
 
 ROWS, COLUMNS, TOKENS = 96, 256, 200
 SCHEMES = (
@@ -79,8 +80,10 @@ def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> l
     return [*texts, "shifted"] if abs(error.shift) > SHIFTED else texts
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("search", [True, False])
+@each_value(
+    ("text", SCHEMES),
+    ("search", [True, False]),
+)
 def test_plain_rounding_is_in_order(text, search):
     weight, inputs = matrix()
     found = rounded(weight, scheme_of(text), search=search)

@@ -8,6 +8,7 @@ from quantforge.formats import awq, compressed_tensors, gptq, gptq_v2
 from quantforge.packers.bits import pack_rows, unsigned
 from quantforge.packers.tensor import QuantizedTensor
 from tests.quantized import decoded, random_tensor
+from tests.thorough import each_value
 
 
 def hexadecimal(words):
@@ -27,8 +28,10 @@ def test_compressed_tensors_words(bits, codes, words):
     assert hexadecimal(pack_rows(unsigned(row, bits), bits)) == words
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("shape", [(5, 96), (3, 33)])
+@each_value(
+    ("bits", range(2, 9)),
+    ("shape", [(5, 96), (3, 33)]),
+)
 def test_packing_equals_the_library_of_compressed_tensors(bits, shape):
     tensor = random_tensor(f"int{bits}:row:sym", shape)
     packed = compressed_tensors.pack("m", tensor)

@@ -23,6 +23,7 @@ from quantforge.errors import InputError
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
 from tests.conftest import FAMILIES, Tiny
+from tests.thorough import each_value, one_of_each
 
 Headers = dict[str, StoredTensor]
 BAD_SIZES = ["32", -1, 0, math.nan, math.inf, 1.5, True, [32], 10**12]
@@ -67,7 +68,7 @@ TOWERS = "model.visual."  # where transformers has no class for the decoder alon
 OUTSIDE = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_of_each(FAMILIES))
 def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
     config, stored = headers(family)
     matched = match(config, stored.values())
@@ -89,7 +90,7 @@ def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
     assert all(f"{name}.weight" in stored for name in shared)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_of_each(FAMILIES))
 def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: str) -> None:
     """Nothing that could be quantized is forgotten, and what is declared has the shape of the module."""
     config, stored = headers(family)
@@ -453,24 +454,26 @@ def test_kinds_of_layers_are_a_list_wherever_they_are_asked_for(family: Any) -> 
         family({"layer_types": 5})
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"layer_types": ["full_attention"] * 9},
-        {"layer_types": {"a": 1}},
-        {"layer_types": "full_attention"},
-        {"layer_types": ["chunked_attention"] * 2},
-        {"layer_types": [["full_attention"]] * 2},
-        {"max_window_layers": "0"},
-        {"sliding_window": 0},
-        {"sliding_window": -1},
-        {"sliding_window": True},
-        {"sliding_window": [16]},
-        {"sliding_window": 1e9},
-    ],
+@each_value(
+    (
+        "values",
+        [
+            {"layer_types": ["full_attention"] * 9},
+            {"layer_types": {"a": 1}},
+            {"layer_types": "full_attention"},
+            {"layer_types": ["chunked_attention"] * 2},
+            {"layer_types": [["full_attention"]] * 2},
+            {"max_window_layers": "0"},
+            {"sliding_window": 0},
+            {"sliding_window": -1},
+            {"sliding_window": True},
+            {"sliding_window": [16]},
+            {"sliding_window": 1e9},
+        ],
+    ),
+    ("family", ["qwen2", "gemma2", "mistral"]),
     ids=str,
 )
-@pytest.mark.parametrize("family", ["qwen2", "gemma2", "mistral"])
 def test_kinds_of_layers_are_those_of_every_layer(
     headers: Any, family: str, values: dict[str, Any]
 ) -> None:
@@ -480,9 +483,10 @@ def test_kinds_of_layers_are_those_of_every_layer(
         match(config | values, stored.values())
 
 
-@pytest.mark.parametrize("value", BAD_SIZES, ids=str)
-@pytest.mark.parametrize(
-    "key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]
+@each_value(
+    ("value", BAD_SIZES),
+    ("key", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]),
+    ids=str,
 )
 def test_impossible_sizes_are_refused_at_once(headers: Any, key: str, value: object) -> None:
     config, stored = headers("llama")

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from tests.thorough import each_value
 
 WREN = Path(__file__).parents[4] / "shared/models/wren"
 INDEX = "model.safetensors.index.json"
@@ -397,9 +398,11 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float8_e5m2"])
-@pytest.mark.parametrize("place", [(0, 0), (1, 1234), (1029, 1529)])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@each_value(
+    ("dtype", ["float32", "float16", "bfloat16", "float8_e5m2"]),
+    ("place", [(0, 0), (1, 1234), (1029, 1529)]),
+    ("value", [float("nan"), float("inf"), float("-inf")]),
+)
 def test_values_that_are_no_numbers_are_named(
     dtype: str, place: tuple[int, int], value: float
 ) -> None:

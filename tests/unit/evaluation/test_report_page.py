@@ -32,6 +32,7 @@ from quantforge.evaluation.verdict import Verdict
 from quantforge.evaluation.windows import EvaluationProtocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 from tests.evaluations import TRIAL, cache_rows
+from tests.thorough import each_value
 
 ROOT = Path(__file__).parents[3]
 NAMES = (
@@ -207,8 +208,10 @@ def test_a_model_that_does_not_differ_has_no_place_on_a_logarithmic_axis(evaluat
     assert "Relative error of each block" not in text
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1.01, 1.2, 1.9, 4.6, 9.5, 70.0, 1e5])
-@pytest.mark.parametrize("base", [3.77e6, 1.93e8, 8.9e10])
+@each_value(
+    ("ratio", [1.0, 1.01, 1.2, 1.9, 4.6, 9.5, 70.0, 1e5]),
+    ("base", [3.77e6, 1.93e8, 8.9e10]),
+)
 def test_every_axis_has_three_labels_whatever_its_range(base, ratio):
     """Of figures on logarithmic axes, and of the sizes beside them; what covers another is not drawn."""
     values = [base, base * ratio**0.4, base * ratio]

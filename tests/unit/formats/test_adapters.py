@@ -29,6 +29,7 @@ from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import StopError, command, crash_after, quantize, recipe
+from tests.thorough import each_value
 
 RANK = 4
 
@@ -156,15 +157,17 @@ def test_a_module_that_was_replaced_may_be_saved_as_well(tiny: Tiny, tmp_path: P
     assert torch.equal(merged.read("lm_head.weight"), saved["lm_head.weight"])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
-        {"target_modules": ["q_proj", "embed_tokens"]},
-        {"target_modules": ["q_proj"]},  # PEFT saves what was resized
-    ],
+@each_value(
+    (
+        "options",
+        [
+            {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+            {"target_modules": ["q_proj", "embed_tokens"]},
+            {"target_modules": ["q_proj"]},  # PEFT saves what was resized
+        ],
+    ),
+    ("added", [8, -8]),
 )
-@pytest.mark.parametrize("added", [8, -8])
 def test_another_number_of_tokens_is_said_with_steps_that_work(
     tiny: Tiny, tmp_path: Path, options: dict[str, Any], added: int
 ) -> None:

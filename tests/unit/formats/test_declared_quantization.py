@@ -19,6 +19,7 @@ from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
+from tests.thorough import each_value
 
 KEY = "quantization_config"
 BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -197,12 +198,20 @@ def test_two_places_that_differ_are_refused(packed, tmp_path):
         verbs.inspect(model)
 
 
-@pytest.mark.parametrize(
-    ("form", "tool"),
-    [("compressed-tensors", "llm-compressor"), ("gptq", "GPTQModel"), ("awq", "AutoAWQ"), ("mlx", "mlx-lm"),
-     ("bnb", "bitsandbytes"), ("fp8", "DeepSeek")],
-)  # fmt: skip
-@pytest.mark.parametrize("left", [None, {}])
+@each_value(
+    (
+        "form, tool",
+        [
+            ("compressed-tensors", "llm-compressor"),
+            ("gptq", "GPTQModel"),
+            ("awq", "AutoAWQ"),
+            ("mlx", "mlx-lm"),
+            ("bnb", "bitsandbytes"),
+            ("fp8", "DeepSeek"),
+        ],
+    ),
+    ("left", [None, {}]),
+)
 def test_packed_tensors_that_nothing_declares_are_refused_by_name(
     packed, tmp_path, form, tool, left
 ):
@@ -229,14 +238,19 @@ NORM = "model.layers.1.input_layernorm.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("form", ["plain", "compressed-tensors", "gptq", "mlx"])
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (drop(NORM), f"{NORM}: missing"),
-        (lambda tensors: tensors.update(further=torch.ones(4)), "further: not a tensor of llama"),
-        (lambda tensors: tensors.update({NORM: tensors[NORM][:-1].clone()}), f"{NORM}: shape"),
-    ],
+@each_value(
+    ("form", ["plain", "compressed-tensors", "gptq", "mlx"]),
+    (
+        "change, words",
+        [
+            (drop(NORM), f"{NORM}: missing"),
+            (
+                lambda tensors: tensors.update(further=torch.ones(4)),
+                "further: not a tensor of llama",
+            ),
+            (lambda tensors: tensors.update({NORM: tensors[NORM][:-1].clone()}), f"{NORM}: shape"),
+        ],
+    ),
 )
 def test_tensors_that_do_not_fit_are_not_moved(packed, tmp_path, form, change, words):
     model = retold(copied(packed("compressed-tensors"), tmp_path / "m"), change)

@@ -11,6 +11,7 @@ from quantforge.packers.bits import pack_rows
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme, Scheme
 from tests.quantized import decoded, random_tensor
+from tests.thorough import each_value
 
 SCHEMES = [
     ("compressed-tensors", "int3:g32:sym"), ("compressed-tensors", "int4:g32:asym"),
@@ -30,8 +31,10 @@ def position(key, row, group):
     return (row, group) if key == "compressed-tensors" else (group, row)
 
 
-@pytest.mark.parametrize(("key", "scheme"), SCHEMES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@each_value(
+    ("key, scheme", SCHEMES),
+    ("value", [float("nan"), float("inf"), float("-inf")]),
+)
 def test_a_scale_that_is_no_number_is_refused(key, scheme, value):
     form, layout, packed, _ = written(key, scheme)
     name = SCALES.get(key, "m.scales")

@@ -9,6 +9,7 @@ from quantforge import __version__
 from quantforge.errors import RefusedError
 from quantforge.formats import format_of
 from tests.quantized import kept_plan, plan_of, quantized_plan
+from tests.thorough import each_value
 
 SOURCE = {
     "architectures": ["LlamaForCausalLM"],
@@ -216,16 +217,22 @@ def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
     assert not left_out("model.layers.0.self_attn.o_proj")
 
 
-@pytest.mark.parametrize(
-    ("key", "place"),
-    [("compressed-tensors", "ignore"), ("fp8", "modules_to_not_convert"), ("bnb", "llm_int8_skip_modules")],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("stacks", "mixture"),
-    [
-        (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), "mlp.experts"),
-        (("moe.input_linear.weight", "moe.output_linear.weight"), "moe.experts"),
-    ],
+@each_value(
+    (
+        "key, place",
+        [
+            ("compressed-tensors", "ignore"),
+            ("fp8", "modules_to_not_convert"),
+            ("bnb", "llm_int8_skip_modules"),
+        ],
+    ),
+    (
+        "stacks, mixture",
+        [
+            (("mlp.experts.gate_up_proj", "mlp.experts.down_proj"), "mlp.experts"),
+            (("moe.input_linear.weight", "moe.output_linear.weight"), "moe.experts"),
+        ],
+    ),
 )
 def test_stacked_experts_that_stay_are_named_by_what_engines_ask_for(key, place, stacks, mixture):
     """vLLM holds them as ``experts``; of compressed-tensors it asks for parts of the first, which no file has."""

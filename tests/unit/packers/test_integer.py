@@ -11,6 +11,7 @@ from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.packers import row_codes as rows
 from quantforge.scheme import Scheme
+from tests.thorough import each_value
 
 SCHEMES = [
     "int4:g32:sym:f16",
@@ -45,8 +46,10 @@ def _sqnr(scheme: Scheme) -> float:
     return float(10 * torch.log10(weight.square().mean() / error.square().mean()))
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("search", [False, True])
+@each_value(
+    ("text", SCHEMES),
+    ("search", [False, True]),
+)
 def test_shapes_types_and_ranges_are_what_a_file_stores(text: str, search: bool) -> None:
     weight, scheme = _weight(), _scheme(text)
     parameters = integer.fit(weight, scheme, search=search)
@@ -162,8 +165,10 @@ def test_encoding_decoded_values_gives_the_same_codes(text: str) -> None:
     )
 
 
-@pytest.mark.parametrize("text", [*SCHEMES, "int2:g11:asym:f16", "int4:row:sym:f16"])
-@pytest.mark.parametrize("weighted", [False, True])
+@each_value(
+    ("text", [*SCHEMES, "int2:g11:asym:f16", "int4:row:sym:f16"]),
+    ("weighted", [False, True]),
+)
 def test_searching_never_loses_to_covering_and_usually_wins(text: str, weighted: bool) -> None:
     weight, scheme = _weight(rows=40), _scheme(text)
     importance = (
@@ -186,8 +191,10 @@ def test_the_sign_of_the_scale_lets_the_longer_side_serve_either_tail() -> None:
     assert torch.equal(_decoded(weight, scheme, search=True), weight)
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("search", [False, True])
+@each_value(
+    ("text", SCHEMES),
+    ("search", [False, True]),
+)
 def test_zero_groups_come_back_as_exact_zeros_with_a_usable_scale(text: str, search: bool) -> None:
     scheme = _scheme(text)
     weight = _weight()
@@ -201,8 +208,10 @@ def test_zero_groups_come_back_as_exact_zeros_with_a_usable_scale(text: str, sea
         assert bool((decoded[case == 0] == 0).all())
 
 
-@pytest.mark.parametrize("text", ["int4:g33:asym:f16", "int4:g33:sym:f16", "int2:row:asym:bf16"])
-@pytest.mark.parametrize("search", [False, True])
+@each_value(
+    ("text", ["int4:g33:asym:f16", "int4:g33:sym:f16", "int2:row:asym:bf16"]),
+    ("search", [False, True]),
+)
 def test_a_constant_group_is_at_most_one_step_off(text: str, search: bool) -> None:
     weight = torch.full((2, 66), 0.37)
     scheme = parse(text)

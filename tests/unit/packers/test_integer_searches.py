@@ -17,6 +17,7 @@ from quantforge.notation import parse
 from quantforge.packers import integer, scale_loops, scale_search
 from quantforge.packers import row_codes as rows
 from quantforge.scheme import Scheme
+from tests.thorough import each_value
 
 Array = NDArray[numpy.float64]
 PARTS = numpy.linspace(1.05, 0.4, 14)  # of the plain scale, in the order in which they are tried
@@ -106,12 +107,22 @@ def agreement(found: Tensor, wanted: Array) -> float:
     return float(numpy.isclose(found.double().flatten().numpy(), wanted, rtol=2e-5, atol=0).mean())
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(
-    "text",
-    ["int2:g12:sym:f32", "int3:g12:asym:f32", "int4:g12:sym:f16", "int4:g12:asym:bf16",
-     "int3:row:sym:f32", "int4:row:asym:f16", "int3:tensor:sym:f32", "int2:tensor:asym:f32"],
-)  # fmt: skip
+@each_value(
+    ("weighted", [True, False]),
+    (
+        "text",
+        [
+            "int2:g12:sym:f32",
+            "int3:g12:asym:f32",
+            "int4:g12:sym:f16",
+            "int4:g12:asym:bf16",
+            "int3:row:sym:f32",
+            "int4:row:asym:f16",
+            "int3:tensor:sym:f32",
+            "int2:tensor:asym:f32",
+        ],
+    ),
+)
 def test_scales_and_zeros_are_those_of_a_slow_search(text: str, weighted: bool) -> None:
     weight, importance = hard()
     scheme = parse(text)
@@ -143,9 +154,12 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return given
 
 
-@pytest.mark.parametrize("weighted", [True, False])
-@pytest.mark.parametrize(
-    "text", ["int3:g12:sym:f32", "int3:g12:asym:f16", "int3:tensor:sym:f32", "int3:tensor:asym:f32"]
+@each_value(
+    ("weighted", [True, False]),
+    (
+        "text",
+        ["int3:g12:sym:f32", "int3:g12:asym:f16", "int3:tensor:sym:f32", "int3:tensor:asym:f32"],
+    ),
 )
 def test_the_loops_for_large_matrices_make_the_same_search(
     text: str, weighted: bool, looped: list[Tensor], monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers import fp4, fp8, integer, nf4, packer_of
 from quantforge.packers import row_codes as rows
 from quantforge.packers.levels import count_above, look_up
+from tests.thorough import each_value
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",
            "fp8_e5m2:row", "nvfp4", "mxfp8", "int4:g64:min")  # fmt: skip
@@ -49,8 +50,10 @@ def test_a_search_is_better(text):
     assert 0.02 < gain < 3
 
 
-@pytest.mark.parametrize("text", SCHEMES)
-@pytest.mark.parametrize("search", [False, True])
+@each_value(
+    ("text", SCHEMES),
+    ("search", [False, True]),
+)
 def test_a_run_of_columns_is_coded_as_in_the_whole(text, search):
     scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
     weight, packer = normal(200, 512), packer_of(scheme)

@@ -24,6 +24,7 @@ from tests import headers
 from tests.conftest import FAMILIES, Tiny
 from tests.quantized import INTEGER_FORMATS
 from tests.runs import copied, quantize, recipe
+from tests.thorough import each_value
 
 
 def plan(model: Path, **values: object) -> Plan:
@@ -158,8 +159,10 @@ def test_a_group_that_does_not_divide_is_substituted_by_the_next_finer(tmp_path,
     assert f"int4:g128:sym -> int4:{given}" in made.substitutions[0].detail
 
 
-@pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
-@pytest.mark.parametrize(("columns", "given"), [(192, 64), (96, 32), (48, 16)])
+@each_value(
+    ("form", ["gptq", "gptq_v2", "awq"]),
+    ("columns, given", [(192, 64), (96, 32), (48, 16)]),
+)
 def test_a_format_with_one_group_size_gets_the_largest_that_divides_all(
     tmp_path, form, columns, given
 ):

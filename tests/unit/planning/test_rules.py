@@ -11,6 +11,7 @@ from quantforge.planning.choice import Rules, matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import Recipe, Rule
 from quantforge.scheme import LayerScheme
+from tests.thorough import each_value
 
 
 def tensor(name: str, role: Role = Role.LINEAR, stored: str = "") -> MatchedTensor:
@@ -97,13 +98,22 @@ def test_a_pattern_that_takes_too_long_is_refused():
         matches(r"re:(.*)(.*)(.*)(.*)\4\3\2\1x", tensor("a" * 100 + "xb"))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "near"),
-    [("q_porj", "'q_proj'"), ("lm_haed", "'lm_head'"), ("re:.*dwn_proj", "down_proj"), ("", "known"),
-     ("ffn_down", "here it is down_proj"), ("blk.*.attn_q.weight", "here it is q_proj"),
-     ("blk.0.attn_q", "here it is model.layers.0.self_attn.q_proj"), ("output", "here it is lm_head")],
-)  # fmt: skip
-@pytest.mark.parametrize("as_rule", [False, True])
+@each_value(
+    (
+        "pattern, near",
+        [
+            ("q_porj", "'q_proj'"),
+            ("lm_haed", "'lm_head'"),
+            ("re:.*dwn_proj", "down_proj"),
+            ("", "known"),
+            ("ffn_down", "here it is down_proj"),
+            ("blk.*.attn_q.weight", "here it is q_proj"),
+            ("blk.0.attn_q", "here it is model.layers.0.self_attn.q_proj"),
+            ("output", "here it is lm_head"),
+        ],
+    ),
+    ("as_rule", [False, True]),
+)
 def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near, as_rule):
     rules = (Rule(pattern, "int8"),) if as_rule else ()
     with pytest.raises(InputError, match="matches no layer") as bad:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from quantforge_kernels import fallback
 from quantforge_kernels.cpu import packed_integers
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
+from tests.thorough import each_value
 
 
 def make(problem: Problem, rows: int = 3):
@@ -37,8 +37,10 @@ def relative_error(y: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> fl
     return float((y.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("columns", [7, 64, 129])
+@each_value(
+    ("bits", range(1, 9)),
+    ("columns", [7, 64, 129]),
+)
 def test_packing_rows_is_lossless_and_dense(bits, columns):
     codes = torch.randint(0, 2**bits, (5, columns), dtype=torch.uint8)
     planes = fallback.pack_planes(codes, bits)
@@ -47,10 +49,12 @@ def test_packing_rows_is_lossless_and_dense(bits, columns):
     assert sum(plane.numel() for plane in planes) == 5 * padded * bits // 8
 
 
-@pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize(
-    ("symmetric", "shape", "group"),
-    [(True, (5, 24), 8), (False, (70, 120), 120), (True, (600, 512), 64)],
+@each_value(
+    ("bits", range(2, 9)),
+    (
+        "symmetric, shape, group",
+        [(True, (5, 24), 8), (False, (70, 120), 120), (True, (600, 512), 64)],
+    ),
 )
 def test_reference_decodes_exactly_and_multiplies(bits, symmetric, shape, group):
     task = problem(bits, group, symmetric, torch.float32, shape)
@@ -83,8 +87,10 @@ def test_without_vectors_the_reference_multiplies(monkeypatch):
         assert select(problem(bits)) is fallback.KERNEL
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [32, 64, 128, 256, 2048])
+@each_value(
+    ("symmetric", [True, False]),
+    ("group", [32, 64, 128, 256, 2048]),
+)
 def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
     task = problem(4, group, symmetric, shape=(64, 2048))
     codes, parameters, _, _ = make(task)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton")
@@ -26,7 +28,7 @@ from quantforge_kernels.kv import PAGE
 from quantforge_kernels.problem import Kernel
 from tests.caches import cached
 from tests.conftest import make_tiny
-from tests.thorough import further
+from tests.thorough import each_value, further
 from tests.triton_kernels import DEVICE
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -46,9 +48,10 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=step)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("shape", [(1, 64), (3, 100), (0, 8), (2, 3, 40)])
+@each_value(
+    ("dtype, offset", product(TYPES, (0.0, 1.0))),
+    ("shape", [(1, 64), (3, 100), (0, 8), (2, 3, 40)]),
+)
 def test_norms(dtype, offset, shape):
     x, residual = (random(*shape, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
     weight = random(shape[-1], dtype=dtype, seed=2)
@@ -81,9 +84,10 @@ def test_heads_that_are_a_part_of_longer_rows():
     assert torch.equal(layers.rotate_fused(turned, cosine, sine), wanted)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tanh", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 3])
+@each_value(
+    ("dtype, tanh", product(TYPES, (False, True))),
+    ("rows", [1, 3, 0]),
+)
 def test_gates(dtype, tanh, rows):
     """The halves of one product, wider than a program."""
     whole = random(rows, 2 * 1500, dtype=dtype, size=3)
@@ -98,8 +102,10 @@ def test_gates(dtype, tanh, rows):
     near(layers.gate_fused(turned, gate, tanh), gated(up, gate).to(dtype), dtype)
 
 
-@pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_value(
+    ("splits", [1, 2, 5]),
+    ("dtype", [torch.float32, torch.bfloat16]),
+)
 def test_splits_are_added_in_their_order(splits, dtype):
     parts = random(splits, 3, 700, dtype=torch.float32 if splits > 1 else dtype)
     total = torch.zeros(3, 700, device=DEVICE)

@@ -12,7 +12,7 @@ from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, matrix, stack
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import GROUPED, select_grouped
-from tests.thorough import further
+from tests.thorough import each_value, further
 from tests.triton_kernels import DEVICE, FORMS, expected, problem, relative_error, weights
 
 COUNT, FEW = 6, 3  # matrices
@@ -101,16 +101,18 @@ def test_every_form_in_one_launch(form, rows, each):
     assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
 
 
-@pytest.mark.parametrize("kernel", ["matvec", "rows"])
-@pytest.mark.parametrize(
-    ("dtype", "form"),
-    [
-        *(
-            (torch.float16, form)
-            for form in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
-        ),
-        *(further(torch.bfloat16, form) for form in ("int4", "fp8 in tiles")),
-    ],
+@each_value(
+    ("kernel", ["matvec", "rows"]),
+    (
+        "dtype, form",
+        [
+            *(
+                (torch.float16, form)
+                for form in ("int4", "int4 asymmetric", "nf4", "fp8 in tiles", "q4_k")
+            ),
+            *(further(torch.bfloat16, form) for form in ("int4", "fp8 in tiles")),
+        ],
+    ),
 )
 def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     pytest.importorskip("triton")
@@ -183,10 +185,12 @@ VECTORS = [
 
 
 @pytest.mark.skipif(features.feature() is None, reason="no vectors")
-@pytest.mark.parametrize("form", VECTORS)
-@pytest.mark.parametrize(
-    ("limit", "rows", "each"),
-    [("avx2", 1, 3), ("avx512vnni", 3, 1), ("avx512vnni", 4, 2), ("avx2", 12, 2)],
+@each_value(
+    ("form", VECTORS),
+    (
+        "limit, rows, each",
+        [("avx2", 1, 3), ("avx512vnni", 3, 1), ("avx512vnni", 4, 2), ("avx2", 12, 2)],
+    ),
 )
 def test_programs_of_a_processor(form, limit, rows, each, monkeypatch):
     """As single products, to the bit; few pairs by one program, more of them gathered."""

@@ -15,6 +15,7 @@ from quantforge_kernels.gpu import eight_bit_products, plane_products
 from quantforge_kernels.layout import WIDTHS, chunk_of, to_planes
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import KERNELS, select
+from tests.thorough import each_value
 from tests.triton_kernels import (
     DEVICE,
     FORMS,
@@ -51,8 +52,10 @@ def from_planes(planes, bits, chunk, columns):
     return codes[:, :columns]
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize(("columns", "group"), [(1, 8), (31, 32), (128, 96), (200, 128)])
+@each_value(
+    ("bits", range(1, 9)),
+    ("columns, group", [(1, 8), (31, 32), (128, 96), (200, 128)]),
+)
 def test_planes_are_lossless_and_dense(bits, columns, group):
     codes = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
     chunk, _ = chunk_of(bits, group)
@@ -121,10 +124,10 @@ def test_odd_groups(grid, shape, group, rows):
     assert run(problem(grid, bits, group, True, shape), rows) < ROUNDING[torch.float32]
 
 
-@pytest.mark.parametrize(
-    ("shape", "tile_rows"), [((130, 256), 128), ((140, 200), 128), ((30, 300), 8)]
+@each_value(
+    ("shape, tile_rows", [((130, 256), 128), ((140, 200), 128), ((30, 300), 8)]),
+    ("rows", [1, 66]),
 )
-@pytest.mark.parametrize("rows", [1, 66])
 def test_tiles_may_be_cut_short(shape, tile_rows, rows):
     assert run(problem("fp8", 8, 128, True, shape, tile_rows), rows) < ROUNDING[torch.float32]
 
@@ -172,8 +175,10 @@ def test_nothing_in_nothing_out(rows):
     assert y.shape == (rows, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [1, 2, 65])
+@each_value(
+    ("dtype", [torch.float32, torch.bfloat16]),
+    ("rows", [1, 2, 65]),
+)
 def test_nan_and_infinity_come_through(dtype, rows):
     task = problem(shape=(5, 256), dtype=dtype)
     given, x = weights(task), activations(task, rows)
@@ -190,9 +195,9 @@ def test_nan_and_infinity_come_through(dtype, rows):
     assert y[:, [0, 1, 3, 4]].isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", ["matvec", "rows"])
-@pytest.mark.parametrize(
-    "tile", [(8, 512, 1, 1), (16, 512, 2, 3), (16, 1024, 4, 2), (32, 512, 1, 7)]
+@each_value(
+    ("kernel", ["matvec", "rows"]),
+    ("tile", [(8, 512, 1, 1), (16, 512, 2, 3), (16, 1024, 4, 2), (32, 512, 1, 7)]),
 )
 def test_any_tile_and_split_gives_the_same(kernel, tile):
     task = problem("int", 4, 64, False, (37, 1600))
@@ -202,8 +207,10 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
     assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("symmetric", [True, False])
+@each_value(
+    ("bits", [2, 3, 4, 8]),
+    ("symmetric", [True, False]),
+)
 def test_exponents_stand_for_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
     task = problem("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
@@ -293,8 +300,10 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
     assert KERNELS[-1] is fallback.KERNEL
 
 
-@pytest.mark.parametrize("kernel", ["matvec", "rows"])
-@pytest.mark.parametrize("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)])
+@each_value(
+    ("kernel", ["matvec", "rows"]),
+    ("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)]),
+)
 def test_sensible_tiles(kernel, shape):
     chosen = plane_products.tile_of(kernel, problem("int", 4, 128, True, shape))
     assert chosen.block_k >= 128

@@ -14,6 +14,7 @@ from quantforge_kernels.cpu import features, many_rows, packed_integers
 from quantforge_kernels.cpu.lane_layout import cut, to_lanes
 from quantforge_kernels.layout import WIDTHS
 from quantforge_kernels.select import failure, select
+from tests.thorough import each_value
 from tests.triton_kernels import FORMS, problem, weights
 
 pytestmark = pytest.mark.skipif(
@@ -275,8 +276,10 @@ def _refuse():
     raise RuntimeError("no such instruction")
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("group", [32, 64, 128, 256, 2048])
+@each_value(
+    ("symmetric", [True, False]),
+    ("group", [32, 64, 128, 256, 2048]),
+)
 def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
     form = {"bits": 4, "group": group, "symmetric": symmetric}
     task = problem(shape=(64, 2048), dtype=torch.bfloat16, **form)

@@ -15,6 +15,7 @@ from quantforge_kernels.attention import Scores, attend_plain
 from quantforge_kernels.cpu import features, layer_launchers
 from quantforge_kernels.kv import PAGE, Store
 from tests.caches import cached
+from tests.thorough import each_value
 
 pytestmark = pytest.mark.skipif(
     features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
@@ -141,8 +142,10 @@ def test_whatever_the_strides():
     assert torch.equal(pools[0].codes[0, :5], x)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", [0, 31])
+@each_value(
+    ("kind", KINDS),
+    ("place", [0, 31]),
+)
 def test_what_is_no_number_stays_none(kind, place):
     q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
     q[0, 1, place] = float("nan")

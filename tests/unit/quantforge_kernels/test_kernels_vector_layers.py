@@ -10,6 +10,7 @@ from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import layers
 from quantforge_kernels.cpu import features, layer_launchers
+from tests.thorough import each_value
 
 pytestmark = pytest.mark.skipif(
     features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
@@ -38,9 +39,11 @@ def near(found: torch.Tensor, wanted: torch.Tensor, steps: float = 1.0, least: f
     torch.testing.assert_close(found.float(), wanted.float(), rtol=step, atol=least * step)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("rows", [1, 3])
+@each_value(
+    ("dtype", TYPES),
+    ("offset", [0.0, 1.0]),
+    ("rows", [1, 3]),
+)
 def test_norms(dtype, offset, rows):
     x, residual = (random(rows, 80 * 2, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
     weight = random(160, dtype=dtype, seed=2)
@@ -76,8 +79,10 @@ def test_the_exponential_is_right_to_a_few_steps():
     assert ((found - wanted).abs() <= 3e-7 * wanted.abs()).all()
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("tokens", [1, 4])
+@each_value(
+    ("dtype", TYPES),
+    ("tokens", [1, 4]),
+)
 def test_rotations_round_as_the_definition_does(dtype, tokens):
     x = random(tokens, 6 * 64, dtype=dtype)[:, 64 : 4 * 64].view(tokens, 3, 64)
     cosine, sine = (random(tokens, 32, dtype=dtype, seed=seed) for seed in (1, 2))

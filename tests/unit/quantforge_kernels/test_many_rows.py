@@ -13,6 +13,7 @@ from quantforge_kernels import layers
 from quantforge_kernels.cpu import features, layer_launchers, many_rows
 from quantforge_kernels.problem import Problem
 from quantforge_kernels.select import select
+from tests.thorough import each_value
 
 TYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 SLOW = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear", "aten::addmm_"}
@@ -34,19 +35,21 @@ class NoSlowProduct(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(
-    ("rows", "bias"),
-    [
-        (1, False),
-        (8, True),
-        (9, False),
-        (17, True),
-        (32, False),
-        (33, True),
-        (65, False),
-        (200, True),
-    ],
+@each_value(
+    ("dtype", TYPES),
+    (
+        "rows, bias",
+        [
+            (1, False),
+            (8, True),
+            (9, False),
+            (17, True),
+            (32, False),
+            (33, True),
+            (65, False),
+            (200, True),
+        ],
+    ),
 )
 def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkeypatch):
     monkeypatch.setattr(many_rows, "SLAB_WEIGHTS", 64 * 50)
@@ -59,8 +62,10 @@ def test_dense_products_of_any_number_of_rows(dtype, rows, bias, without, monkey
     assert float((y - wanted).abs().max() / wanted.abs().max()) < TYPES[dtype]
 
 
-@pytest.mark.parametrize("dtype", [*TYPES, torch.float32])
-@pytest.mark.parametrize("rows", [9, 13, 16])
+@each_value(
+    ("dtype", [*TYPES, torch.float32]),
+    ("rows", [9, 13, 16]),
+)
 def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
     from quantforge_kernels.cpu import dense
 
@@ -76,8 +81,10 @@ def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
         assert torch.equal(y[part], layers.linear(x[part], weight))
 
 
-@pytest.mark.parametrize("grid", ["int", "table", "fp8"])
-@pytest.mark.parametrize("dtype", TYPES)
+@each_value(
+    ("grid", ["int", "table", "fp8"]),
+    ("dtype", TYPES),
+)
 def test_packed_products_of_many_rows(grid, dtype, without):
     bits = {"int": 4, "table": 4, "fp8": 8}[grid]
     problem = Problem(48, 256, bits, 256, True, dtype, "cpu", grid)

@@ -19,6 +19,7 @@ from quantforge.quantizers import Rounded, gptq, rtn
 from quantforge.quantizers.hessian import LADDER, factorize
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
+from tests.thorough import each_value
 
 
 def _matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
@@ -163,9 +164,12 @@ def test_the_figure_is_the_objective_relative_to_the_weighted_size_of_the_weight
     assert rounded.figures["error"] == pytest.approx(float(expected), rel=1e-4)
 
 
-@pytest.mark.parametrize("scales", ["absmax", "search"])
-@pytest.mark.parametrize(
-    "scheme", ["int4:g32:sym:f16", "int3:g64:asym:bf16", "int2:row:asym:f16", "int2:g192:sym:bf16"]
+@each_value(
+    ("scales", ["absmax", "search"]),
+    (
+        "scheme",
+        ["int4:g32:sym:f16", "int3:g64:asym:bf16", "int2:row:asym:f16", "int2:g192:sym:bf16"],
+    ),
 )
 def test_each_sweep_of_refinement_lowers_every_row_or_leaves_it(scheme: str, scales: str) -> None:
     weight, hessian = _matrix(24, 192), _hessian(192)

@@ -12,6 +12,7 @@ from quantforge.notation import parse_sparsity
 from quantforge.quantizers.sparsity import figures, sparsify
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
+from tests.thorough import each_value
 
 METHODS = ("magnitude", "wanda", "sparsegpt")
 DAMPING = Recipe().rounding.gptq.damping
@@ -71,9 +72,9 @@ def test_figures_do_not_depend_on_the_number_of_threads() -> None:
     )
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(
-    ("sparsity", "zeros"), [("2:4", 160), ("1:4", 240), ("50%", 160), ("0.333", 106)]
+@each_value(
+    ("method", METHODS),
+    ("sparsity, zeros", [("2:4", 160), ("1:4", 240), ("50%", 160), ("0.333", 106)]),
 )
 def test_every_row_has_exactly_its_zeros(method: str, sparsity: str, zeros: int) -> None:
     weight, statistics = drawn()

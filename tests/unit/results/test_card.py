@@ -24,7 +24,7 @@ from quantforge.results.card import base_model, carried_fields, code
 from quantforge.settings import Settings
 from quantforge.verbs import export
 from tests.conftest import Tiny
-from tests.runs import CALIBRATION, command, copied, quantize, recipe
+from tests.runs import CALIBRATION, command, copied, quantize, recipe, swift
 
 
 def card_of(directory: Path) -> ModelCard:
@@ -95,7 +95,7 @@ def test_the_base_model_is_a_name_of_the_hub_or_left_out(tiny: Tiny, tmp_path: P
 
 def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
     rows = replace(CALIBRATION, random=0.5)
-    wanted = recipe("gptq", scheme="int4:g32:sym:f16", calibration=rows)
+    wanted = swift("gptq", scheme="int4:g32:sym:f16", calibration=rows)
     quantize(tiny("llama-wide"), tmp_path / "a", wanted, base_model="org/name")
     export(tmp_path / "a", format="gptq", out=tmp_path / "b")
     export(tmp_path / "b", format="compressed-tensors", out=tmp_path / "c")
@@ -117,7 +117,7 @@ def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_a_card_names_the_calibration_text(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "q"
-    quantize(tiny("llama-wide"), out, recipe("gptq", scheme="int4:g32:sym:f16"))
+    quantize(tiny("llama-wide"), out, swift("gptq", scheme="int4:g32:sym:f16"))
     sources = manifest.read(out)["calibration"]["sources"]
     text = (out / "README.md").read_text()
     assert f"tokens from `{', '.join(sources)}`;" in text
@@ -168,7 +168,7 @@ def test_a_repository_has_a_name_that_the_hub_takes(name: str) -> None:
 
 
 def test_events_and_experts_are_sentences(tiny: Tiny, tmp_path: Path) -> None:
-    quantize(tiny("qwen3-moe"), tmp_path / "q", recipe("gptq", scheme="int4:g128:sym"))
+    quantize(tiny("qwen3-moe"), tmp_path / "q", swift("gptq", scheme="int4:g128:sym"))
     text = (tmp_path / "q" / "README.md").read_text()
     assert "- A tensor cannot hold the scheme asked for and was given another: " in text
     assert "Its 8 experts saw " in text

@@ -25,6 +25,7 @@ from quantforge_kernels.kv import PAGE
 from quantforge_kernels.kv_runs import run_of
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 from tests.plain_loop import StopLimits, generate
+from tests.thorough import each_value, further
 
 TINY = {**FAMILIES, **MIXTURES}
 UNCOMPUTED = (
@@ -35,6 +36,13 @@ COMPUTED_MIXTURES = (
     "mixtral", "qwen3-moe", "qwen2-moe", "olmoe", "glm4-moe", "dots1", "minimax-m2", "ernie4-5-moe", "hunyuan-v1-moe",
 )  # fmt: skip
 COMPUTED = tuple(name for name in TEXT_FAMILIES if name not in UNCOMPUTED) + COMPUTED_MIXTURES
+# What the graph does differently: windows, norms of heads, soft caps, factors, layers without positions, norms around
+# layers, rotations of a part, interleaved or stretched, parallel layers, other norms and gates, and biases.
+KINDS = (
+    "llama", "llama-tied", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3", "olmo", "olmo2", "glm4",
+    "granite", "exaone4", "cohere", "cohere2", "starcoder2", "gpt-neox", "ministral3", "stablelm-parallel", "phi",
+    "nemotron", "apertus", "helium", "mixtral", "qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4-5-moe",
+)  # fmt: skip
 CPU = torch.device("cpu")
 IDS = torch.randint(3, 300, (2, 70), generator=torch.Generator().manual_seed(0))
 
@@ -78,7 +86,12 @@ def test_every_family_is_tested():
 
 @pytest.mark.parametrize(
     ("family", "cuts"),
-    [*((name, (50, 60, *range(61, 70))) for name in COMPUTED), ("gemma3", ()), ("qwen3-moe", ())],
+    [
+        *((name, (50, 60, *range(61, 70))) for name in KINDS),
+        *(further(name, (50, 60, *range(61, 70))) for name in COMPUTED if name not in KINDS),
+        ("gemma3", ()),
+        ("qwen3-moe", ()),
+    ],
     ids=str,
 )
 def test_logits_are_those_of_transformers(models, family, cuts):
@@ -128,8 +141,10 @@ def test_scaled_rotary_embeddings(scaling):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "phi3"])
-@pytest.mark.parametrize("scheme", [None, "int4:g32:sym", "int3:g32:asym"])
+@each_value(
+    ("family", ["llama", "qwen2", "gemma2", "phi3"]),
+    ("scheme", [None, "int4:g32:sym", "int3:g32:asym"]),
+)
 def test_layers_with_the_same_input_are_multiplied_as_one(tiny, tmp_path, family, scheme):
     path = tiny(family)
     if scheme is not None:
@@ -173,8 +188,10 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@each_value(
+    ("kind", LOSSES),
+    ("family", ["llama", "qwen3"]),
+)
 def test_quantized_caches_lose_little(models, family, kind):
     model, wanted = models(family)
     decoder = Decoder(model)
@@ -198,8 +215,10 @@ def test_bytes_of_a_token(kind, wanted):
     assert stored == shape.token_bytes * 2 * 3 * PAGE
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
-@pytest.mark.parametrize("head", [64, 32, 80])
+@each_value(
+    ("kind", ["int8", "fp8", "int4"]),
+    ("head", [64, 32, 80]),
+)
 def test_cached_values_are_within_half_a_step(kind, head):
     x = torch.randn(5, 3, head, generator=torch.Generator().manual_seed(1))
     found = kv.decode(kv.encode(x, kind), torch.float32)
@@ -237,8 +256,10 @@ def test_sequences_do_not_see_each_other(models):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["", "int8", "int4", "k=int8,v=int4"])
-@pytest.mark.parametrize("window", [0, 20, 200])
+@each_value(
+    ("kind", ["", "int8", "int4", "k=int8,v=int4"]),
+    ("window", [0, 20, 200]),
+)
 def test_even_sequences_attend_as_the_definition_says(kind, window):
     held = PagedCache(CacheShape(1, 2, 64, kind, torch.float32), 3, 100, CPU)
     for part in (

@@ -23,7 +23,7 @@ from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.problem import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor
-from tests.thorough import one_of_each
+from tests.thorough import each_value, one_of_each
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43).view(2, 20) % 300
@@ -66,8 +66,10 @@ def spoil(source: Path, target: Path, change) -> Path:
     return target
 
 
-@pytest.mark.parametrize("grid", ["int2", "int3", "int4", "int5", "int8"])
-@pytest.mark.parametrize("rest", ["g32:sym", "g24:asym", "row:sym", "row:asym", "tensor:sym"])
+@each_value(
+    ("grid", ["int2", "int3", "int4", "int5", "int8"]),
+    ("rest", ["g32:sym", "g24:asym", "row:sym", "row:asym", "tensor:sym"]),
+)
 def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
     tensor = random_tensor(f"{grid}:{rest}:bf16", (40, 96))
     bias, x = torch.randn(40), torch.randn(2, 3, 96)
@@ -78,10 +80,13 @@ def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
     torch.testing.assert_close(tensor.decode(), decoded(tensor), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    "scheme", ["int4:g64:sym:f16", "int4:g32:asym:bf16", "int8:row:sym:bf16", "int3:g64:sym:bf16"]
+@each_value(
+    (
+        "scheme",
+        ["int4:g64:sym:f16", "int4:g32:asym:bf16", "int8:row:sym:bf16", "int3:g64:sym:bf16"],
+    ),
+    ("vectors", [True, False]),
 )
-@pytest.mark.parametrize("vectors", [True, False])
 def test_bfloat16_uses_programs_where_there_are_vectors(scheme, vectors, monkeypatch):
     if not vectors:
         monkeypatch.setattr(packed_integers, "feature", lambda: None)

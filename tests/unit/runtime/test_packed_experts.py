@@ -30,6 +30,7 @@ from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.grouped import Owners
 from tests.quantized import decoded, random_tensor
+from tests.thorough import each_value
 
 IDS = torch.arange(3, 43).view(2, 20) % 300
 MOST = 1e-5  # logits are about 1, and float32 sums may be made in another order
@@ -63,8 +64,10 @@ def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
         return loaded, loaded.model(IDS).logits.float()
 
 
-@pytest.mark.parametrize("family", [*MIXTURES, "llama4"])
-@pytest.mark.parametrize(("form", "scheme"), [(f, s) for f, all_ in FORMS.items() for s in all_])
+@each_value(
+    ("family", [*MIXTURES, "llama4"]),
+    ("form, scheme", [(f, s) for f, all_ in FORMS.items() for s in all_]),
+)
 def test_packed_experts_compute_what_decoded_ones_do(quantized, family, form, scheme):
     path = quantized(family, form, scheme)
     packed, ours = logits(path, True)
@@ -169,8 +172,10 @@ def experts_module(kind: str):
     return made.requires_grad_(False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_value(
+    ("kind", KINDS),
+    ("dtype", [torch.float32, torch.bfloat16]),
+)
 def test_every_kind_of_experts_of_transformers(kind, dtype):
     """Clamps, biases, norms and both orders of rows are the module's own."""
     torch.manual_seed(0)

@@ -22,6 +22,7 @@ from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
 from tests.fake_decoder import VOCABULARY, FakeDecoder, alone, chain, drafted, following
+from tests.thorough import each_value
 
 
 def prompt(length, seed=0):
@@ -211,10 +212,19 @@ def test_logits_that_are_no_numbers_end_their_request_alone():
     assert engine.counters.pages_free == engine.counters.pages
 
 
-@pytest.mark.parametrize("shape", [(1,), (1, 1, 1, 1, 1), (3, 2), (2, 1, 1)], ids=str)
-@pytest.mark.parametrize("options", [
-    {}, {"pages": 10}, {"rows": 1}, {"token_budget": 4},
-], ids=str)  # fmt: skip
+@each_value(
+    ("shape", [(1,), (1, 1, 1, 1, 1), (3, 2), (2, 1, 1)]),
+    (
+        "options",
+        [
+            {},
+            {"pages": 10},
+            {"rows": 1},
+            {"token_budget": 4},
+        ],
+    ),
+    ids=str,
+)
 def test_drafts_change_no_completion(options, shape):
     """Stops in the middle of a pass, last tokens, pages that run out: each request has the tokens that it has alone."""
     requests = [

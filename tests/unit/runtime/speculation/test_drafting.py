@@ -12,6 +12,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.speculation.draft_model import lower_bits, weight_of
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
+from tests.thorough import each_value
 
 DEMO = Path(__file__).parents[4] / "models/demo"
 PROMPT = "import os, json, json, json"
@@ -23,8 +24,10 @@ def loaded():
 
 
 @pytest.mark.tokens
-@pytest.mark.parametrize("draft", ["ngram", "int3", str(DEMO)])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@each_value(
+    ("draft", ["ngram", "int3", str(DEMO)]),
+    ("temperature", [0.0, 0.9]),
+)
 def test_text_is_the_same_with_any_draft(loaded, draft, temperature) -> None:
     options = {"raw": True, "max_tokens": 30, "temperature": temperature, "seed": 1, "logprobs": 1}
     plain = quantforge.generate(loaded, PROMPT, **options)
