@@ -440,7 +440,7 @@ class Neighbours:
 
     def _eval(self) -> None:
         options = Evaluating(TEXT, "a text", windows=2, length=32, speed=False)
-        compare_models(self._model, [self._root / "near"], options)
+        compare_models([open_model(self._model), open_model(self._root / "near")], options)
 
 
 def without(found: dict[str, str], name: str) -> dict[str, str]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from quantforge.evaluation.compare_models import EvaluationOptions
-from quantforge.evaluation.windows import Windows, cut
+from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions, compare_models
+from quantforge.evaluation.windows import Windows, cut_windows
+from quantforge.formats.opening import open_model
+from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.text_side import tokenizer_of
+from quantforge.settings import Settings
+from quantforge_calibration.tokenizer import TextTokenizer
 
 TEXT = "the weights of the model are rounded to the nearest point of the grid; 1 + 1 = 2. " * 12
 
@@ -44,6 +49,20 @@ def options(**changes) -> EvaluationOptions:
     return replace(EvaluationOptions(TEXT, "a test", 4, 24, speed=False), **changes)
 
 
+def compared(
+    reference: Path,
+    models: Sequence[Path],
+    chosen: EvaluationOptions,
+    settings: Settings | None = None,
+) -> Evaluation:
+    opened = [readable(open_model(path)) for path in (reference, *models)]
+    return compare_models(opened, chosen, settings)
+
+
+def tokenizer_at(path: Path) -> TextTokenizer:
+    return tokenizer_of(open_model(path))
+
+
 def windows_of(path: Path, **changes) -> Windows:
     chosen = options(**changes)
-    return cut(tokenizer_of(path), chosen.text, chosen.windows, chosen.length)
+    return cut_windows(tokenizer_at(path), chosen.text, chosen.windows, chosen.length)

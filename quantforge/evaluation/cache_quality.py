@@ -20,21 +20,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantforge.architectures import architecture_of, text_config
+from quantforge.architectures.configuration import positions_in
 from quantforge.cache_kinds import PLAIN
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
 from quantforge.evaluation.head import checked_head, compare_predictions
-from quantforge.evaluation.windows import Windows, cut, positions_of
+from quantforge.evaluation.windows import Windows, cut_windows
 from quantforge.execution.progress import tell
-from quantforge.formats.opening import open_model
-from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.cache import CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.linear import decoded_once
@@ -91,7 +90,9 @@ class CacheTrial:
         }
 
 
-def trial_of(paths: Sequence[Path], text: str, kinds: Sequence[str], tokens: int) -> CacheTrial:
+def trial_of(
+    models: Sequence[Checkpoint], text: str, kinds: Sequence[str], tokens: int
+) -> CacheTrial:
     """Return what caches are tried on: windows as long as the models' positions, of about ``tokens`` tokens in all.
 
     A text that has fewer tokens than such a window gives shorter ones.
@@ -100,19 +101,19 @@ def trial_of(paths: Sequence[Path], text: str, kinds: Sequence[str], tokens: int
         InputError: the text has no window of two tokens, or a model has heads that a kind cannot hold.
         RefusedError: the own decoder, whose caches these are, does not compute a model's family.
     """
-    for path in paths:
-        config = readable(open_model(path)).config
-        family = architecture_of(config)
+    for model in models:
+        family = architecture_of(model.config)
         if family is None or family.own_graph is None:
-            raise _no_such_caches(config.get("model_type"))
+            raise _no_such_caches(model.config.get("model_type"))
         for kind in kinds:  # which refuses heads that it cannot hold
-            CacheShape(1, 1, family.dimensions(text_config(config)).head, kind, torch.bfloat16)
-    tokenizer = tokenizer_of(paths[0])
-    length = min(MOST_TOKENS, *map(positions_of, paths))
+            head = family.dimensions(text_config(model.config)).head
+            CacheShape(1, 1, head, kind, torch.bfloat16)
+    tokenizer = tokenizer_of(models[0])
+    length = min(MOST_TOKENS, *(positions_in(model.config) for model in models))
     there = len(tokenizer.encode(text)) + (tokenizer.bos_id is not None)
     while length > max(2, there):
         length = max(2, length // 2)
-    windows = cut(tokenizer, text, max(1, tokens // length), length)
+    windows = cut_windows(tokenizer, text, max(1, tokens // length), length)
     return CacheTrial(tuple(kind for kind in kinds if kind != PLAIN), windows, plant_keys(windows))
 
 

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from quantforge.architectures.configuration import positions_in
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.evaluation.block_errors import block_errors, block_states
 from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
 from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
@@ -41,12 +43,12 @@ from quantforge.evaluation.windows import (
     EvaluationProtocol,
     Windows,
     check_comparable,
-    cut,
-    positions_of,
+    cut_windows,
 )
 from quantforge.execution.progress import phase, tell
-from quantforge.formats.opening import open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
+from quantforge.formats.sources.low_precision import plain_source
+from quantforge.formats.sources.merged import merged
 from quantforge.results import manifest
 from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
@@ -141,8 +143,7 @@ class Evaluation:
 
 @as_input_errors()
 def compare_models(
-    reference: Path,
-    models: Sequence[Path],
+    models: Sequence[Checkpoint],
     options: EvaluationOptions,
     settings: Settings | None = None,
     kept: KeptRows | None = None,
@@ -150,8 +151,7 @@ def compare_models(
     """Measure a reference and models that descend from it.
 
     Args:
-        reference: the model that the others are compared with.
-        models: models that descend from it.
+        models: the reference, and models that descend from it, which are compared with it.
         options: what is measured.
         settings: how to run: device, adapter of the reference, whether hidden states wait on the disk, and to how
             many bits the others round the inputs of products with packed weights.
@@ -164,27 +164,26 @@ def compare_models(
     """
     settings = settings or Settings()
     tell("tokens of the text")
-    windows = cut(tokenizer_of(reference), options.text, options.windows, options.length)
+    windows = cut_windows(tokenizer_of(models[0]), options.text, options.windows, options.length)
     if len(windows.ids) < options.windows:
         settings.note(
             f"the text gives {len(windows.ids)} windows of {options.length} tokens"
             f" (at most {options.windows} were to be scored)"
         )
-    paths = (reference, *models)
-    for path in paths:
-        check_comparable(path, reference, options.text, windows)
-    prompts = None if options.prompts is None else tokenized(paths, options.prompts)
+    for model in models:
+        check_comparable(model, models[0], options.text, windows)
+    prompts = None if options.prompts is None else tokenized(models, options.prompts)
     trial = None
     if options.caches:
-        trial = trial_of(paths, options.text, options.caches, options.windows * options.length)
+        trial = trial_of(models, options.text, options.caches, options.windows * options.length)
     bandwidth = math.nan
     if options.speed:
         tell("read bandwidth of this machine")
         bandwidth = read_bandwidth(settings.device)
     kept = kept or KeptRows()
     rows = [*kept.rows]
-    if len(rows) < len(paths):
-        rows += _measure_models(paths, windows, prompts, trial, options, settings, bandwidth, kept)
+    if len(rows) < len(models):
+        rows += _measure_models(models, windows, prompts, trial, options, settings, bandwidth, kept)
     return Evaluation(
         _protocol(windows, options, settings),
         tuple(rows),
@@ -194,7 +193,7 @@ def compare_models(
 
 
 def _measure_models(
-    paths: Sequence[Path],
+    models: Sequence[Checkpoint],
     windows: Windows,
     prompts: TokenizedPrompts | None,
     trial: CacheTrial | None,
@@ -210,30 +209,31 @@ def _measure_models(
     done = len(kept.rows)
     baseline = _Baseline(windows, prompts, settings)
     try:
-        for number, path in enumerate(paths):
+        for number, model in enumerate(models):
+            name = model.path.name
             is_reference, is_kept = number == 0, number < done
             if is_kept and not is_reference:
                 continue
-            with phase("", 1 / len(paths)):
-                with phase(f"loading {path.name}", 0.05):
-                    loaded = _load(path, options.correction, settings, is_reference=is_reference)
-                with phase(f"scoring {path.name}", 0.6, "windows of the text"):
-                    row = _of_files(loaded)
+            with phase("", 1 / len(models)):
+                with phase(f"loading {name}", 0.05):
+                    loaded = _load(model, options.correction, settings, is_reference=is_reference)
+                with phase(f"scoring {name}", 0.6, "windows of the text"):
+                    row = _new_row(loaded)
                     row |= baseline.score(loaded) if is_reference else baseline.compare(loaded)
                 if is_kept:
                     del loaded
                     continue
                 if trial is not None:
-                    with phase(f"caches of {path.name}", 0.75):
+                    with phase(f"caches of {name}", 0.75):
                         row["caches"] = try_caches(loaded, trial)
                 if options.tasks is not None:
-                    row["tasks"] = _scores_of_tasks(path, loaded, options.tasks)
+                    row["tasks"] = _task_scores(model, loaded, options.tasks)
                 del loaded  # before the next one comes in
-                # Only now, when everything that is loaded once and for all has been loaded.
+                # As an engine loads the files, and only now that what is loaded once and for all is there.
                 if options.speed and (is_reference or not options.correction):
-                    with phase(f"speed of {path.name}", 0.9):
+                    with phase(f"speed of {name}", 0.9):
                         row |= measure_as_deployed(
-                            path,
+                            model,
                             windows,
                             bandwidth,
                             device=settings.device,
@@ -241,8 +241,8 @@ def _measure_models(
                             input_bits=EXACT if is_reference else settings.input_bits,
                             cache=options.caches[0] if options.caches else "",
                         )
-                if options.engine and path.is_file():
-                    row["llama_cpp_perplexity"] = perplexity_in_engine(path, windows)
+                if options.engine and model.path.is_file():
+                    row["llama_cpp_perplexity"] = perplexity_in_engine(model.path, windows)
             row = {key: _none_for_nan(value) for key, value in row.items()}
             kept.keep(row)
             yield row
@@ -263,7 +263,7 @@ class _Baseline:
     def score(self, loaded: Loaded) -> dict[str, Any]:
         """Measure the reference, and keep what the others are compared with; return its figures of quality."""
         self.reference = score_reference(loaded.model, self.windows, self.directory)
-        figures = _of_quality(self.reference.scores)
+        figures = _quality_figures(self.reference.scores)
         tell("error of each block")
         self.blocks = block_states(loaded.model, self.windows.ids[0])
         if self.prompts is not None:
@@ -276,7 +276,7 @@ class _Baseline:
         """Return the figures of quality of another model, against the reference."""
         assert self.reference is not None, "the reference is scored first"
         scores = score(loaded.model, self.windows, self.reference)
-        figures = _of_quality(scores, self.reference.scores)
+        figures = _quality_figures(scores, self.reference.scores)
         tell("error of each block")
         figures["block_errors"] = block_errors(loaded.model, self.blocks)
         if self.prompts is not None:
@@ -290,30 +290,35 @@ class _Baseline:
             self.reference.close()
 
 
-def _load(path: Path, correction: Path | None, settings: Settings, *, is_reference: bool) -> Loaded:
-    """Load a model to score it: the reference with its adapter merged, another one with what is put on it."""
+def _load(
+    model: Checkpoint, correction: Path | None, settings: Settings, *, is_reference: bool
+) -> Loaded:
+    """Load a model to score it: the reference decoded and with its adapter merged, another with its correction."""
     if is_reference:
-        source = open_plain_source(path, settings.adapter)
-        return load(path, settings.device, QUALITY_DTYPE, source)
-    loaded = load(path, settings.device, QUALITY_DTYPE, input_bits=settings.input_bits)
+        source = plain_source(model)
+        if settings.adapter is not None:
+            source = merged(source, open_adapter(settings.adapter))
+        return load(source, settings.device, QUALITY_DTYPE)
+    loaded = load(model, settings.device, QUALITY_DTYPE, input_bits=settings.input_bits)
     if correction is not None:
         loaded = with_low_rank(loaded, open_correction(correction))
     if settings.input_bits < EXACT:
         for event in loaded.events:
-            settings.note(f"{path.name}: {event.detail}")
+            settings.note(f"{model.path.name}: {event.detail}")
     return loaded
 
 
-def _scores_of_tasks(path: Path, loaded: Loaded, tasks: Tasks) -> dict[str, dict[str, float]]:
+def _task_scores(model: Checkpoint, loaded: Loaded, tasks: Tasks) -> dict[str, dict[str, float]]:
     from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
 
-    with phase(f"tasks on {path.name}", 0.5):
-        model = TaskModel(loaded.model, tokenizer_of(path), positions_of(path), loaded.kv_scales)
-        return run_tasks(model, tasks)
+    positions = positions_in(model.config)
+    with phase(f"tasks on {model.path.name}", 0.5):
+        asked = TaskModel(loaded.model, tokenizer_of(model), positions, loaded.kv_scales)
+        return run_tasks(asked, tasks)
 
 
-def _of_files(loaded: Loaded) -> dict[str, Any]:
-    """Return the row of a model with what its files say; figures that are measured are None yet."""
+def _new_row(loaded: Loaded) -> dict[str, Any]:
+    """Return the row of a loaded model with its format, sizes, kernels and history; what is measured is None yet."""
     history = manifest.read(loaded.path) or {}
     return {
         "path": str(loaded.path),
@@ -345,7 +350,7 @@ def _made_by(history: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
-def _of_quality(scores: ModelScores, reference: ModelScores | None = None) -> dict[str, Any]:
+def _quality_figures(scores: ModelScores, reference: ModelScores | None = None) -> dict[str, Any]:
     """Return perplexity, and with a ``reference`` what compares a model with it."""
     figures = {
         "perplexity": scores.perplexity.mean,

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantforge.architectures.configuration import positions_in
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.evaluation.divergence import Estimate, final_hidden, finite
 from quantforge.evaluation.head import checked_head, compare_predictions
-from quantforge.evaluation.windows import positions_of
-from quantforge.formats.opening import open_model
 from quantforge.runtime.decoding import engine_of, generate_tokens
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import Loaded
@@ -117,11 +116,11 @@ class TokenizedPrompts:
         return answers
 
 
-def tokenized(paths: Sequence[Path], prompts: Prompts) -> TokenizedPrompts:
+def tokenized(models: Sequence[Checkpoint], prompts: Prompts) -> TokenizedPrompts:
     """Return prompts in the tokens of the first model; errors as `TokenizedPrompts.check`, for every model."""
-    found = TokenizedPrompts(prompts, text_side(paths[0], open_model(paths[0]).config))
-    for path in paths:
-        found.check(positions_of(path))
+    found = TokenizedPrompts(prompts, text_side(models[0].path, models[0].config))
+    for model in models:
+        found.check(positions_in(model.config))
     return found
 
 

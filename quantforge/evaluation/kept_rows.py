@@ -19,9 +19,8 @@ import torch
 
 from quantforge.checkpoint.disk import save
 from quantforge.checkpoint.files import read_object
-from quantforge.checkpoint.reader import CARD
+from quantforge.checkpoint.reader import CARD, Checkpoint
 from quantforge.errors import QuantForgeError
-from quantforge.formats.opening import open_model
 from quantforge.results import manifest
 from quantforge_files.roles import MANIFEST
 from quantforge_files.system import user_cache
@@ -60,28 +59,28 @@ class KeptRows:
 
 @contextmanager
 def keeping(
-    paths: Sequence[Path], options: EvaluationOptions, settings: Settings
+    models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings
 ) -> Iterator[KeptRows]:
     """Keep rows while the body measures and writes; delete them if it completes.
 
     Nothing is kept if figures depend on more than the key covers: code and data of tasks, an engine, an adapter.
 
     Args:
-        paths: the reference and the models.
+        models: the reference and the others.
         options: of the evaluation.
         settings: likewise.
     """
     kept = KeptRows()
     if not (options.tasks or options.engine or options.correction or settings.adapter):
-        kept = KeptRows(user_cache() / "evaluations" / f"{_key(paths, options, settings)}.json")
+        kept = KeptRows(user_cache() / "evaluations" / f"{_key(models, options, settings)}.json")
     if count := len(kept.rows):
-        settings.note(f"{count} of {len(paths)} models were measured before the interruption")
+        settings.note(f"{count} of {len(models)} models were measured before the interruption")
     try:
         yield kept
     except BaseException as error:
         if count := len(kept.rows):
-            what = "measures the others" if count < len(paths) else "writes what is missing"
-            error.add_note(f"{count} of {len(paths)} models are kept: the same command {what}")
+            what = "measures the others" if count < len(models) else "writes what is missing"
+            error.add_note(f"{count} of {len(models)} models are kept: the same command {what}")
         raise
     if kept.place is not None:
         with suppress(OSError):
@@ -91,10 +90,10 @@ def keeping(
                     other.unlink()
 
 
-def _key(paths: Sequence[Path], options: EvaluationOptions, settings: Settings) -> str:
+def _key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings) -> str:
     files: list[Path] = []
-    for path in paths:
-        parts = [*open_model(path).shards, manifest.place_of(path)] if path.is_file() else []
+    for path, shards in ((model.path, model.opened.shards) for model in models):
+        parts = [*shards, manifest.place_of(path)] if path.is_file() else []
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
     seen = [[str(file), *_state(file)] for file in files]
     machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]

@@ -20,15 +20,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantforge.architectures.configuration import positions_in
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.evaluation.windows import Windows, positions_of
+from quantforge.evaluation.windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.decoding import DecodingEngine, engine_of
@@ -62,7 +63,7 @@ class Pace:
 
 
 def measure_as_deployed(
-    path: Path,
+    model: Checkpoint,
     windows: Windows,
     bandwidth: float,
     *,
@@ -74,7 +75,7 @@ def measure_as_deployed(
     """Load a model as an engine would, generate, and measure time and memory.
 
     Args:
-        path: the model.
+        model: in its files.
         windows: the prompt is the beginning of the first.
         bandwidth: bytes per second, of `read_bandwidth` on the same device.
         device: where it runs.
@@ -85,13 +86,13 @@ def measure_as_deployed(
     Returns:
         Figures of a row of the report.
     """
-    prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, positions_of(path) - NEW_TOKENS))]
+    prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, positions_in(model.config) - NEW_TOKENS))]
     if torch.device(device).type == "cpu":
         tell("compiling programs for this processor")
         warm_up(dtype)
     tell("loading as an engine would")
     with PeakMemory(device) as peak:
-        loaded = load(path, device, dtype, input_bits=input_bits)
+        loaded = load(model, device, dtype, input_bits=input_bits)
         figures = measure_speed(loaded, prompt, bandwidth, cache)
     return {
         "read_bytes_per_token": loaded.read_bytes,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from quantforge.architectures.configuration import positions_in
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.opening import open_model
 from quantforge.runtime.text_side import as_input_errors, tokenizer_of
 from quantforge_calibration.tokenizer import TextTokenizer
 from quantforge_files.roles import SETTINGS, TOKENIZER
@@ -106,7 +106,7 @@ class Windows:
         return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
 
-def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:
+def cut_windows(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:
     """Tokenise a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
 
     Raises:
@@ -129,31 +129,26 @@ def cut(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windo
     return Windows(rows, bos)
 
 
-def check_comparable(path: Path, reference: Path, text: str, windows: Windows) -> None:
+def check_comparable(model: Checkpoint, reference: Checkpoint, text: str, windows: Windows) -> None:
     """Check that a model can be scored on the windows of its reference.
 
     Raises:
         InputError: it has fewer positions than a window has tokens, or its tokenizer makes other tokens of the text.
     """
     count, length = windows.ids.shape
-    positions = positions_of(path)
+    positions = positions_in(model.config)
     if positions < length:
         raise InputError(
-            f"{path}: windows of {length} tokens, the model has {positions} positions",
+            f"{model.path}: windows of {length} tokens, the model has {positions} positions",
             f"--length {positions}",
         )
-    if path == reference or _tokenizer_files(path) == _tokenizer_files(reference):
+    if model is reference or _tokenizer_files(model.path) == _tokenizer_files(reference.path):
         return
-    if cut(tokenizer_of(path), text, count, length).sha256 != windows.sha256:
+    if cut_windows(tokenizer_of(model), text, count, length).sha256 != windows.sha256:
         raise InputError(
-            f"{path}: its tokenizer makes other tokens of the text than that of {reference}",
+            f"{model.path}: its tokenizer makes other tokens of the text than that of {reference.path}",
             "compare a model with the one that it was made from",
         )
-
-
-def positions_of(path: Path) -> int:
-    """Return how many tokens a model can see; a very large number where it does not say."""
-    return positions_in(open_model(path).config)
 
 
 def _tokenizer_files(path: Path) -> list[bytes]:

@@ -117,10 +117,9 @@ class Loaded:
 
 @torch.no_grad()
 def load(
-    path: Path,
+    source: Path | Checkpoint,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    source: Checkpoint | None = None,
     *,
     input_bits: int = 16,
     share: Share | None = None,
@@ -128,10 +127,9 @@ def load(
     """Load a model of any format that is read.
 
     Args:
-        path: a directory or a GGUF file.
+        source: a directory or a GGUF file, or the checkpoint that was opened there.
         device: where it computes.
         dtype: of activations, and of the weights that are not quantized.
-        source: the model as it was opened already, e.g. with an adapter merged; opened here when left out.
         input_bits: of the integers to which products of packed weights round activations of 16 bits, where they do.
         share: of this process, where several hold one model: only `Decoder` computes it then, in all of them at once.
 
@@ -140,7 +138,7 @@ def load(
         RefusedError: a model that is written and not run here, or that processes do not share.
         ResourceError: a GPU has no room for it.
     """
-    checkpoint = source or readable(open_model(path))
+    checkpoint = readable(open_model(source)) if isinstance(source, Path) else source
     form = detect(checkpoint.config)
     stored = checkpoint.headers()
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
@@ -148,17 +146,17 @@ def load(
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
     names = _names_of(model, matched, checkpoint.config)
-    plain = decoded_weights(model, names, layouts, matched.architecture)
+    decoded = weights_to_decode(model, names, layouts, matched.architecture)
     where = torch.device(device)
     cuts = cuts_of(model, matched, layouts, share)
-    check_weights(*most_held(matched, layouts, stored, dtype, plain, cuts), free_bytes(where))
+    check_weights(*most_held(matched, layouts, stored, dtype, decoded, cuts), free_bytes(where))
     filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
-    filler.fill(model, names, plain)
+    filler.fill(model, names, decoded)
     filler.events += round_inputs(model, input_bits)
     found = kv_scales.found(checkpoint.config, stored)
     return Loaded(
         model=model,
-        path=path,
+        path=checkpoint.path,
         format=form.KEY,
         scheme=checkpoint.facts.get(PRECISION) or scheme_shares(layouts, checkpoint.dtype),
         bits_per_weight=bits,
@@ -220,7 +218,7 @@ def _round_cache(
     return scales or None
 
 
-def decoded_weights(
+def weights_to_decode(
     model: nn.Module,
     names: WeightMapping,
     layouts: Mapping[str, ModuleLayout],
@@ -317,13 +315,15 @@ class SkeletonFiller:
         self._dtype = dtype
         self.events: list[Event] = []
 
-    def fill(self, model: PreTrainedModel, names: WeightMapping, plain: Mapping[str, str]) -> None:
+    def fill(
+        self, model: PreTrainedModel, names: WeightMapping, decoded: Mapping[str, str]
+    ) -> None:
         """Fill all parameters; buffers keep their type and move to the device.
 
         Args:
             model: the skeleton.
             names: of which stored tensors its parameters are made.
-            plain: quantized weights that are decoded, and why (`decoded_weights`).
+            decoded: quantized weights that are decoded, and why (`weights_to_decode`).
 
         Raises:
             RefusedError: inputs of a layer that has to be decoded are rounded, or the model is not run here.
@@ -338,7 +338,7 @@ class SkeletonFiller:
             layout = self._layouts.get(_module_of(source.stored[0]))
             if source.stored[0] in names.places:
                 continue
-            if layout is not None and source.stored[0] not in plain:
+            if layout is not None and source.stored[0] not in decoded:
                 packed.append((_module_of(next(iter(source.parameters))), layout))
                 continue
             for name, value in names.make(source, self._decoded).items():
@@ -364,7 +364,7 @@ class SkeletonFiller:
         self.events += fill_experts(model, names, weights)
         _tie(model, names.tied)
         _check_filled(model, self._checkpoint.path)
-        self._report(plain)
+        self._report(decoded)
         sum_parts(model, self._cuts)
         if find_base_model(model) is None:
             raise RefusedError(

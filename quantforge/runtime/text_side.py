@@ -15,8 +15,9 @@ from typing import Any
 from quantforge.architectures import text_config
 from quantforge.architectures.configuration import embedding_rows, positions_in
 from quantforge.checkpoint.files import FILES
+from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.opening import open_model, tokenizer_folder
+from quantforge.formats.opening import tokenizer_folder
 from quantforge_calibration.chat import ChatTemplate, find_chat_template
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
@@ -63,15 +64,14 @@ def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
     return TextSide(tokenizer, template, frozenset(stop + own), positions_in(config))
 
 
-def tokenizer_of(path: Path) -> TextTokenizer:
-    """Load the tokenizer of a model directory, or that of a GGUF file.
+def tokenizer_of(model: Checkpoint) -> TextTokenizer:
+    """Load the tokenizer of a model.
 
     Raises:
-        InputError: there is none that can be read, or no model.
+        InputError: there is none that can be read.
     """
-    rows = embedding_rows(open_model(path).config)
-    with tokenizer_folder(path) as (folder, _), as_input_errors():
-        return load_tokenizer(folder, rows)
+    with tokenizer_folder(model.path) as (folder, _), as_input_errors():
+        return load_tokenizer(folder, embedding_rows(model.config))
 
 
 @contextmanager

@@ -95,13 +95,13 @@ def evaluate(
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         _check_engine(options.get("engine", ""), paths)
-        opened = [open_model(path) for path in paths]
+        opened = [readable(open_model(path)) for path in paths]
         for checkpoint in opened:  # what cannot be read shows before anything is loaded
-            detect(readable(checkpoint).config)
+            detect(checkpoint.config)
             if checkpoint.declaration_note:
                 settings.note(f"{checkpoint.path}: quantization: {checkpoint.declaration_note}")
         for checkpoint in opened[1:]:
-            _note_swapped(opened[0], checkpoint, settings)
+            _note_swapped(opened[0].opened, checkpoint.opened, settings)
             _note_other_adapter(opened[0].path, checkpoint.path, settings, options.get("card"))
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
@@ -118,10 +118,10 @@ def evaluate(
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keeping(paths, resolved, settings) as kept:
-            evaluation = compare_models(paths[0], paths[1:], resolved, settings, kept)
+        with keeping(opened, resolved, settings) as kept:
+            evaluation = compare_models(opened, resolved, settings, kept)
             if card:
-                write_card_of(Path(card), evaluation, opened[0], settings.base_model)
+                write_card_of(Path(card), evaluation, opened[0].opened, settings.base_model)
         return evaluation
 
 

@@ -61,13 +61,14 @@ def check_text(reference: Path, source: str, length: int | None, *, offline: boo
         UsageError: as `read_text`.
         InputError: the text cannot be read, is too short, or the reference has no tokenizer.
     """
-    from quantforge.evaluation.windows import LENGTH, cut
+    from quantforge.evaluation.windows import LENGTH, cut_windows
+    from quantforge.formats.opening import open_model
     from quantforge.runtime.text_side import tokenizer_of
 
     tokens = LENGTH if length is None else length
     text_name(source)
     text = read_text(source, BYTES_OF_TOKEN * tokens, offline=offline)
-    cut(tokenizer_of(reference), text, 1, tokens)
+    cut_windows(tokenizer_of(open_model(reference)), text, 1, tokens)
 
 
 def text_name(source: str) -> str:

@@ -30,7 +30,7 @@ from quantforge.architectures.match import Matched
 from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.divergence import Estimate
-from quantforge.evaluation.windows import cut
+from quantforge.evaluation.windows import cut_windows
 from quantforge.formats import kv_scales
 from quantforge.formats.checks import positive
 from quantforge.formats.configuration import quantization_config
@@ -388,7 +388,7 @@ def windows_of(source: Original) -> Tensor:
     count, length = ids.shape
     try:
         text = "\n".join(builtin("evaluation"))[:CHARACTERS]
-        words = cut(tokenizer_of(source.checkpoint.path), text, count, length).ids
+        words = cut_windows(tokenizer_of(source.checkpoint), text, count, length).ids
     except InputError:
         return ids
     return words if len(words) > 1 and int(words.max()) < _vocabulary(matched) else ids

@@ -23,6 +23,7 @@ from quantforge.evaluation import kept_rows
 from quantforge.evaluation.compare_models import EvaluationOptions
 from quantforge.evaluation.kept_rows import keeping
 from quantforge.evaluation.tasks import Tasks
+from quantforge.formats.opening import open_model
 from quantforge.settings import Settings
 from quantforge.verbs import evaluate
 from tests.runs import StopError, command, ended, forked, quantize, recipe
@@ -49,10 +50,10 @@ def loaded(monkeypatch, stop=lambda _: None):
     """Return the names of the models that are loaded from now on."""
     names, load = [], evaluation.load
 
-    def counting(path, *arguments, **options):
-        stop(path)
-        names.append(path.name)
-        return load(path, *arguments, **options)
+    def counting(source, *arguments, **options):
+        stop(source.path)
+        names.append(source.path.name)
+        return load(source, *arguments, **options)
 
     monkeypatch.setattr(evaluation, "load", counting)
     return names
@@ -188,7 +189,10 @@ def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache,
     settings = Settings(adapter=others.get("adapter"))
     chosen = {name: value for name, value in others.items() if name != "adapter"}
     options = EvaluationOptions("text", "name", **chosen)
-    with suppress(StopError), keeping([model, *models], options, settings) as kept:
+    with (
+        suppress(StopError),
+        keeping([open_model(path) for path in (model, *models)], options, settings) as kept,
+    ):
         kept.keep({"perplexity": 1.0})
         raise StopError
     assert bool([*cache.glob("*")]) == (not others)

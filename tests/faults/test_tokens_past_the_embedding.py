@@ -9,20 +9,18 @@ import pytest
 
 from quantforge import verbs
 from quantforge.errors import InputError
-from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.generated import Prompts
 from quantforge.evaluation.task_model import TaskModel
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
-from quantforge.runtime.text_side import tokenizer_of
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge.verbs.imatrix import make_imatrix
 from quantforge.verbs.plan import plan
 from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY
-from tests.evaluations import TEXT, options
+from tests.evaluations import TEXT, compared, options, tokenizer_at
 from tests.gguf_exports import edited, export
 from tests.runs import command
 
@@ -73,9 +71,9 @@ def calibrated(model, text, out, *, run):
 ENTRANCES = {
     "generate": (lambda m, t, out: verbs.generate(m, NAMED, raw=True), "the prompt: "),
     "chat": (lambda m, t, out: verbs.generate(m, NAMED), "the prompt in the model's chat template: "),
-    "eval": (lambda m, t, out: compare_models(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
+    "eval": (lambda m, t, out: compared(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
     "eval --generated": (
-        lambda m, t, out: compare_models(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
+        lambda m, t, out: compared(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
         "--generated: prompt 2: "),
     "tasks": (
         lambda m, t, out: evaluate_tasks(m, [("a", "b"), (NAMED, " b")]),
@@ -92,7 +90,7 @@ def evaluate_tasks(model, pairs):
     from quantforge.runtime.text_side import as_input_errors
 
     with as_input_errors():  # as `evaluate`
-        return TaskModel(load(model).model, tokenizer_of(model), 64).continuations(pairs)
+        return TaskModel(load(model).model, tokenizer_at(model), 64).continuations(pairs)
 
 
 @pytest.mark.parametrize("name", ENTRANCES)
@@ -137,11 +135,11 @@ def test_a_token_that_begins_every_text_is_refused_and_one_that_ends_them_is_non
     both = edited(model, tmp_path / "m", lambda it: None)
     ends = {**config, "eos_token": "<image>"}
     (both / "tokenizer_config.json").write_text(json.dumps(ends))
-    assert tokenizer_of(both).eos_id is None
+    assert tokenizer_at(both).eos_id is None
     begins = {**config, "bos_token": "<image>", "add_bos_token": True}
     (both / "tokenizer_config.json").write_text(json.dumps(begins))
     with pytest.raises(InputError, match="the token that begins every text"):
-        tokenizer_of(both)
+        tokenizer_at(both)
 
 
 @pytest.mark.parametrize("values", [{}, {"special": False}, {"id": VOCABULARY + 7}])
@@ -158,7 +156,7 @@ def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
     from quantforge.evaluation.llama_cpp import LlamaCpp
 
     ids = LlamaCpp(tmp_path / "x.gguf", 32).tokenize(NAMED, special=True)
-    assert ids == tokenizer_of(tmp_path / "x.gguf").encode(NAMED)
+    assert ids == tokenizer_at(tmp_path / "x.gguf").encode(NAMED)
     assert max(ids) < VOCABULARY
 
 

@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from quantforge import verbs
 from quantforge.architectures.match import Role
-from quantforge.evaluation.compare_models import compare_models
 from quantforge.formats.opening import open_model
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions, Rule
@@ -16,7 +15,7 @@ from quantforge.runtime.load import load
 from quantforge.verification.opening import open_source
 from quantforge.verification.verify import verify
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
-from tests.evaluations import options
+from tests.evaluations import compared, options
 from tests.runs import quantize, recipe
 from tests.thorough import further, usual
 
@@ -52,7 +51,7 @@ def test_convolution_and_attention_layers(tiny: Tiny, tmp_path: Path, method: st
     assert torch.equal(ours, theirs(tmp_path / "q"))
     assert not torch.equal(ours, theirs(source))
     assert verify(tmp_path / "q", source).findings == []
-    assert 0 < compare_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
+    assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.002
 
 
 @pytest.mark.parametrize("family", ["gpt2", "openai-gpt"])
@@ -122,7 +121,7 @@ def test_experts_one_by_one(
     assert not torch.equal(ours, theirs(source))
     assert list(loaded.events) == []
     assert verify(tmp_path / "q", source).findings == []
-    assert 0 < compare_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
+    assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
 
 
 def test_experts_that_the_loader_unrolls_are_taken_one_by_one(tiny: Tiny, tmp_path: Path) -> None:
@@ -182,7 +181,7 @@ def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, fami
         expected, ours = model(IDS).logits, load(tmp_path / "q").model(IDS).logits
     assert (ours - expected).abs().max() <= MOST
     assert verify(tmp_path / "q", source).findings == []
-    assert 0 < compare_models(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
+    assert 0 < compared(source, [tmp_path / "q"], options()).rows[1]["kl_mean"] < 0.005
 
 
 @pytest.mark.parametrize("family", ["deepseek-v32", "gpt-oss"])

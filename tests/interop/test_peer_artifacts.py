@@ -23,6 +23,7 @@ from quantforge.settings import Settings
 from quantforge.verbs.inspect import inspect
 from quantforge.verification.verify import verify
 from tests import peers
+from tests.evaluations import compared
 
 RECORDS = {path.stem: path for path in sorted(peers.FIXTURES.glob("*.json"))}
 TEXT = "the weights of the model are rounded to the nearest point of the grid, row by row; " * 8
@@ -94,7 +95,7 @@ def test_a_healthy_artifact_passes_verify_with_and_without_its_source(name, sour
 def test_it_is_evaluated_against_its_source(name, source):
     model = source(record(name)["source"])
     options = evaluation.EvaluationOptions(TEXT, "text", windows=2, length=64, speed=False)
-    row = evaluation.compare_models(model, [artifact(name)], options).rows[1]
+    row = compared(model, [artifact(name)], options).rows[1]
     assert 0 < row["kl_mean"] < KL.get(name, 0.5)
 
 

@@ -11,7 +11,6 @@ import torch
 from quantforge import verbs
 from quantforge.architectures import families
 from quantforge.errors import UsageError
-from quantforge.evaluation.compare_models import compare_models
 from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.model.statistics import Statistic
@@ -19,7 +18,7 @@ from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests.conftest import SIZES, Tiny, randomise, tiny_tokenizer
-from tests.evaluations import options
+from tests.evaluations import compared, options
 from tests.runs import copied, quantize, recipe
 from tests.toys import halving, squares
 from tests.toys import hyperclovax as hyperclovax_family
@@ -41,7 +40,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert done.plan.method == "halving"
     assert len(halving.SEEN) == 8  # shared inputs of two blocks
     assert verify(tmp_path / "q", model).findings == []
-    rows = compare_models(model, [tmp_path / "q"], options()).rows
+    rows = compared(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     for text in ("awq+halving", "halving+rtn"):
         if text.startswith("awq"):
@@ -79,7 +78,7 @@ def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(plan.quantized()) == 7 * SIZES["num_hidden_layers"]
     quantize(hyperclovax, tmp_path / "q", wanted)
     assert verify(tmp_path / "q", hyperclovax).findings == []
-    rows = compare_models(hyperclovax, [tmp_path / "q"], options()).rows
+    rows = compared(hyperclovax, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
 
 
@@ -99,7 +98,7 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (lying / "config.json").write_text(config.replace('"left_out": []', '"left_out": ["up_proj"]'))
     found = verify(lying, engine="other", forward=False).findings
     assert {"ignore-list", "engine"} <= {item.check for item in found}
-    rows = compare_models(model, [tmp_path / "q"], options()).rows
+    rows = compared(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     other = recipe(format="compressed-tensors")
     verbs.export(str(tmp_path / "q"), other, tmp_path / "ct", Settings(), allow_inexact=True)
@@ -119,6 +118,6 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         quantize(model, tmp_path / method, wanted)
         assert verify(tmp_path / method, model).findings == []
     places = [tmp_path / method for method in ("rtn", "gptq")]
-    plain, compensated = compare_models(model, places, options()).rows[1:]
+    plain, compensated = compared(model, places, options()).rows[1:]
     assert 0 < plain["kl_mean"] < 0.2
     assert 0 < compensated["kl_mean"] < 0.2

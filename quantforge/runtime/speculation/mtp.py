@@ -80,7 +80,7 @@ def read_mtp(loaded: Loaded) -> MtpLayer:
     source, joins = as_model(checkpoint, str(loaded.path))
     embedding = loaded.model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
-    layer = load(loaded.path, str(embedding.device), loaded.dtype, source)
+    layer = load(source, str(embedding.device), loaded.dtype)
     read = {}
     for name, stored in joins.items():
         value = checkpoint.read(stored)

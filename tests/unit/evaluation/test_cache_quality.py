@@ -21,15 +21,15 @@ from quantforge.evaluation.cache_quality import (
     trial_of,
     try_caches,
 )
-from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.windows import Windows
+from quantforge.formats.opening import open_model
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.verbs.evaluate import check_measurement
 from quantforge_kernels.kv import PAGE
 from tests.conftest import make_tiny
-from tests.evaluations import TEXT, options
+from tests.evaluations import TEXT, compared, options
 
 KINDS = ("int8", "int4", "k=int8,v=int4")
 ROOT = Path(__file__).parents[3]
@@ -42,7 +42,7 @@ def source(tiny):
 
 @pytest.fixture(scope="module")
 def trial(source):
-    return trial_of([source], TEXT * 4, KINDS, 400)
+    return trial_of([open_model(source)], TEXT * 4, KINDS, 400)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def rows(source, trial):
 
 def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
     """A file that states scales of its cache has no others when it is served in fp8."""
-    found = trial_of([source], TEXT * 2, ("fp8",), 200)
+    found = trial_of([open_model(source)], TEXT * 2, ("fp8",), 200)
     loaded = load(source, dtype=torch.float32)
     coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
     scales = dict.fromkeys(range(loaded.model.config.num_hidden_layers), (coarse, coarse))
@@ -65,16 +65,16 @@ def test_windows_are_as_long_as_the_positions(source, trial):
 
 
 def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
-    found = trial_of([source], TEXT[:240], ("16bit",), 400)
+    found = trial_of([open_model(source)], TEXT[:240], ("16bit",), 400)
     assert 2 <= found.windows.ids.shape[1] < 128
     assert found.kinds == ()
     with pytest.raises(InputError, match="nothing to score"):
-        trial_of([source], "", ("int8",), 400)
+        trial_of([open_model(source)], "", ("int8",), 400)
 
 
 def test_contexts_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
     model = make_tiny("llama", tmp_path / "long", max_position_embeddings=1 << 14)
-    found = trial_of([model], TEXT * 200, ("int8",), 400)
+    found = trial_of([open_model(model)], TEXT * 200, ("int8",), 400)
     assert found.windows.ids.shape == (1, 8192)
     assert [one.distance for one in found.keys] == [32 << n for n in range(8)]
     ranges = [*_by_position(torch.ones(2, 8191))]
@@ -174,14 +174,14 @@ def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):
 
 def test_an_evaluation_has_them_and_its_document_is_the_published_one(source):
     changed = options(text=TEXT * 4, caches=("int8", "k=int8,v=int4"), windows=20)
-    found = compare_models(source, [source], changed)
+    found = compared(source, [source], changed)
     assert [row["kind"] for row in found.rows[1]["caches"]] == ["16bit", "int8", "k=int8,v=int4"]
     assert found.rows[0]["caches"] == found.rows[1]["caches"]
     document = json.loads(json.dumps(found.to_json()))
     assert document["caches"]["length"] == 128
     schema = json.loads((ROOT / "docs" / "eval.schema.json").read_text())
     jsonschema.validate(document, schema)
-    assert compare_models(source, [], options()).to_json()["caches"] is None
+    assert compared(source, [], options()).to_json()["caches"] is None
 
 
 @pytest.mark.parametrize("family", ["deepseek-v3", "falcon-h1", "gpt2"])
@@ -190,7 +190,7 @@ def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, mo
         "quantforge.evaluation.compare_models.load", lambda *_: pytest.fail("loaded")
     )
     with pytest.raises(RefusedError, match="own decoder"):
-        compare_models(tiny(family), [], options(caches=("int8",)))
+        compared(tiny(family), [], options(caches=("int8",)))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from quantforge.evaluation import divergence, head
-from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.divergence import (
     Divergence,
     Estimate,
@@ -25,7 +24,7 @@ from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
-from tests.evaluations import options, windows_of
+from tests.evaluations import compared, options, windows_of
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt"])
@@ -36,7 +35,7 @@ def test_perplexity_is_that_of_the_loss_of_transformers(tiny, family):
     windows = windows_of(tiny(family))
     with torch.inference_mode():
         losses = [peer(ids[None], labels=ids[None]).loss.double().item() for ids in windows.ids]
-    row = compare_models(tiny(family), [], options()).rows[0]
+    row = compared(tiny(family), [], options()).rows[0]
     assert row["nll"] == pytest.approx(sum(losses) / 4, rel=1e-6)
     assert row["perplexity"] == pytest.approx(math.exp(sum(losses) / 4), rel=1e-5)
 

@@ -19,7 +19,7 @@ from quantforge.cli.evaluate import failed_gates
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation import compare_models as run
 from quantforge.evaluation import divergence, report, speed, tasks
-from quantforge.evaluation.compare_models import Evaluation, compare_models
+from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.generated import Prompts
 from quantforge.execution.progress import followed
@@ -28,7 +28,7 @@ from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge_kernels.cpu import features
-from tests.evaluations import TEXT, options, windows_of
+from tests.evaluations import TEXT, compared, options, windows_of
 
 KEYS = {
     "path", "format", "scheme", "bits_per_weight", "weight_bytes", "held_bytes", "read_bytes_per_token",
@@ -55,7 +55,7 @@ def found(tiny, rounded) -> Evaluation:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
         patch.setattr(speed, "SECONDS", 0.0)
-        return compare_models(source, [source, rounded], options(speed=True))
+        return compared(source, [source, rounded], options(speed=True))
 
 
 def with_bos(source: Path, target: Path) -> Path:
@@ -85,7 +85,7 @@ def test_with_bos_every_window_begins_with_it(tiny, tmp_path):
     ids = Tokenizer.from_file(str(path / "tokenizer.json")).encode(TEXT, add_special_tokens=False)
     assert windows.bos == 0
     assert windows.ids.tolist() == [[0, *ids.ids[i : i + 23]] for i in range(0, 92, 23)]
-    protocol = compare_models(path, [], options()).protocol
+    protocol = compared(path, [], options()).protocol
     assert protocol.bos == 0
     assert protocol.tokens_scored == 4 * 23
     assert protocol.tokens_sha256 == windows.sha256
@@ -98,7 +98,7 @@ def test_fewer_windows_when_the_text_is_short(tiny):
 @pytest.mark.parametrize("text", ["", "the"])
 def test_nothing_to_score_is_an_error(tiny, text):
     with pytest.raises(InputError, match="nothing to score"):
-        compare_models(tiny("llama-tied"), [], options(text=text))
+        compared(tiny("llama-tied"), [], options(text=text))
 
 
 def test_the_protocol_says_what_was_scored(found):
@@ -114,7 +114,7 @@ def test_the_protocol_says_what_was_scored(found):
 def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
     """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
     source, told = tiny("llama-tied"), []
-    eight = compare_models(source, [rounded], options(), Settings(input_bits=8, note=told.append))
+    eight = compared(source, [rounded], options(), Settings(input_bits=8, note=told.append))
     assert eight.rows[0]["nll"] == found.rows[0]["nll"]
     assert "llvm-int8" in eight.rows[1]["kernels"]
     assert "llvm-int8" not in found.rows[2]["kernels"]
@@ -134,9 +134,7 @@ def test_what_keeps_its_inputs_is_told(tiny, tmp_path):
     recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
     quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())
     told: list[str] = []
-    compare_models(
-        tiny("llama"), [tmp_path / "nf4"], options(), Settings(input_bits=8, note=told.append)
-    )
+    compared(tiny("llama"), [tmp_path / "nf4"], options(), Settings(input_bits=8, note=told.append))
     assert any(line.startswith("nf4: ") and "keep activations of 16 bits" in line for line in told)
 
 
@@ -152,7 +150,7 @@ def test_a_model_does_not_differ_from_itself(found):
 
 def test_hidden_states_on_disk_give_the_same_figures(tiny, rounded, tmp_path, found, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    on_disk = compare_models(tiny("llama-tied"), [rounded], options(), Settings(activations="disk"))
+    on_disk = compared(tiny("llama-tied"), [rounded], options(), Settings(activations="disk"))
     assert on_disk.rows[1]["kl_mean"] == found.rows[2]["kl_mean"]
     assert list(tmp_path.iterdir()) == []
 
@@ -175,7 +173,7 @@ def test_a_model_that_gives_no_numbers_has_no_figure(tiny):
 def test_another_tokenizer_is_refused(tiny, tmp_path):
     other = with_bos(tiny("llama-tied"), tmp_path)
     with pytest.raises(InputError, match="other tokens of the text"):
-        compare_models(tiny("llama-tied"), [other], options())
+        compared(tiny("llama-tied"), [other], options())
 
 
 def test_another_vocabulary_is_refused(tiny):
@@ -188,8 +186,8 @@ def test_another_vocabulary_is_refused(tiny):
 
 def test_windows_longer_than_the_model_are_refused(tiny):
     with pytest.raises(InputError, match="128 positions"):
-        compare_models(tiny("llama-tied"), [], options(length=129))
-    assert compare_models(tiny("llama-tied"), [], options(length=128)).rows
+        compared(tiny("llama-tied"), [], options(length=129))
+    assert compared(tiny("llama-tied"), [], options(length=128)).rows
 
 
 def test_a_head_that_does_more_is_refused(tiny, monkeypatch):
@@ -214,7 +212,7 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
     asked = options(
         text=TEXT * 4, caches=("int4",), prompts=Prompts("a test", ("the weights of",), 8)
     )
-    plain = compare_models(tiny("llama-tied"), [rounded], asked).rows[1]
+    plain = compared(tiny("llama-tied"), [rounded], asked).rows[1]
     assert plain["generated"]["kl_mean"] > 0.001
     for model in (tiny("llama-tied"), rounded):
         place = shutil.copytree(model, tmp_path / model.name)
@@ -222,7 +220,7 @@ def test_answers_and_caches_are_scored_with_a_checked_head(tiny, rounded, tmp_pa
         config["final_logit_softcapping"] = 1.0  # a llama of transformers applies none
         (place / "config.json").write_text(json.dumps(config))
     copies = tmp_path / tiny("llama-tied").name, tmp_path / rounded.name
-    capped = compare_models(copies[0], [copies[1]], asked).rows[1]
+    capped = compared(copies[0], [copies[1]], asked).rows[1]
     for figures in ("kl_mean", "generated", "caches"):
         assert capped[figures] == plain[figures]
 
@@ -262,7 +260,7 @@ def test_speed_and_memory_are_measured(found):
 
 
 def test_without_speed_and_with_one_window_figures_are_absent(tiny):
-    row = compare_models(tiny("llama-tied"), [], options(windows=1)).rows[0]
+    row = compared(tiny("llama-tied"), [], options(windows=1)).rows[0]
     assert row["perplexity"] > 1
     assert row["perplexity_se"] is None
     assert row["peak_bytes"] is row["tpot_seconds"] is row["bandwidth_use"] is None
@@ -283,14 +281,14 @@ def test_one_model_at_a_time(tiny, rounded, monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "SECONDS", 0.0)
-    compare_models(tiny("llama-tied"), [rounded, rounded], options(speed=True))
+    compared(tiny("llama-tied"), [rounded, rounded], options(speed=True))
     assert len(loaded) == 6
 
 
 def test_progress_counts_windows(tiny):
     told = []
     with followed(told.append):
-        compare_models(tiny("llama-tied"), [], options())
+        compared(tiny("llama-tied"), [], options())
     (last,) = [one for one in told if one.step == "windows of the text" and one.done == 4]
     assert (last.phase, last.total) == (f"scoring {tiny('llama-tied').name}", 4)
     shares = [one.share for one in told]
@@ -333,7 +331,7 @@ def test_a_tokenizer_that_fails_on_the_text_is_bad_input(tiny, tmp_path):
     model = shutil.copytree(tiny("llama-tied"), tmp_path / "model")
     Tokenizer(WordLevel({"word": 0}, unk_token="absent")).save(str(model / "tokenizer.json"))
     with pytest.raises(InputError, match=r"tokenizer\.json cannot encode a text of \d{3}"):
-        compare_models(model, [], options())
+        compared(model, [], options())
 
 
 def test_figures_of_tasks_are_finite_numbers():

@@ -9,15 +9,13 @@ import torch
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.block_errors import block_errors, block_states
-from quantforge.evaluation.compare_models import compare_models
 from quantforge.evaluation.generated import Answer, Prompts, parting, summary
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
-from quantforge.runtime.text_side import tokenizer_of
 from quantforge.settings import Settings
 from quantforge.verbs import quantize
 from quantforge.verbs.scored_text import PROMPTS, prompts_name, read_prompts
-from tests.evaluations import options, windows_of
+from tests.evaluations import compared, options, tokenizer_at, windows_of
 
 ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)
 
@@ -33,13 +31,13 @@ def models(tiny, tmp_path_factory):
 @pytest.mark.tokens
 def test_answers_and_divergence_equal_those_of_transformers(models):
     source, rounded = models
-    _, itself, row = compare_models(source, [source, rounded], options(prompts=ASKED)).rows
+    _, itself, row = compared(source, [source, rounded], options(prompts=ASKED)).rows
     assert itself["generated"]["kl_mean"] == 0
     assert itself["generated"]["parted"] == 0
     assert itself["generated"]["length_ratio"] == 1
 
     reference, model = load(source).model, load(rounded).model
-    tokenizer = tokenizer_of(source)
+    tokenizer = tokenizer_at(source)
     means, texts, first = [], [], []
     with torch.inference_mode():
         for text in ASKED.texts:
@@ -90,7 +88,7 @@ def test_answers_that_part_are_told_from_those_that_end_early():
 def test_prompts_that_leave_no_room_are_refused_before_the_work(models):
     prompts = Prompts("long", ("short", "the weights " * 60), 64)
     with pytest.raises(InputError, match=r"prompt 2 has \d+ tokens, 64 are generated"):
-        compare_models(models[0], [], options(prompts=prompts))
+        compared(models[0], [], options(prompts=prompts))
 
 
 def test_prompts_are_paragraphs_or_records(tmp_path):

@@ -14,7 +14,7 @@ from quantforge.evaluation.task_model import Generation, TaskModel, batches, dis
 from quantforge.evaluation.tasks import Tasks, check
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.text_side import tokenizer_of
+from tests.evaluations import tokenizer_at
 
 PAIRS = [
     ("the weights of the", " model are rounded"), ("1 + 1 =", " 2"), ("", "the grid"),
@@ -28,7 +28,7 @@ def made(tiny):
 
     @cache
     def make(family: str = "llama", positions: int = 64) -> TaskModel:
-        return TaskModel(load(tiny(family)).model, tokenizer_of(tiny(family)), positions)
+        return TaskModel(load(tiny(family)).model, tokenizer_at(tiny(family)), positions)
 
     return make
 
@@ -154,7 +154,7 @@ def test_more_tokens_than_positions_are_refused(made):
 
 def test_a_likelihood_that_is_no_number_is_an_error(tiny):
     model = load(tiny("llama")).model
-    answers = TaskModel(model, tokenizer_of(tiny("llama")), 64)
+    answers = TaskModel(model, tokenizer_at(tiny("llama")), 64)
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = float("nan")
     with pytest.raises(InputError, match="NaN or infinite"):

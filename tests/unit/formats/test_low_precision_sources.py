@@ -238,7 +238,7 @@ def test_experts_in_blocks_are_decoded_as_transformers_does(tiny: Tiny, tmp_path
     ids = torch.arange(24).view(1, -1)
     with torch.no_grad():
         expected = theirs.float()(ids).logits
-        found = load(model, source=source).model(ids).logits
+        found = load(source).model(ids).logits
         again = load(model).model(ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found, again)

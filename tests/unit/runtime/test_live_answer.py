@@ -12,8 +12,9 @@ import quantforge
 from quantforge.errors import UsageError
 from quantforge.runtime.generation_options import AnswerLimits, Sampling, limits_from
 from quantforge.runtime.text_model import LiveAnswer, TextModel
-from quantforge.runtime.text_side import TextSide, tokenizer_of
+from quantforge.runtime.text_side import TextSide
 from tests.conftest import Tiny
+from tests.evaluations import tokenizer_at
 from tests.unit.runtime.test_token_stream import Fixed
 
 DEMO = Path(__file__).parents[3] / "models/demo"
@@ -24,7 +25,7 @@ def answer_of(
     texts: list[str], tiny: Tiny, limits: AnswerLimits
 ) -> tuple[list[str], LiveAnswer, Fixed]:
     """Return pieces, and the answer, of a model that says given texts."""
-    tokenizer = tokenizer_of(tiny("llama"))
+    tokenizer = tokenizer_at(tiny("llama"))
     said = [[*tokenizer.encode_all(text), END] for text in texts]
     longest = max(map(len, said))
     steps = [[ids[min(place, len(ids) - 1)] for ids in said] for place in range(longest)]
@@ -55,7 +56,7 @@ def test_a_stop_string_ends_the_text_before_it(
     (choice,) = answer.generated().choices
     assert "".join(pieces) == choice.text == before
     assert (choice.stop, choice.stopped) == (found, "stop" if found else "end")
-    text = tokenizer_of(tiny("llama")).decode(choice.tokens)
+    text = tokenizer_at(tiny("llama")).decode(choice.tokens)
     assert text.startswith(before + (found or ""))  # tokens are those of the string too
     assert engine.steps == len(choice.tokens) + (found is None)  # nothing is computed behind it
 
@@ -69,7 +70,7 @@ def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
 
 def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
     """It becomes U+FFFD when nothing follows."""
-    first = len(tokenizer_of(tiny("llama")).encode_all("a 世")) - 1
+    first = len(tokenizer_at(tiny("llama")).encode_all("a 世")) - 1
     limits = AnswerLimits(first, stop=("\ufffd",))
     pieces, answer, _ = answer_of(["a 世"], tiny, limits)
     assert answer.generated().stopped == "stop"
@@ -89,7 +90,7 @@ def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
 
 
 def test_an_answer_that_nobody_waited_for_was_interrupted(tiny: Tiny) -> None:
-    tokenizer = tokenizer_of(tiny("llama"))
+    tokenizer = tokenizer_at(tiny("llama"))
     side = TextSide(tokenizer, None, frozenset(), 1000)
     engine = Fixed([[token] for token in tokenizer.encode_all("one two three")])
     answer = LiveAnswer(TextModel("m", "own", engine, side), [5], AnswerLimits(9), templated=False)
@@ -112,7 +113,7 @@ def test_log_probabilities_are_those_of_transformers() -> None:
     assert choice.logprobs is not None
     assert [one.chosen.id for one in choice.logprobs] == list(choice.tokens)
     assert "".join(one.chosen.text for one in choice.logprobs) == choice.text
-    tokenizer = tokenizer_of(DEMO)
+    tokenizer = tokenizer_at(DEMO)
     prompt = tokenizer.encode("import os")
     prompt = prompt if tokenizer.bos_id is None else [tokenizer.bos_id, *prompt]
     peer = AutoModelForCausalLM.from_pretrained(DEMO, dtype=loaded.model.dtype)
@@ -157,7 +158,7 @@ def test_beams_are_answers_with_scores() -> None:
     (one,) = greedy.choices
     assert one.logprobs is not None
     assert scores[0] >= math.fsum(token.chosen.logprob for token in one.logprobs) - 0.05
-    assert found.text == tokenizer_of(DEMO).decode(found.tokens)
+    assert found.text == tokenizer_at(DEMO).decode(found.tokens)
     assert quantforge.generate(loaded, "import", beams=1, **wanted).tokens == greedy.tokens
 
 

@@ -12,10 +12,11 @@ import torch
 from quantforge.errors import InputError
 from quantforge.runtime.generation_options import AnswerLimits
 from quantforge.runtime.text_model import LiveAnswer, TextModel
-from quantforge.runtime.text_side import TextSide, tokenizer_of
+from quantforge.runtime.text_side import TextSide
 from quantforge.runtime.text_stream import PARTIAL, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.conftest import Tiny
+from tests.evaluations import tokenizer_at
 
 TEXT = "Grüße, 世界 👩‍🚀 naïve\n\tvoilà  ∑ \u00a0x"
 
@@ -48,7 +49,7 @@ def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
 
 
 def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
-    tokenizer = tokenizer_of(tiny("llama"))
+    tokenizer = tokenizer_at(tiny("llama"))
     assert len(tokenizer.encode_all("世")) > 1  # a character of several tokens
     pieces = streamed(tokenizer, "A beginning. ", TEXT)
     assert "".join(pieces) == TEXT
@@ -57,7 +58,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
 
 
 def test_what_never_becomes_whole_comes_at_the_end(tiny: Tiny) -> None:
-    tokenizer = tokenizer_of(tiny("llama"))
+    tokenizer = tokenizer_at(tiny("llama"))
     stream = TextStream(tokenizer, [])
     first = tokenizer.encode_all("世")[0]
     assert stream.add(first) == ""
