@@ -329,8 +329,6 @@ def round_inputs(model: nn.Module, bits: int) -> list[Event]:
     Returns:
         An event, where one of them keeps 16 bits.
     """
-    if bits == EXACT:
-        return []
     packed = {name: one for name, one in model.named_modules() if isinstance(one, PackedWeights)}
     kept = {name: one.weights for name, one in packed.items() if not one.round_inputs(bits)}
     if packed and not kept:

@@ -48,7 +48,7 @@ from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache import LayerScales
 from quantforge.runtime.cache_scales import RoundedCache, listen, read_scales
-from quantforge.runtime.linear import PackedLinear, round_inputs
+from quantforge.runtime.linear import EXACT, PackedLinear, round_inputs
 from quantforge.runtime.memory import check_weights, free_bytes
 from quantforge.runtime.model_sizes import (
     bytes_per_token,
@@ -121,7 +121,7 @@ def load(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     *,
-    input_bits: int = 16,
+    input_bits: int = EXACT,
     share: Share | None = None,
 ) -> Loaded:
     """Load a model of any format that is read.
@@ -148,12 +148,16 @@ def load(
     names = _names_of(model, matched, checkpoint.config)
     decoded = weights_to_decode(model, names, layouts, matched.architecture)
     where = torch.device(device)
-    cuts = cuts_of(model, matched, layouts, share)
+    cuts = {} if share is None else cuts_of(model, matched, layouts, share)
     check_weights(*most_held(matched, layouts, stored, dtype, decoded, cuts), free_bytes(where))
     filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
     filler.fill(model, names, decoded)
-    filler.events += round_inputs(model, input_bits)
-    found = kv_scales.found(checkpoint.config, stored)
+    if input_bits != EXACT:
+        filler.events += round_inputs(model, input_bits)
+    cache = kv_scales.found(checkpoint.config, stored)
+    scales = read_scales(checkpoint, cache, where, share) if cache.names else None
+    if scales is not None:
+        _round_cache(model, matched, scales)
     return Loaded(
         model=model,
         path=checkpoint.path,
@@ -167,8 +171,8 @@ def load(
         kernels=kernel_shares(model),
         config=checkpoint.config,
         dtype=dtype,
-        kv_cache=found.kind,
-        kv_scales=_round_cache(model, matched, read_scales(checkpoint, found, where, share)),
+        kv_cache=cache.kind,
+        kv_scales=scales,
         events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
         names=names,
     )
@@ -208,14 +212,11 @@ def _sizes(
     return bits, total, size
 
 
-def _round_cache(
-    model: PreTrainedModel, matched: Matched, scales: LayerScales
-) -> LayerScales | None:
-    """Let attention layers compute with keys and values rounded by the scales of each; return these, if any."""
+def _round_cache(model: PreTrainedModel, matched: Matched, scales: LayerScales) -> None:
+    """Let attention layers compute with keys and values rounded by the scales of each."""
     for block, pair in scales.items():
         attention = f"{matched.block_name(block)}.{kv_scales.ATTENTION}"
         listen(model.get_submodule(attention), RoundedCache(*pair))
-    return scales or None
 
 
 def weights_to_decode(
@@ -347,6 +348,23 @@ class SkeletonFiller:
         # After the plain tensors, so that packed linears and experts find their biases.
         for name, layout in packed:
             self._fill_packed(model, name, layout)
+        if names.places:
+            self._fill_experts(model, names)
+        _tie(model, names.tied)
+        _check_filled(model, self._checkpoint.path)
+        self._report(decoded)
+        if self._cuts:
+            sum_parts(model, self._cuts)
+        if find_base_model(model) is None:
+            raise RefusedError(
+                f"{self._checkpoint.path}: this model is rounded and written, but not run here: "
+                "its class does not say which part is the decoder",
+                "measure it in an engine that loads it (see `quantforge plan`); "
+                "verify --no-forward compares its numbers",
+            )
+
+    def _fill_experts(self, model: PreTrainedModel, names: WeightMapping) -> None:
+        """Fill the experts of mixtures: packed where their module is understood and kernels take the codes."""
         lattices = [name for name in names.places if self._is_lattice(name)]
         if lattices:
             share = sum(map(names.weights, lattices)) / sum(map(names.weights, names.places))
@@ -362,17 +380,6 @@ class SkeletonFiller:
             device=self._device,
         )
         self.events += fill_experts(model, names, weights)
-        _tie(model, names.tied)
-        _check_filled(model, self._checkpoint.path)
-        self._report(decoded)
-        sum_parts(model, self._cuts)
-        if find_base_model(model) is None:
-            raise RefusedError(
-                f"{self._checkpoint.path}: this model is rounded and written, but not run here: "
-                "its class does not say which part is the decoder",
-                "measure it in an engine that loads it (see `quantforge plan`); "
-                "verify --no-forward compares its numbers",
-            )
 
     def _is_lattice(self, stored: str) -> bool:
         layout = self._layouts.get(_module_of(stored))

@@ -172,9 +172,9 @@ def cuts_of(
     model: PreTrainedModel,
     matched: Matched,
     layouts: Mapping[str, ModuleLayout],
-    share: Share | None,
+    share: Share,
 ) -> dict[str, Cut]:
-    """Return by name the parameters of which a process holds a part; none, where it is the only one.
+    """Return by name the parameters of which a process holds a part.
 
     Args:
         model: the skeleton.
@@ -185,8 +185,6 @@ def cuts_of(
     Raises:
         RefusedError: a model that is not shared, with the reason.
     """
-    if share is None:
-        return {}
     family, sizes = matched.architecture, matched.dimensions
     if family is None or sizes is None or family.own_graph is None or not supports(model):
         raise _refused(f"model_type {matched.model_type!r} is not computed by the own decoder")
