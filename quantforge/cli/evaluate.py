@@ -201,7 +201,7 @@ def evaluate(
     with console.watch():
         from quantforge import verbs
 
-        found = verbs.evaluate(
+        evaluation = verbs.evaluate(
             reference,
             models or (),
             settings,
@@ -221,12 +221,12 @@ def evaluate(
             correction=correction,
         )
     if console.as_json:
-        console.document(found.to_json())
+        console.document(evaluation.to_json())
     else:
-        show_tables(console, found, wide=wide)
-    save_reports(found, report or [], overwrite=overwrite)
-    failed = failed_gates(found, limit, max_kl)
-    write_summary(summary, found, failed)
+        show_tables(console, evaluation, wide=wide)
+    save_reports(evaluation, report or [], overwrite=overwrite)
+    failed = failed_gates(evaluation, limit, max_kl)
+    write_summary(summary, evaluation, failed)
     if failed:
         raise GateError(
             failed, "use more bits, smaller groups or another method, or raise the limit"
@@ -247,16 +247,16 @@ def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -
         check_drawing()
 
 
-def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
+def show_tables(console: Console, evaluation: Evaluation, *, wide: bool) -> None:
     """Print the tables, the verdict in words, and the protocol."""
     from quantforge.evaluation.text_tables import ON_FRONT, absent_columns, notes, tables, titles
 
-    verdict = found.verdict
-    drawn = tables(found, console.width, wide=wide)
+    verdict = evaluation.verdict
+    drawn = tables(evaluation, console.width, wide=wide)
     for title, columns in drawn:
         console.columns(columns, title)
         console.text()
-    if absent := absent_columns(found, drawn):
+    if absent := absent_columns(evaluation, drawn):
         console.wrapped(absent)
         console.text()
     for sentence in verdict.sentences:
@@ -265,25 +265,25 @@ def show_tables(console: Console, found: Evaluation, *, wide: bool) -> None:
         console.wrapped(f"{ON_FRONT} no other is as small and closer (Pareto front)")
     if verdict.sentences:
         console.text()
-    for line in notes(found, titles(drawn)):
+    for line in notes(evaluation, titles(drawn)):
         console.wrapped(line)
 
 
-def save_reports(found: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
+def save_reports(evaluation: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
     """Write the reports of an evaluation, each in the kind of its name; errors as of `save`."""
     from quantforge.evaluation.report import render
 
     for path in reports:
-        save(path, render(found, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+        save(path, render(evaluation, REPORTS[path.suffix]).encode(), overwrite=overwrite)
 
 
 def failed_gates(
-    found: Evaluation, max_ppl_increase: float | None = None, max_kl: float | None = None
+    evaluation: Evaluation, max_ppl_increase: float | None = None, max_kl: float | None = None
 ) -> str:
     """Return a message that lists every model that is beyond a limit, with its figure; "" where there is none.
 
     Args:
-        found: the evaluation.
+        evaluation: the evaluation.
         max_ppl_increase: relative to the reference, e.g. 0.02.
         max_kl: mean KL divergence in nats per token.
     """
@@ -293,21 +293,21 @@ def failed_gates(
     )
     failed = [
         f"{row['path']}: {text.format(row[key], limit)}"
-        for row in found.rows[1:]
+        for row in evaluation.rows[1:]
         for key, limit, text in limits
         if limit is not None and row[key] > limit
     ]
     return f"{len(failed)} quality gate(s) failed: {'; '.join(failed)}" if failed else ""
 
 
-def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> None:
+def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -> None:
     """Add table and verdict of an evaluation to the summary of a CI's job, as GitHub-flavoured Markdown.
 
     A job's steps share one file, so that each adds to it (`GITHUB_STEP_SUMMARY` on GitHub).
 
     Args:
         path: of the summary; nothing is written where it is None.
-        found: whose tables are added.
+        evaluation: whose tables are added.
         failed: what gates refuse, in words.
 
     Raises:
@@ -317,4 +317,4 @@ def write_summary(path: Path | None, found: Evaluation, failed: str = "") -> Non
         from quantforge.evaluation.report import render  # with torch
 
         verdict = f"**Failed:** {failed}\n\n" if failed else ""
-        append(path, f"## Evaluation\n\n{verdict}{render(found, 'markdown')}\n".encode())
+        append(path, f"## Evaluation\n\n{verdict}{render(evaluation, 'markdown')}\n".encode())

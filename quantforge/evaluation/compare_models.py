@@ -218,8 +218,8 @@ def _measure_models(
                 with phase(f"loading {name}", 0.05):
                     loaded = _load(model, options.correction, settings, is_reference=is_reference)
                 with phase(f"scoring {name}", 0.6, "windows of the text"):
-                    row = _new_row(loaded)
-                    row |= baseline.score(loaded) if is_reference else baseline.compare(loaded)
+                    measure = baseline.score_reference if is_reference else baseline.compare
+                    row = _new_row(loaded) | measure(loaded)
                 if is_kept:
                     del loaded
                     continue
@@ -260,7 +260,7 @@ class _Baseline:
         self.reference: Reference | None = None
         self.directory = Path.cwd() if settings.activations == "disk" else None
 
-    def score(self, loaded: Loaded) -> dict[str, Any]:
+    def score_reference(self, loaded: Loaded) -> dict[str, Any]:
         """Measure the reference, and keep what the others are compared with; return its figures of quality."""
         self.reference = score_reference(loaded.model, self.windows, self.directory)
         figures = _quality_figures(self.reference.scores)

@@ -216,7 +216,7 @@ def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
     return frozenset(index for index, value in values.items() if value == best)
 
 
-def _plain(
+def _number(
     key: str, scale: float = 1.0, *, error: str = "", sign: bool = False
 ) -> Callable[[Row], str]:
     """Write a figure with three significant digits, and its standard error where there is one."""
@@ -308,22 +308,22 @@ def _answers(row: Row) -> str:
 
 _QUALITY = (
     _Figure("weights", 2, _bytes("weight_bytes"), "weight_bytes"),
-    _Figure("bits", 2, _plain("bits_per_weight")),
-    _Figure("KL", 1, _plain("kl_mean", error="kl_se"), "kl_mean"),
+    _Figure("bits", 2, _number("bits_per_weight")),
+    _Figure("KL", 1, _number("kl_mean", error="kl_se"), "kl_mean"),
     _Figure("KL of answers", _ASKED, _answers),
-    _Figure("KL p99", 4, _plain("kl_p99"), "kl_p99"),
-    _Figure("top-1 %", 3, _plain("top1_agreement", 100), "top1_agreement", largest=True),
-    _Figure(PERPLEXITY, 3, _plain("perplexity", error="perplexity_se")),
-    _Figure(IN_ENGINE, _ASKED, _plain(_OF_ENGINE), broken=len("in llama.cpp")),
-    _Figure("rise %", 5, _plain("perplexity_increase", 100, sign=True)),
+    _Figure("KL p99", 4, _number("kl_p99"), "kl_p99"),
+    _Figure("top-1 %", 3, _number("top1_agreement", 100), "top1_agreement", largest=True),
+    _Figure(PERPLEXITY, 3, _number("perplexity", error="perplexity_se")),
+    _Figure(IN_ENGINE, _ASKED, _number(_OF_ENGINE), broken=len("in llama.cpp")),
+    _Figure("rise %", 5, _number("perplexity_increase", 100, sign=True)),
     _Figure("parts after", 4, partial(_generated, "same_tokens")),
     _Figure("length", 6, partial(_generated, "length_ratio")),
-    _Figure("KL median", 7, _plain("kl_median"), "kl_median"),
+    _Figure("KL median", 7, _number("kl_median"), "kl_median"),
 )
 _FILES = (
     _Figure("format", 6, lambda row: str(row["format"])),
     _Figure("scheme", 6, lambda row: str(row["scheme"])),
-    _Figure("bits of all", EXPERT, _plain("bits_per_weight_total")),
+    _Figure("bits of all", EXPERT, _number("bits_per_weight_total")),
     _Figure(
         "KV cache", EXPERT, lambda row: ABSENT if row["kv_cache"] == "none" else row["kv_cache"]
     ),
@@ -333,16 +333,17 @@ _SPEED = (
     _Figure("batch 4", 3, partial(_at_batch, 4), timed=True),
     _Figure("batch 16", 4, partial(_at_batch, 16), timed=True),
     _Figure(
-        "prompt tokens/s", 2, _plain("prefill_tokens_per_second"), "prefill_tokens_per_second", largest=True, timed=True
+        "prompt tokens/s", 2, _number("prefill_tokens_per_second"), "prefill_tokens_per_second",
+        largest=True, timed=True,
     ),
     _Figure("first token", 3, _duration("ttft_seconds"), "ttft_seconds", timed=True),
     _Figure("peak memory", 2, _bytes("peak_bytes"), "peak_bytes"),
     _Figure("read/token", 5, _bytes("read_bytes_per_token"), "read_bytes_per_token"),
     _Figure("cache/token", 6, _bytes("kv_bytes_per_token")),
-    _Figure("processor %", 5, _plain("processor_share", 100)),
+    _Figure("processor %", 5, _number("processor_share", 100)),
     _Figure("decoder", 6, lambda row: row["decoder"] or ABSENT),
     _Figure("kernels", 7, _kernels),
-    _Figure("bandwidth %", EXPERT, _plain("bandwidth_use", 100)),
+    _Figure("bandwidth %", EXPERT, _number("bandwidth_use", 100)),
     _Figure("first token by prompt", EXPERT, _by_prompt, timed=True),
 )  # fmt: skip
 

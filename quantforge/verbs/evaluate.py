@@ -114,12 +114,12 @@ def evaluate(
         from quantforge.evaluation.kept_rows import keeping
         from quantforge.numerics.allocator import return_freed_memory
 
-        resolved = _evaluation_options(paths[0], options, tasks, settings)
+        chosen = _evaluation_options(paths[0], options, tasks, settings)
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keeping(opened, resolved, settings) as kept:
-            evaluation = compare_models(opened, resolved, settings, kept)
+        with keeping(opened, chosen, settings) as kept:
+            evaluation = compare_models(opened, chosen, settings, kept)
             if card:
                 write_card_of(Path(card), evaluation, opened[0].opened, settings.base_model)
         return evaluation
