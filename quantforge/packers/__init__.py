@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.packers.moments import Refit
-    from quantforge.packers.tensor import QuantizedTensor, Statement
+    from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 
 
 class Points(NamedTuple):
@@ -114,7 +114,7 @@ class Packer(Protocol):
         `Refit.columns` of each step divides that of the next. Without a step neither parameters nor codes are refined.
         """
 
-    def stated(self, tensor: QuantizedTensor) -> Statement:
+    def kernel_terms(self, tensor: QuantizedTensor) -> KernelTerms:
         """Return a tensor in the terms of the kernels, without the parameters of its input."""
 
 

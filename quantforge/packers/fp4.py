@@ -27,7 +27,7 @@ from quantforge.packers.levels import count_above, look_up
 from quantforge.packers.moments import Held, Refit, ScaleMoments
 from quantforge.packers.row_codes import chunks
 from quantforge.packers.scale_search import search_levels
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -230,13 +230,13 @@ def _refit(parameters: dict[str, Tensor], held: Held) -> Tensor:
     return torch.where(better, gain, 0)
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
-    """State a tensor to the kernels: exponents as powers of two, scales under the divisor of the whole matrix."""
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+    """Return the terms of the kernels: exponents as powers of two, scales under the divisor of the whole matrix."""
     parameters = tensor.parameters
     if "exponents" in parameters:
         scales = power_of_two(parameters["exponents"]).bfloat16()
-        return Statement("fp8", tensor.codes.view(torch.uint8), {"scales": scales})
+        return KernelTerms("fp8", tensor.codes.view(torch.uint8), {"scales": scales})
     d = parameters["divisor"].float().reciprocal().expand(len(tensor.codes), 1)
     table = values_e2m1(torch.arange(16, dtype=torch.uint8))
     found = {"scales": parameters["scales"], "d": d, "table": table}
-    return Statement("table", tensor.codes, found, tensor.shape[1], "e4m3")
+    return KernelTerms("table", tensor.codes, found, tensor.shape[1], "e4m3")

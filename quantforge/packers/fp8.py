@@ -26,7 +26,7 @@ from quantforge.packers.integer import SCALE_DTYPES, stored
 from quantforge.packers.levels import look_up
 from quantforge.packers.moments import Refit
 from quantforge.packers.scale_search import search_levels
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -216,7 +216,7 @@ def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
     return ()
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
-    """State a tensor to the kernels."""
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+    """Return a tensor in the terms of the kernels."""
     grid = {"fp8_e4m3": "fp8", "fp8_e5m2": "e5m2"}[tensor.scheme.grid]
-    return Statement(grid, tensor.codes.view(torch.uint8), dict(tensor.parameters))
+    return KernelTerms(grid, tensor.codes.view(torch.uint8), dict(tensor.parameters))

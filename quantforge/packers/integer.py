@@ -33,7 +33,7 @@ from quantforge.packers import row_codes as rows
 from quantforge.packers.bits import unsigned
 from quantforge.packers.moments import Held, Refit, ScaleMoments
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 
 SCALE_DTYPES = {
@@ -264,9 +264,9 @@ def _refit(scheme: Scheme, parameters: dict[str, Tensor], held: Held) -> Tensor:
     return best
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
-    """State a tensor to the kernels, which subtract minima."""
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+    """Return a tensor in the terms of the kernels, which subtract minima."""
     parameters = dict(tensor.parameters)
     if "mins" in parameters:
         parameters["mins"] = -parameters["mins"]
-    return Statement("int", unsigned(tensor.codes, tensor.scheme.bits), parameters)
+    return KernelTerms("int", unsigned(tensor.codes, tensor.scheme.bits), parameters)

@@ -32,7 +32,7 @@ from quantforge.packers import row_codes as rows_loops
 from quantforge.packers.levels import count_above, look_up
 from quantforge.packers.moments import Refit
 from quantforge.packers.scale_search import search_levels
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 
 NF4 = (
@@ -234,9 +234,9 @@ def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
     return ()
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
-    """State a tensor to the kernels; scales that are nested are spelled out in float32, 0.37 bits per weight more."""
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+    """Return the terms of the kernels; scales that are nested are spelled out in float32, 0.37 bits per weight more."""
     double = tensor.scheme.scale is ScaleType.DOUBLE
     scales = unnest(tensor.parameters) if double else tensor.parameters["scales"]
     parameters = {"scales": scales, "table": book(tensor.scheme.grid)}
-    return Statement("table", tensor.codes, parameters)
+    return KernelTerms("table", tensor.codes, parameters)

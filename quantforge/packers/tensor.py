@@ -70,7 +70,7 @@ class QuantizedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Statement:
+class KernelTerms:
     """A tensor in the terms of the kernels: nothing of it is rounded on the way.
 
     Attributes:

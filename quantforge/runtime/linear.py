@@ -57,8 +57,8 @@ def kernel_weight(
     """
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     own = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
-    plain = packer_of(scheme).stated(replace(tensor, parameters=own))
-    parameters = plain.parameters
+    terms = packer_of(scheme).kernel_terms(replace(tensor, parameters=own))
+    parameters = terms.parameters
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
     problem = Problem(
         out_features=rows,
@@ -68,18 +68,18 @@ def kernel_weight(
         symmetric=not {"zeros", "mins"} & parameters.keys(),
         dtype=dtype,
         device=str(device),
-        grid=plain.grid,
+        grid=terms.grid,
         tile_rows=tile_rows,
         activation=_activation(tensor),
         minima="mins" in parameters,
-        superblock=plain.superblock,
-        lower=plain.lower,
+        superblock=terms.superblock,
+        lower=terms.lower,
     )
     if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
         for name in {"scales", "zeros", "mins"} & parameters.keys():
             parameters[name] = parameters[name].expand(rows, -1)
     moved = {name: value.to(device) for name, value in parameters.items()}
-    return KernelWeight(problem, plain.codes.to(device), moved)
+    return KernelWeight(problem, terms.codes.to(device), moved)
 
 
 def _activation(tensor: QuantizedTensor) -> str:
@@ -178,7 +178,7 @@ class PackedLinear(PackedWeights):
         if columns is not None:
             kept = tensor.parameters["outlier_weight"][:, : len(columns)]
             self._outliers = kept.T.contiguous().to(device)
-        self._kept: dict[int, Tensor] | None = None  # decoded tiles, see `decoded_once`
+        self._tiles: dict[int, Tensor] | None = None  # decoded ones, see `decoded_once`
         self.failure: str | None = None
         self.hold(self._prepared(weight))
         self.bias = None
@@ -205,10 +205,10 @@ class PackedLinear(PackedWeights):
             if self._columns is not None:
                 seen[:, self._columns] = 0
             rows = seen.to(x.dtype)
-        if self._kept is None:
+        if self._tiles is None:
             y = self.chosen.matmul(rows, self.packed, self.problem)
         else:
-            y = fallback.matmul(rows, self.packed, self.problem, self._kept)
+            y = fallback.matmul(rows, self.packed, self.problem, self._tiles)
         if self._outliers is not None:
             taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
             y = y + many_rows.matmul(taken, self._outliers)
@@ -218,8 +218,8 @@ class PackedLinear(PackedWeights):
 
     def decoded_rows(self, part: slice) -> Tensor | None:
         """Return some decoded rows of the weight, in the type of activations; None but of the fallback kernel."""
-        plain = self.takes_plain_input and not self.problem.activation
-        if self.chosen is not fallback.KERNEL or not plain:
+        exact_input = self.takes_plain_input and not self.problem.activation
+        if self.chosen is not fallback.KERNEL or not exact_input:
             return None
         return fallback.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
 
@@ -263,7 +263,7 @@ class PackedLinear(PackedWeights):
 
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
-        self._kept = {} if keep and self.chosen is fallback.KERNEL else None
+        self._tiles = {} if keep and self.chosen is fallback.KERNEL else None
 
 
 class SummedLinear(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantforge.grids import Grid, PerGroup, ScaleType
 from quantforge.packers import Points
 from quantforge.packers.moments import Held, Refit
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale
 
@@ -55,8 +55,8 @@ def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
     return (Refit(scheme.group_size(in_features), improve),)
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
-    return Statement("table", tensor.codes, {**tensor.parameters, "table": TABLE})
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+    return KernelTerms("table", tensor.codes, {**tensor.parameters, "table": TABLE})
 
 
 def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None) -> Tensor:

@@ -28,10 +28,10 @@ from quantforge.packers.ggml.grid import (
 from quantforge.packers.ggml.reference import COVERED, quantize
 from quantforge.packers.ggml.refit import refits
 from quantforge.packers.ggml.search import search as searched
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 
-__all__ = ["decode", "encode", "encode_rows", "fit", "points", "refits", "stated"]
+__all__ = ["decode", "encode", "encode_rows", "fit", "kernel_terms", "points", "refits"]
 
 
 def encode(
@@ -137,8 +137,8 @@ def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) ->
     return found._replace(table=(middles, values_of(codes, grid), codes.float()))
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
-    """State a tensor to the kernels; minima are added where there is one level of scales, subtracted where two."""
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+    """Return the terms of the kernels; minima are added where there is one level of scales, subtracted where two."""
     parameters, grid = dict(tensor.parameters), tensor.scheme.grid
     if "exponents" in parameters:
         parameters = {"scales": power_of_two(parameters["exponents"]).bfloat16()}
@@ -148,8 +148,8 @@ def stated(tensor: QuantizedTensor) -> Statement:
     lower = "pairs" if grid == "q2_k" else ""
     values = GRIDS[grid].values
     if values is None:
-        return Statement(
+        return KernelTerms(
             "int", unsigned(tensor.codes, tensor.scheme.bits), parameters, superblock, lower
         )
     parameters["table"] = torch.tensor(values).float()
-    return Statement("table", tensor.codes, parameters, superblock)
+    return KernelTerms("table", tensor.codes, parameters, superblock)

@@ -35,7 +35,7 @@ from quantforge.packers.lattices.points import (
     values_of,
 )
 from quantforge.packers.moments import Held, Refit
-from quantforge.packers.tensor import QuantizedTensor, Statement
+from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 
 Array = NDArray[numpy.float32]
@@ -138,7 +138,7 @@ def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) ->
     """Return None: a column alone has no points."""
 
 
-def stated(tensor: QuantizedTensor) -> Statement:
+def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
     """Refuse: no kernel multiplies these codes, so models hold them decoded."""
     raise NotImplementedError(f"no kernel multiplies {tensor.scheme}")
 
