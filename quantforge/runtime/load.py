@@ -145,13 +145,13 @@ def load(
     matched = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, size = _sizes(checkpoint, matched, layouts, stored)
     model = build(checkpoint.config)
-    names = _names_of(model, matched, checkpoint.config)
-    decoded = weights_to_decode(model, names, layouts, matched.architecture)
+    mapping = _mapping_of(model, matched, checkpoint.config)
+    decoded = weights_to_decode(model, mapping, layouts, matched.architecture)
     where = torch.device(device)
     cuts = {} if share is None else cuts_of(model, matched, layouts, share)
     check_weights(*most_held(matched, layouts, stored, dtype, decoded, cuts), free_bytes(where))
     filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
-    filler.fill(model, names, decoded)
+    filler.fill(model, mapping, decoded)
     if input_bits != EXACT:
         filler.events += round_inputs(model, input_bits)
     cache = kv_scales.found(checkpoint.config, stored)
@@ -174,11 +174,13 @@ def load(
         kv_cache=cache.kind,
         kv_scales=scales,
         events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
-        names=names,
+        names=mapping,
     )
 
 
-def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]) -> WeightMapping:
+def _mapping_of(
+    model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]
+) -> WeightMapping:
     """Return the bridge of a checkpoint: by its declarations, or by transformers' rules where it has none.
 
     Those rules know no single experts of a family that publishes stacks: for such files declarations are derived.
@@ -189,9 +191,9 @@ def _names_of(model: PreTrainedModel, matched: Matched, config: Mapping[str, Any
     """
     stored = [tensor.header for tensor in matched.tensors]
     if matched.architecture is None or matched.architecture.converted:
-        names = WeightMapping(model, stored)
-        if not has_single_experts(names.left_over):
-            return names
+        mapping = WeightMapping(model, stored)
+        if not has_single_experts(mapping.left_over):
+            return mapping
         from quantforge.model.derive import derive_for
 
         matched = match(config, stored, derive_for(config, stored))
@@ -221,20 +223,20 @@ def _round_cache(model: PreTrainedModel, matched: Matched, scales: LayerScales) 
 
 def weights_to_decode(
     model: nn.Module,
-    names: WeightMapping,
+    mapping: WeightMapping,
     layouts: Mapping[str, ModuleLayout],
     architecture: Architecture | None,
 ) -> dict[str, str]:
     """Return by stored name which quantized weights are decoded, and why; "" where no kernel is meant for them."""
     found = {}
-    for source in names.distinct():
+    for source in mapping.distinct():
         for stored in source.stored:
             if _module_of(stored) not in layouts:
                 continue
-            name = _module_of(names.runtime(stored))
-            if stored in names.places:
+            name = _module_of(mapping.runtime(stored))
+            if stored in mapping.places:
                 continue
-            if source.rule is not None or not names.runtime(stored).endswith(".weight"):
+            if source.rule is not None or not mapping.runtime(stored).endswith(".weight"):
                 found[stored] = CONVERTED
             elif isinstance(model.get_submodule(name), nn.Embedding):  # rows are looked up
                 found[stored] = ""
@@ -317,40 +319,40 @@ class SkeletonFiller:
         self.events: list[Event] = []
 
     def fill(
-        self, model: PreTrainedModel, names: WeightMapping, decoded: Mapping[str, str]
+        self, model: PreTrainedModel, mapping: WeightMapping, decoded: Mapping[str, str]
     ) -> None:
         """Fill all parameters; buffers keep their type and move to the device.
 
         Args:
             model: the skeleton.
-            names: of which stored tensors its parameters are made.
+            mapping: of which stored tensors its parameters are made.
             decoded: quantized weights that are decoded, and why (`weights_to_decode`).
 
         Raises:
             RefusedError: inputs of a layer that has to be decoded are rounded, or the model is not run here.
             InputError: the checkpoint does not fit its configuration.
         """
-        _check_names(names, self._checkpoint.path)
+        _check_mapping(mapping, self._checkpoint.path)
         for module in model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
         packed = []
-        for source in names.distinct():
+        for source in mapping.distinct():
             layout = self._layouts.get(_module_of(source.stored[0]))
-            if source.stored[0] in names.places:
+            if source.stored[0] in mapping.places:
                 continue
             if layout is not None and source.stored[0] not in decoded:
                 packed.append((_module_of(next(iter(source.parameters))), layout))
                 continue
-            for name, value in names.make(source, self._decoded).items():
+            for name, value in mapping.make(source, self._decoded).items():
                 cut = self._cuts.get(name)
                 self._place(model, name, value if cut is None else cut.plain(value))
         # After the plain tensors, so that packed linears and experts find their biases.
         for name, layout in packed:
             self._fill_packed(model, name, layout)
-        if names.places:
-            self._fill_experts(model, names)
-        _tie(model, names.tied)
+        if mapping.places:
+            self._fill_experts(model, mapping)
+        _tie(model, mapping.tied)
         _check_filled(model, self._checkpoint.path)
         self._report(decoded)
         if self._cuts:
@@ -363,11 +365,11 @@ class SkeletonFiller:
                 "verify --no-forward compares its numbers",
             )
 
-    def _fill_experts(self, model: PreTrainedModel, names: WeightMapping) -> None:
+    def _fill_experts(self, model: PreTrainedModel, mapping: WeightMapping) -> None:
         """Fill the experts of mixtures: packed where their module is understood and kernels take the codes."""
-        lattices = [name for name in names.places if self._is_lattice(name)]
+        lattices = [name for name in mapping.places if self._is_lattice(name)]
         if lattices:
-            share = sum(map(names.weights, lattices)) / sum(map(names.weights, names.places))
+            share = sum(map(mapping.weights, lattices)) / sum(map(mapping.weights, mapping.places))
             detail = (
                 f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_KERNEL}"
             )
@@ -379,7 +381,7 @@ class SkeletonFiller:
             dtype=self._dtype,
             device=self._device,
         )
-        self.events += fill_experts(model, names, weights)
+        self.events += fill_experts(model, mapping, weights)
 
     def _is_lattice(self, stored: str) -> bool:
         layout = self._layouts.get(_module_of(stored))
@@ -451,17 +453,17 @@ def _module_of(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _check_names(names: WeightMapping, path: Path) -> None:
+def _check_mapping(mapping: WeightMapping, path: Path) -> None:
     """Raise InputError unless the checkpoint and the model hold the same."""
-    left = [name for name in names.left_over if name not in set(names.ignored)]
+    left = [name for name in mapping.left_over if name not in set(mapping.ignored)]
     if left:
         raise InputError(
             f"{path}: {len(left)} tensor(s) have no place in the model, first: {', '.join(left[:5])}",
             "a model of this model_type has no such parameters",
             tensor=left[0],
         )
-    if names.missing:
-        raise _unfilled(path, names.missing)
+    if mapping.missing:
+        raise _unfilled(path, mapping.missing)
 
 
 def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:

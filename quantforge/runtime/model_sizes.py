@@ -18,7 +18,7 @@ from quantforge.formats import ModuleLayout
 from quantforge.model.model_parts import head_of
 from quantforge.plans import StoredTensor
 from quantforge.runtime.linear import PackedWeights
-from quantforge.runtime.packed_experts import PackedExperts, is_mixture
+from quantforge.runtime.packed_experts import PackedExperts, holds_experts
 from quantforge.runtime.tensor_shares import Cut
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _products(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
             yield module.kernel, module.weights
         elif isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
             yield DENSE, module.weight.numel()
-        elif is_mixture(module):
+        elif holds_experts(module):
             stacks = (value for value in module.parameters(recurse=False) if value.dim() == 3)
             yield DENSE, sum(value.numel() for value in stacks)
 
@@ -139,7 +139,7 @@ def active_shares(model: PreTrainedModel) -> dict[str, float]:
     """
     found = {}
     for name, module in model.named_modules():
-        if not isinstance(module, PackedExperts) and not is_mixture(module):
+        if not isinstance(module, PackedExperts) and not holds_experts(module):
             continue
         experts: Any = module
         mixture = model.get_submodule(name.rpartition(".")[0])

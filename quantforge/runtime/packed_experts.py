@@ -74,45 +74,47 @@ class ExpertWeights:
     device: torch.device
 
 
-def fill_experts(model: nn.Module, names: WeightMapping, weights: ExpertWeights) -> list[Event]:
+def fill_experts(model: nn.Module, mapping: WeightMapping, weights: ExpertWeights) -> list[Event]:
     """Fill the experts of a skeleton whose plain tensors are filled; return events of those that are not as meant.
 
     Raises:
         RefusedError: inputs of experts are rounded, in a module that is not understood.
     """
     events, decoded = [], []
-    for name, stored in _mixtures(names).items():
+    for name, stored in _expert_matrices(mapping).items():
         quantized = [item for item in stored if weights.quantized(item)]
         made = None
         if quantized and weights.packed:
-            made = _packed(model.get_submodule(name), names, stored, weights)
+            made = _packed(model.get_submodule(name), mapping, stored, weights)
         if made is None:
-            _decode(model, names, stored, weights)
+            _decode(model, mapping, stored, weights)
             decoded += quantized if weights.packed else []
         else:
             model.set_submodule(name, made)
             events += [Event("kernel-fallback", name, why) for why in made.failures]
     if decoded:
-        whole = sum(names.weights(item) for source in names.distinct() for item in source.stored)
-        share = sum(map(names.weights, decoded)) / whole
+        whole = sum(
+            mapping.weights(item) for source in mapping.distinct() for item in source.stored
+        )
+        share = sum(map(mapping.weights, decoded)) / whole
         what = f"{share:.0%} of all weights are experts that are decoded: their module is not understood"
         events.append(Event("kernel-fallback", decoded[0], what))
     return events
 
 
-def _mixtures(names: WeightMapping) -> dict[str, list[str]]:
+def _expert_matrices(mapping: WeightMapping) -> dict[str, list[str]]:
     """Return the stored matrices of experts by the name of the module that holds them when it runs."""
     found: dict[str, list[str]] = defaultdict(list)
-    for source in names.distinct():
-        if source.stored[0] in names.places:
+    for source in mapping.distinct():
+        if source.stored[0] in mapping.places:
             found[next(iter(source.parameters)).rpartition(".")[0]] += source.stored
     return found
 
 
 def _packed(
-    module: nn.Module, names: WeightMapping, stored: list[str], weights: ExpertWeights
+    module: nn.Module, mapping: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> PackedExperts | None:
-    places = {item: names.places[item] for item in stored}
+    places = {item: mapping.places[item] for item in stored}
     stacks = list(dict.fromkeys(place.stack for place in places.values()))
     by_place = {
         (place.stack.linears[place.position], place.expert): item for item, place in places.items()
@@ -125,18 +127,18 @@ def _packed(
 
 
 def _decode(
-    model: nn.Module, names: WeightMapping, stored: list[str], weights: ExpertWeights
+    model: nn.Module, mapping: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> None:
     """Write the matrices of experts into the stacks that transformers computes with, made where they are empty."""
     for item in stored:
-        module_name, _, leaf = names.runtime(item).rpartition(".")
+        module_name, _, leaf = mapping.runtime(item).rpartition(".")
         module = model.get_submodule(module_name)
         stack: Tensor = getattr(module, leaf)
         if stack.is_meta:
             stack = torch.empty(stack.shape, dtype=weights.dtype, device=weights.device)
             setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
         value = plainly(weights.read(item), item, weights.dtype)
-        names.places[item].view(stack).copy_(value)
+        mapping.places[item].view(stack).copy_(value)
 
 
 def plainly(value: QuantizedTensor | Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -359,12 +361,12 @@ def waits(model: nn.Module) -> bool:
     return any(
         isinstance(module, SeparateStack)
         or (isinstance(module, PackedStack) and module.chosen.waits)
-        or is_mixture(module)
+        or holds_experts(module)
         for module in model.modules()
     )
 
 
-def is_mixture(module: nn.Module) -> bool:
+def holds_experts(module: nn.Module) -> bool:
     """Return whether a module of transformers holds the weights of experts, in parameters of three dimensions."""
     stacked = any(value.dim() == 3 for value in module.parameters(recurse=False))
     return stacked and type(getattr(module, "num_experts", None)) is int
@@ -410,7 +412,7 @@ class PackedStack(PackedWeights):
         if self.failure is not None:
             self.failure = f"{self.chosen.name}: {self.failure}"
             self.chosen = grouped.by_matrix(fallback.KERNEL)
-        self._kept: dict[int, dict[int, Tensor]] | None = None  # decoded tiles of each expert
+        self._tiles: dict[int, dict[int, Tensor]] | None = None  # decoded tiles of each expert
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
             for expert in range(experts):
@@ -435,12 +437,12 @@ class PackedStack(PackedWeights):
 
     def forward(self, x: Tensor, owners: Owners) -> Tensor:
         """Multiply ``x`` ``[rows, in]``; return ``[pairs, out]`` in the order of the owners' pairs."""
-        if self._kept is None:
+        if self._tiles is None:
             return self.chosen.matmul(x, owners, self.packed, self.problem)
         each = len(owners.pairs) // max(1, len(x))
         y = x.new_empty(len(owners.pairs), self.problem.each.out_features)
         for expert, pairs in owners.groups():
-            kept = self._kept.setdefault(expert, {})
+            kept = self._tiles.setdefault(expert, {})
             part = grouped.matrix(self.packed, expert)
             y[pairs] = fallback.matmul(x[pairs // each], part, self.problem.each, kept)
         return y
@@ -475,7 +477,7 @@ class PackedStack(PackedWeights):
 
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
-        self._kept = {} if keep and self.chosen.layout is fallback.KERNEL else None
+        self._tiles = {} if keep and self.chosen.layout is fallback.KERNEL else None
 
 
 class SeparateStack(nn.Module):
