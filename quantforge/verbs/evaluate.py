@@ -95,14 +95,14 @@ def evaluate(
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         _check_engine(options.get("engine", ""), paths)
-        opened = [readable(open_model(path)) for path in paths]
-        for checkpoint in opened:  # what cannot be read shows before anything is loaded
+        checkpoints = [readable(open_model(path)) for path in paths]
+        for checkpoint in checkpoints:  # what cannot be read shows before anything is loaded
             detect(checkpoint.config)
             if checkpoint.declaration_note:
                 settings.note(f"{checkpoint.path}: quantization: {checkpoint.declaration_note}")
-        for checkpoint in opened[1:]:
-            _note_swapped(opened[0].opened, checkpoint.opened, settings)
-            _note_other_adapter(opened[0].path, checkpoint.path, settings, options.get("card"))
+        for checkpoint in checkpoints[1:]:
+            _note_swapped(checkpoints[0].opened, checkpoint.opened, settings)
+            _note_other_adapter(checkpoints[0].path, checkpoint.path, settings, options.get("card"))
         if card := options.get("card"):
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
@@ -118,10 +118,10 @@ def evaluate(
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keeping(opened, chosen, settings) as kept:
-            evaluation = compare_models(opened, chosen, settings, kept)
+        with keeping(checkpoints, chosen, settings) as kept:
+            evaluation = compare_models(checkpoints, chosen, settings, kept)
             if card:
-                write_card_of(Path(card), evaluation, opened[0].opened, settings.base_model)
+                write_card_of(Path(card), evaluation, checkpoints[0].opened, settings.base_model)
         return evaluation
 
 
