@@ -162,7 +162,7 @@ def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     options, plain = EvaluationOptions("text", "name"), Settings()
 
     def key(options=options, settings=plain):
-        return kept_rows._key([first], options, settings)
+        return kept_rows._key([open_model(first)], options, settings)
 
     before = key()
     assert key() == before
