@@ -1,12 +1,11 @@
-"""A planned conversion carried out: every tensor settled before the first byte is written, then written.
+"""Carry out a planned conversion: check every value, round the embedding where that is planned, write every tensor.
 
-A quantized layer goes through four steps: its stored tensors are unpacked to codes and scales (`Format.unpack`), stated
-in the target's scheme (`formats.convert`: int4:g128 becomes int4:g32 for GGUF, each scale four times), laid out in the
-target's tensors (`formats.storage`: GGUF's blocks, here q4_0, with the rows in llama.cpp's order), and written.
+A quantized layer goes through four steps: its tensors in the source are unpacked to codes and scales (`Format.unpack`),
+restated in the target's scheme (`formats.convert`: int4:g128 becomes int4:g32 for GGUF, each scale four times), packed
+into the target's tensors (`formats.storage`: GGUF's blocks, here q4_0, with rows in llama.cpp's order), and written.
 
-What was rounded keeps its values; an embedding that is the head too is rounded where that is planned.
-``plain`` takes the decoded weights in one floating-point type: the one that is asked for, else the model's own if it
-holds every weight, else float32.
+What was rounded keeps its values. ``plain`` takes the decoded weights in one floating-point type: the one that is asked
+for, else the model's own if it holds every weight, else float32.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from quantforge.events import Event
 from quantforge.execution.progress import tell
 from quantforge.formats import PLAIN, Fit, Verdict, format_of
 from quantforge.formats.configuration import NUMBERS
-from quantforge.formats.convert import convert, of_input, settle
+from quantforge.formats.convert import convert, fit_of_values, of_input
 from quantforge.formats.storage import Storage, storage_of
 from quantforge.grids import PerGroup
 from quantforge.planning.conversion import (
@@ -44,35 +43,39 @@ if TYPE_CHECKING:
     from quantforge.quantizers import Rounded
 
 
-@dataclass(slots=True)
-class Settled:
-    """What the values of a conversion tell, and what was rounded of it.
+@dataclass(frozen=True, slots=True)
+class CheckedValues:
+    """What the values of a conversion tell of it.
 
     Attributes:
         verdict: ``"exact"``, ``"exact but for the embedding"``, or ``"inexact"`` if any layer is.
-        events: of the plan, and of what is rounded.
-        rounded: the tensors of `Conversion.rounded`, by name.
-        figures: of those, for the manifest.
+        events: of the plan, and what is lost of each layer.
     """
 
-    events: list[Event]
-    verdict: str = "exact"
-    rounded: dict[str, QuantizedTensor] = field(default_factory=dict)
+    verdict: str
+    events: tuple[Event, ...]
+
+
+@dataclass(slots=True)
+class RoundedTensors:
+    """The tensors of `Conversion.rounded`, by name, with the events of their rounding and figures for the manifest."""
+
+    tensors: dict[str, QuantizedTensor] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def settle_values(conversion: Conversion, *, allow_inexact: bool, workers: int = 1) -> Settled:
-    """Settle every layer by its values where headers do not, and round what is to be rounded.
+def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValues:
+    """Check by its values every layer that headers do not settle, and every tensor that is cast to another type.
 
     Args:
         conversion: which.
         allow_inexact: whether rounding of layers is accepted.
-        workers: threads that round strips of the embedding side by side.
 
     Raises:
         RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
     """
-    settled = Settled([*conversion.events])
+    events = [*conversion.events]
     allowed = allow_inexact or conversion.asked_type is not None
     verdicts: Counter[Verdict] = Counter()
     # What no rounding helps is refused before what --allow-inexact lets through.
@@ -81,38 +84,33 @@ def settle_values(conversion: Conversion, *, allow_inexact: bool, workers: int =
         tell(layer.layout.module, done, len(layers))
         fit = layer.fit
         if fit.verdict is not Verdict.EXACT:
-            fit = _fit_of_values(conversion, layer)
-            settled.events += _accepted(layer.layout.module, fit, allowed=allowed)
+            fit = _layer_fit(conversion, layer)
+            events += _accepted(layer.layout.module, fit, allowed=allowed)
         verdicts[fit.verdict] += 1
     for tensor in conversion.plan.tensors:
         if tensor.name not in conversion.layers and _is_cast(tensor):
             value = conversion.checkpoint.read(tensor.name)
-            fit = _cast(value, tensor.outputs[0].dtype)[1]
-            settled.events += _accepted(tensor.name, fit, allowed=allowed)
+            fit = _cast_fit(value, tensor.outputs[0].dtype)
+            events += _accepted(tensor.name, fit, allowed=allowed)
             verdicts[fit.verdict] += 1
-    for tensor in conversion.rounded:
-        _round(conversion, tensor, workers, settled)
-    if verdicts[Verdict.INEXACT]:
-        settled.verdict = "inexact"
-    elif conversion.rounded:
-        settled.verdict = "exact but for the embedding"
-    return settled
+    verdict = "exact but for the embedding" if conversion.rounded else "exact"
+    return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
 
 
-def _fit_of_values(conversion: Conversion, layer: ConvertedLayer) -> Fit:
+def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Fit:
     """Return how exactly the target holds the numbers of a layer; raise `RefusedError` for scattered columns."""
     key, wanted = conversion.plan.format, layer.wanted
     if wanted is None:
-        fit = _decoded(conversion, layer)[1]
+        fit = _decoded_fit(conversion, layer)
         return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
     if key == PLAIN:
-        return _decoded(conversion, layer)[1]
+        return _decoded_fit(conversion, layer)
     if layer.fit.verdict is not Verdict.READ:
         return layer.fit
     tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
         raise _out_of_order(conversion, layer, wanted)
-    fit = settle(tensor, wanted.weight, format_of(key).LEAST_ZERO)
+    fit = fit_of_values(tensor, wanted.weight, format_of(key).LEAST_ZERO)
     if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
         return Fit(Verdict.INEXACT, layer.fit.reason)
     if fit.verdict is Verdict.IMPOSSIBLE:
@@ -129,8 +127,23 @@ def _accepted(name: str, fit: Fit, *, allowed: bool) -> list[Event]:
     return [Event("inexact", name, fit.reason)] if fit.verdict is Verdict.INEXACT else []
 
 
-def _round(conversion: Conversion, tensor: TensorPlan, workers: int, settled: Settled) -> None:
-    """Round a matrix that the source holds plainly to nearest, in strips of rows."""
+def round_plain(conversion: Conversion, workers: int) -> RoundedTensors:
+    """Round what the source holds plainly and the result in codes: the embedding, or nothing.
+
+    Args:
+        conversion: which.
+        workers: threads that round strips of rows side by side.
+    """
+    found = RoundedTensors()
+    for tensor in conversion.rounded:
+        _round_in_strips(conversion, tensor, workers, found)
+    return found
+
+
+def _round_in_strips(
+    conversion: Conversion, tensor: TensorPlan, workers: int, found: RoundedTensors
+) -> None:
+    """Round a matrix to nearest, a strip of rows at a time, and add it to ``found``."""
     from quantforge.execution.data_free import RowWise, Strips, round_rows
     from quantforge.model.statistics import Statistics
 
@@ -140,27 +153,31 @@ def _round(conversion: Conversion, tensor: TensorPlan, workers: int, settled: Se
 
     def rounded(weight: Tensor) -> Rounded:
         weights = {tensor.name: weight}
-        found = rounder_of(RTN).round_shared(weights, Statistics(), schemes, conversion.rounding)
-        return found[tensor.name]
+        result = rounder_of(RTN).round_shared(weights, Statistics(), schemes, conversion.rounding)
+        return result[tensor.name]
 
     def read(first: int, last: int) -> Tensor:
         return checkpoint.read_rows(tensor.name, first, last).float()
 
     with closing(round_rows([RowWise(tensor, rounded, read, strips.add)], workers)) as done:
         for _, record in done:
-            settled.events += [Event(**event) for event in record["events"]]
-            settled.figures |= record["figures"]
-    settled.rounded[tensor.name] = strips.whole()
+            found.events += [Event(**event) for event in record["events"]]
+            found.figures |= record["figures"]
+    found.tensors[tensor.name] = strips.whole()
 
 
 def write_all(
-    conversion: Conversion, settled: Settled, writer: WeightsWriter, *, allow_inexact: bool
+    conversion: Conversion,
+    rounded: dict[str, QuantizedTensor],
+    writer: WeightsWriter,
+    *,
+    allow_inexact: bool,
 ) -> None:
-    """Write every tensor of a conversion that `settle_values` let through.
+    """Write every tensor of a conversion that `check_values` let through.
 
     Args:
         conversion: which.
-        settled: what it let through; what was rounded is taken out.
+        rounded: the tensors that were rounded for it, by name; each is taken out as it is written.
         writer: of its files.
         allow_inexact: whether rounding is accepted.
 
@@ -173,28 +190,22 @@ def write_all(
         if tensor.action is Action.DROP:
             continue
         layer = conversion.layers.get(tensor.name)
-        if tensor.name in settled.rounded:
-            found = storage.pack(tensor, settled.rounded.pop(tensor.name))
+        if tensor.name in rounded:
+            outputs = storage.pack(tensor, rounded.pop(tensor.name))
         elif layer is None:
-            found = _kept(conversion, tensor, storage)
+            value = conversion.checkpoint.read(tensor.name)
+            scan_finite(tensor.name, value)
+            (output,) = tensor.outputs
+            outputs = {output.name: storage.keep(tensor, value)}
         elif layer.wanted is None or conversion.plan.format == PLAIN:
-            found = {tensor.name: _decoded(conversion, layer)[0]}
+            outputs = {tensor.name: _decoded(conversion, layer)}
         else:
-            found = _stored_parts(conversion, layer, tensor, storage, allow_inexact=allow_inexact)
-        for name, value in found.items():
+            outputs = _converted(conversion, layer, tensor, storage, allow_inexact=allow_inexact)
+        for name, value in outputs.items():
             writer.write(name, value)
 
 
-def _kept(conversion: Conversion, tensor: TensorPlan, storage: Storage) -> dict[str, Tensor]:
-    """Return what is stored of a tensor that has no codes; raise InputError unless it is finite."""
-    value = conversion.checkpoint.read(tensor.name)
-    scan_finite(tensor.name, value)
-    (stored,) = tensor.outputs
-    value = _cast(value, stored.dtype)[0] if _is_cast(tensor) else value
-    return {stored.name: storage.keep(tensor, value)}
-
-
-def _stored_parts(
+def _converted(
     conversion: Conversion,
     layer: ConvertedLayer,
     plan: TensorPlan,
@@ -202,7 +213,7 @@ def _stored_parts(
     *,
     allow_inexact: bool,
 ) -> dict[str, Tensor]:
-    """Return the stored tensors of a layer in the terms of the target."""
+    """Return the output tensors of a layer: unpacked, restated in the scheme of the target, and packed."""
     assert layer.wanted is not None
     target = format_of(conversion.plan.format)
     source, index = _read_layer(conversion, layer)
@@ -211,10 +222,10 @@ def _stored_parts(
         kept = {key: value for key, value in source.parameters.items() if key not in dropped}
         source = replace(source, parameters=kept, input=layer.wanted.input)
     tensor = convert(source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact)
-    found = storage.pack(plan, tensor)
+    outputs = storage.pack(plan, tensor)
     if index is not None:
-        found[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
-    return found
+        outputs[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
+    return outputs
 
 
 def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
@@ -224,15 +235,15 @@ def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
         ``(None, "")`` where the types that the plan has hold every weight, else ``("F32", reason)``.
     """
     for layer in conversion.layers.values():
-        fit = _decoded(conversion, layer)[1]
+        fit = _decoded_fit(conversion, layer)
         if fit.verdict is not Verdict.EXACT:
             return "F32", f"{layer.layout.module}: {fit.reason}"
     return None, ""
 
 
 def _unpack(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
-    stored = {name: conversion.checkpoint.read(name) for name in layer.layout.tensor_names}
-    return format_of(conversion.source_key).unpack(layer.layout, stored)
+    tensors = {name: conversion.checkpoint.read(name) for name in layer.layout.tensor_names}
+    return format_of(conversion.source_key).unpack(layer.layout, tensors)
 
 
 def _read_layer(
@@ -250,8 +261,8 @@ def _read_layer(
     name = f"{layer.layout.module}{form.ABOUT.group_index}"
     names = tuple(one for one in layer.layout.tensor_names if one != name)
     layout = replace(layer.layout, tensor_names=names, scattered=None)
-    stored = {one: conversion.checkpoint.read(one) for one in names}
-    return form.unpack(layout, stored), conversion.checkpoint.read(name)
+    tensors = {one: conversion.checkpoint.read(one) for one in names}
+    return form.unpack(layout, tensors), conversion.checkpoint.read(name)
 
 
 def _out_of_order(
@@ -275,14 +286,19 @@ def _out_of_order(
     )
 
 
-def _decoded(conversion: Conversion, layer: ConvertedLayer) -> tuple[Tensor, Fit]:
-    """Return the decoded weights of a layer as they are stored, and how exactly."""
-    value, fit = _cast(_unpack(conversion, layer).decode(), conversion.decoded_type)
-    return (value.T.contiguous() if layer.transposed else value), fit
+def _decoded(conversion: Conversion, layer: ConvertedLayer) -> Tensor:
+    """Return the decoded weights of a layer, in the type and the orientation in which they are written."""
+    weight = _unpack(conversion, layer).decode(torch_dtype(conversion.decoded_type))
+    return weight.T.contiguous() if layer.transposed else weight
+
+
+def _decoded_fit(conversion: Conversion, layer: ConvertedLayer) -> Fit:
+    """Return how exactly the type of decoded weights holds those of a layer."""
+    return _cast_fit(_unpack(conversion, layer).decode(), conversion.decoded_type)
 
 
 def _is_cast(tensor: TensorPlan) -> bool:
-    """Return whether a kept tensor is stored in another floating-point type than it has."""
+    """Return whether a kept tensor is written in another floating-point type than it has."""
     return (
         tensor.action is Action.KEEP
         and len(tensor.outputs) == 1
@@ -291,19 +307,19 @@ def _is_cast(tensor: TensorPlan) -> bool:
     )
 
 
-def _cast(exact: Tensor, dtype: str) -> tuple[Tensor, Fit]:
-    """Return numbers in another type, and how exactly that type holds them."""
+def _cast_fit(exact: Tensor, dtype: str) -> Fit:
+    """Return how exactly a type holds numbers."""
     value = exact.to(torch_dtype(dtype))
     back = value.to(exact.dtype)
     changed = int((back != exact).sum())
     if not changed:
-        return value, Fit(Verdict.EXACT)
+        return Fit(Verdict.EXACT)
     if not bool(value.isfinite().all()) and bool(exact.isfinite().all()):
         largest = float(exact.abs().max())
         reason = f"weights up to {largest:.4g} are outside of the range of {dtype}"
-        return value, Fit(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
+        return Fit(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
     error = float((back - exact).double().norm() / exact.double().norm())
     reason = (
         f"{changed} of {exact.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
     )
-    return value, Fit(Verdict.INEXACT, reason)
+    return Fit(Verdict.INEXACT, reason)

@@ -14,8 +14,8 @@ Formats differ in what they can spell, not in what the numbers are. These restat
 * ggml's ``q4_0``, ``q5_0`` and ``q8_0`` are integers in groups of 32 with a float16 scale, ``q4_1`` and ``q5_1`` with a
   minimum as well, as MLX has them.
 
-The schemes alone often settle it (`express`, `agreement`), so that `plan` knows from headers; whether *these* scales,
-zero points and minima convert can only be read from their values (`settle`), before anything is written.
+The schemes alone often settle it (`express`, `fit_of_schemes`), so that `plan` knows from headers; whether *these*
+scales, zero points and minima convert can only be read from their values (`fit_of_values`), before anything is written.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def express(
             return _without_minima(scheme, shape, target, model_dtype, activation)
         return fit, wanted
     wanted = target.native(wanted, shape)
-    return agreement(scheme, wanted, shape, target.LEAST_ZERO), wanted
+    return fit_of_schemes(scheme, wanted, shape, target.LEAST_ZERO), wanted
 
 
 def _without_minima(
@@ -90,7 +90,7 @@ def _without_minima(
     fit, wanted = express(zeros, shape, target, model_dtype, activation)
     if fit.verdict is Verdict.IMPOSSIBLE:
         return fit, wanted
-    return agreement(scheme, wanted, shape, target.LEAST_ZERO), wanted
+    return fit_of_schemes(scheme, wanted, shape, target.LEAST_ZERO), wanted
 
 
 def express_layer(
@@ -113,7 +113,9 @@ def express_layer(
     return Fit(verdict, "; ".join(filter(None, (bare.reason, reason)))), LayerScheme(weight)
 
 
-def agreement(scheme: Scheme, wanted: Scheme, shape: tuple[int, int], least_zero: int = 0) -> Fit:
+def fit_of_schemes(
+    scheme: Scheme, wanted: Scheme, shape: tuple[int, int], least_zero: int = 0
+) -> Fit:
     """Return whether tensors of ``scheme`` can be restated as ``wanted``: EXACT, IMPOSSIBLE, or READ from values."""
     if scheme.grid != wanted.grid:
         return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not {wanted.grid} codes")
@@ -167,7 +169,7 @@ def _refines(scheme: Scheme, wanted: Scheme, shape: tuple[int, int]) -> bool:
 # By values
 
 
-def settle(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
+def fit_of_values(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
     """Return whether this tensor can be restated as ``wanted``: EXACT, INEXACT or IMPOSSIBLE.
 
     Only scales, zero points and minima are looked at.
@@ -230,7 +232,7 @@ def _restated_parameters(
 ) -> tuple[dict[str, Tensor], str]:
     """Return the restated parameters, and what makes them inexact ("" when nothing does)."""
     parameters, scheme, shape = tensor.parameters, tensor.scheme, tensor.shape
-    fit = agreement(scheme, wanted, shape, least_zero)
+    fit = fit_of_schemes(scheme, wanted, shape, least_zero)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(fit.reason, "keep the scheme, or quantize again from the source")
     scales = parameters["scales"]

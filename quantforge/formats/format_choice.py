@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, format_of, targets
-from quantforge.formats.convert import agreement
+from quantforge.formats.convert import fit_of_schemes
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.plans import CHOSEN
@@ -110,7 +110,7 @@ def _holds(
     if form.check(replace(layer, weight=weight), shape).verdict is Verdict.IMPOSSIBLE:
         return False
     wanted = form.native(weight, shape)
-    return agreement(weight, wanted, shape, form.LEAST_ZERO).verdict is Verdict.EXACT
+    return fit_of_schemes(weight, wanted, shape, form.LEAST_ZERO).verdict is Verdict.EXACT
 
 
 def _shape_for(layer: LayerScheme) -> Shape:

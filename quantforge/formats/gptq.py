@@ -56,7 +56,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
     within_block,
 )
-from quantforge.formats.convert import agreement, convert
+from quantforge.formats.convert import convert, fit_of_schemes
 from quantforge.formats.engines import (
     GROUPS,
     MARLIN,
@@ -141,7 +141,7 @@ def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST
     return (
         float16_scales(scheme)
         or grouped(scheme, shape)
-        or agreement(scheme, wanted, shape, least_zero)
+        or fit_of_schemes(scheme, wanted, shape, least_zero)
     )
 
 

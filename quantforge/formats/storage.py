@@ -32,13 +32,13 @@ class Storage:
         self._form = form
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the stored tensors of a quantized one, whole or a run of its rows."""
+        """Return the outputs of a quantized tensor by name, whole or a run of its rows."""
         module = plan.name.removesuffix(".weight")
         if plan.turned:
             return pack_transposed(module, tensor)
         return self._form.pack(module, tensor)
 
-    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+    def unpack(self, plan: TensorPlan, outputs: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the quantized tensor that `pack` was given, with the scheme in which the format holds it."""
         assert plan.scheme is not None
         weight = self._form.native(plan.scheme.weight, plan.matrix)
@@ -46,10 +46,10 @@ class Storage:
             plan.name.removesuffix(".weight"),
             replace(plan.scheme, weight=weight),
             plan.matrix,
-            tuple(stored),
+            tuple(outputs),
             turned=plan.turned,
         )
-        return self._form.unpack(layout, stored)
+        return self._form.unpack(layout, outputs)
 
     def whole(self, plan: TensorPlan) -> bool:
         """Return whether a kept tensor has to be handed over whole, not in runs of rows."""
@@ -57,28 +57,30 @@ class Storage:
         return False
 
     def keep(self, plan: TensorPlan, value: Tensor) -> Tensor:
-        """Return what is stored for a kept tensor, or for a run of its rows."""
-        del plan
-        return value
+        """Return a kept tensor, or a run of its rows, in the type in which it is written."""
+        return value.to(torch_dtype(plan.outputs[0].dtype))
 
-    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
+    def kept(self, plan: TensorPlan, output: Tensor) -> Tensor:
         """Return the kept tensor that `keep` was given, as the source has it."""
         del plan
-        return stored
+        return output
 
 
 class GgufStorage(Storage):
     """Storage in a GGUF file: blocks of rows, in llama.cpp's order, and all else in the type that the plan says."""
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Return the rows as blocks, ``uint8 [rows, bytes of a row]``."""
-        (blocks,) = super().pack(plan, tensor).values()
+        """Return the rows as blocks, uint8 ``[rows, bytes of a row]``; integers by the ggml type that they are."""
+        from quantforge.packers.ggml.blocks import to_blocks
+
+        assert plan.scheme is not None
+        blocks = to_blocks(replace(tensor, scheme=plan.scheme.weight))
         heads = plan.heads * len(tensor.codes) // plan.matrix[0]  # those of a run of rows
         return {plan.outputs[0].name: interleaved(blocks, heads)}
 
-    def unpack(self, plan: TensorPlan, stored: Mapping[str, Tensor]) -> QuantizedTensor:
+    def unpack(self, plan: TensorPlan, outputs: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return codes and parameters of the blocks, in the order of the source's rows."""
-        ordered = {name: halves(blocks, plan.heads) for name, blocks in stored.items()}
+        ordered = {name: halves(blocks, plan.heads) for name, blocks in outputs.items()}
         return super().unpack(plan, ordered)
 
     def whole(self, plan: TensorPlan) -> bool:
@@ -91,17 +93,17 @@ class GgufStorage(Storage):
         Raises:
             RefusedError: a value is beyond the type.
         """
-        stored = plan.outputs[0]
+        output = plan.outputs[0]
         if plan.transposed:
             value = value.T.contiguous()
         if plan.plus_one:
             value = value.float() + 1
         if plan.decay:
             value = -value.float().exp()
-        if math.prod(stored.shape) == value.numel():  # a convolution has a dimension of one
-            value = value.reshape(stored.shape)
-        converted = interleaved(value.to(torch_dtype(stored.dtype)), plan.heads)
-        if stored.dtype == "F16" and not bool(converted.isfinite().all()):
+        if math.prod(output.shape) == value.numel():  # a convolution has a dimension of one
+            value = value.reshape(output.shape)
+        converted = interleaved(value.to(torch_dtype(output.dtype)), plan.heads)
+        if output.dtype == "F16" and not bool(converted.isfinite().all()):
             raise RefusedError(
                 f"{plan.name}: a value is beyond the range of float16",
                 f"--rule '{plan.name.removesuffix('.weight')}=keep', or --type BF16",
@@ -109,9 +111,9 @@ class GgufStorage(Storage):
             )
         return converted
 
-    def kept(self, plan: TensorPlan, stored: Tensor) -> Tensor:
+    def kept(self, plan: TensorPlan, output: Tensor) -> Tensor:
         """Return the tensor as the source has it, to the bit only where nothing was computed; see `keep`."""
-        value = halves(stored, plan.heads)
+        value = halves(output, plan.heads)
         if plan.plus_one:
             value = value - 1
         if plan.decay:

@@ -25,7 +25,13 @@ from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.progress import followed, phase
-from quantforge.execution.relayout import Settled, lossless_type, settle_values, write_all
+from quantforge.execution.relayout import (
+    CheckedValues,
+    check_values,
+    lossless_type,
+    round_plain,
+    write_all,
+)
 from quantforge.formats import FORMATS, GGUF, PLAIN, Verdict, detect, targets
 from quantforge.formats.format_choice import chosen_format, format_of_name
 from quantforge.formats.matching import drop_tied_copy
@@ -381,7 +387,7 @@ def _move(
         stage.clear()
         stage.check_space(plan.output_bytes + side_bytes(checkpoint, settings))
         try:
-            found = _carry_out(conversion, stage, before, settings, allow_inexact=allow_inexact)
+            checked = _carry_out(conversion, stage, before, settings, allow_inexact=allow_inexact)
         except BaseException:
             stage.discard()
             raise
@@ -390,10 +396,10 @@ def _move(
         source_format=conversion.source_key,
         format=plan.format,
         layers=len(conversion.layers),
-        verdict=found.verdict,
+        verdict=checked.verdict,
         output_bytes=plan.output_bytes,
         coverage=conversion.coverage,
-        events=tuple(found.events),
+        events=checked.events,
         notes=(*plan.notes, *plan.left_behind),
         name=plan.name,
     )
@@ -406,10 +412,13 @@ def _carry_out(
     settings: Settings,
     *,
     allow_inexact: bool,
-) -> Settled:
-    """Settle a conversion by its values, write its files into the stage, and publish them.
+) -> CheckedValues:
+    """Check a conversion by its values, write its files into the stage, and publish them.
 
     ``before`` are the digests of the source's small files when it was opened.
+
+    Returns:
+        What the values tell, with the events of what was rounded.
     """
     checkpoint, plan = conversion.checkpoint, conversion.plan
     digested, origin = digest_source(checkpoint, before, settings)
@@ -417,20 +426,22 @@ def _carry_out(
     with phase("reading", 0.4):
         if conversion.matched.tied_twice:
             drop_tied_copy(conversion.matched, digested)  # refuses two that differ
-        found = settle_values(conversion, allow_inexact=allow_inexact, workers=workers_of(settings))
-    settings.policy.check(found.events)
+        checked = check_values(conversion, allow_inexact=allow_inexact)
+        rounded = round_plain(conversion, workers_of(settings))
+    checked = replace(checked, events=(*checked.events, *rounded.events))
+    settings.policy.check(checked.events)
     stage_side_files(stage, checkpoint, plan, origin, settings)
     with (
         phase("writing", 0.9),
         WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
     ):
-        write_all(conversion, found, writer, allow_inexact=allow_inexact)
+        write_all(conversion, rounded.tensors, writer, allow_inexact=allow_inexact)
     # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
     document = {
-        **manifest.manifest(plan, "", origin, None, [], found.figures),
+        **manifest.manifest(plan, "", origin, None, [], rounded.figures),
         "lineage": manifest.lineage(checkpoint.path),
-        **manifest.of_events(found.events),
+        **manifest.of_events(checked.events),
     }
     with phase("publishing", 1.0):
         publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
-    return found
+    return checked

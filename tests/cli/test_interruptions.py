@@ -90,7 +90,7 @@ def test_an_interrupted_export_goes_on_where_it_rounds(
         rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")
         assert command(capsys, "quantize", model, *rounded, "-o", place).code == 0
     monkeypatch.setattr(module, "quantize_opened", stop)
-    monkeypatch.setattr(module, "settle_values", stop)
+    monkeypatch.setattr(module, "check_values", stop)
     told = command(
         capsys, "export", place if quantized else model, "--format", "gptq", "-o", tmp_path / "x"
     )

@@ -12,7 +12,7 @@ import torch
 from quantforge.cli.formats import cells
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
-from quantforge.formats.convert import convert, express_layer, settle
+from quantforge.formats.convert import convert, express_layer, fit_of_values
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -60,7 +60,7 @@ def exact_or_refused(tensor: QuantizedTensor, target: str) -> None:
             form.pack("model.layers.0.m", tensor)
         return
     bare = tensor if wanted.input == tensor.input else replace(tensor, input=wanted.input)
-    found = settle(bare, wanted.weight, form.LEAST_ZERO)
+    found = fit_of_values(bare, wanted.weight, form.LEAST_ZERO)
     if found.verdict is Verdict.EXACT:
         same = convert(bare, wanted.weight, form.LEAST_ZERO)
         assert torch.equal(through(same, target).decode(), tensor.decode())

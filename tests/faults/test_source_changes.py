@@ -118,14 +118,14 @@ def test_weights_that_are_edited_under_an_export_are_noticed(
     quantize(model, source, recipe(bits=4))
     file, place = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
     module = import_module("quantforge.verbs.export")
-    settle = module.settle_values
+    check = module.check_values
 
-    def settled(conversion: Any, **options: Any) -> str:
-        said = settle(conversion, **options)
+    def checked(conversion: Any, **options: Any) -> str:
+        said = check(conversion, **options)
         edit(file, place)
         return said
 
-    monkeypatch.setattr(module, "settle_values", settled)
+    monkeypatch.setattr(module, "check_values", checked)
     for name, form in (("out", "gptq"), ("out.gguf", "gguf")):
         with pytest.raises(IntegrityError, match="changed"):
             verbs.export(

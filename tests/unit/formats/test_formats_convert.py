@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, Verdict, format_of
-from quantforge.formats.convert import agreement, convert, express, settle
+from quantforge.formats.convert import convert, express, fit_of_schemes, fit_of_values
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of
@@ -41,20 +41,20 @@ def with_scales(tensor, scales):
     ],
 )
 def test_schemes_alone_tell_what_they_can(scheme, wanted, verdict):
-    fit = agreement(parse(scheme), parse(wanted), SHAPE)
+    fit = fit_of_schemes(parse(scheme), parse(wanted), SHAPE)
     assert fit.verdict is verdict
     assert (fit.reason == "") is (verdict is Verdict.EXACT)
 
 
 def test_a_zero_point_of_zero_has_to_be_looked_for():
     asym, sym = parse("int4:g64:asym:f16"), parse("int4:g64:sym:f16")
-    assert agreement(asym, asym, SHAPE, 1).verdict is Verdict.READ
-    assert agreement(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
+    assert fit_of_schemes(asym, asym, SHAPE, 1).verdict is Verdict.READ
+    assert fit_of_schemes(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
     tensor = random_tensor(asym, SHAPE, least_zero=1)
-    assert settle(tensor, asym, 1).verdict is Verdict.EXACT
+    assert fit_of_values(tensor, asym, 1).verdict is Verdict.EXACT
     assert convert(tensor, asym, 1).parameters["zeros"].min() >= 1
     tensor.parameters["zeros"][3, 2] = 0
-    assert settle(tensor, asym, 1).verdict is Verdict.IMPOSSIBLE
+    assert fit_of_values(tensor, asym, 1).verdict is Verdict.IMPOSSIBLE
     with pytest.raises(RefusedError, match=r"1 group\(s\) have a zero point below 1") as caught:
         format_of("gptq").pack("m", tensor)
     assert "gptq_v2" in caught.value.hint
@@ -76,7 +76,7 @@ def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dt
     fit, wanted = express(source, SHAPE, target, model_dtype)
     assert fit.verdict in {Verdict.EXACT, Verdict.READ}
     tensor = random_tensor(source, SHAPE, seed)
-    found = settle(tensor, wanted, target.LEAST_ZERO)
+    found = fit_of_values(tensor, wanted, target.LEAST_ZERO)
     if fit.verdict is Verdict.EXACT:
         assert found.verdict is Verdict.EXACT
     if found.verdict is not Verdict.EXACT:
@@ -97,7 +97,7 @@ def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dt
 def test_scales_convert_when_each_of_them_does():
     source, wanted = parse("int4:g64:sym:f16"), parse("int4:g64:sym:bf16")
     tensor = random_tensor(source, SHAPE)
-    fit = settle(tensor, wanted)
+    fit = fit_of_values(tensor, wanted)
     assert fit.verdict is Verdict.INEXACT
     assert "scales are not bf16 numbers" in fit.reason
     with pytest.raises(RefusedError) as caught:
@@ -107,7 +107,7 @@ def test_scales_convert_when_each_of_them_does():
     assert torch.equal(rounded.parameters["scales"], tensor.parameters["scales"].bfloat16())
     assert torch.equal(rounded.codes, tensor.codes)
     powers = with_scales(tensor, torch.full((32, 4), 2.0**-7, dtype=torch.float16))
-    assert settle(powers, wanted).verdict is Verdict.EXACT
+    assert fit_of_values(powers, wanted).verdict is Verdict.EXACT
     assert torch.equal(decoded(convert(powers, wanted)), decoded(powers))
 
 
@@ -117,7 +117,7 @@ def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
     scales = tensor.parameters["scales"].clone()
     scales[0, 0] = value
     wanted = parse("int4:g64:sym:f16")
-    assert settle(with_scales(tensor, scales), wanted).verdict is Verdict.IMPOSSIBLE
+    assert fit_of_values(with_scales(tensor, scales), wanted).verdict is Verdict.IMPOSSIBLE
     with pytest.raises(RefusedError, match="outside of the range of f16"):
         convert(with_scales(tensor, scales), wanted, allow_inexact=True)
 
@@ -139,7 +139,7 @@ def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
         QuantizedTensor(codes, parameters, scheme),
         replace(scheme, scale=ScaleType.BF16),
     )
-    fit = settle(tensor, wanted)
+    fit = fit_of_values(tensor, wanted)
     assert fit.verdict is Verdict.INEXACT
     with pytest.raises(RefusedError, match="scales are not bf16 numbers"):
         convert(tensor, wanted)
@@ -153,7 +153,7 @@ def test_constant_zero_points_are_a_symmetric_grid():
     source = parse("int4:g64:asym:f16")
     wanted = parse("int4:g64:sym:f16")
     tensor = random_tensor(source, SHAPE)
-    assert settle(tensor, wanted).verdict is Verdict.IMPOSSIBLE
+    assert fit_of_values(tensor, wanted).verdict is Verdict.IMPOSSIBLE
     tensor.parameters["zeros"].fill_(8)
     restated = convert(tensor, wanted)
     assert restated.codes.dtype == torch.int8
