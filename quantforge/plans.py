@@ -36,9 +36,10 @@ class Action(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a safetensors file: name, safetensors dtype name, shape.
+    """Header of one tensor in a file of any format: name, type as safetensors calls it, shape.
 
-    ``data`` holds the content of a small tensor that describes another (its shape, how it is packed), if read.
+    Blocks of a GGUF file are ``U8`` ``[rows, bytes of a row]``. ``data`` holds the content of a small tensor that
+    describes another (its shape, how it is packed), if read.
     """
 
     name: str

@@ -166,10 +166,10 @@ def plan_export(
         matched = drop_tied_copy(matched, checkpoint)
     draft: Draft
     if recipe.format == GGUF:
-        from quantforge.planning.gguf_draft import draft_gguf  # with all that its files hold
+        from quantforge.planning.gguf_draft import draft_gguf_export  # with all that its files hold
 
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
-        draft = draft_gguf(recipe, checkpoint, matched, given=schemes, tower=tower)
+        draft = draft_gguf_export(recipe, checkpoint, matched, schemes, tower)
     else:
         draft = _by_module(checkpoint, split, target, asked_type)
         if target.ABOUT.rounds_tied_embedding:

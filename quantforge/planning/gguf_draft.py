@@ -23,7 +23,7 @@ from quantforge.errors import InputError, RefusedError, UnknownNameError, neares
 from quantforge.formats import KEEP, gguf
 from quantforge.formats.engines import layer_verdicts
 from quantforge.formats.format_choice import holders
-from quantforge.formats.gguf import blocks_of, mixture
+from quantforge.formats.gguf import ggml_scheme, mixture
 from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan, stored_pieces
 from quantforge.formats.gguf.families import Named, model_types_read, names
 from quantforge.formats.gguf.metadata import general, merged, provenance, split_keys
@@ -110,56 +110,121 @@ class GgufDraft(Draft):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """Contents of the file of a model, before their types are chosen.
+
+    Attributes:
+        checkpoint: the source.
+        matched: its tensors.
+        kept: those that the file holds.
+        named: their names in the file, by canonical name.
+        parameters: what the configuration becomes.
+        shape: what mixtures look at beside the tensors.
+    """
+
+    checkpoint: Checkpoint
+    matched: Matched
+    kept: Sequence[MatchedTensor]
+    named: Mapping[str, Named]
+    parameters: Parameters
+    shape: mixture.Shape
+
+
 def draft_gguf(
-    recipe: Recipe, checkpoint: Checkpoint, matched: Matched, *, observed: bool = False,
-    given: Mapping[str, Scheme] | None = None, tower: ProjectorFile | None = None,
-) -> GgufDraft:  # fmt: skip
-    """Decide on every tensor of a GGUF file.
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    matched: Matched,
+    *,
+    observed: bool,
+    tower: ProjectorFile | None,
+) -> GgufDraft:
+    """Decide on every tensor of a GGUF file that is rounded into the types of a mixture, or of one scheme.
 
     Args:
         recipe: its type or scheme, and rules.
         checkpoint: the source.
         matched: its tensors.
         observed: whether the importance of columns will be known.
-        given: of an export, the scheme of each module that is already quantized; everything else keeps its type.
         tower: of pictures, which is written into a file of its own beside this one.
 
     Raises:
         RefusedError: a family, configuration, tokenizer or scheme that GGUF does not hold.
         InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
     """
-    config = _with_vision(matched.config, checkpoint.config)
-    found = parameters(config)
-    family = found.family
+    contents = _contents(checkpoint, matched, observed=observed)
+    types = MixtureTypes(recipe, contents.named, contents.kept, contents.shape)
+    linears = sum(tensor.role is Role.LINEAR for tensor in contents.kept)
+
+    def made_by(recipe: Recipe) -> Metadata:
+        text = recipe.calibration
+        if not observed:
+            return provenance(recipe, "", 0, 0)
+        return provenance(recipe, text.source, linears, coming_rows(text, checkpoint.path))
+
+    return _draft(recipe, contents, types, made_by, tower)
+
+
+def draft_gguf_export(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    matched: Matched,
+    schemes: Mapping[str, Scheme],
+    tower: ProjectorFile | None,
+) -> GgufDraft:
+    """Decide on every tensor of a GGUF file that takes over codes: whatever has none keeps its type.
+
+    Args:
+        recipe: how the embedding is rounded, and the pre-tokenizer.
+        checkpoint: the quantized source.
+        matched: its tensors.
+        schemes: of each module that is quantized, in the terms of the file.
+        tower: as of `draft_gguf`, as the errors.
+    """
+    contents = _contents(checkpoint, matched, observed=False)
+    types = GivenTypes(schemes, tied=matched.tied)
+    wanted = Recipe(embedding=recipe.embedding, pre=recipe.pre)
+
+    def made_by(_: Recipe) -> Metadata:
+        return provenance(first_recipe(checkpoint), "", 0, 0)
+
+    return _draft(wanted, contents, types, made_by, tower)
+
+
+def _contents(checkpoint: Checkpoint, matched: Matched, *, observed: bool) -> _Contents:
+    found = parameters(_with_vision(matched.config, checkpoint.config))
     kept, sizes = _written(matched), found.dimensions
-    named = names(family, sizes.layers, [tensor.name for tensor in kept])
+    named = names(found.family, sizes.layers, [tensor.name for tensor in kept])
     shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
-    if given is None:
-        wanted = recipe
-        types: FileTypes = MixtureTypes(wanted, named, kept, shape)
-    else:
-        wanted = Recipe(embedding=recipe.embedding)
-        types = GivenTypes(given, tied=matched.tied)
-    choices = Choices(_tied(wanted, matched, kept), kept, types, together=False)
+    return _Contents(checkpoint, matched, kept, named, found, shape)
+
+
+def _draft(
+    recipe: Recipe,
+    contents: _Contents,
+    types: FileTypes,
+    made_by: Callable[[Recipe], Metadata],
+    tower: ProjectorFile | None,
+) -> GgufDraft:
+    """Return the draft of a file whose tensors get ``types``; ``made_by`` returns the keys that state the recipe."""
+    checkpoint, matched, found = contents.checkpoint, contents.matched, contents.parameters
+    kept, named, family = contents.kept, contents.named, contents.parameters.family
+    choices = Choices(_tied(recipe, matched, kept), kept, types, together=False)
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
-    _refuse_unobserved(targets if given is None and not observed else ())
+    types.check(targets)
     rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
     tokens = _tokens(checkpoint, rows, matched.config, recipe.pre)
     table = _tensor_table(targets, found)
     weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(targets, types)
-    kind = file_type(types.label, {one.name: (one.type, one.shape) for one in table}, shape)
-    linears = sum(item.tensor.role is Role.LINEAR for item in targets)
+    held = {tensor.name: (tensor.type, tensor.shape) for tensor in table}
+    kind = file_type(types.label, held, contents.shape)
 
     def keys(recipe: Recipe) -> Metadata:
-        text = recipe.calibration
-        seen = (
-            (text.source, linears, coming_rows(text, checkpoint.path)) if observed else ("", 0, 0)
-        )
         return merged(
             general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
             found.keys,
             tokens.keys(),
-            provenance(recipe if given is None else first_recipe(checkpoint), *seen),
+            made_by(recipe),
         )
 
     return GgufDraft(
@@ -200,21 +265,6 @@ def _of_towers(checkpoint: Checkpoint, tower: ProjectorFile | None) -> tuple[str
         return (f"{LANGUAGE_ONLY}; {OPTION} writes that of pictures, {size(tower.plan.size)}",)
     written = f", {OPTION} writes that of pictures" if has_projector(checkpoint.config) else ""
     return (LANGUAGE_ONLY + written,)
-
-
-def _refuse_unobserved(targets: Sequence[FileTensor]) -> None:
-    """Refuse types that llama-quantize does not make without an importance; outside of the blocks it asks for none."""
-    needy = [
-        item for item in targets
-        if item.type.lower() in NEED_IMPORTANCE and item.named.name not in _OUTSIDE
-    ]  # fmt: skip
-    if needy:
-        raise RefusedError(
-            f"{needy[0].tensor.name}: {needy[0].type} needs the importance of its columns,"
-            f" as do {len(needy) - 1} more tensors",
-            "--calibration TEXT (or builtin), or --imatrix FILE",
-            tensor=needy[0].tensor.header.name,
-        )
 
 
 def _tokens(
@@ -335,6 +385,9 @@ class FileTypes(Terms[str]):
 
     label: str
 
+    def check(self, targets: Sequence[FileTensor]) -> None:
+        """Raise `RefusedError` for types that cannot be made of this model."""
+
     def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
         """Return the type that a scheme is; that of the source where nothing is to be rounded."""
         if choice.scheme is None:
@@ -379,6 +432,7 @@ class MixtureTypes(FileTypes):
         shape: mixture.Shape,
     ) -> None:
         self._names = names
+        self._observed = shape.importance
         self._one_scheme = wanted.scheme is not None
         self.label = _asked_label(wanted)
         columns = {
@@ -394,6 +448,20 @@ class MixtureTypes(FileTypes):
             self._types = dict.fromkeys(columns, self.label)
         else:
             self._types = mixture.assign(self.label, columns.items(), shape)
+
+    def check(self, targets: Sequence[FileTensor]) -> None:
+        """Refuse types that llama-quantize does not make without an importance; in the blocks alone it asks for one."""
+        needy = [
+            item for item in targets
+            if item.type.lower() in NEED_IMPORTANCE and item.named.name not in _OUTSIDE
+        ]  # fmt: skip
+        if needy and not self._observed:
+            raise RefusedError(
+                f"{needy[0].tensor.name}: {needy[0].type} needs the importance of its columns,"
+                f" as do {len(needy) - 1} more tensors",
+                "--calibration TEXT (or builtin), or --imatrix FILE",
+                tensor=needy[0].tensor.header.name,
+            )
 
     def default(self, tensor: MatchedTensor) -> Decision[str]:
         """Return what the mixture says."""
@@ -456,7 +524,7 @@ def type_of(layer: LayerScheme, where: str) -> str:
     Raises:
         RefusedError: there is none; the formats that hold it are named, or the nearest type.
     """
-    scheme = blocks_of(layer.weight)
+    scheme = ggml_scheme(layer.weight)
     if scheme.grid not in GGML_BLOCKS or layer.input is not None:
         others = holders(LayerScheme(scheme, layer.input))
         raise RefusedError(

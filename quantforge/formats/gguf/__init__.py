@@ -94,7 +94,7 @@ def default_scheme(bits: int) -> str:
 
 
 def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-    """Judge a weight: a grid of ggml whose blocks divide the columns, or an integer grid that is one (`blocks_of`)."""
+    """Judge a weight: a type of ggml whose blocks divide the columns, or integers that are one (`ggml_scheme`)."""
     if layer.weight.integer and layer.input is None:
         return _check_integers(layer.weight, shape)
     grid = layer.weight.grid
@@ -113,7 +113,10 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fi
 
 
 def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme as it is, that of integers with a float16 scale, and minimum, for each 32 columns."""
+    """Return the scheme to which values are restated: of integers, a float16 scale (and minimum) for 32 columns.
+
+    These stay integers here; `ggml_scheme` returns the same numbers under the name of their type, ``q4_0``.
+    """
     del shape
     if not scheme.integer:
         return scheme
@@ -121,10 +124,10 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return centered if scheme.symmetric else INTEGERS.get(f"q{scheme.bits}_1", centered)
 
 
-def blocks_of(scheme: Scheme) -> Scheme:
+def ggml_scheme(scheme: Scheme) -> Scheme:
     """Return the type of ggml that a scheme is: ``q4_0`` for ``int4:g32:sym``; others are returned as they are."""
-    stored = scheme.with_scale(ScaleType.F16)
-    return next((parse(grid) for grid, other in INTEGERS.items() if other == stored), scheme)
+    filled = scheme.with_scale(ScaleType.F16)
+    return next((parse(grid) for grid, integers in INTEGERS.items() if integers == filled), scheme)
 
 
 def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Fit:
@@ -143,7 +146,7 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the blocks of one module, under the module's own name."""
-    layout = TYPES[blocks_of(layer.weight).grid.upper()]
+    layout = TYPES[ggml_scheme(layer.weight).grid.upper()]
     return (StoredTensor(f"{module}.weight", "U8", (shape[0], layout.row_bytes(shape[1]))),)
 
 
@@ -151,7 +154,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Return the blocks of one module, uint8 ``[rows, bytes of a row]``, in the order of the source's rows."""
     from quantforge.packers.ggml.blocks import to_blocks
 
-    return {f"{module}.weight": to_blocks(replace(tensor, scheme=blocks_of(tensor.scheme)))}
+    return {f"{module}.weight": to_blocks(replace(tensor, scheme=ggml_scheme(tensor.scheme)))}
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
