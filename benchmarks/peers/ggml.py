@@ -11,7 +11,7 @@ import torch
 import xllamacpp
 from torch import Tensor
 
-from quantforge.packers.ggml import LAYOUTS
+from quantforge.packers.ggml import GGML_TYPES
 
 
 @cache
@@ -30,7 +30,7 @@ def _library() -> Any:
 
 def quantized(rows: Tensor, grid: str, importance: Tensor | None) -> Tensor:
     """Return ``rows`` ``[rows, columns]`` float32 as blocks, ``uint8 [rows, bytes]``; ``importance`` is of columns."""
-    layout = LAYOUTS[grid.upper()]
+    layout = GGML_TYPES[grid.upper()]
     raw = torch.empty(len(rows), layout.row_bytes(rows.shape[1]), dtype=torch.uint8)
     where = None if importance is None else importance.data_ptr()
     size = _library()(layout.number, rows.data_ptr(), raw.data_ptr(), 0, *rows.shape, where)

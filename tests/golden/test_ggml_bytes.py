@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.peers.ggml import quantized
 from quantforge.notation import parse
-from quantforge.packers.ggml import LAYOUTS
+from quantforge.packers.ggml import GGML_TYPES
 from quantforge.packers.ggml.blocks import TERNARY_RUNS, decode_blocks, from_blocks, to_blocks
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.lattices import LATTICES
@@ -18,7 +18,7 @@ from quantforge.packers.tensor import QuantizedTensor
 
 # Those of lattices are in `tests/unit/packers/test_lattices.py`.
 ENCODED = sorted(
-    layout.grid for layout in LAYOUTS.values() if layout.grid and layout.grid not in LATTICES
+    layout.grid for layout in GGML_TYPES.values() if layout.grid and layout.grid not in LATTICES
 )
 # Type: sha256 of the blocks of `waves`, without and with `importance`; made with ggml 0c1e57098 on x86-64.
 WAVES = {
@@ -130,20 +130,20 @@ def test_blocks_of_columns_without_any_importance(grid):
     assert torch.equal(raw, quantized(x, grid, columns))
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(GGML_TYPES))
 def test_the_table_of_types_is_that_of_gguf(name):
-    kind, layout = gguf.GGMLQuantizationType[name], LAYOUTS[name]
+    kind, layout = gguf.GGMLQuantizationType[name], GGML_TYPES[name]
     assert layout.number == kind
     assert (layout.columns, layout.block_bytes) == gguf.GGML_QUANT_SIZES[kind]
 
 
 def random_bytes(name, rows=37, blocks=6):
     generator = torch.Generator().manual_seed(3)
-    shape = (rows, LAYOUTS[name].block_bytes * blocks)
+    shape = (rows, GGML_TYPES[name].block_bytes * blocks)
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", sorted(GGML_TYPES))
 def test_decoding_random_bytes_equals_gguf(name):
     raw = random_bytes(name)
     with numpy.errstate(all="ignore"):
@@ -177,7 +177,7 @@ def test_five_ternary_digits_are_the_least_byte_whose_fraction_starts_with_them(
     raw = to_blocks(QuantizedTensor(blocks, {"scales": scales}, parse("tq1_0")))
     packed = raw[:, :32].flatten()[:243]
     assert packed.tolist() == [math.ceil(number * 256 / 243) for number in range(243)]
-    assert sum(size for size, _ in TERNARY_RUNS) == LAYOUTS["TQ1_0"].block_bytes - 2
+    assert sum(size for size, _ in TERNARY_RUNS) == GGML_TYPES["TQ1_0"].block_bytes - 2
     assert sum(size * count for size, count in TERNARY_RUNS) == 256
 
 

@@ -146,8 +146,8 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the blocks of one module, under the module's own name."""
-    layout = TYPES[ggml_scheme(layer.weight).grid.upper()]
-    return (StoredTensor(f"{module}.weight", "U8", (shape[0], layout.row_bytes(shape[1]))),)
+    kind = TYPES[ggml_scheme(layer.weight).grid.upper()]
+    return (StoredTensor(f"{module}.weight", "U8", (shape[0], kind.row_bytes(shape[1]))),)
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
@@ -188,8 +188,8 @@ def layouts(
     found = []
     for name, grid in grids.items():
         rows, row_bytes = tensors[name].shape
-        layout = GGML_BLOCKS[grid]
-        columns = row_bytes // layout.block_bytes * layout.columns
+        block = GGML_BLOCKS[grid]
+        columns = row_bytes // block.block_bytes * block.columns
         scheme = LayerScheme(parse(grid))
         found.append(ModuleLayout(name.removesuffix(".weight"), scheme, (rows, columns), (name,)))
     return found

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from quantforge.errors import InputError
-from quantforge.packers.ggml import LAYOUTS, Layout
+from quantforge.packers.ggml import GGML_TYPES, GgmlType
 from quantforge.plans import FilePlan, StoredTensor
 
 MAGIC = b"GGUF"
@@ -39,17 +39,17 @@ ALIGNMENT = 32
 MAX_NAME = 63  # bytes; llama.cpp refuses 64 (GGML_MAX_NAME)
 MAX_RANK = 4
 
-TYPES: Mapping[str, Layout] = {
-    **LAYOUTS,
-    "F64": Layout(28, 1, 8),
-    "I8": Layout(24, 1, 1),
-    "I16": Layout(25, 1, 2),
-    "I32": Layout(26, 1, 4),
-    "I64": Layout(27, 1, 8),
-    "Q8_1": Layout(9, 32, 36),
-    "Q8_K": Layout(15, 256, 292),
+TYPES: Mapping[str, GgmlType] = {
+    **GGML_TYPES,
+    "F64": GgmlType(28, 1, 8),
+    "I8": GgmlType(24, 1, 1),
+    "I16": GgmlType(25, 1, 2),
+    "I32": GgmlType(26, 1, 4),
+    "I64": GgmlType(27, 1, 8),
+    "Q8_1": GgmlType(9, 32, 36),
+    "Q8_K": GgmlType(15, 256, 292),
 }
-BY_NUMBER: Mapping[int, str] = {layout.number: name for name, layout in TYPES.items()}
+BY_NUMBER: Mapping[int, str] = {kind.number: name for name, kind in TYPES.items()}
 
 
 class ValueType(IntEnum):

@@ -35,8 +35,8 @@ from quantforge.grids import GGML_BLOCKS
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """A type as a GGUF file knows it.
+class GgmlType:
+    """A type of tensors in GGUF files: plain numbers, or blocks of them.
 
     Attributes:
         number: its id in the tensor table.
@@ -58,13 +58,13 @@ class Layout:
 
 
 # By ggml's name of the type.
-LAYOUTS: Mapping[str, Layout] = {
-    "F32": Layout(0, 1, 4),
-    "F16": Layout(1, 1, 2),
-    "BF16": Layout(30, 1, 2),
+GGML_TYPES: Mapping[str, GgmlType] = {
+    "F32": GgmlType(0, 1, 4),
+    "F16": GgmlType(1, 1, 2),
+    "BF16": GgmlType(30, 1, 2),
     **{
-        grid.upper(): Layout(block.number, block.columns, block.block_bytes, grid)
+        grid.upper(): GgmlType(block.number, block.columns, block.block_bytes, grid)
         for grid, block in GGML_BLOCKS.items()
     },
-    "NVFP4": Layout(40, 64, 36),
+    "NVFP4": GgmlType(40, 64, 36),
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
-from quantforge.packers.ggml import LAYOUTS
+from quantforge.packers.ggml import GGML_TYPES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
@@ -55,16 +55,16 @@ def decode_blocks(raw: Tensor, type_name: str) -> Tensor:
     The result is bit for bit that of ``gguf.quants.dequantize``.
 
     Raises:
-        KeyError: no such type in `LAYOUTS`.
+        KeyError: no such type in `GGML_TYPES`.
         ValueError: blocks do not fill the rows.
     """
-    layout = LAYOUTS[type_name]
-    if raw.shape[-1] % layout.block_bytes:
+    kind = GGML_TYPES[type_name]
+    if raw.shape[-1] % kind.block_bytes:
         raise ValueError(f"{raw.shape[-1]} bytes are no whole number of {type_name} blocks")
     if type_name in _PLAIN:
         return raw.contiguous().view(_PLAIN[type_name]).float()
-    if layout.grid is not None:
-        return from_blocks(raw, parse(layout.grid)).decode()
+    if kind.grid is not None:
+        return from_blocks(raw, parse(kind.grid)).decode()
     return _by_gguf(raw, type_name)
 
 
@@ -73,8 +73,8 @@ def _by_gguf(raw: Tensor, type_name: str) -> Tensor:
     import gguf
     import numpy
 
-    layout, kind = LAYOUTS[type_name], gguf.GGMLQuantizationType[type_name]
-    blocks = raw.cpu().reshape(-1, layout.block_bytes)
+    kind = gguf.GGMLQuantizationType[type_name]
+    blocks = raw.cpu().reshape(-1, GGML_TYPES[type_name].block_bytes)
     with numpy.errstate(all="ignore"):  # a NaN scale is for the caller to judge
         parts = [
             gguf.quants.dequantize(part.numpy(), kind)

@@ -9,7 +9,7 @@ from quantforge.errors import InputError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers import packer_of
-from quantforge.packers.ggml import LAYOUTS, row_loops
+from quantforge.packers.ggml import GGML_TYPES, row_loops
 from quantforge.packers.ggml import search as searching
 from quantforge.packers.ggml.blocks import from_blocks, to_blocks
 from quantforge.packers.ggml.grid import GRIDS, LANES, LIMITS, steps
@@ -196,7 +196,7 @@ def test_the_packer_is_found_and_bytes_are_counted(grid):
     tensor = encode_rows(matrix(3), scheme)
     assert torch.equal(packer.decode(tensor.codes, tensor.parameters, scheme), tensor.decode())
     raw = to_blocks(tensor)
-    assert raw.shape == (3, LAYOUTS[grid.upper()].row_bytes(512))
+    assert raw.shape == (3, GGML_TYPES[grid.upper()].row_bytes(512))
     assert raw.numel() * 8 == scheme.bits_per_weight(tensor.shape) * 3 * 512
 
 
