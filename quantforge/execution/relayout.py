@@ -58,7 +58,7 @@ class CheckedValues:
 
 @dataclass(slots=True)
 class RoundedTensors:
-    """The tensors of `Conversion.rounded`, by name, with the events of their rounding and figures for the manifest."""
+    """The tensors of `Conversion.to_round`, by name, with the events of their rounding and figures for the manifest."""
 
     tensors: dict[str, QuantizedTensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -93,7 +93,7 @@ def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValue
             fit = _cast_fit(value, tensor.outputs[0].dtype)
             events += _accepted(tensor.name, fit, allowed=allowed)
             verdicts[fit.verdict] += 1
-    verdict = "exact but for the embedding" if conversion.rounded else "exact"
+    verdict = "exact but for the embedding" if conversion.to_round else "exact"
     return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
 
 
@@ -135,7 +135,7 @@ def round_plain(conversion: Conversion, workers: int) -> RoundedTensors:
         workers: threads that round strips of rows side by side.
     """
     found = RoundedTensors()
-    for tensor in conversion.rounded:
+    for tensor in conversion.to_round:
         _round_in_strips(conversion, tensor, workers, found)
     return found
 
@@ -200,12 +200,14 @@ def write_all(
         elif layer.wanted is None or conversion.plan.format == PLAIN:
             outputs = {tensor.name: _decoded(conversion, layer)}
         else:
-            outputs = _converted(conversion, layer, tensor, storage, allow_inexact=allow_inexact)
+            outputs = _layer_outputs(
+                conversion, layer, tensor, storage, allow_inexact=allow_inexact
+            )
         for name, value in outputs.items():
             writer.write(name, value)
 
 
-def _converted(
+def _layer_outputs(
     conversion: Conversion,
     layer: ConvertedLayer,
     plan: TensorPlan,

@@ -186,9 +186,8 @@ class _ModuleDraft:
             and (scheme := self.choices.chosen(tensor).scheme)
         }
         self.rounds_embedding = Role.EMBEDDING in rounded
-        if (
-            form.ABOUT.rounds_tied_embedding
-        ):  # one tensor for both, unless the head is to have another scheme
+        # One tensor for both, unless the head is to have another scheme.
+        if form.ABOUT.rounds_tied_embedding:
             shared = rounded.get(Role.EMBEDDING)
             self.unties = self._head is not None and rounded.get(Role.HEAD, shared) != shared
             return

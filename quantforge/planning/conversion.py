@@ -86,10 +86,10 @@ class Conversion:
         files: of the result.
         layers: what has codes in the source, by the name of the weight.
         matched: the source.
-        rounded: tensors that the source holds plainly and the result in codes: the embedding, or none.
+        to_round: tensors that the source holds plainly and the result in codes: the embedding, or none.
         events: that headers tell.
         asked_type: of decoded weights; rounding to it is accepted. None where none is asked for.
-        rounding: how `rounded` are rounded.
+        rounding: how `to_round` are rounded.
     """
 
     checkpoint: Checkpoint
@@ -98,7 +98,7 @@ class Conversion:
     files: tuple[FilePlan, ...]
     layers: Mapping[str, ConvertedLayer]
     matched: Matched
-    rounded: tuple[TensorPlan, ...]
+    to_round: tuple[TensorPlan, ...]
     events: tuple[Event, ...]
     asked_type: str | None
     rounding: Rounding
@@ -145,7 +145,7 @@ def plan_export(
     layouts = source.layouts(checkpoint.config, headers)
     matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
     family = _family(checkpoint)
-    expressed = [_converted(layout, checkpoint, family, source, target) for layout in layouts]
+    expressed = [_plan_layer(layout, checkpoint, family, source, target) for layout in layouts]
     split, split_notes = _with_one_group(expressed, target)
     layers = {layer.name: layer for layer in split}
     modules = {
@@ -171,7 +171,7 @@ def plan_export(
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         draft = draft_gguf_export(recipe, checkpoint, matched, schemes, tower)
     else:
-        draft = _by_module(checkpoint, split, target, asked_type)
+        draft = _draft_safetensors(checkpoint, split, target, asked_type)
         if target.ABOUT.rounds_tied_embedding:
             draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
     tensors = _with_recorded_rules(draft.tensors, naming.first_recipe(checkpoint))
@@ -180,7 +180,7 @@ def plan_export(
     if recipe.engine == TRANSFORMERS:
         draft = with_judged_names(checkpoint, draft)
     files = draft.files(recipe)
-    rounded = tuple(
+    to_round = tuple(
         item for item in tensors if item.action is Action.QUANTIZE and item.name not in layers
     )
     served = replace(serving or Serving(), devices=recipe.tensor_parallel)
@@ -203,7 +203,7 @@ def plan_export(
             *first,
             *(
                 f"{CHOSEN}{item.name}: {rounded_words(item)}"
-                for item in rounded
+                for item in to_round
                 if not recipe.embedding
             ),
             *facts(checkpoint),
@@ -216,11 +216,11 @@ def plan_export(
     )
     events = (
         *_lost(checkpoint, target, tensors),
-        *(Event("embedding-rounded", item.name, rounded_words(item)) for item in rounded),
+        *(Event("embedding-rounded", item.name, rounded_words(item)) for item in to_round),
         *plan.substitutions,
     )
     return Conversion(
-        checkpoint, source.KEY, plan, files, layers, matched, rounded, events, asked_type, recipe.rounding,
+        checkpoint, source.KEY, plan, files, layers, matched, to_round, events, asked_type, recipe.rounding,
     )  # fmt: skip
 
 
@@ -319,13 +319,13 @@ def _family(checkpoint: Checkpoint) -> Architecture | None:
     return architecture_of(config) or architecture_of(text_config(config))
 
 
-def _by_module(
+def _draft_safetensors(
     checkpoint: Checkpoint,
     layers: Iterable[ConvertedLayer],
     target: Format,
     asked_type: str | None,
 ) -> Draft:
-    """Return the draft of a result that is stored module by module: layers in the target's terms, all else kept."""
+    """Return the draft of a result in safetensors files: layers in the target's terms, all else kept."""
     layers = tuple(layers)
     headers = checkpoint.headers()
     used = {name for layer in layers for name in layer.layout.tensor_names}
@@ -353,7 +353,7 @@ def _by_module(
 def _tensor_plan(
     layer: ConvertedLayer, dtype: str, target: Format, asked_type: str | None
 ) -> TensorPlan:
-    """Return the plan of a layer in a result that is stored module by module."""
+    """Return the plan of a layer in a result in safetensors files."""
     name, shape, wanted = layer.name, layer.layout.shape, layer.wanted
     held = shape[::-1] if layer.transposed else shape
     if wanted is None or target.KEY == PLAIN:
@@ -422,14 +422,14 @@ def _with_embedding(
     return replace(draft, tensors=tuple(plans.values()))
 
 
-def _converted(
+def _plan_layer(
     layout: ModuleLayout,
     checkpoint: Checkpoint,
     family: Architecture | None,
     source: Format,
     target: Format,
 ) -> ConvertedLayer:
-    """Return what becomes of a layer, by its scheme.
+    """Decide what becomes of a layer, by its scheme.
 
     Raises:
         RefusedError: the target cannot hold it.

@@ -24,7 +24,7 @@ from quantforge.formats import KEEP, gguf
 from quantforge.formats.engines import layer_verdicts
 from quantforge.formats.format_choice import holders
 from quantforge.formats.gguf import ggml_scheme, mixture
-from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan, stored_pieces
+from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan
 from quantforge.formats.gguf.families import Named, model_types_read, names
 from quantforge.formats.gguf.metadata import general, merged, provenance, split_keys
 from quantforge.formats.gguf.mixture import file_type
@@ -63,7 +63,7 @@ _OUTSIDE = {*mixture.LOOKED_UP, _OUTPUT}
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One source tensor on its way: its name in the file and its shape as stored there."""
+    """One source tensor on its way: its name, shape and type in the file, and the rule by which it has that type."""
 
     tensor: MatchedTensor
     named: Named
@@ -365,7 +365,7 @@ def _target(
     tensor: MatchedTensor, named: Named, choices: Choices[str], squeezed: tuple[str, ...]
 ) -> FileTensor:
     """Decide on the type of a tensor."""
-    *outer, last = stored_shape(tensor)
+    *outer, last = file_shape(tensor)
     shape = (*outer, last // (1 + len(named.others)))
     if tensor.name.endswith(squeezed):
         shape = tuple(size for size in shape if size > 1)
@@ -400,7 +400,7 @@ class FileTypes(Terms[str]):
 
     def fitted(self, tensor: MatchedTensor, form: str) -> Fitted[str]:
         """Return the type, or the one that llama.cpp takes where its blocks do not divide the rows."""
-        shape = stored_shape(tensor)
+        shape = file_shape(tensor)
         given = mixture.fitting(form, shape[-1])
         if given == form:
             return Fitted(form)
@@ -436,7 +436,7 @@ class MixtureTypes(FileTypes):
         self._one_scheme = wanted.scheme is not None
         self.label = _asked_label(wanted)
         columns = {
-            named.name: stored_shape(tensor)[-1]
+            named.name: file_shape(tensor)[-1]
             for tensor in tensors
             if not mixture.always_float32(
                 (named := names[tensor.name]).name, len(tensor.header.shape)
@@ -512,7 +512,7 @@ class GivenTypes(FileTypes):
         return self.label
 
 
-def stored_shape(tensor: MatchedTensor) -> tuple[int, ...]:
+def file_shape(tensor: MatchedTensor) -> tuple[int, ...]:
     """Return the shape of a tensor as linears have it in a file, ``[out, in]``."""
     shape = tensor.header.shape
     return shape[::-1] if tensor.transposed else shape
@@ -579,11 +579,11 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
     tensor, family_heads = item.tensor, _heads(item, found)
     shape = item.shape if item.named.expert < 0 else (found.experts, *item.shape)
     pieces = 1 if item.named.expert < 0 else found.experts
-    own = stored_pieces(GgufTensor(item.named.name, item.type, shape, pieces))
+    own = GgufTensor(item.named.name, item.type, shape, pieces).outputs()
     beside = [
         part
         for name in item.named.others
-        for part in stored_pieces(GgufTensor(name, item.type, shape, pieces))
+        for part in GgufTensor(name, item.type, shape, pieces).outputs()
     ]
     grid = item.type.lower()
     return TensorPlan(

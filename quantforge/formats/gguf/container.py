@@ -133,6 +133,21 @@ class GgufTensor:
         kind = TYPES[self.type]
         return kind.row_bytes(self.shape[-1]) * math.prod(self.shape[:-1])
 
+    def outputs(self) -> tuple[StoredTensor, ...]:
+        """Return the pieces in which it is written; blocks are ``U8`` of ``[rows, bytes of a row]``."""
+        kind = TYPES[self.type]
+        dtype, shape = self.type, self.shape
+        if self.pieces > 1:
+            shape = shape[1:]
+        if kind.columns > 1:
+            dtype, shape = "U8", (math.prod(shape[:-1]), kind.row_bytes(shape[-1]))
+        if self.pieces == 1:
+            return (StoredTensor(self.name, dtype, shape),)
+        return tuple(
+            StoredTensor(piece_name(self.name, number), dtype, shape)
+            for number in range(self.pieces)
+        )
+
 
 def piece_name(name: str, number: int) -> str:
     """Return the name of one piece of a stacked tensor."""
@@ -163,10 +178,7 @@ def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
 
 
 def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> FilePlan:
-    """Plan where everything of one file goes.
-
-    A piece that holds blocks is announced as ``U8`` of ``[rows, bytes of a row]``, others by their own type.
-    """
+    """Plan where everything of one file goes."""
     header = header_bytes(metadata, tensors)
     fixed, places = [(0, header)], []
     offset = len(header)
@@ -175,27 +187,11 @@ def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> F
             fixed.append((offset, tensor.fixed))
         else:
             start = offset
-            for piece in stored_pieces(tensor):
+            for piece in tensor.outputs():
                 places.append((piece, start))
                 start += piece.nbytes
         offset += padded(tensor.nbytes)
     return FilePlan(name, offset, tuple(fixed), tuple(places))
-
-
-def stored_pieces(tensor: GgufTensor) -> tuple[StoredTensor, ...]:
-    """Return the parts in which a tensor is written."""
-    kind = TYPES[tensor.type]
-    dtype, shape = tensor.type, tensor.shape
-    if tensor.pieces > 1:
-        shape = shape[1:]
-    if kind.columns > 1:
-        dtype, shape = "U8", (math.prod(shape[:-1]), kind.row_bytes(shape[-1]))
-    if tensor.pieces == 1:
-        return (StoredTensor(tensor.name, dtype, shape),)
-    return tuple(
-        StoredTensor(piece_name(tensor.name, number), dtype, shape)
-        for number in range(tensor.pieces)
-    )
 
 
 def padded(size: int, alignment: int = ALIGNMENT) -> int:
