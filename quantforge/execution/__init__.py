@@ -14,7 +14,7 @@ In this folder:
     importance          Importance of columns without rounding anything: observed once
     journal             The journal of a run: what is done, so that the same command goes on after any kill
     progress            Progress of a verb: where it is, what it does now, and how much of it is done
-    relayout            A planned conversion carried out: every tensor settled before the first byte is written
+    relayout            Carry out a planned conversion: check every value, round the embedding where that is planned
     rounding            Rounding of the matrices that read one shared input: read from the source, rounded
     shared_run          A run that several processes share: each does units that no other does
     tuning              Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows

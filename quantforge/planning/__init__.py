@@ -10,7 +10,7 @@ In this folder:
     calibration_rows   Calibration rows: what a run gets where it asks the builtin text for more than that has
     capacity           Capacity: whether a planned result fits beside its cache, how fast it can decode at best
     cards              Cards: memory, bandwidth and 16-bit matrix products of devices that models are served on
-    choice             The one order of decision: what becomes of a tensor, whatever form a format stores it in
+    choice             The one order of decision: what becomes of a tensor, whatever a format calls its schemes
     conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
     coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
     draft              What becomes of every tensor of a model, before its files are laid out

@@ -3,7 +3,7 @@
 From top to bottom: `export` decides what is done; `export_recipe` is what is wanted where options alone say it;
 `_quantize_again` rounds a quantized model anew, from its source or from its decoded weights; `_move` moves codes as
 they are: it plans the conversion, carries it out and publishes it. An interrupted move starts anew, as it only copies;
-whatever rounds is resumed.
+whatever rounds is resumed. `docs/design.md` lists the functions from a command to the bytes of a GGUF file.
 """
 
 from __future__ import annotations
