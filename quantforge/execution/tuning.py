@@ -224,9 +224,9 @@ class Tuning:
             found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
             factors = [float(one.factor.abs().max()) for one in matrix.scales.values()]
             figures = {"tuned": max(factors)} if factors else {}
-            if CODES in matrix.steps:
-                steps = matrix.steps[CODES].snapshot()
-                figures["recoded"] = float(steps.count_nonzero()) / steps.numel()
+            if CODES in matrix.codes:
+                changes = matrix.codes[CODES].snapshot()
+                figures["recoded"] = float(changes.count_nonzero()) / changes.numel()
             merge(record, {"figures": {tensor.name: figures}})
         kept = self._run.tensors.kept(block.part)
         for name, gains in block.gains.items():

@@ -1,12 +1,12 @@
 """A block of a rounded model whose scales, gains of norms and maybe codes are learned.
 
-The weights of an expert are decoded when it is computed, and freed afterwards.
+Gains of norms are tensors that the plan keeps (`Action.KEEP`): tuning changes them, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import NamedTuple
@@ -15,38 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import Absorbs
-from quantforge.architectures import Place as ExpertPlace
 from quantforge.model.block import Batch, BlockPart
-from quantforge.model.experts import Experts, RoutedTokens
-from quantforge.model.hidden_states import InMemory
 from quantforge.numerics.products import cutting_linears
 from quantforge.numerics.threads import one_thread, side_by_side, threads_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.guidance.gradients import (
-    MixtureGradients,
-    OutputGradients,
-    OutputListener,
-    Passed,
-)
+from quantforge.quantizers.guidance.gradients import OutputListener, Passed
+from quantforge.quantizers.tuning.experts import TunedExperts
 from quantforge.quantizers.tuning.matrix import (
     Learned,
     LearnedCodes,
-    Seen,
+    StripGradients,
     TunedMatrix,
     factor_rate,
 )
 
-Place = tuple[str, str]  # of a linear and one of its parameters, of a norm and ""
+ParameterName = tuple[str, str]  # a linear and one of its parameters, or a norm and ""
 Aim = Callable[[int, Tensor], Tensor]
-Run = Callable[[int, Batch], Tensor]
-Visit = Callable[[str, Tensor], None]
 CPU = torch.device("cpu")
 
 
 class TunedLinears:
     """Quantized linears of a module: decoded before a forward pass, updated after the backward pass.
 
-    Both work on runs of rows in parallel: what a run computes is still in the cache of its core when the next step
+    Both work on strips of rows in parallel: what a strip computes is still in the cache of its core when the next step
     reads it, and the result does not depend on the number of threads.
 
     Attributes:
@@ -66,12 +57,12 @@ class TunedLinears:
             matrix.hold()
             weights[name] = torch.empty(matrix.tensor.shape, device=matrix.device)
 
-        def decode(place: tuple[str, slice]) -> None:
-            name, rows = place
+        def decode(strip: tuple[str, slice]) -> None:
+            name, rows = strip
             with one_thread():
                 weights[name][rows] = self.matrices[name].weight(rows)
 
-        side_by_side(decode, self._runs())
+        side_by_side(decode, self._strips())
         for name, weight in weights.items():
             self._parameter(name).data = self._turned(weight).contiguous()
 
@@ -83,7 +74,7 @@ class TunedLinears:
 
     def learn(
         self, rows: Sequence[Mapping[str, tuple[Tensor, Tensor]]], share: float
-    ) -> dict[Place, Tensor]:
+    ) -> dict[ParameterName, Tensor]:
         """Update the codes, and return the gradients of the factors of the scales; the module has to be filled.
 
         Args:
@@ -93,35 +84,35 @@ class TunedLinears:
             share: of the initial learning rate of codes.
         """
 
-        def see(place: tuple[str, slice]) -> Seen:
-            name, run = place
+        def see(strip: tuple[str, slice]) -> StripGradients:
+            name, of_strip = strip
             with one_thread():
                 parts = (
-                    gradients.flatten(0, -2)[:, run].T @ inputs.flatten(0, -2)
+                    gradients.flatten(0, -2)[:, of_strip].T @ inputs.flatten(0, -2)
                     for inputs, gradients in (row[name] for row in rows)
                 )
                 weight = self._turned(self._parameter(name).data)
-                return self.matrices[name].see(reduce(torch.add, parts), run, weight[run])
+                return self.matrices[name].see(reduce(torch.add, parts), of_strip, weight[of_strip])
 
-        def move(place: tuple[str, slice]) -> None:
-            name, run = place
+        def move(strip: tuple[str, slice]) -> None:
+            name, of_strip = strip
             with one_thread():
-                self.matrices[name].move(run)
+                self.matrices[name].move(of_strip)
 
-        runs = [(name, run) for name, run in self._runs() if all(name in row for row in rows)]
-        parts: dict[str, list[Seen]] = {}
-        for (name, _), seen in zip(runs, side_by_side(see, runs), strict=True):
+        strips = [strip for strip in self._strips() if all(strip[0] in row for row in rows)]
+        parts: dict[str, list[StripGradients]] = {}
+        for (name, _), seen in zip(strips, side_by_side(see, strips), strict=True):
             parts.setdefault(name, []).append(seen)
-        found: dict[Place, Tensor] = {}
+        found: dict[ParameterName, Tensor] = {}
         for name, some in parts.items():
             sums = self.matrices[name].seen(some, share)
             found |= {(name, key): one for key, one in sums.items()}
-        side_by_side(move, runs)
+        side_by_side(move, strips)
         return found
 
-    def _runs(self) -> list[tuple[str, slice]]:
-        """Return runs of rows that may be processed in parallel."""
-        return [(name, rows) for name, one in self.matrices.items() for rows in one.runs()]
+    def _strips(self) -> list[tuple[str, slice]]:
+        """Return strips of rows that may be processed in parallel."""
+        return [(name, rows) for name, one in self.matrices.items() for rows in one.strips()]
 
     def _parameter(self, name: str) -> nn.Parameter:
         return self._module.get_parameter(f"{name}.weight")
@@ -129,119 +120,6 @@ class TunedLinears:
     def _turned(self, value: Tensor) -> Tensor:
         """Transpose a weight between the layout of the module and ``[out, in]``, if they differ."""
         return value.T if self._transposed else value
-
-
-class TunedExperts:
-    """Experts of a block, some of whose matrices are quantized.
-
-    Rows are computed as elsewhere (`model.experts`, `guidance.gradients`): first up to the experts; then each expert on
-    its own tokens; then the whole block with the outputs of the experts in their place. Tokens are numbered over the
-    rows of a step. The router is not trained; gradients flow through its weights to the states that it reads.
-
-    Attributes:
-        name: canonical name of the module.
-        numbers: of experts with quantized matrices.
-    """
-
-    def __init__(self, experts: Experts, linears: Mapping[str, TunedMatrix], run: Run) -> None:
-        """Decode matrices from now on whenever the experts are computed.
-
-        Args:
-            experts: of the block.
-            linears: the quantized ones; others are read from the source every time.
-            run: runs the block on a row, given its index in the step.
-        """
-        self._experts, self._linears, self._run = experts, linears, run
-        self._source = experts.read_with(self._read)
-        self.name = experts.name
-        self._expert_of = {
-            linear: number
-            for number in experts.numbers
-            for linear in experts.places(number)
-            if linear in linears
-        }
-        self.numbers = tuple(dict.fromkeys(self._expert_of.values()))
-        self._reached: set[int] = set()
-
-    @property
-    def missed(self) -> list[int]:
-        """Return the numbers of experts that received no token in any row so far."""
-        return [number for number in self.numbers if number not in self._reached]
-
-    @contextmanager
-    def returning(self, rows: Sequence[Batch]) -> Iterator[None]:
-        """Compute the experts for ``rows``, and return these outputs inside of the context; errors as `Experts.run`."""
-        self._collect(rows)
-        with self._experts.returning():
-            yield
-        self._experts.forget_tokens()
-
-    @contextmanager
-    def known(
-        self, rows: Sequence[Batch], behind: Sequence[Tensor], visit: Visit
-    ) -> Iterator[None]:
-        """Backpropagate through the experts, and use their gradients inside of the context when the block does so.
-
-        Args:
-            rows: of the step.
-            behind: gradient of the output of the block for each row.
-            visit: called with the gradient ``[out_features, in_features]`` of each quantized matrix, in a fixed order,
-                possibly in several parts; not for experts without tokens.
-
-        Errors as `MixtureGradients.back`.
-        """
-        self._collect(rows)
-        mixture = MixtureGradients(self._experts)
-
-        def meet(numbered: tuple[int, tuple[Batch, Tensor]]) -> None:
-            number, (row, gradients) = numbered
-            mixture.meet(number, lambda: self._run(number, row), gradients)
-
-        def seen(one: OutputGradients) -> None:
-            linear = one.name.removeprefix(prefix)
-            if len(one.inputs) and linear in self._linears:
-                self._reached.add(self._expert_of[linear])
-                with one_thread():
-                    visit(linear, one.gradients.T @ one.inputs)
-
-        with mixture.listening():
-            side_by_side(meet, [*enumerate(zip(rows, behind, strict=True))])
-        prefix = self._experts.name.removesuffix(self._experts.path)
-        mixture.back(prefix, seen)
-        with mixture.known():
-            yield
-        self._experts.forget_tokens()
-
-    def _collect(self, rows: Sequence[Batch]) -> None:
-        """Store the tokens of ``rows`` that are routed to experts, and the outputs of the experts for them."""
-        count, length = len(rows), rows[0].states.shape[1]
-        tokens = RoutedTokens(
-            (count, length),
-            lambda width: InMemory(count, length, width),
-            [row.start for row in rows],
-        )
-
-        def keep(numbered: tuple[int, Batch]) -> None:
-            with one_thread(), torch.no_grad():
-                self._run(*numbered)
-
-        with self._experts.collecting(tokens):
-            side_by_side(keep, [*enumerate(rows)])
-        self._experts.run_all()
-
-    def _read(self, number: int, places: Mapping[str, ExpertPlace]) -> dict[str, Tensor]:
-        """Return the parameters of an expert, ``[1, ...]`` each."""
-        codes = [linear for linear in places if linear in self._linears]
-        kept = {linear: place for linear, place in places.items() if linear not in codes}
-        found = self._source(number, kept)
-
-        def decode(linear: str) -> None:
-            place = places[linear]
-            matrix = place.stack.matrix(found[place.stack.parameter], place.position, 0)
-            matrix.copy_(self._linears[linear].weight())
-
-        side_by_side(decode, codes)
-        return found
 
 
 class Written(NamedTuple):
@@ -316,9 +194,9 @@ class TunedBlock:
         return [*scales, *self.gains.values()]
 
     @property
-    def steps(self) -> list[LearnedCodes]:
+    def codes(self) -> list[LearnedCodes]:
         """Return everything that is learned in whole steps, in a fixed order."""
-        return [one for matrix in self.matrices.values() for one in matrix.steps.values()]
+        return [one for matrix in self.matrices.values() for one in matrix.codes.values()]
 
     def run(self, number: int, row: Batch) -> Tensor:
         """Run the block, which has to be filled, on a row, given its index among the rows of the pass."""
@@ -353,16 +231,16 @@ class TunedBlock:
             Gradients of the input of each row, and of all factors as sums over the rows in order; None for those of an
             expert without tokens in the rows. Errors as `MixtureGradients.back` and ``aim``.
         """
-        found: dict[Place, Tensor] = {}
-        moves: dict[Place, Tensor] = {}
+        found: dict[ParameterName, Tensor] = {}
+        moves: dict[ParameterName, Tensor] = {}
 
         def visit(linear: str, gradient: Tensor) -> None:
             matrix = self.matrices[linear]
-            for key, one in matrix.of_scales(gradient).items():
+            for key, one in matrix.scale_gradients(gradient).items():
                 _add(found, (linear, key), one)
             if moves and _owner(linear) != _owner(next(iter(moves))[0]):
                 self._move(moves, share)  # of an expert whose turn is over
-            for key, one in matrix.of_steps(gradient).items():
+            for key, one in matrix.code_gradients(gradient).items():
                 _add(moves, (linear, key), one)
 
         behind = None
@@ -385,7 +263,7 @@ class TunedBlock:
             for name, gradient in zip(self.gains, vectors, strict=True):
                 _add(found, (name, ""), gradient)
         scales = [(name, key) for name, matrix in self.matrices.items() for key in matrix.scales]
-        factors = [found.get(place) for place in (*scales, *((name, "") for name in self.gains))]
+        factors = [found.get(name) for name in (*scales, *((norm, "") for norm in self.gains))]
         return [one.gradients for one, _ in passed], factors
 
     def fill(self) -> None:
@@ -422,10 +300,10 @@ class TunedBlock:
         pairs = zip(self.gains.values(), passed.others, strict=True)
         return passed, [one.gradient(gradient) for one, gradient in pairs]
 
-    def _move(self, moves: dict[Place, Tensor], share: float) -> None:
+    def _move(self, moves: dict[ParameterName, Tensor], share: float) -> None:
         """Update codes by their gradients, and free these."""
         for name, key in [*moves]:
-            self.matrices[name].steps[key].step(moves.pop((name, key)), share)
+            self.matrices[name].codes[key].step(moves.pop((name, key)), share)
 
 
 def _owner(linear: str) -> str:
@@ -446,5 +324,5 @@ def gains_of(part: BlockPart) -> Mapping[str, float]:
     return found
 
 
-def _add(sums: dict[Place, Tensor], place: Place, gradient: Tensor) -> None:
-    sums[place] = sums[place] + gradient if place in sums else gradient
+def _add(sums: dict[ParameterName, Tensor], name: ParameterName, gradient: Tensor) -> None:
+    sums[name] = sums[name] + gradient if name in sums else gradient

@@ -5,8 +5,8 @@ codes make of it. So the gradient of one is that of the matrix times what the pa
 Codes, and the integers that groups have as scales under a scale of their block, are learned in whole steps: the
 gradient is that of the matrix times what the packer decodes with 1, less what it decodes with 0.
 
-For plain integers with scales per group or row all of that is a product or two with the codes and the scales; one run
-of rows at a time is decoded, and its gradients are computed, while it is in a core's cache (`TunedMatrix.runs`).
+For plain integers with scales per group or row all of that is a product or two with the codes and the scales; one strip
+of rows at a time is decoded, and its gradients are computed, while it is in a core's cache (`TunedMatrix.strips`).
 
 A scale or gain is multiplied by a factor that Adam fits, and rounded to its stored type.
 
@@ -18,9 +18,9 @@ above its starting value until the learning rate has decayed.
 
 The optimizer of codes is Adam with the second moment stored per row and column, as in Adafactor (Shazeer and Stern,
 arXiv 1804.04235), and updates limited to the learning rate: with offsets and first moments in 16 bits a weight takes
-four bytes beside its code. An optimizer step has three parts, so that runs of rows can be processed in parallel while
-they are in the caches: `see` takes the gradients of a run, `seen` the results of all runs, and `move` updates the codes
-of each run.
+four bytes beside its code. An optimizer step has three parts, so that strips of rows can be processed in parallel while
+they are in the caches: `see` takes the gradients of a strip, `seen` the results of all strips, and `move` updates the
+codes of each strip.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CODES = "codes"
 INTEGERS = ("scales", "mins")  # parameters that are integers under a scale of their block
 RATE = 1e-2  # of factors under codes of 0 bits
 IN_BLOCKS = 0.3  # of it, where one multiplies the scales of all groups of a block
-RUN = 1 << 16  # weights of a run of rows, whose temporaries stay in the second cache
+STRIP = 1 << 16  # weights of a strip of rows, whose temporaries stay in the second cache
 EPSILON = 1e-8  # of Adam
 BESIDE = 0.49  # of a step: how far an offset may go beyond the last code that it can reach
 FIRST, SECOND = 0.9, 0.99  # shares of the moments that a step keeps
@@ -54,8 +54,8 @@ SIDES = (-BESIDE, BESIDE)
 ALL = slice(None)
 
 
-class Seen(NamedTuple):
-    """Gradients of the factors of a run of rows, and the input of `LearnedCodes.seen`, by name."""
+class StripGradients(NamedTuple):
+    """Gradients of the factors of a strip of rows, and the input of `LearnedCodes.seen`, by name."""
 
     factors: dict[str, Tensor]
     sums: dict[str, Tensor]
@@ -68,13 +68,13 @@ class TunedMatrix:
     Attributes:
         tensor: the linear as it was written.
         scales: learned parameters, by name.
-        steps: what is learned in whole steps: integer parameters by name, and `CODES`.
+        codes: what is learned in whole steps: integer parameters by name, and `CODES`.
         held: the current scales of plain integers, float32, between `hold` and `let_go`.
     """
 
     tensor: QuantizedTensor
     scales: dict[str, Learned]
-    steps: dict[str, LearnedCodes]
+    codes: dict[str, LearnedCodes]
     held: Tensor | None = None
 
     @classmethod
@@ -91,7 +91,7 @@ class TunedMatrix:
             for key, value in tensor.parameters.items()
             if value.is_floating_point() and key not in (*OF_INPUT, *OF_MATRIX)
         }
-        return cls(tensor, scales, _in_steps(tensor, rate) if rate else {})
+        return cls(tensor, scales, _learned_codes(tensor, rate) if rate else {})
 
     @property
     def device(self) -> torch.device:
@@ -101,7 +101,7 @@ class TunedMatrix:
     def result(self) -> QuantizedTensor:
         """Return the linear as it is now."""
         changed = {key: one.stored() for key, one in self.scales.items()}
-        changed |= {key: one.stored() for key, one in self.steps.items()}
+        changed |= {key: one.stored() for key, one in self.codes.items()}
         codes = changed.pop(CODES, self.tensor.codes)
         return replace(self.tensor, codes=codes, parameters={**self.tensor.parameters, **changed})
 
@@ -113,55 +113,59 @@ class TunedMatrix:
         """Drop the cached scales."""
         self.held = None
 
-    def runs(self) -> Sequence[slice]:
-        """Return runs of rows that may be processed in parallel: one run if rows depend on each other."""
+    def strips(self) -> Sequence[slice]:
+        """Return strips of rows that may be processed in parallel: one if rows depend on each other."""
         rows, columns = self.tensor.shape
-        step = max(1, RUN // columns) if self._plain and self.device.type == "cpu" else rows
+        step = max(1, STRIP // columns) if self._plain and self.device.type == "cpu" else rows
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
     def weight(self, rows: slice = ALL) -> Tensor:
-        """Decode the current matrix ``[out_features, in_features]``, or one of the `runs` of it."""
+        """Decode the current matrix ``[out_features, in_features]``, or one of the `strips` of it."""
         if not self._plain:
             return self.result().decode()
         return self._scaled(self._values(rows), rows)
 
-    def see(self, gradient: Tensor, rows: slice, weight: Tensor) -> Seen:
-        """Take the gradient of one of the `runs`: the first part of an optimizer step.
+    def see(self, gradient: Tensor, rows: slice, weight: Tensor) -> StripGradients:
+        """Take the gradient of one of the `strips`: the first part of an optimizer step.
 
         Args:
             gradient: of ``weight``; overwritten.
-            rows: the run.
+            rows: the strip.
             weight: what `weight` returned for it.
 
         Returns:
-            An argument of `seen`, which takes those of all runs.
+            An argument of `seen`, which takes those of all strips.
         """
         if not self._plain:
-            steps = self.of_steps(gradient)
-            return Seen(self.of_scales(gradient), {k: self.steps[k].see(steps[k]) for k in steps})
+            sums = {
+                key: self.codes[key].see(one) for key, one in self.code_gradients(gradient).items()
+            }
+            return StripGradients(self.scale_gradients(gradient), sums)
         scales, now = self.scales["scales"], self._now(rows)
-        codes, moved = self.steps.get(CODES), dict[str, Tensor]()
+        codes, moved = self.codes.get(CODES), dict[str, Tensor]()
         sums = _by_group(gradient * weight, scales.start).sum(-1)
         if codes is not None:
             moved[CODES] = codes.see(self._scaled(gradient, rows), rows)
-        return Seen({"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, moved)
+        return StripGradients(
+            {"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, moved
+        )
 
-    def seen(self, runs: Iterable[Seen], share: float) -> dict[str, Tensor]:
-        """Return the gradients of the factors, given the results of `see` for all runs in order.
+    def seen(self, strips: Iterable[StripGradients], share: float) -> dict[str, Tensor]:
+        """Return the gradients of the factors, given the results of `see` for all strips in order.
 
         ``share`` is the part of the initial learning rate that applies to what is learned in steps.
         """
-        found = [*runs]
-        for key, one in self.steps.items():
-            one.seen([run.sums[key] for run in found], share)
-        return {key: torch.cat([run.factors[key] for run in found]) for key in self.scales}
+        found = [*strips]
+        for key, one in self.codes.items():
+            one.seen([strip.sums[key] for strip in found], share)
+        return {key: torch.cat([strip.factors[key] for strip in found]) for key in self.scales}
 
     def move(self, rows: slice) -> None:
-        """Update what is learned in steps, of one of the `runs`: the last part of an optimizer step."""
-        for one in self.steps.values():
+        """Update what is learned in steps, of one of the `strips`: the last part of an optimizer step."""
+        for one in self.codes.values():
             one.move(rows if self._plain else ALL)
 
-    def of_scales(self, gradient: Tensor) -> dict[str, Tensor]:
+    def scale_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of the factors, given that of the matrix ``[out_features, in_features]``."""
         if self._plain:
             scales = self.scales["scales"]
@@ -174,12 +178,12 @@ class TunedMatrix:
             found[key] = one.gradient(products.reshape(*one.start.shape, -1).sum(-1))
         return found
 
-    def of_steps(self, gradient: Tensor) -> dict[str, Tensor]:
+    def code_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         """Return the gradients of what is learned in steps, given that of the matrix."""
-        if self._plain and self.steps:
+        if self._plain and self.codes:
             return {CODES: self._scaled(gradient.clone(), ALL)}
         now, found = self.result(), {}
-        for key, one in self.steps.items():
+        for key, one in self.codes.items():
             step = _decoded(now, {key: torch.ones_like(one.start)})
             step -= _decoded(now, {key: torch.zeros_like(one.start)})
             found[key] = (gradient * step).reshape(*one.start.shape, -1).sum(-1)
@@ -193,21 +197,21 @@ class TunedMatrix:
         return by_row and "outlier_columns" not in self.tensor.parameters
 
     def _values(self, rows: slice) -> Tensor:
-        """Return what the scales of plain integers are multiplied with, of a run of rows."""
-        codes = self.steps[CODES].stored(rows) if CODES in self.steps else self.tensor.codes[rows]
+        """Return what the scales of plain integers are multiplied with, of a strip of rows."""
+        codes = self.codes[CODES].stored(rows) if CODES in self.codes else self.tensor.codes[rows]
         values = codes.float()
         if (zeros := self.tensor.parameters.get("zeros")) is not None:
             _by_group(values, zeros).sub_(zeros[rows][..., None])
         return values
 
     def _scaled(self, values: Tensor, rows: slice) -> Tensor:
-        """Multiply values of a run of rows of plain integers with their scales, in place."""
+        """Multiply values of a strip of rows of plain integers with their scales, in place."""
         scales = self._now(rows)
         _by_group(values, scales).mul_(scales[..., None])
         return values
 
     def _now(self, rows: slice) -> Tensor:
-        """Return the scales of a run of rows of plain integers."""
+        """Return the scales of a strip of rows of plain integers."""
         if self.held is not None:
             return self.held[rows]
         return self.scales["scales"].stored(rows).float()
@@ -224,7 +228,7 @@ def _by_group(values: Tensor, scales: Tensor) -> Tensor:
     return values.view(len(values), scales.shape[1], -1)
 
 
-def _in_steps(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCodes]:
+def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCodes]:
     scheme = tensor.scheme
     if scheme.integer:
         return {CODES: LearnedCodes(tensor.codes, code_range(scheme), rate)}
@@ -281,7 +285,7 @@ class LearnedCodes:
         )
 
     def stored(self, rows: slice = ALL) -> Tensor:
-        """Return the current codes of a run of rows."""
+        """Return the current codes of a strip of rows."""
         start = self.start[rows]
         return self._changes(rows).to(start.dtype).add_(start)  # modulo 256, where that is unsigned
 
@@ -296,7 +300,7 @@ class LearnedCodes:
         self.move()
 
     def see(self, gradient: Tensor, rows: slice = ALL) -> Tensor:
-        """Take the gradient of a run of rows, and return an argument of `seen`."""
+        """Take the gradient of a strip of rows, and return an argument of `seen`."""
         moment = self._moment[rows]
         moment.copy_(moment.float().lerp_(gradient, 1 - FIRST))
         squares = gradient.square()
@@ -304,7 +308,7 @@ class LearnedCodes:
         return squares.sum(0)
 
     def seen(self, sums: Iterable[Tensor], share: float) -> None:
-        """Take the results of `see` for all runs, in order; ``share`` is the part of the initial learning rate."""
+        """Take the results of `see` for all strips, in order; ``share`` is the part of the initial learning rate."""
         self._steps += 1
         self._columns.lerp_(reduce(torch.add, sums) / len(self.start), 1 - SECOND)
         tiny = torch.finfo(torch.float32).tiny  # no gradient has reached it: its moment is 0, too
@@ -315,7 +319,7 @@ class LearnedCodes:
         self._factors = self._rate / of_rows, of_columns.reciprocal_()
 
     def move(self, rows: slice = ALL) -> None:
-        """Update the offsets of a run of rows, after `seen`."""
+        """Update the offsets of a strip of rows, after `seen`."""
         low, high = ((limit + side) * UNIT for limit, side in zip(self.limits, SIDES, strict=True))
         furthest, rate = (MOST_STEPS + BESIDE) * UNIT, self._rate
         (of_rows, of_columns), before = self._factors, self.offsets[rows]
@@ -337,7 +341,7 @@ class LearnedCodes:
         """Shorten updates in place where neighbouring values are further apart; here they are equally far."""
 
     def _changes(self, rows: slice) -> Tensor:
-        """Return the changes of the codes of a run of rows in steps, int16."""
+        """Return the changes of the codes of a strip of rows in steps, int16."""
         return self.offsets[rows].add(UNIT >> 1).bitwise_right_shift_(BITS)
 
 
@@ -369,7 +373,7 @@ class LearnedPlaces(LearnedCodes):
         return cls(start, limits, rate, found, gaps.min() / gaps)
 
     def stored(self, rows: slice = ALL) -> Tensor:
-        """Return the current codes of a run of rows."""
+        """Return the current codes of a strip of rows."""
         return look_up(self.codes, LearnedCodes.stored(self, rows))
 
     def shorten(self, step: Tensor, rows: slice) -> None:
@@ -417,7 +421,7 @@ class Learned:
         return one
 
     def stored(self, rows: slice = ALL) -> Tensor:
-        """Return the current value of a run of rows in its stored type."""
+        """Return the current value of a strip of rows in its stored type."""
         before, own = self.start[rows], self.factor[rows]
         start = before + self.offset
         value = (start + start * own - self.offset).to(self.dtype)
@@ -451,5 +455,5 @@ class Learned:
         self.factor.sub_(mean / size, alpha=rate).clamp_(-MOST, MOST)
 
     def gradient(self, of_value: Tensor, rows: slice = ALL) -> Tensor:
-        """Return the gradient of the factor of a run of rows, given the gradient of the value."""
+        """Return the gradient of the factor of a strip of rows, given the gradient of the value."""
         return of_value * (self.start[rows] + self.offset)

@@ -367,7 +367,7 @@ def descend(
 def _snapshot(blocks: Sequence[TunedBlock]) -> Callable[[], None]:
     """Copy everything that is learned of blocks; return a function that restores it."""
     factors = [(one, one.factor.clone()) for block in blocks for one in block.learned]
-    codes = [(one, one.snapshot()) for block in blocks for one in block.steps]
+    codes = [(one, one.snapshot()) for block in blocks for one in block.codes]
 
     def restore() -> None:
         for learned, factor in factors:

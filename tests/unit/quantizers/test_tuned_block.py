@@ -81,7 +81,7 @@ def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
         assert learned.stored().device == ELSEWHERE
     for matrix in block.matrices.values():
         assert matrix.result().codes.device == ELSEWHERE
-        assert {one.offsets.device for one in matrix.steps.values()} == {ELSEWHERE}
+        assert {one.offsets.device for one in matrix.codes.values()} == {ELSEWHERE}
     assert block.part.module.get_parameter("up.weight").device == ELSEWHERE  # let go of
 
 

@@ -36,7 +36,7 @@ def made(grid: str, rows: int = 3) -> QuantizedTensor:
 def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.0), torch.randn(tensor.shape)
-    found = matrix.of_scales(gradient)
+    found = matrix.scale_gradients(gradient)
     assert found.keys() == matrix.scales.keys()
     assert found
     whole = (gradient.double() * tensor.decode().double()).sum()
@@ -56,11 +56,11 @@ def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
 def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
-    found = matrix.of_steps(gradient)
+    found = matrix.code_gradients(gradient)
     assert (CODES in found) == (grid in EVEN or grid in INTEGERS or grid in TABLES)
     assert ("scales" in found) == ("d" in tensor.parameters)
     assert ("mins" in found) == ("dmin" in tensor.parameters)
-    for key, one in matrix.steps.items():
+    for key, one in matrix.codes.items():
         if grid in TABLES and key == CODES:
             continue
         low, high = one.limits
@@ -81,7 +81,7 @@ def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_tw
 ) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
-    codes, values = matrix.steps[CODES], torch.tensor(tensor.scheme.table).float()
+    codes, values = matrix.codes[CODES], torch.tensor(tensor.scheme.table).float()
     assert torch.equal(codes.stored(), tensor.codes)
     codes.offsets.fill_(UNIT)  # to the next value above
     moved = matrix.result().codes
@@ -89,7 +89,7 @@ def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_tw
     inside = tensor.codes != int(values.argmax())
     assert {*gap[inside].tolist()} == {*values.unique().diff().tolist()}
     change = gradient * (matrix.result().decode() - tensor.decode())
-    found = matrix.of_steps(gradient)[CODES] * gap / (values[1] - values[0])
+    found = matrix.code_gradients(gradient)[CODES] * gap / (values[1] - values[0])
     torch.testing.assert_close(found, change, rtol=1e-3, atol=1e-4)
 
 

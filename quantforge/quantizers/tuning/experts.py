@@ -1,0 +1,134 @@
+"""Experts of a block that is tuned: decoded when they are computed, and freed afterwards.
+
+Rows are computed as elsewhere (`model.experts`, `guidance.gradients`): first up to the experts; then each expert on its
+own tokens; then the whole block with the outputs of the experts in their place. Tokens are numbered over the rows of a
+step. The router is not trained; gradients flow through its weights to the states that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures import Place
+from quantforge.model.block import Batch
+from quantforge.model.experts import Experts, RoutedTokens
+from quantforge.model.hidden_states import InMemory
+from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.quantizers.guidance.gradients import MixtureGradients, OutputGradients
+from quantforge.quantizers.tuning.matrix import TunedMatrix
+
+RunRow = Callable[[int, Batch], Tensor]  # the block on a row, given its index in the step
+Visit = Callable[[str, Tensor], None]  # gets a linear and the gradient of its matrix
+
+
+class TunedExperts:
+    """Experts of a block, some of whose matrices are quantized.
+
+    Attributes:
+        name: canonical name of the module.
+        numbers: of experts with quantized matrices.
+    """
+
+    def __init__(self, experts: Experts, linears: Mapping[str, TunedMatrix], run: RunRow) -> None:
+        """Decode matrices from now on whenever the experts are computed.
+
+        Args:
+            experts: of the block.
+            linears: the quantized ones; others are read from the source every time.
+            run: runs the block on a row, given its index in the step.
+        """
+        self._experts, self._linears, self._run = experts, linears, run
+        self._source = experts.read_with(self._read)
+        self.name = experts.name
+        self._expert_of = {
+            linear: number
+            for number in experts.numbers
+            for linear in experts.places(number)
+            if linear in linears
+        }
+        self.numbers = tuple(dict.fromkeys(self._expert_of.values()))
+        self._reached: set[int] = set()
+
+    @property
+    def missed(self) -> list[int]:
+        """Return the numbers of experts that received no token in any row so far."""
+        return [number for number in self.numbers if number not in self._reached]
+
+    @contextmanager
+    def returning(self, rows: Sequence[Batch]) -> Iterator[None]:
+        """Compute the experts for ``rows``, and return these outputs inside of the context; errors as `Experts.run`."""
+        self._collect(rows)
+        with self._experts.returning():
+            yield
+        self._experts.forget_tokens()
+
+    @contextmanager
+    def known(
+        self, rows: Sequence[Batch], behind: Sequence[Tensor], visit: Visit
+    ) -> Iterator[None]:
+        """Backpropagate through the experts, and use their gradients inside of the context when the block does so.
+
+        Args:
+            rows: of the step.
+            behind: gradient of the output of the block for each row.
+            visit: called with the gradient ``[out_features, in_features]`` of each quantized matrix, in a fixed order,
+                possibly in several parts; not for experts without tokens.
+
+        Errors as `MixtureGradients.back`.
+        """
+        self._collect(rows)
+        mixture = MixtureGradients(self._experts)
+
+        def meet(numbered: tuple[int, tuple[Batch, Tensor]]) -> None:
+            number, (row, gradients) = numbered
+            mixture.meet(number, lambda: self._run(number, row), gradients)
+
+        def seen(one: OutputGradients) -> None:
+            linear = one.name.removeprefix(prefix)
+            if len(one.inputs) and linear in self._linears:
+                self._reached.add(self._expert_of[linear])
+                with one_thread():
+                    visit(linear, one.gradients.T @ one.inputs)
+
+        with mixture.listening():
+            side_by_side(meet, [*enumerate(zip(rows, behind, strict=True))])
+        prefix = self._experts.name.removesuffix(self._experts.path)
+        mixture.back(prefix, seen)
+        with mixture.known():
+            yield
+        self._experts.forget_tokens()
+
+    def _collect(self, rows: Sequence[Batch]) -> None:
+        """Store the tokens of ``rows`` that are routed to experts, and the outputs of the experts for them."""
+        count, length = len(rows), rows[0].states.shape[1]
+        tokens = RoutedTokens(
+            (count, length),
+            lambda width: InMemory(count, length, width),
+            [row.start for row in rows],
+        )
+
+        def keep(numbered: tuple[int, Batch]) -> None:
+            with one_thread(), torch.no_grad():
+                self._run(*numbered)
+
+        with self._experts.collecting(tokens):
+            side_by_side(keep, [*enumerate(rows)])
+        self._experts.run_all()
+
+    def _read(self, number: int, places: Mapping[str, Place]) -> dict[str, Tensor]:
+        """Return the parameters of an expert, ``[1, ...]`` each."""
+        codes = [linear for linear in places if linear in self._linears]
+        kept = {linear: place for linear, place in places.items() if linear not in codes}
+        found = self._source(number, kept)
+
+        def decode(linear: str) -> None:
+            place = places[linear]
+            matrix = place.stack.matrix(found[place.stack.parameter], place.position, 0)
+            matrix.copy_(self._linears[linear].weight())
+
+        side_by_side(decode, codes)
+        return found
