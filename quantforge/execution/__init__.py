@@ -16,8 +16,8 @@ In this folder:
     progress            Progress of a verb: where it is, what it does now, and how much of it is done
     relayout            Carry out a planned conversion: check every value, round the embedding where that is planned
     rounding            Rounding of the matrices that read one shared input: read from the source, rounded
+    run_tuning          Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows
     shared_run          A run that several processes share: each does units that no other does
-    tuning              Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows
     unit_output         Output of a unit of work: stored tensors on their way into weight files and back
     units               Units of work: the list that a run works off
 """

@@ -28,7 +28,7 @@ from quantforge.model.block import Weighed
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
-from quantforge.planning.gradients import quantized_linears
+from quantforge.planning.gradient_options import quantized_linears
 from quantforge.planning.run_work import GRADIENT_ROWS, OUTPUT_ROWS
 from quantforge.quantizers import rounder_of
 from quantforge.quantizers.guidance.token_weights import TokenWeights

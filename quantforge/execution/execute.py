@@ -4,7 +4,7 @@ Methods without data read, round and write, tensor after tensor. For methods tha
 the blocks of the source, and while they are in front of a block it is observed, transformed, rounded and written. The
 next block reads what the source's block computes, not what the quantized one does: so one pass observes and advances.
 If the plan tunes, which ``--effort medium`` sets for gptq at few bits, scales, norms and codes of a block are then
-learned on the same rows and overwrite what rounding wrote (`quantforge.execution.tuning`).
+learned on the same rows and overwrite what rounding wrote (`quantforge.execution.run_tuning`).
 Several runs of one source may share the pass (`execute`), if each reads a block only before it changes that.
 
 A unit of work is done when its bytes are on the disk and the journal says so, with their checksums; the same command
@@ -36,7 +36,7 @@ from quantforge.execution.guide import GuidedRounding, observe_gradients, token_
 from quantforge.execution.journal import Journal, Record, events_of, figures_of, scaled_of
 from quantforge.execution.progress import phase, progress_of
 from quantforge.execution.rounding import MatrixRounding
-from quantforge.execution.tuning import Tuning
+from quantforge.execution.run_tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import GUIDE, HEAD, OUTER, block_unit, shares_of, units_of
 from quantforge.formats.storage import storage_of
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
-    from quantforge.quantizers.tuning.stream import TuningStream
+    from quantforge.quantizers.tuning.tuning_stream import TuningStream
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 

@@ -29,7 +29,7 @@ from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.planning.gradients import quantized_linears
+from quantforge.planning.gradient_options import quantized_linears
 from quantforge.quantizers import Rounded
 from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
 

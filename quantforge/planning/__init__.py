@@ -17,7 +17,7 @@ In this folder:
     effort             Method and effort: what a recipe leaves open, and what is set for it
     embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
     gguf_draft         The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
-    gradients          What takes gradients in a plan: guided statistics and tuning, for which models
+    gradient_options   What takes gradients in a plan: guided statistics and tuning, for which models
     known_importance   Importance from a file, compared with a plan by names and widths alone
     layer_schemes      Schemes of linears in a format that stores module by module: the default
     local_paths        Recipes that name what they read without saying where it lies

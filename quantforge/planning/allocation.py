@@ -31,7 +31,7 @@ from quantforge.formats.opening import open_model
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
 from quantforge.planning import naming
-from quantforge.planning.gradients import quantized_linears, refuse_guide
+from quantforge.planning.gradient_options import quantized_linears, refuse_guide
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.size_target import (

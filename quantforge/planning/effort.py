@@ -33,7 +33,7 @@ from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
 from quantforge.notation import parse_layer
-from quantforge.planning.gradients import quantized_linears, refuse_guide, refuse_tune
+from quantforge.planning.gradient_options import quantized_linears, refuse_guide, refuse_tune
 from quantforge.plans import CHOSEN, TensorPlan
 from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe

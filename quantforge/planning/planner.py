@@ -42,7 +42,7 @@ from quantforge.planning.calibration_rows import (
 from quantforge.planning.draft import Draft
 from quantforge.planning.effort import Asked, apply_effort, chosen_method
 from quantforge.planning.embedding_choice import bytes_of, chosen_embedding
-from quantforge.planning.gradients import disk_bytes, guide_note, tune_note
+from quantforge.planning.gradient_options import disk_bytes, guide_note, tune_note
 from quantforge.planning.known_importance import compare_importance
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, left_behind, notes

@@ -21,7 +21,7 @@ from dataclasses import replace
 from quantforge.architectures.match import Matched
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
-from quantforge.planning.gradients import epoch_passes
+from quantforge.planning.gradient_options import epoch_passes
 from quantforge.planning.peak_memory import RunSizes, groups_of, state_copies
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import Action, RunWork, TensorPlan

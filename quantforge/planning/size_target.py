@@ -22,7 +22,7 @@ from quantforge.formats.targets import target_of
 from quantforge.planning import quantities
 from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.cards import Card
-from quantforge.planning.gradients import quantized_linears
+from quantforge.planning.gradient_options import quantized_linears
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.quantizers import GPTQ

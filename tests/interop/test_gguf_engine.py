@@ -293,7 +293,7 @@ def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path)
 
 def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch):
     from quantforge.quantizers import tuning as tuning_bounds
-    from quantforge.quantizers.tuning.stream import TuningStream
+    from quantforge.quantizers.tuning.tuning_stream import TuningStream
     from quantforge.runtime.load import load
 
     monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps change codes, too

@@ -4,9 +4,10 @@ The first epoch trains one block at a time, further epochs train the whole model
 
 In this folder:
 
-    block   A block of a rounded model whose scales, gains of norms and maybe codes are learned
-    matrix  A linear whose scales are learned, each times a factor, and maybe its codes
-    stream  Fine-tune a rounded model on calibration rows: one block at a time, then the whole model
+    tuned_block    A block of a rounded model whose scales, gains of norms and maybe codes are learned
+    tuned_experts  Experts of a block that is tuned: decoded when they are computed, and freed afterwards
+    tuned_matrix   A linear whose scales are learned, each times a factor, and maybe its codes
+    tuning_stream  Fine-tune a rounded model on calibration rows: one block at a time, then the whole model
 """
 
 # Bounds, which plans, forecasts and `verify` use too.

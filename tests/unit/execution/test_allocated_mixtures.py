@@ -11,7 +11,7 @@ from quantforge.architectures.match import match
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.planning.allocation import Allocated
-from quantforge.planning.gradients import refuse_guide
+from quantforge.planning.gradient_options import refuse_guide
 from quantforge.settings import Settings
 from tests.runs import stopped_measuring
 

@@ -16,8 +16,8 @@ from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.events import Policy
 from quantforge.model.experts import RoutedTokens
-from quantforge.quantizers.tuning.block import TunedBlock
-from quantforge.quantizers.tuning.stream import Tuned, TuningStream
+from quantforge.quantizers.tuning.tuned_block import TunedBlock
+from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from quantforge import plan
-from quantforge.execution import tuning
+from quantforge.execution import run_tuning as tuning
 from quantforge.formats.gguf import layouts, unpack
 from quantforge.formats.opening import open_model
 from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
 from quantforge.quantizers import tuning as tuning_bounds
-from quantforge.quantizers.tuning import matrix as tuned_matrix
-from quantforge.quantizers.tuning.stream import Tuned, TuningStream
+from quantforge.quantizers.tuning import tuned_matrix
+from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
 from quantforge.recipe import CalibrationOptions, GptqOptions
 from quantforge.verification.verify import verify
 from tests import gguf_models

@@ -17,13 +17,12 @@ from safetensors.torch import load_file, save_file
 from quantforge import export, plan
 from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
-from quantforge.execution import tuning
+from quantforge.execution import run_tuning as tuning
 from quantforge.model.block import BlockPart
 from quantforge.numerics import products
 from quantforge.quantizers import tuning as tuning_bounds
-from quantforge.quantizers.tuning import block as tuned_block
-from quantforge.quantizers.tuning import matrix as tuned_matrix
-from quantforge.quantizers.tuning.stream import TuningStream
+from quantforge.quantizers.tuning import tuned_block, tuned_matrix
+from quantforge.quantizers.tuning.tuning_stream import TuningStream
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from quantforge_files.opener import Opener

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantforge.grids import E2M1_VALUES
-from quantforge.quantizers.tuning.matrix import UNIT, LearnedCodes, LearnedPlaces
+from quantforge.quantizers.tuning.tuned_matrix import UNIT, LearnedCodes, LearnedPlaces
 
 RATE = 0.05  # half a step takes ten steps that agree
 

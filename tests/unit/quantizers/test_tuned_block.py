@@ -14,7 +14,7 @@ from quantforge.model.block import Batch
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning.block import TunedBlock, Written
+from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
 
 ELSEWHERE = torch.device("meta")  # a device whose tensors do not mix with those of the CPU
 

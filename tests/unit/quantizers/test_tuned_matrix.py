@@ -11,7 +11,7 @@ from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning.matrix import CODES, UNIT, Learned, TunedMatrix
+from quantforge.quantizers.tuning.tuned_matrix import CODES, UNIT, Learned, TunedMatrix
 from tests.thorough import usual
 
 SCALED = [grid for grid in GGML_BLOCKS if parse(grid).scaled]

@@ -28,14 +28,14 @@ from quantforge.execution.progress import phase, tell
 from quantforge.execution.unit_output import checksum
 from quantforge.execution.units import TUNE, tune_unit
 from quantforge.quantizers.tuning import whole_epochs
-from quantforge.quantizers.tuning.matrix import CODES
+from quantforge.quantizers.tuning.tuned_matrix import CODES
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
     from quantforge.model.block import BlockPart
-    from quantforge.quantizers.tuning.block import TunedBlock, Written
-    from quantforge.quantizers.tuning.stream import Tuned, TuningStream
+    from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
+    from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
     from quantforge_calibration.sampler import Sample
 
 LISTED = 8  # experts that an event names
@@ -91,7 +91,7 @@ class Tuning:
     def stream(self, sample: Sample) -> TuningStream:
         """Return the blocks with the rows that reach them, in the source and in the result."""
         # With transformers, which takes seconds.
-        from quantforge.quantizers.tuning.stream import TuningStream
+        from quantforge.quantizers.tuning.tuning_stream import TuningStream
 
         settings = self._settings
         return TuningStream(
@@ -196,7 +196,7 @@ class Tuning:
 
     def _read(self, part: BlockPart) -> Written:
         """Return what was written of a block."""
-        from quantforge.quantizers.tuning.block import Written
+        from quantforge.quantizers.tuning.tuned_block import Written
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))

@@ -20,8 +20,8 @@ from quantforge.numerics.products import cutting_linears
 from quantforge.numerics.threads import one_thread, side_by_side, threads_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.guidance.gradients import OutputListener, Passed
-from quantforge.quantizers.tuning.experts import TunedExperts
-from quantforge.quantizers.tuning.matrix import (
+from quantforge.quantizers.tuning.tuned_experts import TunedExperts
+from quantforge.quantizers.tuning.tuned_matrix import (
     Learned,
     LearnedCodes,
     StripGradients,

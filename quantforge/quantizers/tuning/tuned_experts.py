@@ -19,7 +19,7 @@ from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import InMemory
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.quantizers.guidance.gradients import MixtureGradients, OutputGradients
-from quantforge.quantizers.tuning.matrix import TunedMatrix
+from quantforge.quantizers.tuning.tuned_matrix import TunedMatrix
 
 RunRow = Callable[[int, Batch], Tensor]  # the block on a row, given its index in the step
 Visit = Callable[[str, Tensor], None]  # gets a linear and the gradient of its matrix

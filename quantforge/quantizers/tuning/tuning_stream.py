@@ -1,7 +1,7 @@
 """Fine-tune a rounded model on calibration rows: one block at a time, then the whole model.
 
 Every scale and gain is multiplied by a factor that Adam fits; the product is rounded to the stored type before it is
-used, and its gradient is computed as if it were not (straight-through). `tuning.matrix` says how codes are learned.
+used, and its gradient is computed as if it were not (straight-through). `tuned_matrix` says how codes are learned.
 Held-out rows decide which epoch is kept, or whether the model stays as it was.
 
 *One block at a time.* The input of a block is the output of the tuned blocks before it. Its target is the output of the
@@ -41,7 +41,7 @@ from quantforge.model.stream import ModelStream
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.numerics.values import finite
 from quantforge.quantizers.tuning import HELD, ROWS, rate_of
-from quantforge.quantizers.tuning.block import TunedBlock, Written
+from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
 
 LOGITS = 1 << 26  # of the rows whose logits are computed at the same time
 
