@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,10 @@ if TYPE_CHECKING:
 
 
 def execute(runs: Sequence[Run]) -> None:
-    """Do every unit that is not done yet: what reads no data, the blocks and the head, then what is tuned later.
+    """Do every unit that is not done yet: what reads no data, block after block, the head, then what is tuned later.
+
+    Each block is observed once, with the rows in front of it; then it is rounded and written for each run, and tuned if
+    the plan says so, before the rows pass on.
 
     Args:
         runs: of one source; several may share a pass (`shares_pass`) and have equal calibration options.
@@ -67,81 +71,65 @@ def execute(runs: Sequence[Run]) -> None:
         IntegrityError: the source changed meanwhile, or a finished unit is not as it was written.
         RefusedError: more events than the policy allows, or the files cannot hold a value.
     """
-    sample = runs[0].inputs.sample
-    learns = any(run.inputs.planned.plan.tune for run in runs)
-    with (
-        reproducible(),
-        phase("rounding", 0.95),
-        torch.inference_mode(mode=not learns),
-        torch.no_grad(),
-    ):
+    with reproducible(), phase("rounding", 0.95), _without_gradients(runs):
         for run in runs:
             run.resume(together=len(runs))
-            for name in run.missing([*run.units] if sample is None else [OUTER]):
-                with run.unit(name) as record:
-                    record.update(DataFreeRounder(run.rounding).work(run.units[name]))
-        if sample is None:
-            return
-        if any(run.last_block >= 0 for run in runs):
-            _pass_blocks(runs, sample)
+            run.round_without_data()
+        last = max(run.last_block for run in runs)
+        with _streaming(runs, last) as (stream, tuned):
+            for block in islice(stream or (), last + 1):
+                if tuned is not None:
+                    tuned.begin_result()
+                start, name = time.monotonic(), block_unit(block.index)
+                # What the last block returns is read by nobody, unless it is tuned.
+                advance = block.index != last or tuned is not None
+                # Runs that change the block come last: each has to find it as the source has it.
+                todo = [run for run in runs if run.missing([name])]
+                todo.sort(key=lambda run: run.rounder.changes)
+                seen = observe(block, [run.rounder for run in todo], advance=advance)
+                changed = False
+                for run, observed in zip(todo, seen, strict=True):
+                    if changed:
+                        block.restore()
+                    with run.unit(name, start) as record:
+                        rounded = run.rounder.round_block(
+                            block, observed, run.do_expert, advance=advance
+                        )
+                        record.update(rounded)
+                    start, changed = time.monotonic(), run.rounder.changes
+                if advance and not block.advanced:  # a block that was done before
+                    block.advance()
+                if tuned is not None:
+                    runs[0].tuning.learn_block(tuned, block)
+            for run in runs:
+                if stream is not None and run.late:
+                    run.round_head(stream)
         for run in runs:
-            if run.inputs.planned.plan.tune:
-                run.tuning.learn_missing(sample)
-            for name in run.missing([HEAD]):  # one without tensors
-                with run.unit(name):
-                    pass
+            run.finish()
 
 
-def _pass_blocks(runs: Sequence[Run], sample: Sample) -> None:
-    """Bring the rows from block to block: observe, round and write, tune if the plan says so; the head comes last.
-
-    Each block is observed once, with the rows in front of it, then rounded for each run that has not done it yet.
-    """
-    first, last = runs[0], max(run.last_block for run in runs)
-    with _streaming(runs, sample) as (stream, tuned):
-        for block in stream:
-            if tuned is not None:
-                tuned.begin_result()
-            start, name = time.monotonic(), block_unit(block.index)
-            # What the last block returns is read by nobody, unless it is tuned.
-            advance = block.index != last or tuned is not None
-            # Runs that change the block come last: each has to find it as the source has it.
-            todo = sorted(
-                (run for run in runs if run.missing([name])), key=lambda run: run.rounder.changes
-            )
-            seen = observe(block, [run.rounder for run in todo], advance=advance)
-            changed = False
-            for run, observed in zip(todo, seen, strict=True):
-                if changed:
-                    block.restore()
-                with run.unit(name, start) as record:
-                    record.update(
-                        run.rounder.round_block(block, observed, run.do_expert, advance=advance)
-                    )
-                start, changed = time.monotonic(), run.rounder.changes
-            if advance and not block.advanced:  # a block that was done before
-                block.advance()
-            if tuned is not None:
-                first.tuning.learn_block(tuned, block)
-            if block.index == last:
-                break
-        for run in (run for run in runs if run.late):
-            with run.unit(HEAD) as record:
-                statistics = observe_head(run.inputs.planned, stream)
-                record.update(run.rounding.round_head(run.units[HEAD].tensors, statistics))
+@contextmanager
+def _without_gradients(runs: Sequence[Run]) -> Iterator[None]:
+    """Compute no gradients unless asked to; where no run tunes, nothing may ask."""
+    learns = any(run.inputs.planned.plan.tune for run in runs)
+    with torch.inference_mode(mode=not learns), torch.no_grad():
+        yield
 
 
 @contextmanager
 def _streaming(
-    runs: Sequence[Run], sample: Sample
-) -> Iterator[tuple[ModelStream, TuningStream | None]]:
+    runs: Sequence[Run], last: int
+) -> Iterator[tuple[ModelStream | None, TuningStream | None]]:
     """Open the guides of the runs, and yield the blocks of the source with the rows that reach them.
 
     Where a run of its own tunes each block while the rows are there, the same stream carries those of the result, too,
-    and is yielded as the second.
+    and is yielded as the second. Where ``last`` is -1 no block has to be run, and nothing is opened.
     """
-    first = runs[0]
+    first, sample = runs[0], runs[0].inputs.sample
     with ExitStack() as stack:
+        if sample is None or last < 0:
+            yield None, None
+            return
         for run in runs:
             if run.inputs.planned.plan.guide:
                 stack.enter_context(run.guided(sample))
@@ -257,6 +245,8 @@ class Run:
     @property
     def last_block(self) -> int:
         """Return the last block that has to be run; -1 for none."""
+        if self.inputs.sample is None:
+            return -1
         blocks, done = self.inputs.planned.matched.blocks, self.journal.done
         if self.late:
             return blocks
@@ -279,6 +269,26 @@ class Run:
         for name in self.missing(self._finished):
             with self.unit(name) as record:
                 record.update(self._finished[name].copy_to(self.output))
+
+    def round_without_data(self) -> None:
+        """Do what reads no rows: what is outside of the blocks, or everything where no rows are needed."""
+        for name in self.missing([*self.units] if self.inputs.sample is None else [OUTER]):
+            with self.unit(name) as record:
+                record.update(DataFreeRounder(self.rounding).work(self.units[name]))
+
+    def round_head(self, stream: ModelStream) -> None:
+        """Round and write a quantized head for what it reads, when the rows are behind the last block."""
+        with self.unit(HEAD) as record:
+            statistics = observe_head(self.inputs.planned, stream)
+            record.update(self.rounding.round_head(self.units[HEAD].tensors, statistics))
+
+    def finish(self) -> None:
+        """Tune what was not tuned while the rows were there; a head without tensors is done, too."""
+        if self.inputs.planned.plan.tune and self.inputs.sample is not None:
+            self.tuning.learn_missing(self.inputs.sample)
+        for name in self.missing([HEAD]):
+            with self.unit(name):
+                pass
 
     @contextmanager
     def guided(self, sample: Sample) -> Iterator[None]:
