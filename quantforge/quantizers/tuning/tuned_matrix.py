@@ -137,10 +137,9 @@ class TunedMatrix:
             An argument of `seen`, which takes those of all strips.
         """
         if not self._plain:
-            sums = {
-                key: self.codes[key].see(one) for key, one in self.code_gradients(gradient).items()
-            }
-            return StripGradients(self.scale_gradients(gradient), sums)
+            found = self.code_gradients(gradient).items()
+            squares = {key: self.codes[key].see(one) for key, one in found}
+            return StripGradients(self.scale_gradients(gradient), squares)
         scales, now = self.scales["scales"], self._now(rows)
         codes, moved = self.codes.get(CODES), dict[str, Tensor]()
         sums = _by_group(gradient * weight, scales.start).sum(-1)
