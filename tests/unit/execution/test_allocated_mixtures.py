@@ -16,7 +16,7 @@ from quantforge.settings import Settings
 from tests.runs import stopped_measuring
 
 SCHEMES = ("int3:g32:sym", "int4:g32:sym", "int8:g32:sym")
-ROWS = {"samples": 4, "length": 64, "calibration": "builtin"}
+ROWS = {"samples": 2, "length": 32, "calibration": "builtin"}
 
 
 def allocated(model, target="4.6bpw", out=None, threads=1, **options) -> Allocated:
@@ -63,7 +63,7 @@ def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny
 
 def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
     """To second order, and on another text: within a factor of two. It is 1.3 for a dense model of this size."""
-    model, rows = tiny("gpt-oss"), {**ROWS, "samples": 48}
+    model, rows = tiny("gpt-oss"), {**ROWS, "samples": 48, "length": 64}
     expected = allocated(model, "6bpw", candidates=SCHEMES[::2], **rows).uniform[SCHEMES[0]][2]
     verbs.quantize(model, None, tmp_path / "out", method="gptq", scheme=SCHEMES[0], **rows)
     found = verbs.evaluate(model, [tmp_path / "out"], windows=4, length=64, speed=False)

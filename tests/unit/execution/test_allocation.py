@@ -125,8 +125,9 @@ def test_linears_that_engines_join_get_one_scheme(made, small):
 
 def test_the_same_recipe_for_any_threads(small, tmp_path):
     path = tmp_path / "mixed.toml"
-    found = allocated(out=path, model=small)
-    two = allocated(settings=Settings(threads=2), model=small)
+    given = {"model": small, "candidates": ("int3:g64:sym", "int4:g64:sym")}
+    found = allocated(out=path, **given)
+    two = allocated(settings=Settings(threads=2), **given)
     torch.set_num_threads(1)
     assert two.recipe == found.recipe
     assert two.uniform == found.uniform

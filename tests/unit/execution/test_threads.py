@@ -122,15 +122,15 @@ def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatc
 
 def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
     monkeypatch.setattr(data_free, "RUN_ELEMENTS", 4096)  # many runs of a small model
-    model = gguf_models.make("llama", tmp_path / "m")
+    model = gguf_models.make("llama", tmp_path / "m", num_hidden_layers=1)
     made = []
-    for threads in (1, 2, 7):
+    for threads in (1, 3):
         out = tmp_path / f"{threads}" / "x.gguf"
         out.parent.mkdir()
         recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
         verbs.export(str(model), recipe, out, Settings(threads=threads))
         made.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
-    assert made[0] == made[1] == made[2]
+    assert made[0] == made[1]
 
 
 @pytest.mark.parametrize(

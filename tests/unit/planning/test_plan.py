@@ -102,7 +102,8 @@ def test_bytes_of_a_known_model(llama):
 
 @pytest.mark.parametrize("form", INTEGER_FORMATS)
 def test_every_source_tensor_is_accounted_for_once(tiny: Tiny, form: str) -> None:
-    for family in FAMILIES:
+    """Each family in one of the formats."""
+    for family in [*FAMILIES][INTEGER_FORMATS.index(form) :: len(INTEGER_FORMATS)]:
         scheme = "int4:g32:asym" if form == "awq" else "int4:g32:sym"
         model = tiny(family)
         made = plan(model, scheme=scheme, format=form)

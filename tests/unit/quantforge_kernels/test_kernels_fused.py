@@ -117,7 +117,7 @@ def test_splits_are_added_in_their_order(splits, dtype):
 
 
 @pytest.mark.parametrize("bytes_", [False, True])
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     dtype=st.sampled_from(TYPES),
     kind=st.sampled_from([*WORDS, "k=int8,v=int4", "k=16bit,v=fp8", "k=int4,v=16bit"]),

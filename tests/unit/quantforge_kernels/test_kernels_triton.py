@@ -76,12 +76,12 @@ def test_a_word_of_the_layout_is_what_it_says():
 
 
 BITS = (2, 3, 4, 8)
-# All of one shape; of the others every number of bits and of rows, in turn with a zero point and without.
+# All of one shape; of the others every number of bits, in turn of one row and of several, symmetric and not.
 INTEGERS = [
     *((rows, bits, symmetric, (5, 256), 128) for rows in (1, 3) for bits in BITS for symmetric in (True, False)),
-    *((rows, bits, (rows > 1) == (at % 2 == 0), *shape)
-      for rows in (1, 3) for at, bits in enumerate(BITS)
-      for shape in (((9, 96), 32), ((3, 72), 24), ((17, 100), 100))),
+    *(((1, 3)[(at + place) % 2], bits, place == 1, *shape)
+      for at, bits in enumerate(BITS)
+      for place, shape in enumerate((((9, 96), 32), ((3, 72), 24), ((17, 100), 100)))),
 ]  # fmt: skip
 
 

@@ -204,10 +204,13 @@ def rounded_octets(x: torch.Tensor, block: int) -> torch.Tensor:
     return ((parts / step).round() * step).flatten(1)
 
 
-@pytest.mark.parametrize("name", INTEGERS)
-@pytest.mark.parametrize(
-    ("feature", "rows"),
-    [(name, n) for at, name in enumerate(features.FEATURES) for n in ((1, 70), (3, 20))[at % 2]],
+@pytest.mark.parametrize(  # every form on all vectors, of one row or a few or of many in turn
+    ("name", "feature", "rows"),
+    [
+        (name, feature, ((1, 70), (3, 20))[at % 2][place % 2])
+        for at, feature in enumerate(features.FEATURES)
+        for place, name in enumerate(INTEGERS)
+    ],
 )
 def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypatch):
     if features.FEATURES.index(feature) < features.FEATURES.index(features.feature()):

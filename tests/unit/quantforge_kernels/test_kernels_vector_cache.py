@@ -15,7 +15,7 @@ from quantforge_kernels.attention import Scores, attend_plain
 from quantforge_kernels.cpu import features, layer_launchers
 from quantforge_kernels.kv import PAGE, Store
 from tests.caches import cached
-from tests.thorough import each_value
+from tests.thorough import each_value, usual
 
 pytestmark = pytest.mark.skipif(
     features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
@@ -37,7 +37,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     dtype=st.sampled_from(TYPES),
     kind=st.sampled_from(KINDS),
@@ -159,7 +159,7 @@ def test_what_is_no_number_stays_none(kind, place):
     assert found.isnan().any(-1).all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", usual(KINDS, *WORDS))
 def test_threads_do_not_change_a_bit(kind):
     cache = cached(torch.bfloat16, (32, 8), 128, [100, 60], kind)
     before, results = torch.get_num_threads(), []
