@@ -129,8 +129,8 @@ class Grid:
         block: the layout of a grid that ggml fixes.
         short: another name.
         scale: the type of scales where it is left out; None: that of the format.
-        passes: of `gptq` over the columns, after the first one with scales fitted to the compensated weights. That
-            pays where codes are few or not evenly spaced; with fine integers it changes next to nothing.
+        passes: how often `gptq` rounds all columns. From the second time on, scales are first fitted again, to the
+            compensated weights: that pays where codes are few or not evenly spaced, not with fine integers.
         shrinkage: by how much correlations of activations count less to `gptq`, see `quantforge.quantizers.hessian`.
             With 2 bits it takes a quarter off the divergence on text that the calibration is not like.
         table: what each code stands for, of a grid of 4 bits whose codes are patterns, in any unit.

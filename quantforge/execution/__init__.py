@@ -1,5 +1,17 @@
 """The run: a plan carried out one part of the model at a time, journalled, so that it goes on after any kill.
 
+The life of a matrix in a calibrated run, from the source to the file; every step names its function:
+
+1. `execute.execute` takes one block after another: `calibrated_block.observe` passes the calibration rows through it
+   and sums what its linears read (for ``gptq``, the Hessian of each shared input).
+2. `BlockRounder.round_block` applies the method's transforms (AWQ), then hands the matrices of one shared input to
+   `rounding.MatrixRounding.round`, and that to the rounder: `quantizers.gptq.round_shared`.
+3. The rounder fits scales (`packers`), rounds column after column (`gptq.round_columns`, `column_loops.round_chunk`),
+   refines codes and scales (`refine`), and takes plain rounding wherever that is better (`rtn_fallback`).
+4. `MatrixRounding` packs the codes in the terms of the format (`formats.storage`, then ``pack`` of the format) and
+   writes them through `unit_output` into the preallocated files.
+5. If the plan tunes, `run_tuning.Tuning.learn_block` learns scales, norms and codes of the block, and overwrites them.
+
 In this folder:
 
     calibrated_block    One block of a calibrated run: observe what its linears read, transform, round, write

@@ -153,7 +153,7 @@ TEAMS: list[Team] = []  # of the process
 def reproducible() -> Iterator[None]:
     """Share work out to as many threads as torch has now, and cut products into tiles (`quantforge.numerics.products`).
 
-    On a CPU; it is for inference: gradients do not pass.
+    On a CPU. Gradients pass such products only through `quantforge.numerics.products.cutting_linears`.
     """
     threads = torch.get_num_threads()
     team = Team(threads)

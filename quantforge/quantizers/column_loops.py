@@ -68,7 +68,7 @@ def column_major(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def round_chunk(
     loops: Loops | None,
-    error: Tensor,
+    remaining: Tensor,
     pull: Tensor,
     triangle: Tensor,
     columns: Tensor,
@@ -80,7 +80,7 @@ def round_chunk(
 
     Args:
         loops: as `loops_for` returns them.
-        error: the weights; replaced by their errors.
+        remaining: the weights ``[columns, rows]``; replaced by their errors, column after column.
         pull: what the errors of earlier columns add to the terms; overwritten.
         triangle: of ``R``, ``[columns, columns]``.
         columns: indices of the columns in the matrix, int64.
@@ -93,12 +93,14 @@ def round_chunk(
     """
     grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
     if loops is not None and grid is not None:
-        codes = torch.empty_like(error)
-        arrays = (error, pull, triangle.contiguous(), terms, codes)
+        codes = torch.empty_like(remaining)
+        arrays = (remaining, pull, triangle.contiguous(), terms, codes)
         loops.round(*(item.numpy() for item in arrays), *_numpy(grid))
         return codes.to(grid.dtype).T
     rounded = _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_vectors
-    return torch.cat(rounded(error, pull, triangle, columns.tolist(), terms, parameters, scheme), 1)
+    return torch.cat(
+        rounded(remaining, pull, triangle, columns.tolist(), terms, parameters, scheme), 1
+    )
 
 
 def improve_chunk(
