@@ -177,9 +177,14 @@ def _with_nibbles(fields: Sequence[Tensor], codes: Tensor) -> list[Tensor]:
     return [*map(as_bytes, fields), nibbles(codes)]
 
 
+def _head(parameters: Parameters) -> list[Tensor]:
+    """Return what a block begins with, in the order of the file: its scale, or exponent, then its minimum."""
+    return [parameters[key] for key in ("scales", "exponents", "mins") if key in parameters]
+
+
 def _pack_nibbles(codes: Tensor, parameters: Parameters) -> list[Tensor]:
     """Pack codes from 0 to 15 after their scale, and minimum: q4_1, iq4_nl, mxfp4."""
-    return _with_nibbles([*parameters.values()], codes)
+    return _with_nibbles(_head(parameters), codes)
 
 
 def _pack_q4_0(codes: Tensor, parameters: Parameters) -> list[Tensor]:
@@ -190,7 +195,7 @@ def _pack_five_bits(codes: Tensor, parameters: Parameters) -> list[Tensor]:
     words = codes.view(torch.int64)  # eight bytes at once: what is shifted stays inside of its byte
     high = joined_bits((words >> 4).bitwise_and_(0x0101010101010101))
     low = (words & 0x0F0F0F0F0F0F0F0F).view(torch.uint8)
-    return _with_nibbles([*parameters.values(), high.view(torch.float16)], low)
+    return _with_nibbles([*_head(parameters), high.view(torch.float16)], low)
 
 
 def _unpack_q4_0(raw: Tensor) -> Fields:
