@@ -207,6 +207,7 @@ def _measure_models(
     The reference is scored even where its row is kept: the others are compared with it.
     """
     done = len(kept.rows)
+    shares = _shares(options, trial)
     baseline = _Baseline(windows, prompts, settings)
     try:
         for number, model in enumerate(models):
@@ -215,23 +216,24 @@ def _measure_models(
             if is_kept and not is_reference:
                 continue
             with phase("", 1 / len(models)):
-                with phase(f"loading {name}", 0.05):
+                with phase(f"loading {name}", shares["loading"]):
                     loaded = _load(model, options.correction, settings, is_reference=is_reference)
-                with phase(f"scoring {name}", 0.6, "windows of the text"):
+                with phase(f"scoring {name}", shares["scoring"], "windows of the text"):
                     measure = baseline.score_reference if is_reference else baseline.compare
                     row = _new_row(loaded) | measure(loaded)
                 if is_kept:
                     del loaded
                     continue
                 if trial is not None:
-                    with phase(f"caches of {name}", 0.75):
+                    with phase(f"caches of {name}", shares["caches"]):
                         row["caches"] = try_caches(loaded, trial)
                 if options.tasks is not None:
-                    row["tasks"] = _task_scores(model, loaded, options.tasks)
+                    with phase(f"tasks on {name}", shares["tasks"]):
+                        row["tasks"] = _task_scores(model, loaded, options.tasks)
                 del loaded  # before the next one comes in
                 # As an engine loads the files, and only now that what is loaded once and for all is there.
                 if options.speed and (is_reference or not options.correction):
-                    with phase(f"speed of {name}", 0.9):
+                    with phase(f"speed of {name}", shares["speed"]):
                         row |= measure_as_deployed(
                             model,
                             windows,
@@ -248,6 +250,18 @@ def _measure_models(
             yield row
     finally:
         baseline.close()
+
+
+def _shares(options: EvaluationOptions, trial: CacheTrial | None) -> dict[str, float]:
+    """Return the share of a model's progress that each of its phases has, by how long they usually take."""
+    lengths = {"loading": 1, "scoring": 12}
+    if trial is not None:
+        lengths["caches"] = 15
+    if options.tasks is not None:
+        lengths["tasks"] = 20
+    if options.speed:
+        lengths["speed"] = 5
+    return {name: length / sum(lengths.values()) for name, length in lengths.items()}
 
 
 class _Baseline:
@@ -312,9 +326,8 @@ def _task_scores(model: Checkpoint, loaded: Loaded, tasks: Tasks) -> dict[str, d
     from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
 
     positions = positions_in(model.config)
-    with phase(f"tasks on {model.path.name}", 0.5):
-        asked = TaskModel(loaded.model, tokenizer_of(model), positions, loaded.kv_scales)
-        return run_tasks(asked, tasks)
+    asked = TaskModel(loaded.model, tokenizer_of(model), positions, loaded.kv_scales)
+    return run_tasks(asked, tasks)
 
 
 def _new_row(loaded: Loaded) -> dict[str, Any]:

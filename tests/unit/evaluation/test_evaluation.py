@@ -295,6 +295,19 @@ def test_progress_counts_windows(tiny):
     assert shares == sorted(shares)
 
 
+def test_every_figure_has_a_share_of_the_progress(tiny, monkeypatch):
+    monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
+    monkeypatch.setattr(speed, "NEW_TOKENS", 5)
+    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    told = []
+    with followed(told.append):
+        compared(tiny("llama-tied"), [], options(caches=("int8",), speed=True))
+    begun = {one.phase.partition(" ")[0]: one.share for one in reversed(told)}
+    phases = [begun[name] for name in ("loading", "scoring", "caches", "speed")]
+    assert phases == sorted(set(phases))
+    assert phases[-1] < 0.95
+
+
 @pytest.mark.parametrize(
     ("ppl", "kl", "failing"),
     [
