@@ -182,6 +182,13 @@ def test_the_format_follows_from_what_is_said(recipe, out, key):
     assert chosen_format(chosen, out and Path(out)) == (chosen, ())
 
 
+def test_an_option_is_the_reason_before_a_name_that_may_follow_from_it():
+    _, by_type = chosen_format(Recipe(type="Q8_0"), Path("x.gguf"))
+    assert "--type Q8_0 is of GGUF files" in by_type[0]
+    _, by_name = chosen_format(Recipe(), Path("x.gguf"))
+    assert "by the name of the result" in by_name[0]
+
+
 @pytest.mark.parametrize(
     ("recipe", "out", "hint"),
     [
