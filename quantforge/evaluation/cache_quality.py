@@ -33,7 +33,7 @@ from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
 from quantforge.evaluation.head import checked_head, compare_predictions
 from quantforge.evaluation.windows import Windows, cut_windows
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import phase, tell
 from quantforge.runtime.cache import CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.linear import decoded_once
@@ -153,8 +153,10 @@ def try_caches(loaded: Loaded, trial: CacheTrial) -> list[dict[str, Any]]:
         raise _no_such_caches(model.config.model_type)
     decoding = _WithCaches(loaded, trial)
     with decoded_once(model):
-        divergence = decoding.divergence()
-        scores = decoding.scores_of_keys()
+        with phase("", 0.6):
+            divergence = decoding.divergence()
+        with phase("", 1.0):
+            scores = decoding.scores_of_keys()
     rows = []
     for kind in (PLAIN, *trial.kinds):
         kl = divergence.get(kind)

@@ -306,6 +306,8 @@ def test_every_figure_has_a_share_of_the_progress(tiny, monkeypatch):
     phases = [begun[name] for name in ("loading", "scoring", "caches", "speed")]
     assert phases == sorted(set(phases))
     assert phases[-1] < 0.95
+    windows = max(one.share for one in told if one.step == "windows of caches")
+    assert windows < min(one.share for one in told if one.step == "planted keys")
 
 
 @pytest.mark.parametrize(
