@@ -23,7 +23,7 @@ from unittest.mock import patch
 
 from gguf import GGUFReader
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.execution import candidate_errors
 from quantforge.planning.allocation import EVERY
 from quantforge.recipe import Rule
@@ -77,7 +77,7 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     ):
         made = {}
         for target in options.targets.split(","):
-            made[target] = verbs.allocate(options.model, f"{target}bpw", settings=settings, **asked)
+            made[target] = api.allocate(options.model, f"{target}bpw", settings=settings, **asked)
             made.setdefault("seconds", time.perf_counter() - begun)
         seconds = made.pop("seconds")
         recipes = {f"{target} bits": one.recipe for target, one in made.items()}
@@ -94,12 +94,12 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
             suffix = ".gguf" if options.format == "gguf" else ""
             out = Path(folder) / (name.replace(":", "-").replace(" ", "-") + suffix)
             begun = time.perf_counter()
-            verbs.quantize(options.model, recipe, out, settings)
+            api.quantize(options.model, recipe, out, settings)
             times[name] = time.perf_counter() - begun
             outs[name] = out
         bits = {name: bits for name, (_, bits, _) in plain.uniform.items()}
         bits |= {name: in_blocks(outs[name]) for name in mixtures}
-        report = verbs.evaluate(
+        report = api.evaluate(
             options.model, [*outs.values()], text=options.evaluation, windows=options.windows, length=512, speed=False,
         )  # fmt: skip
     kl = {name: row["kl_mean"] for name, row in zip(recipes, report.rows[1:], strict=True)}

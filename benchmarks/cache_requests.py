@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import GenerationRequest
 from quantforge.runtime.cache import CacheLayout
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
-from quantforge.runtime.serving.generation_requests import GenerationRequest
 
 AT_ONCE, NEW = 8, 32
 KINDS = ("16bit", "int8", "fp8", "int4", "k=int8,v=int4")

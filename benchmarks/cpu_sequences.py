@@ -30,10 +30,10 @@ import torch
 from cpu_decode import exported, llama_1b
 from cpu_sweep import LIMITS
 
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import GenerationRequest
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
-from quantforge.runtime.serving.generation_requests import GenerationRequest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "bench"))
 

@@ -26,12 +26,12 @@ WORDS = 512
 RUN = r"""
 import json, os, re, sys, threading
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.model import hidden_states
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration
-import quantforge.quantizers.gptq, quantforge.quantizers.column_loops, quantforge.formats.compressed_tensors
+import quantforge.quantizers.gptq.gptq, quantforge.quantizers.gptq.column_loops, quantforge.formats.compressed_tensors
 import numba, transformers.models.qwen3_moe.modeling_qwen3_moe
 
 def status(key):
@@ -70,7 +70,7 @@ Path("/proc/self/clear_refs").write_text("5")
 before, own = status("VmRSS"), status("RssAnon")
 spent = sum(os.times()[:2])
 watcher.start()
-verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads), activations="disk"))
+api.quantize(model, recipe, Path(out), Settings(threads=int(threads), activations="disk"))
 done.set()
 peak = {"peak": status("VmHWM") - before, "anonymous": anonymous[0] - own}
 print(json.dumps(peak | {"scratch": scratch[0], "processor": sum(os.times()[:2]) - spent}))

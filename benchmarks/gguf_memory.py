@@ -21,7 +21,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quantforge.checkpoint.writer import header_bytes
+from quantforge.files.writer import header_bytes
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import StoredTensor
 
@@ -29,7 +29,7 @@ TOKENS = 64_000
 CONVERT = r"""
 import re, sys
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import torch, gguf, numba, quantforge.execution.execute, quantforge.execution.data_free
@@ -42,7 +42,7 @@ model, out, kind, scales = sys.argv[1:]
 recipe = build_recipe(None, method="rtn", format="gguf", type=kind, calibration="none", scales=scales)
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
-verbs.export(model, recipe, Path(out), Settings(threads=1))
+api.export(model, recipe, Path(out), Settings(threads=1))
 print(status("VmHWM") - before)
 """
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -222,7 +222,7 @@ def ours(
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        done = verbs.quantize(str(getattr(options, which)), recipe, out, Settings(threads=1))
+        done = api.quantize(str(getattr(options, which)), recipe, out, Settings(threads=1))
         seconds = time.perf_counter() - start
         found = divergence(load(out).model, rows, reference)
     gc.collect()

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge.checkpoint.writer import WeightsWriter, file_plans, index_json, plan_shards
+from quantforge.files.writer import WeightsWriter, file_plans, index_json, plan_shards
 from quantforge.plans import StoredTensor
 
 SIDE = 128
@@ -36,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 RUN = r"""
 import json, re, resource, sys, time
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.quantizers.rtn, quantforge.formats.compressed_tensors, numba
@@ -52,7 +52,7 @@ model, out, threads = sys.argv[1:]
 recipe = build_recipe(None, method="rtn", bits=4, scales="absmax")
 Path("/proc/self/clear_refs").write_text("5")
 before, begun, used = status("VmRSS"), time.monotonic(), processor()
-verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+api.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
 print(json.dumps({
     "peak": status("VmHWM") - before, "seconds": time.monotonic() - begun, "processor": processor() - used,
 }))

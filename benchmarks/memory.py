@@ -25,11 +25,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 RUN = r"""
 import json, re, sys, time
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration
-import quantforge.quantizers.gptq, quantforge.quantizers.awq, quantforge.quantizers.column_loops
+import quantforge.quantizers.gptq.gptq, quantforge.quantizers.awq, quantforge.quantizers.gptq.column_loops
 import numba, quantforge.formats.compressed_tensors, transformers.models.llama.modeling_llama
 
 def status(key):
@@ -39,7 +39,7 @@ model, out, threads, choices = sys.argv[1:]
 recipe = build_recipe(None, **json.loads(choices))
 Path("/proc/self/clear_refs").write_text("5")
 before, begun = status("VmRSS"), time.process_time()
-verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+api.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
 print(json.dumps([status("VmHWM") - before, time.process_time() - begun]))
 """
 
@@ -103,7 +103,7 @@ def one(
     options: argparse.Namespace, model: Path, depth: int, method: str, scratch: Path
 ) -> dict[str, object]:
     """One planned and one measured peak."""
-    from quantforge import verbs
+    from quantforge import api
     from quantforge.planning.recipe_options import build_recipe
 
     name, *further = method.split()
@@ -111,7 +111,7 @@ def one(
         "method": name, "bits": 4, "calibration": str(model / "text.txt"), "samples": options.samples,
         "length": options.length, **{key: int(value) for key, value in (word.split("=") for word in further)},
     }  # fmt: skip
-    planned = verbs.plan(str(model), build_recipe(None, **choices))
+    planned = api.plan(str(model), build_recipe(None, **choices))
     out = scratch / f"out-{depth}-{method.replace(' ', '-')}"
     command = [sys.executable, "-c", RUN, model, out, str(options.threads), json.dumps(choices)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)

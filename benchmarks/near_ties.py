@@ -21,11 +21,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from runtime import DRAW, request, steps_per_second
 
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import Finished, GenerationRequest
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import prefill
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
-from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest
 
 TECHNIQUES: dict[str, dict[str, Any]] = {
     "16 at once": {},

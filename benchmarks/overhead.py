@@ -22,16 +22,16 @@ from typing import Any
 
 import torch
 
-from quantforge import __version__, verbs
-from quantforge.checkpoint.checksums import Checksums
-from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge import __version__, api
+from quantforge.api import job
+from quantforge.artifacts import manifest
 from quantforge.execution import calibrated_block, relayout, rounding, unit_output
 from quantforge.execution.journal import Journal
+from quantforge.files.checksums import Checksums
+from quantforge.files.stage import Stage
+from quantforge.files.writer import WeightsWriter
 from quantforge.recipe import CalibrationOptions, Recipe
-from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs import job
 
 ROWS = CalibrationOptions(samples=32, length=256)
 RUNS = {
@@ -95,7 +95,7 @@ def measure(model: str, recipe: Recipe) -> tuple[float, float, dict[str, list[fl
     """Seconds of the clock and of the processor of one run, and of its parts."""
     with tempfile.TemporaryDirectory() as directory, timed() as spent:
         clock, processor = time.perf_counter(), time.process_time()
-        verbs.quantize(model, recipe, Path(directory) / "out", Settings(offline=True))
+        api.quantize(model, recipe, Path(directory) / "out", Settings(offline=True))
         return time.perf_counter() - clock, time.process_time() - processor, dict(spent)
 
 

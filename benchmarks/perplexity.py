@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels" / "bench")]
 from decode_8b import random_model  # noqa: E402
 
 from quantforge.evaluation.divergence import score_reference  # noqa: E402
-from quantforge.evaluation.windows import Windows  # noqa: E402
+from quantforge.evaluation.text_windows import Windows  # noqa: E402
 from quantforge.numerics.allocator import return_freed_memory  # noqa: E402
 from quantforge.runtime.memory import PeakMemory  # noqa: E402
 

@@ -20,7 +20,7 @@ import torch
 
 from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import reproducible
-from quantforge.quantizers.hessian import factorize
+from quantforge.quantizers.gptq.hessian import factorize
 
 SHAPES = (
     (512, 256, 768),

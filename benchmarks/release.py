@@ -36,7 +36,7 @@ import json, re, sys, tempfile, time
 from pathlib import Path
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
-from quantforge.verbs.variants import plan_variants
+from quantforge.api.variants import plan_variants
 
 model, text, length, samples, variants = sys.argv[1:]
 

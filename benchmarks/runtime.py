@@ -38,13 +38,13 @@ from cpu_decode import llama_1b  # noqa: E402
 from decode_8b import random_model  # noqa: E402
 
 from quantforge.notation import parse  # noqa: E402
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine  # noqa: E402
+from quantforge.runtime.batching.generation_requests import GenerationRequest, NewToken  # noqa: E402
 from quantforge.runtime.cache import CacheShape, PagedCache  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.decoding import DecoderEngine, generate_tokens  # noqa: E402
 from quantforge.runtime.generation_options import Sampling  # noqa: E402
 from quantforge.runtime.linear import round_inputs  # noqa: E402
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine  # noqa: E402
-from quantforge.runtime.serving.generation_requests import GenerationRequest, NewToken  # noqa: E402
 
 DRAW = random.Random(0)
 OCTETS = "and activations of 8 bits"

@@ -48,7 +48,7 @@ from quantforge.runtime.speculation.ngrams import NgramDrafter  # noqa: E402
 from quantforge.runtime.speculation.options import DraftOptions, nodes_of, shape_of  # noqa: E402
 from quantforge.runtime.speculation.tree import DraftTree  # noqa: E402
 from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens  # noqa: E402
-from quantforge.runtime.text_side import text_side  # noqa: E402
+from quantforge.runtime.text_processing import text_side  # noqa: E402
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 COPIES, PART = 4, 60

@@ -37,18 +37,18 @@ WAYS = {
 RUN = """
 import json, sys, time
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration
-import numba, quantforge.quantizers.gptq, quantforge.formats.compressed_tensors
+import numba, quantforge.quantizers.gptq.gptq, quantforge.formats.compressed_tensors
 import transformers.models.llama.modeling_llama
 model, text, out, rows, length, threads, way = sys.argv[1:]
 recipe = build_recipe(
     None, method="gptq", bits=4, calibration=text, samples=int(rows), length=int(length), **json.loads(way)
 )
 start = time.monotonic()
-verbs.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
+api.quantize(model, recipe, Path(out), Settings(threads=int(threads)))
 print(time.monotonic() - start)
 """
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
@@ -55,8 +55,8 @@ def main() -> None:
             )  # fmt: skip
             places.append(Path(name) / str(number))
             with starved(count):
-                verbs.quantize(options.model, recipe, places[-1], settings)
-        measured = verbs.evaluate(
+                api.quantize(options.model, recipe, places[-1], settings)
+        measured = api.evaluate(
             options.model, places, settings,
             text=str(options.evaluation), windows=options.windows, speed=False,
         )  # fmt: skip

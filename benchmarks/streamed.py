@@ -33,7 +33,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 RUN = r"""
 import json, re, sys, time
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.settings import Settings
 import quantforge.execution.execute, quantforge.execution.calibration, quantforge.quantizers.rtn, numba
@@ -47,7 +47,7 @@ model, out, scheme, form = sys.argv[1:]
 recipe = build_recipe(None, method="rtn", scheme=scheme, format=form, scales="absmax")
 Path("/proc/self/clear_refs").write_text("5")
 before, start = status("VmRSS"), time.monotonic()
-done = verbs.quantize(model, recipe, Path(out), Settings(threads=1))
+done = api.quantize(model, recipe, Path(out), Settings(threads=1))
 print(json.dumps({"measured": status("VmHWM") - before, "planned": done.plan.peak_memory_bytes,
                   "output": done.plan.output_bytes, "seconds": time.monotonic() - start}))
 """

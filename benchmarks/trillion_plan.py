@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantforge.checkpoint.writer import header_bytes
+from quantforge.files.writer import header_bytes
 from quantforge.plans import StoredTensor
 
 LAYERS, EXPERTS, SIDE = 61, 384, 128

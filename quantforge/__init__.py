@@ -3,7 +3,7 @@
 A recipe becomes a plan; the plan is executed one part of the model at a time into quantized tensors; every file
 format, and the runtime, is a view of those tensors. ``docs/design.md`` is the map.
 
-Its other names are those of `quantforge.verbs`, imported at their first use; ``docs/python.md`` shows them:
+Its other names are those of `quantforge.api`, imported at their first use; ``docs/python.md`` shows them:
 
     import quantforge
     quantforge.quantize("models/demo", method="awq", bits=4, out="demo-awq")
@@ -14,7 +14,7 @@ TYPE_CHECKING = False  # that of `typing`, whose import would take most of this 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from quantforge.verbs import *  # noqa: F403
+    from quantforge.api import *  # noqa: F403
 else:  # a checker would take every name for one that is there
 
     def __getattr__(name: str) -> object:
@@ -23,9 +23,9 @@ else:  # a checker would take every name for one that is there
 
         of_modules = name.startswith("_") or find_spec(f"quantforge.{name}") is not None
         if name == "__all__" or not of_modules:  # `from quantforge import errors` asks here first
-            verbs = import_module("quantforge.verbs")
-            if name == "__all__" or name in verbs.__all__:
-                return getattr(verbs, name)
+            api = import_module("quantforge.api")
+            if name == "__all__" or name in api.__all__:
+                return getattr(api, name)
         raise AttributeError(f"module 'quantforge' has no attribute '{name}'")
 
     def __dir__() -> list[str]:

@@ -131,7 +131,8 @@ class Grid:
         scale: the type of scales where it is left out; None: that of the format.
         passes: how often `gptq` rounds all columns. From the second time on, scales are first fitted again, to the
             compensated weights: that pays where codes are few or not evenly spaced, not with fine integers.
-        shrinkage: by how much correlations of activations count less to `gptq`, see `quantforge.quantizers.hessian`.
+        shrinkage: by how much correlations of activations count less to `gptq`, see
+            `quantforge.quantizers.gptq.hessian`.
             With 2 bits it takes a quarter off the divergence on text that the calibration is not like.
         table: what each code stands for, of a grid of 4 bits whose codes are patterns, in any unit.
     """

@@ -18,8 +18,8 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from quantforge.arguments import strict_fields
-from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, RecipeError, nearest
+from quantforge.files.opener import FILES
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import parse_sparsity, share_of
 from quantforge.scheme import Sparsity
@@ -68,7 +68,7 @@ NO_DATA = "none"  # the calibration source of those who want none
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class GptqOptions:
-    """``[gptq]``: see `quantforge.quantizers.gptq`."""
+    """``[gptq]``: see `quantforge.quantizers.gptq.gptq`."""
 
     damping: float = 0.01  # of the mean of the Hessian's diagonal
     shrinkage: float | None = (

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.arguments import strict_fields
-from quantforge.checkpoint.hub import is_hub_name
 from quantforge.errors import UsageError, nearest
 from quantforge.events import Policy
+from quantforge.files.hub import is_hub_name
 from quantforge.plans import Plan, Serving
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A model, the text that calibrates its quantization and the text that judges it must not share
 their subjects; otherwise the judgement measures memory. The split is therefore made by topic, and
-the tables below and in `quantforge.verbs.demo_text` are the whole of it: a family of modules belongs
+the tables below and in `quantforge.api.demo_text` are the whole of it: a family of modules belongs
 to exactly one part. Modules that they do not name are not used, which keeps out everything that a
 distribution may leave
 out of a minimal installation (`test`, `tkinter`, `idlelib`, `distutils`, ...) and every table of
@@ -19,7 +19,7 @@ import hashlib
 import sys
 from pathlib import Path
 
-from quantforge.verbs.demo_text import EVALUATION, Document, documents, evaluation_text, joined
+from quantforge.api.demo_text import EVALUATION, Document, documents, evaluation_text, joined
 
 __all__ = [
     "CALIBRATION",

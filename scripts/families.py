@@ -238,7 +238,7 @@ def _decoded(path: Path, out: Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from quantforge.checkpoint.reader import open_checkpoint
+    from quantforge.files.reader import open_checkpoint
     from quantforge.formats.decoded import decoded
 
     out.mkdir(exist_ok=True)
@@ -474,7 +474,7 @@ def _prepare() -> None:
     import torch
     import transformers
 
-    import quantforge.verbs  # noqa: F401  # forked with it
+    import quantforge.api  # noqa: F401  # forked with it
     from quantforge.runtime import load  # noqa: F401
     from tests.conftest import tiny_tokenizer
 

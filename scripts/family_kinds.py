@@ -16,10 +16,10 @@ from typing import Any
 def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     """Return what the plan rounds and should not, and what it leaves without a word."""
     from quantforge.architectures.towers import BLOCK
-    from quantforge.checkpoint.reader import open_checkpoint
-    from quantforge.model.running_form import running_form
+    from quantforge.files.reader import open_checkpoint
+    from quantforge.model.transformers_layout import running_form
     from quantforge.planning.coverage import coverage
-    from quantforge.planning.source import one_by_one
+    from quantforge.planning.source_views import one_by_one
     from quantforge.plans import Action
 
     source_form = open_checkpoint(source)

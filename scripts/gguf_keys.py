@@ -153,7 +153,7 @@ class Sweep:
 
     def _compared(self, expected: Any, effect: float) -> tuple[str, str]:
         """Export, and compare with llama.cpp; ``effect`` is that of the change on logits."""
-        from quantforge import verbs
+        from quantforge import api
         from quantforge.errors import QuantForgeError
         from quantforge.recipe import CalibrationOptions, Recipe
         from quantforge.settings import Settings
@@ -161,7 +161,7 @@ class Sweep:
         out, spread = self._work / "x.gguf", expected.std().item()
         recipe = Recipe(format="gguf", type="F32", calibration=CalibrationOptions(source="none"))
         try:
-            verbs.export(str(self._work / "m"), recipe, out, Settings(overwrite=True))
+            api.export(str(self._work / "m"), recipe, out, Settings(overwrite=True))
         except QuantForgeError as error:
             return (REFUSED if effect else NO_EFFECT), str(error)[:300]
         except Exception:

@@ -76,9 +76,9 @@ def linked(model: Path, place: Path) -> None:
 
 def write(model: Path, entry: tuple[str, str, tuple[str, ...]], out: Path) -> None:
     """Quantize a model by one entry of `ARTIFACTS`."""
+    from quantforge.api import quantize
     from quantforge.planning.recipe_options import build_recipe
     from quantforge.settings import Settings
-    from quantforge.verbs import quantize
 
     scheme, form, extra = entry
     pairs = dict(zip(extra[::2], extra[1::2], strict=True))
@@ -111,7 +111,7 @@ def expect(artifact: Path) -> None:
 def _digests(artifact: Path) -> dict[str, str]:
     """SHA-256 of each decoded weight ``[out, in]`` in float32 by module, signs of zeros dropped."""
     from quantforge.formats.decoded import decoded
-    from quantforge.formats.opening import open_model
+    from quantforge.formats.open_model import open_model
 
     checkpoint = decoded(open_model(artifact))
     return {

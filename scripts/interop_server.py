@@ -85,7 +85,7 @@ def measure(url: str, model: str) -> tuple[list[ServedRequest], dict[str, float]
     """Send the requests; return how each was served, and the growth of the server's counters meanwhile."""
     from transformers import AutoTokenizer
 
-    from quantforge.verbs.scored_text import read_text
+    from quantforge.api.scored_text import read_text
 
     ids = AutoTokenizer.from_pretrained(model).encode(read_text("builtin", 1 << 20, offline=True))
     stream = RequestStream(

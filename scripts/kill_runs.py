@@ -37,16 +37,16 @@ from pathlib import Path
 
 import torch
 
-from quantforge import __version__, verbs
-from quantforge.checkpoint.disk import DISK
+from quantforge import __version__, api
+from quantforge.api.inspect import inspect
 from quantforge.errors import InputError, QuantForgeError, RefusedError
 from quantforge.evaluation.compare_models import EvaluationOptions as Evaluating
 from quantforge.evaluation.compare_models import compare_models
 from quantforge.execution import claims
-from quantforge.formats.opening import open_model
+from quantforge.files.disk import DISK
+from quantforge.formats.open_model import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.inspect import inspect
 from quantforge.verification.verify import verify
 
 ROOT = Path(__file__).parents[1]
@@ -139,7 +139,7 @@ class Work:
             provenance=case.provenance,
             join=case.join,
         )
-        run = verbs.export if case.export else verbs.quantize
+        run = api.export if case.export else api.quantize
         run(str(self.model), case.recipe, self.root / case.name, settings)
 
     def clean(self) -> dict[str, str]:
@@ -278,7 +278,7 @@ def _prepare(directory: Path, model: Path, only: str) -> dict[str, Work]:
     for name, recipe in EARLIER.items():
         place = directory / "earlier" / name
         place.mkdir(parents=True)
-        verbs.quantize(str(model), recipe, place / name, Settings(offline=True))
+        api.quantize(str(model), recipe, place / name, Settings(offline=True))
     works = {}
     (directory / "runs").mkdir()
     for name, case in CASES.items():
@@ -301,7 +301,7 @@ def _prepare(directory: Path, model: Path, only: str) -> dict[str, Work]:
 def _refused(model: Path, recipe: Recipe) -> str:
     """Return why a case is refused for a model, by its plan; "" where it is not."""
     try:
-        verbs.plan(str(model), recipe, Settings(offline=True))
+        api.plan(str(model), recipe, Settings(offline=True))
     except QuantForgeError as error:
         return error.message
     return ""
@@ -414,7 +414,7 @@ class Neighbours:
 
     def _make(self, name: str, recipe: Recipe) -> None:
         settings = Settings(offline=True, overwrite=True)
-        verbs.quantize(str(self._model), recipe, self._root / name, settings)
+        api.quantize(str(self._model), recipe, self._root / name, settings)
 
     def _quantize(self) -> None:
         self._make("other", Recipe(bits=4, scales="absmax"))
@@ -423,10 +423,10 @@ class Neighbours:
     def _export(self) -> None:
         settings = Settings(offline=True, overwrite=True)
         near = str(self._root / "near")
-        verbs.export(near, Recipe(format="gptq"), self._root / "other.gptq", settings)
+        api.export(near, Recipe(format="gptq"), self._root / "other.gptq", settings)
 
     def _plan(self) -> None:
-        verbs.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
+        api.plan(str(self._model), Recipe(bits=4), Settings(offline=True))
 
     def _inspect(self) -> None:
         for name in self._read:

@@ -50,19 +50,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.packers.ggml.blocks": (
         "golden/test_ggml_bytes.py", "unit/packers/test_ggml.py", "unit/packers/test_lattices.py",
     ),
-    "quantforge.checkpoint.safetensors": (
-        "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
+    "quantforge.files.safetensors": (
+        "unit/files/test_reader_limits.py", "unit/files/test_safetensors.py",
         "property/test_safetensors_differential.py",
     ),
-    "quantforge.checkpoint.files": (
-        "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_safetensors.py",
-        "unit/checkpoint/test_checkpoint_reader.py",
+    "quantforge.files.opener": (
+        "unit/files/test_reader_limits.py", "unit/files/test_safetensors.py",
+        "unit/files/test_reader.py",
     ),
-    "quantforge.checkpoint.reader": (
-        "unit/checkpoint/test_checkpoint_limits.py", "unit/checkpoint/test_checkpoint_reader.py",
+    "quantforge.files.reader": (
+        "unit/files/test_reader_limits.py", "unit/files/test_reader.py",
     ),
-    "quantforge.checkpoint.writer": (
-        "unit/checkpoint/test_writer_limits.py", "unit/checkpoint/test_checkpoint_writer.py",
+    "quantforge.files.writer": (
+        "unit/files/test_writer_limits.py", "unit/files/test_writer.py",
     ),
     "quantforge.formats.gguf.container": (
         "unit/formats/gguf/test_gguf_container.py", "unit/formats/gguf/test_gguf_limits.py",
@@ -72,22 +72,22 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.formats.gguf.parsing": (
         "unit/formats/gguf/test_gguf_limits.py", "unit/formats/gguf/test_gguf_reader.py",
     ),
-    "quantforge.checkpoint.disk": (
-        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    "quantforge.files.disk": (
+        "unit/files/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),
-    "quantforge.checkpoint.lock": (
-        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    "quantforge.files.lock": (
+        "unit/files/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),
-    "quantforge.checkpoint.previous_output": (
-        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    "quantforge.files.previous_output": (
+        "unit/files/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
     ),
-    "quantforge.checkpoint.stage": (
-        "unit/checkpoint/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
+    "quantforge.files.stage": (
+        "unit/files/test_disk.py", "faults/test_foreign_files.py", "faults/test_publish.py",
         "faults/test_publish_faults.py::test_a_result_that_cannot_fit_is_refused_before_the_work",
         "faults/test_publish_file.py",
     ),
-    "quantforge.checkpoint.output_names": ("faults/test_publish_file.py", "faults/test_foreign_files.py"),
-    "quantforge.checkpoint.checksums": (
+    "quantforge.files.output_names": ("faults/test_publish_file.py", "faults/test_foreign_files.py"),
+    "quantforge.files.checksums": (
         "faults/test_source_changes.py::test_a_seal_knows_every_byte",
         "faults/test_source_changes.py::test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches",
         "faults/test_source_changes.py::test_a_file_that_ends_while_it_is_digested_is_noticed",
@@ -107,13 +107,13 @@ TESTS: dict[str, tuple[str, ...]] = {
     ) for name in ("execute", "calibrated_block", "calibrated_experts", "data_free",
                    "rounding", "unit_output")},
     "quantforge.execution.expert_saliency": ("equivalence/test_fewer_experts.py",),
-    "quantforge.checkpoint.fewer_parts": ("equivalence/test_fewer_experts.py",),
-    "quantforge.checkpoint.prepared": (
+    "quantforge.files.without_experts": ("equivalence/test_fewer_experts.py",),
+    "quantforge.files.computed_tensors": (
         "unit/formats/test_low_precision_sources.py", "unit/formats/test_adapters.py",
         "equivalence/test_fewer_experts.py",
     ),
-    "quantforge.checkpoint.unstacked": (
-        "unit/checkpoint/test_unstacked.py",
+    "quantforge.files.unstacked_experts": (
+        "unit/files/test_unstacked_experts.py",
         "faults/test_experts.py::test_a_stack_of_experts_that_does_not_fit_is_named_whole",
         "equivalence/test_derived.py::test_error_feedback_helps_a_family_that_nobody_declared",
     ),
@@ -123,18 +123,18 @@ TESTS: dict[str, tuple[str, ...]] = {
     "quantforge.formats.decoded": ("unit/formats/test_low_precision_sources.py",),
     **{f"quantforge.formats.sources.{name}": ("unit/formats/test_low_precision_sources.py",)
        for name in ("low_precision", "modelopt", "mxfp4_stacks")},
-    "quantforge.results.publish": (
-        "faults/test_verbs.py", "unit/results/test_manifest.py", "faults/test_signing.py",
+    "quantforge.artifacts.publish": (
+        "faults/test_verbs.py", "unit/artifacts/test_manifest.py", "faults/test_signing.py",
         "faults/test_source_changes.py::test_what_was_planned_with_is_what_is_digested",
         "faults/test_source_changes.py::test_a_header_that_is_edited_after_the_plan_is_noticed",
         "faults/test_provenance.py::test_statements_are_written_on_request_only",
     ),
-    "quantforge.verbs.quantize": (
+    "quantforge.api.quantize": (
         "faults/test_verbs.py", "faults/test_publish_file.py::test_the_same_command_finds_that_it_is_done",
         "faults/test_source_changes.py::test_an_importance_file_that_is_edited_while_it_is_read_is_noticed",
         "faults/test_signing.py::test_a_key_that_cannot_sign_is_refused_before_any_work",
     ),
-    "quantforge.results.manifest": ("unit/results/test_manifest.py", "faults/test_provenance.py"),
+    "quantforge.artifacts.manifest": ("unit/artifacts/test_manifest.py", "faults/test_provenance.py"),
 }  # fmt: skip
 
 _SWAPS: dict[type[ast.AST], type[ast.AST]] = {

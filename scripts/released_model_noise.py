@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.formats import detect
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 
 
 def add_noise(file: Path, folder: Path, seed: int) -> int:

@@ -33,8 +33,8 @@ PACKAGES = {
 LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 # From top to bottom. The folder of `quantforge` itself is the empty name, which anybody may import (the version).
 ORDER = (
-    "__main__", "cli", "verbs", "serving", "verification", "evaluation", "execution", "runtime", "planning",
-    "results", "formats", "quantizers", "model", "recipe", "settings", "checkpoint", "packers", "numerics",
+    "__main__", "cli", "api", "serving", "verification", "evaluation", "execution", "runtime", "planning",
+    "artifacts", "engines", "formats", "quantizers", "model", "recipe", "settings", "files", "packers", "numerics",
     "architectures", "plans", "notation", "scheme", "grids", "events", "cache_kinds", "arguments", "errors",
     *LEAVES, "",
 )  # fmt: skip

@@ -8,10 +8,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions, compare_models
-from quantforge.evaluation.windows import Windows, cut_windows
-from quantforge.formats.opening import open_model
+from quantforge.evaluation.text_windows import Windows, cut_windows
+from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import readable
-from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.text_processing import tokenizer_of
 from quantforge.settings import Settings
 from quantforge_calibration.tokenizer import TextTokenizer
 

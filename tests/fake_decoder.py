@@ -7,7 +7,7 @@ import random
 import torch
 
 from quantforge.runtime.cache import CacheShape, PagedCache
-from quantforge.runtime.ragged import RaggedBatch
+from quantforge.runtime.ragged_attention import RaggedBatch
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.tree import ROOT, DraftTree

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.errors import QuantForgeError
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -28,7 +28,7 @@ def export(model: Path, out: Path, kind: str | None = "Q8_0", **values: object) 
         key: values.pop(key) for key in ("source", "requantize", "allow_inexact") if key in values
     }
     values = {"format": "gguf", "calibration": NO_DATA, "scales": "absmax", **values}
-    verbs.export(str(model), Recipe(type=kind, **values), out, settings, **again)
+    api.export(str(model), Recipe(type=kind, **values), out, settings, **again)
     return out
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.writer import Shards, header_bytes
+from quantforge.files.writer import Shards, header_bytes
 from quantforge.plans import StoredTensor
 
 LLAMA = {

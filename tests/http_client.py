@@ -11,8 +11,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
-from quantforge.runtime.text_side import TextSide
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.text_processing import TextSide
 from quantforge.serving.routes import ServedModel, application
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.tokenizer import TextTokenizer

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.previous_output import MANIFEST
-from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.writer import WeightsWriter, file_plans
+from quantforge.artifacts.manifest import SCHEMA, finish
+from quantforge.files.disk import DISK, Disk
+from quantforge.files.previous_output import MANIFEST
+from quantforge.files.stage import Stage
+from quantforge.files.writer import WeightsWriter, file_plans
 from quantforge.plans import StoredTensor
-from quantforge.results.manifest import SCHEMA, finish
 
 TWO_VARIANTS = """model = "{model}"
 [calibration]

@@ -22,12 +22,12 @@ import torch
 import typer
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api.variants import plan_variants
 from quantforge.cli.app import app, main
 from quantforge.execution.progress import Progress
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.variants import plan_variants
 
 ALWAYS = {"--help", "--debug", "--version"}
 CALIBRATION = CalibrationOptions(samples=6, length=24, micro_batch=4)
@@ -100,9 +100,9 @@ def swift(method: str = "rtn", **values: Any) -> Recipe:
     return recipe(method, **values)
 
 
-def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> verbs.Outcome:
+def quantize(model: Path, out: Path, wanted: Recipe, **settings: Any) -> api.Outcome:
     """Quantize in this process."""
-    return verbs.quantize(str(model), wanted, out, Settings(**settings))
+    return api.quantize(str(model), wanted, out, Settings(**settings))
 
 
 def forked(work: Callable[[], object], errors: Path) -> int:

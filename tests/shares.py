@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.load import Loaded, load
-from quantforge.runtime.tensor_shares import Share
+from quantforge.runtime.tensor_parallel import Share
 
 Found = TypeVar("Found")
 LOADING = (

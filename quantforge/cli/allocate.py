@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantforge.artifacts.number_text import significant, size
 from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
-from quantforge.cli.typed_paths import typed_adapter
-from quantforge.results.significant import significant, size
+from quantforge.cli.path_arguments import typed_adapter
 
 if TYPE_CHECKING:
-    from quantforge.verbs import Allocated
+    from quantforge.api import Allocated
 
 EXAMPLE = "Example: quantforge allocate demo --target 3.5bpw -o mixed.toml"
 _CHOSEN_HERE = {
@@ -60,9 +60,9 @@ def allocate(
         run, console, overwrite=overwrite, serving=options.serving_of(None, cache)
     )
     with console.watch():
-        from quantforge import verbs
+        from quantforge import api
 
-        found = verbs.allocate(
+        found = api.allocate(
             model,
             target,
             output,

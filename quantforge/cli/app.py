@@ -26,12 +26,12 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from quantforge.checkpoint.disk import create
 from quantforge.cli import usage_errors
 from quantforge.cli.console import Console
 from quantforge.cli.processes import check_ranks, said_already
-from quantforge.cli.verb import Verb, sort_words
+from quantforge.cli.verb_command import Verb, sort_words
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
+from quantforge.files.disk import create
 from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import features
@@ -232,7 +232,7 @@ def _run(arguments: list[str]) -> Any:
     if arguments[0] in VERBS and not completing:
         # Nothing has begun yet: an interruption while these are imported ends the process at once, see `__main__`.
         _command(arguments[0])
-        import_module("quantforge.verbs")
+        import_module("quantforge.api")
     for number in system.STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
             signal.signal(number, stop)

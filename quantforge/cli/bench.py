@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantforge.artifacts.number_text import significant
 from quantforge.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
-from quantforge.planning import quantities
-from quantforge.results.significant import significant
+from quantforge.planning import typed_quantities
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
+    from quantforge.api.bench import BenchRow
     from quantforge.evaluation.bench_requests import BenchFigures
-    from quantforge.verbs.bench_models import BenchRow
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
 FAILED = 5
@@ -144,13 +144,13 @@ def bench(
     json_progress: options.JsonProgress = False,
 ) -> None:
     """Measure how long requests wait that come at their own times: TTFT, TPOT, throughput, goodput."""
+    from quantforge.api import bench
     from quantforge.evaluation.bench_requests import LengthRange, RequestStream, Slo
-    from quantforge.verbs import bench_models
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
     answers = LengthRange.parse(new_tokens, "--new-tokens")
-    asked = bench_models.BenchOptions(
+    asked = bench.BenchOptions(
         stream=RequestStream(
             requests, rate, prompts, answers, shared_tokens, options.percent(share, "--share"), seed
         ),
@@ -159,7 +159,7 @@ def bench(
         slo=None if slo is None else Slo.parse(slo, "--slo"),
         url=url,
         served_name=served_name,
-        price=None if price is None else quantities.price(price, "--price"),
+        price=None if price is None else typed_quantities.price(price, "--price"),
         rows=rows,
         token_budget=token_budget,
         cache=cache,
@@ -174,9 +174,9 @@ def bench(
         note=console.note,
     )
     with console.watch():
-        found = bench_models.bench(models, settings, asked)
+        found = bench.bench(models, settings, asked)
     if as_json:
-        console.document(bench_models.document(found, asked))
+        console.document(bench.document(found, asked))
     else:
         _show(console, found, drafting=bool(draft), wide=wide)
     if any(row.figures.failed for row in found):

@@ -14,9 +14,9 @@ from typing import Any, get_args, get_origin
 import typer
 
 from quantforge.cli.options import Completer, among
+from quantforge.engines import TARGETS
 from quantforge.formats import FORMATS
 from quantforge.formats.gguf.mixture import MIXTURES
-from quantforge.formats.targets import TARGETS
 from quantforge.grids import GRIDS
 from quantforge.notation import ALIASES
 from quantforge.planning.recipe_options import builtin_recipes, place_of

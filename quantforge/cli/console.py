@@ -1,7 +1,7 @@
 """The only place that prints: stdout carries data, stderr everything else.
 
 With ``--json`` stdout is exactly one document; with ``--json-progress`` stderr is JSON, line by line. The meters of
-`quantforge.cli.meter` draw progress.
+`quantforge.cli.progress_bar` draw progress.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-from quantforge.cli.meter import Bar, Lines, MachineLines, Meter, Silence
-from quantforge.cli.typed_paths import as_typed, in_one_line, option_as_typed, path_as_typed
+from quantforge.cli.path_arguments import as_typed, in_one_line, option_as_typed, path_as_typed
+from quantforge.cli.progress_bar import Bar, Lines, MachineLines, Meter, Silence
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column, folded
 from quantforge.execution.progress import Progress

@@ -19,10 +19,10 @@ def demo(
     quiet: options.Quiet = False,
 ) -> None:
     """Copy out a small trained model to try things on: a llama of 4 million weights, 8.4 MB."""
-    from quantforge import verbs
+    from quantforge import api
 
     console = Console(as_json=as_json, quiet=quiet or as_json)
-    made = verbs.demo(out)
+    made = api.demo(out)
     if as_json:
         console.document({"schema": "quantforge.demo/1", "path": str(made)})
         return

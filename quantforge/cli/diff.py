@@ -39,9 +39,9 @@ def diff(
     """
     console = processes.console_of(run)
     with console.watch():
-        from quantforge import verbs
+        from quantforge import api
 
-        found = verbs.diff(first, second, offline=bool(run["offline"]), progress=console.show)
+        found = api.diff(first, second, offline=bool(run["offline"]), progress=console.show)
     if console.as_json:
         console.document(found.document())
     else:

@@ -7,10 +7,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from quantforge import __version__
+from quantforge.artifacts.number_text import size
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError
-from quantforge.results.significant import size
 
 Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do
 OPTIONAL = {  # by the extra of our package that asks for it

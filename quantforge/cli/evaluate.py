@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from quantforge.cache_kinds import FORM, WORDS, completions
-from quantforge.checkpoint.disk import append, check_new, save
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError, UsageError
 from quantforge.evaluation.tasks import YAML
+from quantforge.files.disk import append, check_new, save
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -199,9 +199,9 @@ def evaluate(
         note=console.note,
     )
     with console.watch():
-        from quantforge import verbs
+        from quantforge import api
 
-        evaluation = verbs.evaluate(
+        evaluation = api.evaluate(
             reference,
             models or (),
             settings,

@@ -10,7 +10,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.run_log import RunLog
 
 if TYPE_CHECKING:
-    from quantforge.verbs import Exported, Outcome
+    from quantforge.api import Exported, Outcome
 
 EXAMPLE = "Example: quantforge export demo-gptq-int4 --format gguf"
 FORM = (
@@ -68,7 +68,7 @@ def export(
     model is quantized again: from --source by its own recipe, or from its decoded weights (--requantize). --for chooses
     the format in which an engine loads what there is, or, of an unquantized model, has a fast kernel for.
     """
-    from quantforge import verbs
+    from quantforge import api
     from quantforge.settings import Settings
 
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
@@ -89,7 +89,7 @@ def export(
     )
 
     def run(settings: Settings) -> Outcome | Exported:
-        return verbs.export(
+        return api.export(
             model,
             out=output,
             settings=settings,
@@ -102,15 +102,15 @@ def export(
         )
 
     if dry_run:
-        from quantforge.cli.shown_plan import show_dry_run
+        from quantforge.cli.plan_summary import show_dry_run
 
         show_dry_run(console, settings, imatrix, run)
         return
     with console.watch():
         result = run(settings)
-    from quantforge.cli.result import show_exported, show_quantized
+    from quantforge.cli.result_summary import show_exported, show_quantized
 
-    if isinstance(result, verbs.Outcome):
+    if isinstance(result, api.Outcome):
         show_quantized(console, result, model, time.monotonic() - start)
     else:
         show_exported(console, result)

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from quantforge.artifacts.number_text import significant
 from quantforge.cache_kinds import FORM, WORDS, completions, kinds_of
-from quantforge.checkpoint.hub import is_hub_name
 from quantforge.cli import options, processes
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, QuantForgeError, UsageError
+from quantforge.files.hub import is_hub_name
 from quantforge.numerics.shared_processors import FULL_SHARE
-from quantforge.results.significant import significant
 from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits, limits_from
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, under_torchrun
@@ -159,7 +159,7 @@ def generate(
     run: options.Given,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
-    from quantforge.verbs.generate_text import check_drafts, open_text_model, opened_to_answer
+    from quantforge.api.generate import check_drafts, open_text_model, opened_to_answer
 
     console, as_json = processes.console_of(run), bool(run["as_json"])
     rules = _typed_options(given)
@@ -336,7 +336,7 @@ def _answer_all(
     What cannot be read of any of them is refused before the first answers. An interruption ends the answer, and with it
     the list.
     """
-    from quantforge.verbs.generate_text import has_template, open_text_model
+    from quantforge.api.generate import has_template, open_text_model
 
     for model in models[1:]:  # the first is opened next
         if not has_template(model, settings) and asked.system is not None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantforge.artifacts.number_text import size
 from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.results.significant import size
 
 if TYPE_CHECKING:
     from quantforge.plans import HeldTensor
@@ -44,19 +44,19 @@ def inspect(
     as_json: options.Json = False,
 ) -> None:
     """Show schemes, bits per weight, sizes and provenance of any safetensors model, GGUF file or importance matrix."""
-    from quantforge import verbs
+    from quantforge import api
     from quantforge.errors import UsageError
 
     console = Console(as_json=as_json)
     if derive:
         if tensors is not None:
             raise UsageError("--tensors and --derive: two questions", "leave one out")
-        declared = verbs.derive_declarations(path, output, offline=offline).document()
+        declared = api.derive_declarations(path, output, offline=offline).document()
         _show(console, declared)
         return
     if output is not None:
         raise UsageError("-o is for --derive", "leave one out, or add the other")
-    found = verbs.inspect(path, offline=offline)
+    found = api.inspect(path, offline=offline)
     if tensors is not None:
         found = replace(found, tensors=_matching(found.tensors, tensors))
     if as_json:

@@ -16,8 +16,8 @@ import typer
 from quantforge.cache_kinds import FORM, WORDS, completions, kinds_of
 from quantforge.errors import UsageError, nearest
 from quantforge.events import KINDS, Policy
-from quantforge.planning import quantities
-from quantforge.planning.cards import CARDS
+from quantforge.planning import typed_quantities
+from quantforge.planning.gpu_cards import CARDS
 from quantforge.plans import Serving
 from quantforge.runtime.speculation.options import typed_draft
 from quantforge.settings import (
@@ -415,5 +415,5 @@ def serving_of(context: str | None, cache: str | None, engine: str | None = "any
             raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
     if cache is not None:
         kinds_of(cache)
-    tokens = None if context is None else quantities.tokens(context, "--context")
+    tokens = None if context is None else typed_quantities.tokens(context, "--context")
     return Serving(tokens, cache)

@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
-from quantforge.checkpoint.hub import resolve
 from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
+from quantforge.files.hub import resolve
 from quantforge_files.strict_json import uncollected
 
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
@@ -39,29 +39,29 @@ def plan(
     With --context, --batch, --cache, --memory, --device-name ... also whether the result, or a quantized model as it
     is, fits beside its cache, how fast it can decode at best, and what a million tokens cost.
     """
-    from quantforge import verbs
-    from quantforge.cli import shown_plan
+    from quantforge import api
+    from quantforge.cli import plan_summary
     from quantforge.planning import naming
 
     console = Console(as_json=as_json, quiet=quiet)
-    deployment = shown_plan.Deployment(**load)
+    deployment = plan_summary.Deployment(**load)
     serving = options.serving_of(deployment.context, deployment.cache)
     settings = processes.settings_of(run, console, mmproj=mmproj, serving=serving)
     given = {**given, "target": target, "like": like, "candidates": candidates or ()}
     with uncollected():
         if deployment.given:
             used = deployment.load(given.get("tensor_parallel"))
-            made, found = verbs.capacity(model, used, settings=settings, out=output, **given)
+            made, found = api.capacity(model, used, settings=settings, out=output, **given)
         else:
-            made, found = verbs.plan(model, settings=settings, out=output, **given), None
+            made, found = api.plan(model, settings=settings, out=output, **given), None
         rows = deployment.rows(found) if found else []
         output = output or naming.place(made.name, resolve(model, settings.offline))
-        took = shown_plan.forecast(made, output, settings)
+        took = plan_summary.forecast(made, output, settings)
         if as_json:
-            in_use = {"capacity": shown_plan.capacity_document(found, rows)} if found else {}
-            console.document({**shown_plan.plan_document(made, output, took), **in_use})
+            in_use = {"capacity": plan_summary.capacity_document(found, rows)} if found else {}
+            console.document({**plan_summary.plan_document(made, output, took), **in_use})
         else:
-            shown_plan.show_plan(console, made, output, took, every=every)
+            plan_summary.show_plan(console, made, output, took, every=every)
             if found:
-                shown_plan.show_capacity(console, found, rows)
+                plan_summary.show_capacity(console, found, rows)
     settings.policy.check(made.substitutions)

@@ -22,10 +22,10 @@ from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import IO, Any, TypedDict
 
-from quantforge.checkpoint.disk import create
 from quantforge.cli.console import Console
 from quantforge.cli.options import Given, build_policy
 from quantforge.errors import ResourceError, UsageError
+from quantforge.files.disk import create
 from quantforge.settings import Settings, processors, under_torchrun
 
 OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them

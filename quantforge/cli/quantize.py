@@ -46,7 +46,7 @@ def quantize(
     verbose: options.Verbose = False,
 ) -> None:
     """Quantize a model into a directory or a GGUF file. The same command again goes on after any interruption."""
-    from quantforge import verbs
+    from quantforge import api
     from quantforge.settings import Settings
 
     console = processes.console(
@@ -73,7 +73,7 @@ def quantize(
     )
 
     quantized = partial(
-        verbs.quantize,
+        api.quantize,
         model,
         out=output,
         imatrix=imatrix,
@@ -84,13 +84,13 @@ def quantize(
         **given,
     )
     if dry_run:
-        from quantforge.cli.shown_plan import show_dry_run
+        from quantforge.cli.plan_summary import show_dry_run
 
         show_dry_run(console, settings, imatrix, quantized, target or like)
         return
     with console.watch():
         outcome = quantized(settings=settings)
     if not processes.silent():
-        from quantforge.cli.result import show_quantized
+        from quantforge.cli.result_summary import show_quantized
 
         show_quantized(console, outcome, model, time.monotonic() - start)

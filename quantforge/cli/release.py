@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantforge.checkpoint.disk import append, check_new
-from quantforge.checkpoint.files import FILES
+from quantforge.artifacts.number_text import size
 from quantforge.cli import options, processes
 from quantforge.cli.console import Console
-from quantforge.planning import quantities
-from quantforge.results.significant import size
+from quantforge.files.disk import append, check_new
+from quantforge.files.opener import FILES
+from quantforge.planning import typed_quantities
 from quantforge_files.roles import CARD
 
 if TYPE_CHECKING:
+    from quantforge.api import Released
     from quantforge.settings import Settings
-    from quantforge.verbs import Released
 
 EXAMPLE = "Example: quantforge release release.toml --dry-run"
 
@@ -82,15 +82,15 @@ def release(
     )
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
-    most = None if budget is None else int(quantities.memory(budget, "--budget"))
+    most = None if budget is None else int(typed_quantities.memory(budget, "--budget"))
     out = output or _place(spec)
     if dry_run:
         _show_plan(console, spec, out, settings, only or (), most)
         return
     with console.watch(), processes.started(run["jobs"], console.note) as failed:
-        from quantforge import verbs
+        from quantforge import api
 
-        made = verbs.release(spec, out, settings, only or (), most)
+        made = api.release(spec, out, settings, only or (), most)
     if processes.silent():
         return
     _report(console, made, summary, failed, settings)
@@ -156,8 +156,8 @@ def _show_plan(
     budget: int | None,
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
+    from quantforge.api.release import plan_release
     from quantforge.plans import decisions, decisions_of
-    from quantforge.verbs.release import plan_release
 
     planned = plan_release(spec, output, settings, only, budget)
     plans = {name: job.planned.plan for name, job in planned.variants.jobs.items()}

@@ -55,9 +55,9 @@ def reproduce(
         note=lambda _: None,
     )
     with console.watch():
-        from quantforge import verbs
+        from quantforge import api
 
-        made = verbs.reproduce(path, source, settings, output)
+        made = api.reproduce(path, source, settings, output)
     if console.as_json:
         console.document(made.document())
     else:

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.disk import append, check_new, open_existing
+from quantforge.artifacts.number_text import size
 from quantforge.cli.console import Console
-from quantforge.cli.typed_paths import shown
+from quantforge.cli.path_arguments import shown
 from quantforge.errors import UsageError
 from quantforge.execution.progress import Progress, in_words
+from quantforge.files.disk import append, check_new, open_existing
 from quantforge.plans import Plan, decisions
-from quantforge.results.significant import size
 
 _LOG = b'{"part": "'  # how the file of --log begins
 

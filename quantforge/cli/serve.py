@@ -14,7 +14,7 @@ from quantforge.cli import options, processes
 from quantforge.serving.serve_options import DEFAULTS
 
 if TYPE_CHECKING:
-    from quantforge.verbs import ListeningServer
+    from quantforge.api import ListeningServer
 
 EXAMPLE = "Example: quantforge serve demo-gptq-int4"
 LOCAL = ("127.", "::1", "localhost")
@@ -105,11 +105,11 @@ def serve(model: options.Model, *, given: options.Given, run: options.Given) -> 
         )
         console.flush()
 
-    from quantforge.verbs import serve_model
+    from quantforge.api.serve import serve
 
     settings = processes.settings_of(run, console)
     typed = {name: value for name, value in given.items() if value is not None}
-    serve_model.serve(model, settings, ready=ready, **typed)
+    serve(model, settings, ready=ready, **typed)
     console.note("stopped")
 
 

@@ -11,11 +11,11 @@ import typer
 
 from quantforge.cli import choices, evaluate, options, processes
 from quantforge.cli.console import Console
-from quantforge.cli.typed_paths import from_here, shown
+from quantforge.cli.path_arguments import from_here, shown
 from quantforge.errors import UsageError
 
 if TYPE_CHECKING:
-    from quantforge.verbs import Swept
+    from quantforge.api import Swept
 
 EXAMPLE = "Example: quantforge sweep demo --over bits=3,4 --over method=rtn,gptq"
 
@@ -75,13 +75,13 @@ def sweep(
     settings = processes.settings_of(run, console, overwrite=overwrite)
     grid, out = _grid(over), output or _place(model)
     with console.watch(), processes.started(run["jobs"], console.note) as failed:
-        from quantforge import verbs
-        from quantforge.verbs.sweep import make_results
+        from quantforge import api
+        from quantforge.api.sweep import make_results
 
         if processes.silent():
             make_results(model, grid, out, None, settings, given)
             return
-        found = verbs.sweep(
+        found = api.sweep(
             model,
             grid,
             out,

@@ -11,7 +11,7 @@ import typer
 
 from quantforge.cli import options, processes
 from quantforge.cli.console import Console
-from quantforge.formats.targets import TARGETS
+from quantforge.engines import TARGETS
 from quantforge.verification.findings import Severity
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def verify(
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
     console = processes.console_of(run)
     with console.watch():
-        from quantforge import verbs
+        from quantforge import api
 
-        report = verbs.verify(
+        report = api.verify(
             path,
             source,
             engine=engine,

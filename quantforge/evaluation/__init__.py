@@ -15,16 +15,16 @@ In this folder:
     columns         Columns of a table of text, and as many of them as a width holds
     compare_models  `eval`: a reference and its descendants, measured under one protocol, one model in memory at a time
     divergence      Perplexity of a model, and its exact KL divergence from a reference, token by token
-    generated       Text that the reference writes itself: how a model scores along it, and where its own answer differs
-    head            The last step of a language model, a part of the vocabulary at a time
     kept_rows       Rows of an interrupted evaluation, kept in the user's cache until the same evaluation completes
     llama_cpp       A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional)
+    output_head     The last step of a language model, a part of the vocabulary at a time
+    reference_text  Text that the reference writes itself: how a model scores along it, and where its own answer differs
     report          A finished evaluation as a file: Markdown, the document of ``--json``
     speed           Speed and memory of a model as an engine would run it: time to the first token
     task_model      A model that answers the requests of lm-evaluation-harness through our runtime
     tasks           Tasks of lm-evaluation-harness: found, checked before any work, and run on a model
     text_tables     Evaluation as tables of text: quality, speed with memory, caches
+    text_windows    The text that is scored: one document, cut into windows, and the protocol that says so
     verdict         Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words
-    windows         The text that is scored: one document, cut into windows, and the protocol that says so
     report_page/    The report of an evaluation as one page that needs nothing else: no network, no other file
 """

@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, UsageError
+from quantforge.files.opener import FILES
 from quantforge_files.roles import TEXT
 
 MOST_REQUESTS = 100_000

@@ -19,14 +19,14 @@ from typing import Any
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.bench_requests import ServedRequest, TimedRequest
-from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.serving.engine import Counters, EngineOptions, ServingEngine
-from quantforge.runtime.serving.generation_requests import (
+from quantforge.runtime.batching.engine import Counters, EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import (
     Finished,
     FinishReason,
     GenerationRequest,
     NewToken,
 )
+from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.speculation.decode import SpeculativeDecoder
 
 WARM_TOKENS = 4

@@ -28,18 +28,18 @@ from torch import Tensor
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.configuration import positions_in
 from quantforge.cache_kinds import PLAIN
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
-from quantforge.evaluation.head import checked_head, compare_predictions
-from quantforge.evaluation.windows import Windows, cut_windows
+from quantforge.evaluation.output_head import checked_head, compare_predictions
+from quantforge.evaluation.text_windows import Windows, cut_windows
 from quantforge.execution.progress import phase, tell
+from quantforge.files.reader import Checkpoint
+from quantforge.runtime.batching.engine import EngineOptions
 from quantforge.runtime.cache import CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder, supports
 from quantforge.runtime.linear import decoded_once
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.serving.engine import EngineOptions
-from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.text_processing import tokenizer_of
 
 EDGES = tuple(2**n for n in range(6, 13))  # of ranges of positions
 MOST_TOKENS = 2 * EDGES[-1]  # of a window

@@ -1,7 +1,7 @@
 """Measured figures for the card of a result: a section of its text, and ``model-index`` for the hub.
 
 The section has the reference and every model of the evaluation that lies in the folder of the card. The
-protocol stands under it: no figure without one. `quantforge.results.card_figures` puts both into the card.
+protocol stands under it: no figure without one. `quantforge.artifacts.card_figures` puts both into the card.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.hub import source_name
+from quantforge.artifacts.card import code
+from quantforge.artifacts.card_figures import of_folder
+from quantforge.artifacts.number_text import significant, size, with_error
 from quantforge.errors import UsageError
 from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.verdict import displaced, short_names
-from quantforge.results.card import code
-from quantforge.results.card_figures import of_folder
-from quantforge.results.significant import significant, size, with_error
+from quantforge.files.hub import source_name
 
 Row = Mapping[str, Any]
 _ABSENT = "-"

@@ -22,38 +22,38 @@ from typing import Any
 import torch
 
 from quantforge.architectures.configuration import positions_in
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts import manifest
 from quantforge.evaluation.block_errors import block_errors, block_states
 from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
 from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
-from quantforge.evaluation.generated import (
+from quantforge.evaluation.kept_rows import KeptRows
+from quantforge.evaluation.llama_cpp import perplexity_in_engine
+from quantforge.evaluation.reference_text import (
     Prompts,
     ReferenceAnswers,
     TokenizedPrompts,
     tokenized,
 )
-from quantforge.evaluation.kept_rows import KeptRows
-from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.tasks import run as run_tasks
-from quantforge.evaluation.verdict import Verdict, judge
-from quantforge.evaluation.windows import (
+from quantforge.evaluation.text_windows import (
     LENGTH,
     EvaluationProtocol,
     Windows,
     check_comparable,
     cut_windows,
 )
+from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.execution.progress import phase, tell
+from quantforge.files.reader import Checkpoint
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import plain_source
 from quantforge.formats.sources.merged import merged
-from quantforge.results import manifest
+from quantforge.runtime.adapter_layers import open_correction, with_low_rank
 from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
-from quantforge.runtime.put_adapter import open_correction, with_low_rank
-from quantforge.runtime.text_side import as_input_errors, tokenizer_of
+from quantforge.runtime.text_processing import as_input_errors, tokenizer_of
 from quantforge.settings import Settings
 
 SCHEMA = "quantforge.eval/1"

@@ -39,8 +39,8 @@ from torch import Tensor
 
 from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
-from quantforge.evaluation.head import Head, checked_head, compare_predictions
-from quantforge.evaluation.windows import Windows
+from quantforge.evaluation.output_head import Head, checked_head, compare_predictions
+from quantforge.evaluation.text_windows import Windows
 from quantforge.execution.progress import tell
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.model_parts import base_model, blocks_of

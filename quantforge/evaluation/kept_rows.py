@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import read_object
-from quantforge.checkpoint.reader import CARD, Checkpoint
+from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError
-from quantforge.results import manifest
+from quantforge.files.disk import save
+from quantforge.files.opener import read_object
+from quantforge.files.reader import CARD, Checkpoint
 from quantforge_files.roles import MANIFEST
 from quantforge_files.system import user_cache
 from quantforge_kernels.cpu import features

@@ -21,7 +21,7 @@ from quantforge.errors import InputError, UsageError
 from quantforge.execution.progress import tell
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.windows import Windows
+    from quantforge.evaluation.text_windows import Windows
 
 _FORCING = 1000.0
 _EVERY = 1 << 20

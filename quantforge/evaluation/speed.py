@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.configuration import positions_in
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.evaluation.windows import Windows
+from quantforge.evaluation.text_windows import Windows
 from quantforge.execution.progress import tell
+from quantforge.files.reader import Checkpoint
 from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.decoding import DecodingEngine, engine_of
 from quantforge.runtime.load import Loaded, load

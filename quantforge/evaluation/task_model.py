@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.divergence import forward_tokens
-from quantforge.evaluation.head import CHECKED_TOKENS, checked_head
+from quantforge.evaluation.output_head import CHECKED_TOKENS, checked_head
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.model_parts import base_model
 from quantforge.runtime.cache import LayerScales

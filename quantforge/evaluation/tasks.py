@@ -26,8 +26,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
+from quantforge.files.opener import FILES
 from quantforge_files.roles import TASK
 
 YAML = (".yaml", ".yml")

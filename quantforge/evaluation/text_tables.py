@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from quantforge.artifacts.number_text import significant, size, with_error
 from quantforge.evaluation.columns import ABSENT, EXPERT, Column, fitting, left_out
 from quantforge.evaluation.tasks import TASK_ERROR
 from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace, unsteady
-from quantforge.results.significant import significant, size, with_error
 
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation

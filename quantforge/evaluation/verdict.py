@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantforge.artifacts.number_text import significant, size
 from quantforge.numerics.shared_processors import FULL_SHARE
-from quantforge.results.significant import significant, size
 
 Row = Mapping[str, Any]
 SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by

@@ -14,11 +14,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.execution.calibrated_experts import ExpertRounder
 from quantforge.execution.journal import Record, merge
 from quantforge.execution.progress import tell
+from quantforge.files.finite_values import scan_finite
+from quantforge.files.safetensors import torch_dtype
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics, of_inputs
 from quantforge.numerics.allocator import trim

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from quantforge.architectures.configuration import embedding_rows
 from quantforge.architectures.match import declared
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.formats.opening import open_model, tokenizer_folder
+from quantforge.files.reader import Checkpoint
+from quantforge.formats.open_model import open_model, tokenizer_folder
 from quantforge.numerics.products import cutting
 from quantforge.planning.calibration_rows import check_towers, few_rows, named_image
 from quantforge.planning.planner import Planned

@@ -30,9 +30,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
-from quantforge.checkpoint.disk import DISK, create_fresh, make_folder, open_existing, writing
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.lock import Watch
 from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
 from quantforge.execution.journal import (
     FINGERPRINT,
@@ -43,6 +40,9 @@ from quantforge.execution.journal import (
     write_durably,
     write_fingerprint,
 )
+from quantforge.files.disk import DISK, create_fresh, make_folder, open_existing, writing
+from quantforge.files.lock import Watch
+from quantforge.files.opener import FILES
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 LEASE_SECONDS = 30.0

@@ -24,7 +24,7 @@ from quantforge.execution.progress import tell
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import BackgroundTask, in_order
-from quantforge.packers.row_codes import strip_of
+from quantforge.packers.row_encoding import strip_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import RUN_ELEMENTS, in_strips
 from quantforge.plans import Action, Plan, TensorPlan

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.events import Event
 from quantforge.execution.calibrated_block import (
     BlockRounder,
@@ -40,15 +39,16 @@ from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.run_tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import GUIDE, HEAD, OUTER, block_unit, shares_of, units_of
+from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import storage_of
 from quantforge.numerics.threads import reproducible
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
     from quantforge.execution.shared_run import FinishedUnit
+    from quantforge.files.reader import Checkpoint
     from quantforge.model.hidden_states import HiddenStates
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantforge.architectures.match import match
-from quantforge.checkpoint.fewer_parts import Removed, pruning_of
+from quantforge.files.without_experts import Removed, pruning_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.calibration import Calibrated
+    from quantforge.files.reader import Checkpoint
     from quantforge.recipe import CalibrationOptions, Recipe
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample

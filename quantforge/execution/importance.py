@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.files import changed
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts import manifest
 from quantforge.errors import RefusedError
 from quantforge.execution.progress import tell
+from quantforge.files.opener import changed
+from quantforge.files.reader import Checkpoint
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.planning.known_importance import places, values_of
+from quantforge.planning.importance_check import places, values_of
 from quantforge.planning.planner import Planned
-from quantforge.results import manifest
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample

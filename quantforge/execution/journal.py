@@ -21,7 +21,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.disk import (
+from quantforge.artifacts import manifest
+from quantforge.errors import InputError, IntegrityError
+from quantforge.events import Event
+from quantforge.execution.units import unit_of
+from quantforge.files.disk import (
     DISK,
     make_folder,
     open_existing,
@@ -29,14 +33,10 @@ from quantforge.checkpoint.disk import (
     whole_file,
     writing,
 )
-from quantforge.checkpoint.files import FILES, parse_object, read_object
-from quantforge.checkpoint.stage import Stage
-from quantforge.errors import InputError, IntegrityError
-from quantforge.events import Event
-from quantforge.execution.units import unit_of
+from quantforge.files.opener import FILES, parse_object, read_object
+from quantforge.files.stage import Stage
 from quantforge.plans import Plan
 from quantforge.recipe import both, differences
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import system
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE

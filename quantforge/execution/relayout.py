@@ -15,12 +15,12 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.safetensors import torch_dtype
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.execution.progress import tell
+from quantforge.files.finite_values import scan_finite
+from quantforge.files.safetensors import torch_dtype
+from quantforge.files.writer import WeightsWriter
 from quantforge.formats import PLAIN, Fit, Verdict, format_of
 from quantforge.formats.configuration import NUMBERS
 from quantforge.formats.convert import convert, fit_of_values, of_input

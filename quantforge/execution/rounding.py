@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge
+from quantforge.files.finite_values import scan_finite
 from quantforge.model.statistics import Statistics
 from quantforge.packers.input_rounding import static_scale
 from quantforge.quantizers import Rounded, rounder_of
@@ -26,9 +26,9 @@ from quantforge.settings import workers_of
 
 if TYPE_CHECKING:
     from quantforge.architectures.match import Matched
-    from quantforge.checkpoint.reader import Checkpoint
     from quantforge.execution.execute import RunInputs
     from quantforge.execution.unit_output import UnitOutput
+    from quantforge.files.reader import Checkpoint
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.plans import TensorPlan
     from quantforge.scheme import Activation

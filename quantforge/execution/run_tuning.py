@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import IntegrityError
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge, write_durably
 from quantforge.execution.progress import phase, tell
 from quantforge.execution.unit_output import checksum
 from quantforge.execution.units import TUNE, tune_unit
+from quantforge.files.opener import FILES
+from quantforge.files.safetensors import torch_dtype
 from quantforge.quantizers.tuning import whole_epochs
 from quantforge.quantizers.tuning.tuned_matrix import CODES
 from quantforge_files.roles import TUNED

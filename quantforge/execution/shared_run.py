@@ -30,11 +30,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.disk import make_folder, save, writing
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.lock import StaleLockMonitor, Watch
-from quantforge.checkpoint.safetensors import TensorEntry
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import BusyError, InputError, IntegrityError, ResourceError
 from quantforge.execution import claims as claiming
 from quantforge.execution.calibrated_block import (
@@ -55,14 +50,19 @@ from quantforge.execution.progress import progress_of, tell
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, claimed_units
+from quantforge.files.disk import make_folder, save, writing
+from quantforge.files.lock import StaleLockMonitor, Watch
+from quantforge.files.opener import FILES
+from quantforge.files.safetensors import TensorEntry
+from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import storage_of
 from quantforge.plans import FilePlan, StoredTensor
 from quantforge_files.roles import STATES
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.stage import Stage
     from quantforge.execution.claims import Claim, Claims
     from quantforge.execution.execute import RunInputs
+    from quantforge.files.stage import Stage
     from quantforge.model.block import BlockPart
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor, torch_dtype
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
+from quantforge.files.safetensors import TensorEntry, read_rows, read_tensor, torch_dtype
+from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import Storage
 
 if TYPE_CHECKING:

@@ -9,25 +9,23 @@ In this folder:
     auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
     awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    checks                 What is checked when files of a format are read, in this order
     configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
     convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
     declared_quantization  What a model directory declares about its quantization: where
     decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
-    engines                Which engines load a quantized model: by its layers, by its family
-    fits                   Reasons why a scheme, or a mixture of schemes, cannot be stored, which several formats share
-    format_choice          Choice of the format of a result where none is asked for
+    engine_rules           Which engines load a quantized model: by its layers, by its family
     fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
     gptq                   GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
     gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
     kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
-    matching               A quantized checkpoint, matched as if its weights were stored plainly
+    match_quantized        A quantized checkpoint, matched as if its weights were stored plainly
     mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
-    opening                One door to every kind of model: a directory, or a GGUF file
+    open_model             One door to every kind of model: a directory, or a GGUF file
     patterns               Regular expressions that users type and that files hold, for names of modules
     plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
+    read_checks            What is checked when files of a format are read, in this order
+    refusal_reasons        Reasons why a scheme, or a mixture of schemes, cannot be stored, which several formats share
     storage                Storage of a plan's tensors in the files of a format, and back
-    targets                Engines that results are made for (``--for``): default format, command that serves a result
     compressed_tensors/    compressed-tensors: integers, floats and block scales, with and without quantized inputs
     gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
     sources/               Sources in low precision: models that are published in 4 or 8 bits
@@ -49,7 +47,7 @@ from quantforge.scheme import LayerScheme, Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.formats.engines import Engine
+    from quantforge.formats.engine_rules import Engine
     from quantforge.packers.tensor import QuantizedTensor
 
 KEEP = "keep"  # in place of a scheme

@@ -21,7 +21,25 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
+from quantforge.formats.configuration import (
+    config_json,
+    half_dtype,
+    head_of,
+    quantization_config,
+    quantized_modules,
+    skipped_with_mixtures,
+)
+from quantforge.formats.convert import convert
+from quantforge.formats.engine_rules import (
+    GROUPS_ONLY,
+    MARLIN,
+    MODELOPT,
+    TURBOMIND,
+    Engine,
+    by_engine,
+)
+from quantforge.formats.gptq import override
+from quantforge.formats.read_checks import (
     agree,
     agree_on_head,
     announced,
@@ -34,17 +52,7 @@ from quantforge.formats.checks import (
     sound,
     whole_groups,
 )
-from quantforge.formats.configuration import (
-    config_json,
-    half_dtype,
-    head_of,
-    quantization_config,
-    quantized_modules,
-    skipped_with_mixtures,
-)
-from quantforge.formats.convert import convert
-from quantforge.formats.engines import GROUPS_ONLY, MARLIN, MODELOPT, TURBOMIND, Engine, by_engine
-from quantforge.formats.fits import (
+from quantforge.formats.refusal_reasons import (
     differing_groups,
     float16_scales,
     grouped,
@@ -52,7 +60,6 @@ from quantforge.formats.fits import (
     outside_blocks,
     possible,
 )
-from quantforge.formats.gptq import override
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

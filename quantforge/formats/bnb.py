@@ -40,19 +40,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.files import parse_object
 from quantforge.errors import InputError, RefusedError
+from quantforge.files.opener import parse_object
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
-    agree,
-    described,
-    finite,
-    matrix,
-    not_excepted,
-    refuse_open_head,
-    require,
-    sound,
-)
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -62,8 +52,18 @@ from quantforge.formats.configuration import (
     skipped_with_mixtures,
 )
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import UNTRIED, Engine, by_engine
-from quantforge.formats.fits import outside_blocks, possible
+from quantforge.formats.engine_rules import UNTRIED, Engine, by_engine
+from quantforge.formats.read_checks import (
+    agree,
+    described,
+    finite,
+    matrix,
+    not_excepted,
+    refuse_open_head,
+    require,
+    sound,
+)
+from quantforge.formats.refusal_reasons import outside_blocks, possible
 from quantforge.grids import NESTED, PerGroup, PerTensor, Row, ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

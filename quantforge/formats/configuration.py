@@ -16,9 +16,9 @@ from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.draft_heads import is_draft
 from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.architectures.towers import BLOCK
-from quantforge.checkpoint.hub import is_hub_name
-from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import InputError
+from quantforge.files.hub import is_hub_name
+from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats.auto_round import translated
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 

@@ -24,8 +24,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import RefusedError
+from quantforge.files.safetensors import torch_dtype
 from quantforge.formats import Fit, Format, Verdict
 from quantforge.grids import PerTensor, Row, ScaleType, Tile, Zero
 from quantforge.notation import parse

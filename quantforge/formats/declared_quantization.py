@@ -28,11 +28,10 @@ from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.match import Matched, Role, holds_codes
-from quantforge.checkpoint.files import FILES, read_object
-from quantforge.checkpoint.reader import CONFIG, Checkpoint
 from quantforge.errors import InputError
+from quantforge.files.opener import FILES, read_object
+from quantforge.files.reader import CONFIG, Checkpoint
 from quantforge.formats import ModuleLayout, detect
-from quantforge.formats.checks import denied
 from quantforge.formats.configuration import (
     declarations,
     head_of,
@@ -43,6 +42,7 @@ from quantforge.formats.configuration import (
     without_declarations,
 )
 from quantforge.formats.patterns import ModulePatterns, matches_module
+from quantforge.formats.read_checks import denied
 from quantforge_files import roles
 
 KEY = "quantization_config"

@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
-from quantforge.checkpoint.prepared import PreparedCheckpoint, Rows, prepared_checkpoint
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
+from quantforge.files.computed_tensors import PreparedCheckpoint, Rows, prepared_checkpoint
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import without_declarations
-from quantforge.formats.matching import match_headers
+from quantforge.formats.match_quantized import match_headers
 from quantforge.grids import Tile
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ class Encoded:
         name: of the weight that the codes stand for.
         shape: of that weight.
         tensor_names: of the tensors that hold it.
-        rows: decodes rows of it, see `quantforge.checkpoint.prepared`.
+        rows: decodes rows of it, see `quantforge.files.computed_tensors`.
         precision: how it is held, for people: ``mxfp4``.
     """
 

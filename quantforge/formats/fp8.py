@@ -21,7 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
+from quantforge.formats.configuration import (
+    config_json,
+    model_dtype,
+    quantization_config,
+    quantized_modules,
+    skipped_with_mixtures,
+)
+from quantforge.formats.convert import convert
+from quantforge.formats.engine_rules import UNTRIED, Engine, by_engine
+from quantforge.formats.read_checks import (
     agree,
     bare_codes,
     denied,
@@ -35,16 +44,7 @@ from quantforge.formats.checks import (
     sound,
     whole_tiles,
 )
-from quantforge.formats.configuration import (
-    config_json,
-    model_dtype,
-    quantization_config,
-    quantized_modules,
-    skipped_with_mixtures,
-)
-from quantforge.formats.convert import convert
-from quantforge.formats.engines import UNTRIED, Engine, by_engine
-from quantforge.formats.fits import outside_blocks, possible
+from quantforge.formats.refusal_reasons import outside_blocks, possible
 from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

@@ -30,7 +30,29 @@ from typing import TYPE_CHECKING, Any
 from quantforge import __version__
 from quantforge.errors import Fault, InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, gptq_layout
-from quantforge.formats.checks import (
+from quantforge.formats.configuration import (
+    config_json,
+    half_dtype,
+    json_bytes,
+    kept_linears,
+    kept_mixtures,
+    quantization_config,
+    quantized_modules,
+    within_block,
+)
+from quantforge.formats.convert import convert, fit_of_schemes
+from quantforge.formats.engine_rules import (
+    GROUPS,
+    MARLIN,
+    MODELOPT,
+    TURBOMIND,
+    Engine,
+    bits_in,
+    by_engine,
+    symmetric,
+)
+from quantforge.formats.patterns import matches_module
+from quantforge.formats.read_checks import (
     agree,
     agree_on_head,
     announced,
@@ -46,28 +68,7 @@ from quantforge.formats.checks import (
     sound,
     whole_groups,
 )
-from quantforge.formats.configuration import (
-    config_json,
-    half_dtype,
-    json_bytes,
-    kept_linears,
-    kept_mixtures,
-    quantization_config,
-    quantized_modules,
-    within_block,
-)
-from quantforge.formats.convert import convert, fit_of_schemes
-from quantforge.formats.engines import (
-    GROUPS,
-    MARLIN,
-    MODELOPT,
-    TURBOMIND,
-    Engine,
-    bits_in,
-    by_engine,
-    symmetric,
-)
-from quantforge.formats.fits import (
+from quantforge.formats.refusal_reasons import (
     differing_groups,
     float16_scales,
     grouped,
@@ -76,7 +77,6 @@ from quantforge.formats.fits import (
     possible,
     stated_size,
 )
-from quantforge.formats.patterns import matches_module
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

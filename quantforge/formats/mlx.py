@@ -25,7 +25,15 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError, either
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import (
+from quantforge.formats.configuration import (
+    config_json,
+    model_dtype,
+    quantization_config,
+    quantized_modules,
+)
+from quantforge.formats.convert import convert
+from quantforge.formats.engine_rules import Engine, by_engine
+from quantforge.formats.read_checks import (
     agree,
     denied,
     described,
@@ -36,15 +44,7 @@ from quantforge.formats.checks import (
     sound,
     whole_groups,
 )
-from quantforge.formats.configuration import (
-    config_json,
-    model_dtype,
-    quantization_config,
-    quantized_modules,
-)
-from quantforge.formats.convert import convert
-from quantforge.formats.engines import Engine, by_engine
-from quantforge.formats.fits import grouped, possible
+from quantforge.formats.refusal_reasons import grouped, possible
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from quantforge.checkpoint.safetensors import TORCH_NAMES
 from quantforge.errors import RefusedError
+from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats import KEEP, About, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import NUMBERS, config_json, model_dtype, quantization_config
-from quantforge.formats.engines import Engine, by_engine
+from quantforge.formats.engine_rules import Engine, by_engine
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import RefusedError
+from quantforge.files.safetensors import torch_dtype
 from quantforge.formats import GGUF, Format, ModuleLayout, format_of
 from quantforge.formats.compressed_tensors.linears import pack_transposed
 from quantforge.formats.gguf import halves, interleaved

@@ -21,11 +21,11 @@ from quantforge.architectures.architecture import Rows
 from quantforge.architectures.match import Matched, declared
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.accumulator import Accumulator
+from quantforge.model.block_inputs import Call, Passage, states_of
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import TokenStates
-from quantforge.model.loading import empty
-from quantforge.model.passage import Call, Passage, states_of
 from quantforge.model.statistics import Statistic, Statistics
+from quantforge.model.weight_loading import empty
 from quantforge.numerics.products import cutting
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.numerics.values import finite

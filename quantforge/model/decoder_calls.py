@@ -3,7 +3,8 @@
 What a tower reads of images (features in the place of tokens, positions, masks, features that are added to the states
 of early blocks) is made by transformers' own code, once for each row: the whole model is run up to its text tower,
 with the weights of everything but the blocks, and what it hands to the tower is noted. Nothing has to be known of what
-that is. Whenever a row passes a block, the tower runs on what was noted, around stand-ins (`quantforge.model.passage`).
+that is. Whenever a row passes a block, the tower runs on what was noted, around stand-ins
+(`quantforge.model.block_inputs`).
 
 A row is run by itself: what a model makes of several cannot be cut into rows. On a CPU each has one thread, so that the
 result does not depend on how many there are.
@@ -23,11 +24,17 @@ from torch.utils._pytree import tree_map
 
 from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
+from quantforge.model.block_inputs import Call
 from quantforge.model.hidden_states import LeafStore
-from quantforge.model.loading import LARGE, EmbeddingRows, TensorSource, WholeWeights, is_lookup
 from quantforge.model.model_parts import blocks_of, decoder_of, head_of
-from quantforge.model.passage import Call
 from quantforge.model.skeleton import build
+from quantforge.model.weight_loading import (
+    LARGE,
+    EmbeddingRows,
+    TensorSource,
+    WholeWeights,
+    is_lookup,
+)
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.products import cutting
 from quantforge.numerics.threads import one_thread, side_by_side

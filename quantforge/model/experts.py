@@ -35,9 +35,9 @@ from quantforge.model.expert_calls import (
     takes_spread,
 )
 from quantforge.model.hidden_states import TokenStates
-from quantforge.model.loading import parameter
 from quantforge.model.skeleton import as_refusals
 from quantforge.model.statistics import EXPERT_TOKENS
+from quantforge.model.weight_loading import parameter
 from quantforge.numerics.function_mode import Function, FunctionMode
 from quantforge.numerics.products import cutting
 from quantforge.numerics.threads import one_thread, side_by_side

@@ -4,7 +4,7 @@ The skeleton has no weights. Its blocks are taken out of the model and replaced 
 on a micro-batch then computes the embedding, and shows what the model hands to each block beside the hidden states:
 attention masks, rotary embeddings, per layer type where a family mixes them. These depend on the shape of the
 micro-batch alone, so that they are recorded once, and once for a single row, since rows pass a block side by side; or
-they depend on the tokens or on earlier blocks, and are computed anew for every row (`quantforge.model.passage`).
+they depend on the tokens or on earlier blocks, and are computed anew for every row (`quantforge.model.block_inputs`).
 After that, a block is filled from the checkpoint, observed, changed by a method, run over the hidden states of all
 rows, and emptied. At the end the stand-ins inject the final states, and norm, head and soft-capping are again the
 model's own code. The result is that of the whole model.
@@ -31,6 +31,7 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.errors import InputError
 from quantforge.model.block import Batch, BlockPart, BlockRows
+from quantforge.model.block_inputs import Call, Passage, Replay, ShapeCalls, StandIn
 from quantforge.model.decoder_calls import DecoderCalls, decoder_calls
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import (
@@ -41,7 +42,9 @@ from quantforge.model.hidden_states import (
     StateLayout,
     TokenStates,
 )
-from quantforge.model.loading import (
+from quantforge.model.model_parts import decoder_of, find_base_model
+from quantforge.model.skeleton import build
+from quantforge.model.weight_loading import (
     LARGE,
     EmbeddingRows,
     ModuleWeights,
@@ -50,9 +53,6 @@ from quantforge.model.loading import (
     is_lookup,
     parameter,
 )
-from quantforge.model.model_parts import decoder_of, find_base_model
-from quantforge.model.passage import Call, Passage, Replay, ShapeCalls, StandIn
-from quantforge.model.skeleton import build
 from quantforge.model.weight_mapping import WeightMapping
 
 if TYPE_CHECKING:

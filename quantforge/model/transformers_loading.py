@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import text_config
-from quantforge.checkpoint.safetensors import torch_dtype
 from quantforge.errors import InputError
+from quantforge.files.safetensors import torch_dtype
 from quantforge.model.model_class import loaded_class
 from quantforge.model.skeleton import check_counts
 from quantforge.plans import Action, EngineVerdict, StoredTensor, TensorPlan

@@ -37,7 +37,7 @@ from quantforge.plans import StoredTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
 
 _JOINS = ((), ("Concatenate",))  # what may follow the stacking of experts: gate and up become one
 _FAILURES = (

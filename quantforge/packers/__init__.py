@@ -9,12 +9,12 @@ In this folder:
     bits            A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file
     fp4             nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
     fp8             8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
+    hessian_refit   Parameters fitted again with the codes held, under the whole Hessian
     input_rounding  Inputs of linear layers, rounded at run time: what an engine does to them
     integer         Uniform integer grids, 2 to 8 bits: symmetric, with an integer zero point, or with a stored minimum
-    levels          Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
-    moments         Parameters fitted again with the codes held, under the whole Hessian
+    nearest_levels  Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
     nf4             The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
-    row_codes       Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
+    row_encoding    Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
     scale_loops     The search of `scale_search` for scales of integers, in loops that numba compiles
     scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
     tensor          The one thing that every method makes and every format stores: a quantized tensor
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quantforge.packers.moments import Refit
+    from quantforge.packers.hessian_refit import Refit
     from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from quantforge.packers import Points
 from quantforge.packers.fp8 import cast, rounded, widened
-from quantforge.packers.levels import count_above, look_up
-from quantforge.packers.moments import Held, Refit, ScaleMoments
-from quantforge.packers.row_codes import chunks
+from quantforge.packers.hessian_refit import Held, Refit, ScaleMoments
+from quantforge.packers.nearest_levels import count_above, look_up
+from quantforge.packers.row_encoding import chunks
 from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme

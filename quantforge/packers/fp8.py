@@ -21,10 +21,10 @@ from torch import Tensor
 
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Tile
 from quantforge.packers import Points
-from quantforge.packers import row_codes as loops
+from quantforge.packers import row_encoding as loops
+from quantforge.packers.hessian_refit import Refit
 from quantforge.packers.integer import SCALE_DTYPES, stored
-from quantforge.packers.levels import look_up
-from quantforge.packers.moments import Refit
+from quantforge.packers.nearest_levels import look_up
 from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme

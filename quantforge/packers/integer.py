@@ -29,9 +29,9 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType, Zero
 from quantforge.packers import Points
-from quantforge.packers import row_codes as rows
+from quantforge.packers import row_encoding as rows
 from quantforge.packers.bits import unsigned
-from quantforge.packers.moments import Held, Refit, ScaleMoments
+from quantforge.packers.hessian_refit import Held, Refit, ScaleMoments
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
 from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme

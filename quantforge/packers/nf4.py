@@ -28,9 +28,9 @@ from torch import Tensor
 from quantforge.grids import NESTED, PerGroup, ScaleType
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import Points
-from quantforge.packers import row_codes as rows_loops
-from quantforge.packers.levels import count_above, look_up
-from quantforge.packers.moments import Refit
+from quantforge.packers import row_encoding as rows_loops
+from quantforge.packers.hessian_refit import Refit
+from quantforge.packers.nearest_levels import count_above, look_up
 from quantforge.packers.scale_search import search_levels
 from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme

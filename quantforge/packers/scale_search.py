@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from quantforge.packers import row_codes, scale_loops
+from quantforge.packers import row_encoding, scale_loops
 from quantforge.packers.scale_loops import POLISH
 
 CHUNK = 1 << 17  # elements of a chunk of rows: its temporaries stay in a core's cache
@@ -123,7 +123,7 @@ def search_scales_and_zeros(
 
 def _suits(groups: Tensor) -> bool:
     """Return whether the compiled loops are for this matrix: on a CPU its shape alone decides."""
-    return groups.shape[2] == 1 and row_codes.suits(groups[:, :, 0])
+    return groups.shape[2] == 1 and row_encoding.suits(groups[:, :, 0])
 
 
 def _spread_out(importance: Tensor, groups: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Three steps follow one another. Candidates are schemes that the format holds and the engine loads (`search_of`); each is
 planned alone, which tells sizes and refuses what does not fit, and a choice in which they take turns is planned before
 anything is measured, because formats and engines may take each of two schemes and no model that has both. Then
-`quantforge.verbs.allocate` measures what each costs each linear. `solve` chooses: every group has some options, each
+`quantforge.api.allocate` measures what each costs each linear. `solve` chooses: every group has some options, each
 with its bytes and its loss (nats that its error costs at the output of the model, which add up); options that a mixture
 of two others beats in both are dropped, and the rest is a multiple-choice knapsack, solved exactly by dynamic
 programming over bytes.
@@ -21,16 +21,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantforge.arguments import as_list
-from quantforge.checkpoint.hub import resolve
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts.manifest import small_files
+from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
+from quantforge.files.hub import resolve
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import GGUF, KEEP, format_of
-from quantforge.formats.format_choice import chosen_format
-from quantforge.formats.matching import drop_tied_copy
-from quantforge.formats.opening import open_model
+from quantforge.formats.match_quantized import drop_tied_copy
+from quantforge.formats.open_model import open_model
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
 from quantforge.planning import naming
+from quantforge.planning.format_choice import chosen_format
 from quantforge.planning.gradient_options import quantized_linears, refuse_guide
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
@@ -41,12 +43,10 @@ from quantforge.planning.size_target import (
     parse_target,
     size_like,
 )
-from quantforge.planning.source import source_as_read, without_dropped_heads
+from quantforge.planning.source_views import source_as_read, without_dropped_heads
 from quantforge.plans import EngineVerdict, TensorPlan
 from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe, Rule
-from quantforge.results.manifest import small_files
-from quantforge.results.significant import size
 from quantforge.settings import Settings
 
 # Steps of the bytes that options differ by: what is rounded up of each option is less than one of them.

@@ -16,7 +16,7 @@ from quantforge.architectures.configuration import positions_in
 from quantforge.architectures.match import Matched, Role, declared
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
-from quantforge.formats.opening import tokenizer_folder
+from quantforge.formats.open_model import tokenizer_folder
 from quantforge.planning.peak_memory import RunSizes, whole_model
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import GPTQ

@@ -25,7 +25,7 @@ from quantforge.architectures.match import Matched
 from quantforge.arguments import strict_fields
 from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.planning.cards import Card
+from quantforge.planning.gpu_cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
 from quantforge.plans import Plan
 from quantforge_kernels import kv_runs

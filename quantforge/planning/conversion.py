@@ -16,9 +16,10 @@ from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.configuration import SAME
 from quantforge.architectures.draft_heads import is_draft, type_of
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.engines import check_engine
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import (
     GGUF,
     KEEP,
@@ -30,13 +31,12 @@ from quantforge.formats import (
     detect,
     format_of,
     kv_scales,
-    targets,
 )
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import express_layer
-from quantforge.formats.engines import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
-from quantforge.formats.fits import named, split_group
-from quantforge.formats.matching import drop_tied_copy, match_headers
+from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.match_quantized import drop_tied_copy, match_headers
+from quantforge.formats.refusal_reasons import named, split_group
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
 from quantforge.planning.choice import Choices, matches
@@ -210,7 +210,7 @@ def plan_export(
             *draft.notes,
             *split_notes,
             *_order_note(split),
-            *targets.check(recipe.engine, served, tensors, draft.engines, recipe.format, place),
+            *check_engine(recipe.engine, served, tensors, draft.engines, recipe.format, place),
         ),
         left_behind=left_behind(checkpoint),
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quantforge.checkpoint.writer import file_plans, plan_shards
 from quantforge.events import Event
+from quantforge.files.writer import file_plans, plan_shards
 from quantforge.plans import EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
 

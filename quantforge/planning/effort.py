@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from quantforge.architectures.match import Matched
 from quantforge.errors import QuantForgeError
 from quantforge.formats import GGUF, KEEP, Format
-from quantforge.formats.format_choice import base_scheme
 from quantforge.formats.gguf import mixture
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
 from quantforge.notation import parse_layer
+from quantforge.planning.format_choice import base_scheme
 from quantforge.planning.gradient_options import quantized_linears, refuse_guide, refuse_tune
 from quantforge.plans import CHOSEN, TensorPlan
 from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
@@ -41,7 +41,7 @@ from quantforge.scheme import Scheme
 from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
 
 LOW = "low"  # the level that rounds plainly where no method is named
 # By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.

@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.match import Matched, Role
+from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats import KEEP, Format
 from quantforge.plans import CHOSEN, FilePlan, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe
-from quantforge.results.significant import size
 
 if TYPE_CHECKING:
     from quantforge.planning.draft import Draft

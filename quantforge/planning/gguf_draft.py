@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from quantforge.architectures import architecture_of
 from quantforge.architectures.configuration import SAME
 from quantforge.architectures.match import Matched, MatchedTensor, Role
-from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS
+from quantforge.artifacts.manifest import adapter_name, experts_word
+from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
+from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
+from quantforge.files.hub import source_name
 from quantforge.formats import KEEP, gguf
-from quantforge.formats.engines import layer_verdicts
-from quantforge.formats.format_choice import holders
+from quantforge.formats.engine_rules import layer_verdicts
 from quantforge.formats.gguf import ggml_scheme, mixture
 from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan
 from quantforge.formats.gguf.families import Named, model_types_read, names
@@ -43,15 +44,14 @@ from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.choice import QUANTIZABLE, Choice, Choices, Decision, Fitted, Terms
 from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
+from quantforge.planning.format_choice import holders
 from quantforge.planning.naming import first_recipe
 from quantforge.plans import Action, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
-from quantforge.results.manifest import adapter_name, experts_word
-from quantforge.results.significant import size
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
 
 LANGUAGE_ONLY = (
     "the file holds the language model alone: llama.cpp reads other towers from files of their own"

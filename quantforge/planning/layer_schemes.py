@@ -16,12 +16,12 @@ from dataclasses import replace
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import KEEP, Fit, Format, Verdict
-from quantforge.formats.fits import USUAL_GROUPS, named
-from quantforge.formats.format_choice import base_scheme, holders
+from quantforge.formats.refusal_reasons import USUAL_GROUPS, named
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
 from quantforge.planning.choice import QUANTIZABLE, Choice, Decision, Fitted, Terms
 from quantforge.planning.embedding_choice import tied_rule
+from quantforge.planning.format_choice import base_scheme, holders
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, Scheme
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.formats.gguf.importance_file import check_form
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.recipe import NO_DATA, AdapterOptions, CalibrationOptions, Recipe
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import roles
 

@@ -18,20 +18,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.output_names import side_of
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts import manifest
+from quantforge.artifacts.manifest import adapter_name, adapters_of, experts_of, experts_word
 from quantforge.errors import InputError, RefusedError
+from quantforge.files.hub import source_name
+from quantforge.files.output_names import side_of
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import DEFAULT, PLAIN, format_of
-from quantforge.formats.format_choice import format_of_name
 from quantforge.formats.gguf.mixture import MIXED, MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import ALIASES, parse_layer
+from quantforge.planning.format_choice import format_of_name
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import RTN
 from quantforge.recipe import Recipe, from_toml
-from quantforge.results import manifest
-from quantforge.results.manifest import adapter_name, adapters_of, experts_of, experts_word
 from quantforge.scheme import LayerScheme, Sparsity
 
 _LONGEST = (

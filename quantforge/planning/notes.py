@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import Matched
-from quantforge.checkpoint.fewer_parts import DROPPED_HEADS
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.prepared import ADAPTER, KEPT_EXPERTS, ROTATION
-from quantforge.checkpoint.reader import CARD, CONFIG, INDEX, QUANTIZATION, Checkpoint, is_licence
+from quantforge.artifacts.card import carried_fields
+from quantforge.artifacts.manifest import NAME as MANIFEST
 from quantforge.errors import RefusedError, UsageError
+from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS, ROTATION
+from quantforge.files.opener import FILES
+from quantforge.files.reader import CARD, CONFIG, INDEX, QUANTIZATION, Checkpoint, is_licence
+from quantforge.files.without_experts import DROPPED_HEADS
 from quantforge.formats import GGUF
 from quantforge.plans import Action
 from quantforge.recipe import Recipe
-from quantforge.results.card import carried_fields
-from quantforge.results.manifest import NAME as MANIFEST
 from quantforge_calibration.chat_templates import FOLDER
 
 if TYPE_CHECKING:

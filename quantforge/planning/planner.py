@@ -19,16 +19,15 @@ from quantforge.architectures.configuration import embedding_rows, untied
 from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.architectures.expert_sets import check_experts
 from quantforge.architectures.match import Matched, match, needs_architecture
+from quantforge.engines import check_engine
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import DEFAULT, GGUF, PLAIN, Format, format_of, kv_scales, targets
+from quantforge.formats import DEFAULT, GGUF, PLAIN, Format, format_of, kv_scales
 from quantforge.formats.decoded import plain_config
-from quantforge.formats.engines import TRANSFORMERS
-from quantforge.formats.format_choice import chosen_format
+from quantforge.formats.engine_rules import TRANSFORMERS
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming
-from quantforge.planning.by_module import check_zeros, draft_by_module
 from quantforge.planning.calibration_rows import (
     check_length,
     check_source,
@@ -42,8 +41,10 @@ from quantforge.planning.calibration_rows import (
 from quantforge.planning.draft import Draft
 from quantforge.planning.effort import Asked, apply_effort, chosen_method
 from quantforge.planning.embedding_choice import bytes_of, chosen_embedding
+from quantforge.planning.format_choice import chosen_format
 from quantforge.planning.gradient_options import disk_bytes, guide_note, tune_note
-from quantforge.planning.known_importance import compare_importance
+from quantforge.planning.importance_check import compare_importance
+from quantforge.planning.module_formats import check_zeros, draft_by_module
 from quantforge.planning.needed_statistics import Observation
 from quantforge.planning.notes import check_heads, left_behind, notes
 from quantforge.planning.peak_memory import RunSizes, peak_bytes
@@ -54,7 +55,7 @@ from quantforge.recipe import Recipe
 from quantforge.settings import Settings, workers_of
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ def make_plan(
 
     Args:
         recipe: what is asked for.
-        checkpoint: the model, as `quantforge.planning.source.planned_source` returns it.
+        checkpoint: the model, as `quantforge.planning.source_views.planned_source` returns it.
         out: the result, where one is named: it may decide the format.
         settings: how the run goes: where activations wait, threads, where text and importance are, what is written
             beside the result and how that is served; one thread when left out.
@@ -131,7 +132,7 @@ def make_plan(
         draft = with_judged_names(checkpoint, draft)
     serving = replace(settings.serving, devices=recipe.tensor_parallel)
     place, tensors = str(checkpoint.path), draft.tensors
-    engine_notes = targets.check(
+    engine_notes = check_engine(
         recipe.engine, serving, tensors, draft.engines, recipe.format, place
     )
     source_notes = notes(recipe.sparsity, checkpoint, matched, draft)
@@ -311,7 +312,7 @@ def derived_match(checkpoint: Checkpoint) -> Matched:
         InputError: as `derive_for` and `match`.
         RefusedError: as `derive_for`, or files hold stacks of experts in the other orientation.
     """
-    from quantforge.model.derive import derive_for
+    from quantforge.model.derive.derive import derive_for
 
     entries = [entry.header() for entry in checkpoint.entries.values()]
     found = derive_for(checkpoint.config, entries)

@@ -143,9 +143,7 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
     if not isinstance(given.get("engine", ""), str):
         raise InputError(f"engine = {given['engine']!r}: the name of one is expected")
     if "engine" in given:
-        from quantforge.formats.targets import (
-            with_engine_defaults,  # all formats: --help needs none
-        )
+        from quantforge.engines import with_engine_defaults
 
         given = with_engine_defaults(given["engine"], given)
     _check_words(given)

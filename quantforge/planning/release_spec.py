@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.hub import is_hub_name
 from quantforge.errors import InputError, QuantForgeError, RecipeError, UsageError, nearest
+from quantforge.files.hub import is_hub_name
+from quantforge.files.opener import FILES
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
 from quantforge.recipe import CalibrationOptions, Recipe, built, read_toml
 from quantforge_files.roles import RECIPE

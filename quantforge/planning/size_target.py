@@ -14,23 +14,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quantforge.architectures.match import Matched, Role
-from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts.number_text import UNITS, size
+from quantforge.engines import target_of
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.files.hub import source_name
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import detect
-from quantforge.formats.targets import target_of
-from quantforge.planning import quantities
+from quantforge.planning import typed_quantities
 from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
-from quantforge.planning.cards import Card
+from quantforge.planning.gpu_cards import Card
 from quantforge.planning.gradient_options import quantized_linears
 from quantforge.planning.planner import Planned
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe
-from quantforge.results.significant import UNITS, size
 
 _OTHERS = "18GB, 17GiB, or of a device's memory 24GB@32k"
-_BYTES = {unit.lower(): size for unit, size in quantities.BYTES.items()}
+_BYTES = {unit.lower(): size for unit, size in typed_quantities.BYTES.items()}
 _SIZE = re.compile(
     rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?:@(?:(?P<sequences>[1-9][0-9]*)x(?=.))?(?P<context>.*))?",
     re.IGNORECASE,
@@ -211,7 +211,7 @@ def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeT
         return SizeTarget(said, nbytes=number * _BYTES[unit])
     if unit == "bpw":
         raise UsageError(f"{said}: bits per weight have no context", "e.g. 24GB@32k")
-    tokens = quantities.tokens(context.strip(), f"{said}: context")
+    tokens = typed_quantities.tokens(context.strip(), f"{said}: context")
     try:
         load = Load(tokens, int(found["sequences"] or 1), devices=devices)
     except UsageError as error:

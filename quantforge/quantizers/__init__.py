@@ -6,21 +6,16 @@ one file and one record here.
 
 In this folder:
 
-    awq             AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
-    column_kernels  The loops of `column_loops`, compiled by numba, each at its first call in a process
-    column_loops    The innermost loops of GPTQ and of its refinement, over the columns of a chunk
-    gptq            GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
-    hessian         The objective of GPTQ and of its refinement
-    matrices        What every rounder does with matrices: check them, stack them, fit their parameters
-    pairs           Pairs of a producer and its readers
-    refine          Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    rotate          Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
-    rtn             Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
-    rtn_fallback    The last step of GPTQ: use what `rtn` writes with the same recipe
-    smooth          SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsity        Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
-    guidance/       Guidance: gradients of the loss at the outputs of linears, which weight calibration tokens
-    tuning/         Tuning: fine-tune scales, gains of norms and codes of a rounded model
+    awq          AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
+    matrices     What every rounder does with matrices: check them, stack them, fit their parameters
+    rotate       Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
+    rtn          Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
+    scale_pairs  Pairs of a producer and its readers: what every transform that moves factors between them has to see to
+    smooth       SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
+    sparsity     Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
+    gptq/        GPTQ: round the columns of a matrix in turn
+    guidance/    Guidance: gradients of the loss at the outputs of linears, which weight calibration tokens
+    tuning/      Tuning: fine-tune scales, gains of norms and codes of a rounded model
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ from quantforge.model.statistics import Statistic
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
     from quantforge.model.block import BlockPart
     from quantforge.model.statistics import Statistics
     from quantforge.packers.tensor import QuantizedTensor
@@ -132,7 +127,7 @@ METHODS: Mapping[str, Method] = {
         "quantforge.quantizers.rtn", MethodKind.ROUNDER, frozenset(), MethodMemory(matrices=2.5, compiler=86_000_000)
     ),
     "gptq": Method(
-        "quantforge.quantizers.gptq", MethodKind.ROUNDER, frozenset({Statistic.HESSIAN}),
+        "quantforge.quantizers.gptq.gptq", MethodKind.ROUNDER, frozenset({Statistic.HESSIAN}),
         MethodMemory(part=5.0, factorizing=4.0, factor=1.0, compiler=110_000_000),
         MethodWork(weights=5800.0, columns=2.0, sweep_columns=2.0, cubes=1.6),
     ),
@@ -296,8 +291,8 @@ def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
 
     Rotations, permutations, folded norms. The module of such a transform has a function ``prepare``, which takes and
     returns a checkpoint. It only reads headers, and imports no torch, since `plan` calls it; tensors are computed when
-    they are read, see `quantforge.checkpoint.prepared`. Planning, the run and `verify --source` see the result alone.
-    A quantized source is left as it is: planning refuses it.
+    they are read, see `quantforge.files.computed_tensors`. Planning, the run and `verify --source` see the result
+    alone. A quantized source is left as it is: planning refuses it.
 
     Args:
         source: the model.
@@ -338,7 +333,8 @@ def is_sparse(method: str) -> bool:
 
 
 if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
-    from quantforge.quantizers import awq, gptq, rtn, smooth
+    from quantforge.quantizers import awq, rtn, smooth
+    from quantforge.quantizers.gptq import gptq
 
     _ROUNDERS: tuple[Rounder, ...] = (rtn, gptq)
     _TRANSFORMS: tuple[Transform, ...] = (awq, smooth)

@@ -18,8 +18,8 @@ Every point is judged by an estimate of the error at the output of the sub-block
 that cover the range, over some rows of each matrix, spread evenly (`tried`); the best of each family by that error
 itself, over all rows and with scales fitted as the rounder will (`OutputError`).
 
-What is stored unquantized takes its factor exactly (`quantforge.quantizers.pairs`). Rows of a quantized producer have
-scales of their own, so that dividing them changes nothing about how they round.
+What is stored unquantized takes its factor exactly (`quantforge.quantizers.scale_pairs`). Rows of a quantized producer
+have scales of their own, so that dividing them changes nothing about how they round.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from quantforge.architectures import SharedInput
 from quantforge.grids import ScaleType
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.block import BlockPart
-from quantforge.model.passage import Call
+from quantforge.model.block_inputs import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul
 from quantforge.numerics.values import total
 from quantforge.packers import packer_of
 from quantforge.quantizers import Transformed
-from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.quantizers.rtn import floored
+from quantforge.quantizers.scale_pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Rounding
 from quantforge.scheme import LayerScheme
 

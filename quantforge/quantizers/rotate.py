@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.configuration import no_tie, untied
 from quantforge.architectures.match import match, needs_architecture
 from quantforge.architectures.residual_stream import residual_stream
-from quantforge.checkpoint.prepared import ROTATION, Rows, prepared_checkpoint
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
+from quantforge.files.computed_tensors import ROTATION, Rows, prepared_checkpoint
+from quantforge.files.reader import Checkpoint
 from quantforge.numerics.hadamard import Rotation, known
 
 if TYPE_CHECKING:

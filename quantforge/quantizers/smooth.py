@@ -9,7 +9,8 @@ each row of a weight has one scale, it hardly minds. With strength ``p``,
 divides ``x`` in what produces it and multiplies the columns of its readers. The paper takes one ``p`` for a model; here
 every pair that is declared (a norm and its readers, v and o, up and down) gets the one of a grid that leaves the least
 error at the outputs of the readers, inputs rounded as they will be and weights plainly. Leaving the pair alone is
-on the grid, and it is what happens where no factor could be stored exactly (`quantforge.quantizers.pairs.obstacle`).
+on the grid, and it is what happens where no factor could be stored exactly
+(`quantforge.quantizers.scale_pairs.obstacle`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from quantforge.numerics.values import total
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.quantizers import Transformed
-from quantforge.quantizers.pairs import folded, powers_of_two, rescaled, storable, tied
+from quantforge.quantizers.scale_pairs import folded, powers_of_two, rescaled, storable, tied
 from quantforge.recipe import Rounding
 from quantforge.scheme import Activation, LayerScheme, Scheme
 

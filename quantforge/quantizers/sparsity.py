@@ -23,7 +23,7 @@ from quantforge.events import Event
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.values import total
-from quantforge.quantizers.hessian import Factor, checked_hessian, factorize
+from quantforge.quantizers.gptq.hessian import Factor, checked_hessian, factorize
 from quantforge.quantizers.matrices import checked
 from quantforge.scheme import Sparsity
 

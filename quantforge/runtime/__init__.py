@@ -2,6 +2,7 @@
 
 In this folder:
 
+    adapter_layers      A model with an adapter of low rank on its linears, whose weights stay packed
     beam_search         Beam search: several continuations of one prompt side by side
     cache               The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages
     cache_scales        Scales of an fp8 cache: measured while calibration runs
@@ -14,14 +15,13 @@ In this folder:
     memory              Memory of a device: room that is checked before anything is loaded
     model_sizes         Figures of a model for reports: bits per weight, bytes, schemes
     packed_experts      Experts of a mixture whose weights stay packed
-    put_adapter         A model with an adapter of low rank on its linears, whose weights stay packed
-    ragged              Attention of several new tokens per sequence over the paged cache, and ragged batches of them
+    ragged_attention    Attention of several new tokens per sequence over the paged cache, and ragged batches of them
     rotary              Angles of rotary positions: frequencies as transformers derives them, times positions
     sampling            Choosing tokens from logits: every request has a sampler of its own
-    tensor_shares       Shares of a model: each of several processes holds a part of every matrix of a block
+    tensor_parallel     Shares of a model: each of several processes holds a part of every matrix of a block
     text_model          A model that answers in text: a prompt or a conversation in, pieces of text out as they come
-    text_side           The text side of a model of any format: its tokenizer, its chat template
+    text_processing     The text side of a model of any format: its tokenizer, its chat template
     text_stream         Text of one completion while its tokens come: whole characters, up to a stop string
-    serving/            Serving: many requests on one model at a time, each with the tokens that it would have alone
+    batching/           Serving: many requests on one model at a time, each with the tokens that it would have alone
     speculation/        Speculative decoding: tokens are drafted cheaply, and the model checks all of them in one pass
 """

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
-from quantforge.formats.checks import positive
+from quantforge.files.reader import Checkpoint
 from quantforge.formats.kv_scales import ATTENTION, HEAD, CacheScales
+from quantforge.formats.read_checks import positive
 from quantforge.packers.fp8 import cast, largest
 
 if TYPE_CHECKING:
-    from quantforge.runtime.tensor_shares import Share
+    from quantforge.runtime.tensor_parallel import Share
 
 GRID = "fp8_e4m3"
 BITS = 8  # significant bits of a scale
@@ -114,7 +114,7 @@ class _Chain:
 def read_scales(
     checkpoint: Checkpoint, found: CacheScales, device: torch.device, share: Share | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.checks.positive`.
+    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.read_checks.positive`.
 
     With the ``share`` of a process, those of its heads.
     """

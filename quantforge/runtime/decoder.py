@@ -31,7 +31,7 @@ from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheRows, CacheShape, LayerScales, PagedCache
 from quantforge.runtime.linear import PackedLinear, multiply, ranks_of
 from quantforge.runtime.packed_experts import waits
-from quantforge.runtime.ragged import RaggedBatch, Span, Taps, attend_many
+from quantforge.runtime.ragged_attention import RaggedBatch, Span, Taps, attend_many
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of, queries_of, width_of
 from quantforge_kernels.attention import Scores, attend
 from quantforge_kernels.layers import add_bias, add_norm, gelu_gate, linear, rotate, silu_gate

@@ -30,7 +30,7 @@ from quantforge_kernels.problem import Kernel, Packed, Problem
 from quantforge_kernels.select import failure, select
 
 if TYPE_CHECKING:
-    from quantforge.runtime.tensor_shares import Cut, Share
+    from quantforge.runtime.tensor_parallel import Cut, Share
 
 EXACT = 16  # bits of a rounded activation, which hold all that bfloat16 does
 DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small model is evaluated

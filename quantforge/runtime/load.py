@@ -31,14 +31,14 @@ from torch import Tensor, nn
 from quantforge.architectures import Architecture
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, match
-from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
+from quantforge.files.finite_values import scan_finite
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect, kv_scales
 from quantforge.formats.decoded import PRECISION
-from quantforge.formats.matching import drop_tied_copy, match_headers
-from quantforge.formats.opening import open_model
+from quantforge.formats.match_quantized import drop_tied_copy, match_headers
+from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.model.model_class import known_type
 from quantforge.model.model_parts import find_base_model
@@ -59,7 +59,7 @@ from quantforge.runtime.model_sizes import (
     stored_sizes,
 )
 from quantforge.runtime.packed_experts import ExpertWeights, fill_experts, plainly
-from quantforge.runtime.tensor_shares import Cut, Share, cuts_of, sum_parts
+from quantforge.runtime.tensor_parallel import Cut, Share, cuts_of, sum_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -194,7 +194,7 @@ def _mapping_of(
         mapping = WeightMapping(model, stored)
         if not has_single_experts(mapping.left_over):
             return mapping
-        from quantforge.model.derive import derive_for
+        from quantforge.model.derive.derive import derive_for
 
         matched = match(config, stored, derive_for(config, stored))
     return WeightMapping(model, matched)

@@ -18,8 +18,8 @@ from typing import Self
 
 import torch
 
-from quantforge.checkpoint.disk import open_existing
 from quantforge.errors import ResourceError
+from quantforge.files.disk import open_existing
 from quantforge.numerics.allocator import trim
 from quantforge.planning.capacity import MARGIN  # of what is free
 from quantforge_files import system

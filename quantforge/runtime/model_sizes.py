@@ -19,7 +19,7 @@ from quantforge.model.model_parts import head_of
 from quantforge.plans import StoredTensor
 from quantforge.runtime.linear import PackedWeights
 from quantforge.runtime.packed_experts import PackedExperts, holds_experts
-from quantforge.runtime.tensor_shares import Cut
+from quantforge.runtime.tensor_parallel import Cut
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -34,7 +34,7 @@ from quantforge.architectures import Stack
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.model.expert_calls import takes_spread
-from quantforge.model.loading import parameter
+from quantforge.model.weight_loading import parameter
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, kernel_weight

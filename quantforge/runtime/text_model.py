@@ -26,7 +26,7 @@ from quantforge.runtime.load import Loaded
 from quantforge.runtime.sampling import Chosen, RowSampler
 from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
 from quantforge.runtime.speculation.verify import SpeculationCounts
-from quantforge.runtime.text_side import TextSide, as_input_errors, text_side
+from quantforge.runtime.text_processing import TextSide, as_input_errors, text_side
 from quantforge.runtime.text_stream import TextStream
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.conversations import Conversation

@@ -19,8 +19,7 @@ from itertools import chain
 from typing import Any
 
 from quantforge.formats.gguf.tokenizer import BYTE_CHARACTERS
-from quantforge.runtime.sampling import Chosen
-from quantforge.runtime.serving.generation_requests import (
+from quantforge.runtime.batching.generation_requests import (
     Finished,
     FinishReason,
     GenerationRequest,
@@ -28,7 +27,8 @@ from quantforge.runtime.serving.generation_requests import (
     NewToken,
     PromptScored,
 )
-from quantforge.runtime.text_side import TextSide
+from quantforge.runtime.sampling import Chosen
+from quantforge.runtime.text_processing import TextSide
 from quantforge.runtime.text_stream import PARTIAL, TextStream
 from quantforge.serving.api_error import ApiError, refusing
 from quantforge.serving.request_bodies import Body, Prompt

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 
-from quantforge.runtime.serving.engine import Counters, ServingEngine
-from quantforge.runtime.serving.generation_requests import (
+from quantforge.runtime.batching.engine import Counters, ServingEngine
+from quantforge.runtime.batching.generation_requests import (
     Finished,
     FinishReason,
     GenerationRequest,

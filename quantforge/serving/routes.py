@@ -17,9 +17,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quantforge.runtime.serving.engine import ServingEngine
-from quantforge.runtime.serving.generation_requests import NewToken
-from quantforge.runtime.text_side import TextSide
+from quantforge.runtime.batching.engine import ServingEngine
+from quantforge.runtime.batching.generation_requests import NewToken
+from quantforge.runtime.text_processing import TextSide
 from quantforge.serving.api_error import ApiError
 from quantforge.serving.completions import (
     ChatDocuments,

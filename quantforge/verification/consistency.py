@@ -12,8 +12,8 @@ from typing import Any
 
 from quantforge.architectures import text_config
 from quantforge.architectures.match import Role
-from quantforge.checkpoint.reader import CONFIG
 from quantforge.errors import InputError, IntegrityError
+from quantforge.files.reader import CONFIG
 from quantforge.formats import kv_scales
 from quantforge.formats.compressed_tensors.groups import (
     MIXED,
@@ -23,6 +23,7 @@ from quantforge.formats.compressed_tensors.groups import (
 )
 from quantforge.formats.configuration import quantization_config, spellings
 from quantforge.verification.findings import Report
+from quantforge.verification.json_diff import ABSENT, changes, same, shorten, shown
 from quantforge.verification.opening import Artifact
 from quantforge.verification.side_files import (
     COPIES,
@@ -36,7 +37,6 @@ from quantforge.verification.side_files import (
     side_files_of,
     tokens_of,
 )
-from quantforge.verification.trees import ABSENT, changes, same, shorten, shown
 
 # What decides how codes are read, and what loaders assume if a description leaves it out (`ABSENT`: it may be left
 # out). GPTQModel reads quantize_config.json before config.json, vLLM and transformers read config.json.

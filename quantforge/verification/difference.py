@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts import manifest
 from quantforge.execution.progress import tell
-from quantforge.formats.opening import side_data
+from quantforge.files.reader import Checkpoint
+from quantforge.formats.open_model import side_data
 from quantforge.recipe import read_toml
-from quantforge.results import manifest
 from quantforge.verification.opening import Original, open_source
 from quantforge.verification.side_files import STORAGE_KEYS
 

@@ -15,16 +15,16 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES
-from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.output_names import set_of, side_of
-from quantforge.checkpoint.previous_output import OF_DIRECTORY
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge.artifacts import manifest
+from quantforge.artifacts.signing import check_signature, signature_of
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
-from quantforge.formats.opening import open_model
-from quantforge.results import manifest
-from quantforge.results.signing import check_signature, signature_of
+from quantforge.files.hub import source_name
+from quantforge.files.opener import FILES
+from quantforge.files.output_names import set_of, side_of
+from quantforge.files.previous_output import OF_DIRECTORY
+from quantforge.files.reader import Checkpoint
+from quantforge.formats.open_model import open_model
 from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Report
 from quantforge.verification.opening import Artifact
 

@@ -27,24 +27,24 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import Matched
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.divergence import Estimate
-from quantforge.evaluation.windows import cut_windows
+from quantforge.evaluation.text_windows import cut_windows
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import kv_scales
-from quantforge.formats.checks import positive
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decoded
+from quantforge.formats.read_checks import positive
 from quantforge.model.block import BlockPart
-from quantforge.model.loading import TensorSource
 from quantforge.model.model_class import class_of
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
+from quantforge.model.weight_loading import TensorSource
 from quantforge.packers.fp8 import largest
 from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache_scales import CachePeaks, listening, read_scales
-from quantforge.runtime.text_side import tokenizer_of
+from quantforge.runtime.text_processing import tokenizer_of
 from quantforge.verification.findings import Report
 from quantforge.verification.opening import Artifact, Original
 from quantforge_calibration.sources import builtin

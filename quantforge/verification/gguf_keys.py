@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from quantforge.architectures.match import Role
-from quantforge.checkpoint.output_names import projector_name
-from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError, RefusedError
+from quantforge.files.output_names import projector_name
+from quantforge.files.safetensors import read_tensor
 from quantforge.formats.gguf.parameters import Parameters, parameters
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.projector_file import ARCH, projector_file
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.vocabulary import Kind, begins_by_default, vocabulary
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.json_diff import ABSENT, difference, same, shorten, shown
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.trees import ABSENT, difference, same, shorten, shown
 
 TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.pre"

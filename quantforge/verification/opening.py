@@ -20,24 +20,24 @@ from torch import Tensor
 from quantforge.architectures.draft_heads import type_of
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import Matched, MatchedTensor
-from quantforge.checkpoint import fewer_parts
-from quantforge.checkpoint.prepared import RUNNING
-from quantforge.checkpoint.reader import CONFIG, Checkpoint
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
+from quantforge.files import without_experts
+from quantforge.files.computed_tensors import RUNNING
+from quantforge.files.reader import CONFIG, Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.decoded import decoded
 from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.parsing import read_gguf
-from quantforge.formats.matching import match_quantized
-from quantforge.formats.opening import open_model, open_plain_source
+from quantforge.formats.match_quantized import match_quantized
+from quantforge.formats.open_model import open_model, open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.model.running_form import running_form
+from quantforge.model.transformers_layout import running_form
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.local_paths import adapter_hint, check_adapter_given
-from quantforge.planning.source import one_by_one as split_experts
+from quantforge.planning.source_views import one_by_one as split_experts
 from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
-from quantforge.results import manifest
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
 # Ends of the names of codes or scales in formats that are read.
@@ -56,7 +56,7 @@ class DeclaredChanges:
     """
 
     transforms: tuple[str, ...] = ()
-    removed: fewer_parts.Removed | None = None
+    removed: without_experts.Removed | None = None
     headless: bool = False
     running: bool = False
 
@@ -73,11 +73,11 @@ class DeclaredChanges:
         for item in reversed(documents):  # from the first result to the last
             facts |= item.get("source") or {}
             transforms += source_transforms(item.get("method") or "")
-        experts = facts.get(fewer_parts.REMOVED_EXPERTS)
+        experts = facts.get(without_experts.REMOVED_EXPERTS)
         return cls(
             tuple(transforms),
-            None if experts is None else fewer_parts.from_text(str(experts)),
-            fewer_parts.DROPPED_HEADS in facts,
+            None if experts is None else without_experts.from_text(str(experts)),
+            without_experts.DROPPED_HEADS in facts,
             RUNNING in facts,
         )
 
@@ -200,9 +200,9 @@ def open_source(
     if one_by_one:
         view = split_experts(view)
     if declared.headless and not before.headless:
-        view = fewer_parts.fewer_heads(view)
+        view = without_experts.fewer_heads(view)
     if declared.removed is not None and before.removed is None:
-        view = fewer_parts.fewer_experts(view, declared.removed)
+        view = without_experts.fewer_experts(view, declared.removed)
     if declared.transforms and not before.transforms:
         view = prepared(view, declared.transforms)
     if view is not plain:

@@ -27,17 +27,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from quantforge.architectures import text_config
-from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES, parse_object
-from quantforge.checkpoint.reader import CONFIG, INDEX, is_licence
-from quantforge.checkpoint.safetensors import TORCH_NAMES
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError
+from quantforge.files.disk import save
+from quantforge.files.opener import FILES, parse_object
+from quantforge.files.reader import CONFIG, INDEX, is_licence
+from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats.gguf.tokenizer import added_tokens, template_key
-from quantforge.formats.opening import side_data
-from quantforge.results import manifest
+from quantforge.formats.open_model import side_data
 from quantforge.verification.findings import Report, Severity
+from quantforge.verification.json_diff import ABSENT, Change, changes, same, shorten
 from quantforge.verification.opening import Artifact, Original
-from quantforge.verification.trees import ABSENT, Change, changes, same, shorten
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import quiet, raised

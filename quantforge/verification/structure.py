@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.checkpoint.files import FILES, parse_object
-from quantforge.checkpoint.reader import CONFIG
+from quantforge.engines import target_of
 from quantforge.errors import InputError
+from quantforge.files.opener import FILES, parse_object
+from quantforge.files.reader import CONFIG
 from quantforge.formats.configuration import head_of, quantization_config
 from quantforge.formats.declared_quantization import declared
 from quantforge.formats.decoded import decoded
-from quantforge.formats.engines import TRANSFORMERS, ModelToLoad, engine_verdicts
+from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts
 from quantforge.formats.gguf.tokenizer import added_tokens
-from quantforge.formats.opening import side_data
-from quantforge.formats.targets import target_of
+from quantforge.formats.open_model import side_data
 from quantforge.model.transformers_loading import Loading, compare, compare_plain
 from quantforge.plans import StoredTensor
 from quantforge.verification.findings import Report, Severity

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import tell
+from quantforge.files.finite_values import scan_finite
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning import MOST
 from quantforge.verification.findings import Report
-from quantforge.verification.folds import (
+from quantforge.verification.folded_scales import (
     RELATED,
     TUNING,
     UNCHANGED,

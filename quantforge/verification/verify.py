@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
 from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import RTN, is_sparse
-from quantforge.results import manifest
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
 from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report, Severity

@@ -48,7 +48,7 @@ def _weights(artifact: Path, record: dict[str, str], expected: dict[str, str]) -
     import torch
 
     from quantforge.formats.decoded import decoded
-    from quantforge.formats.opening import open_model
+    from quantforge.formats.open_model import open_model
 
     checkpoint = decoded(open_model(artifact))
     dtype = getattr(torch, record["dtype"])

@@ -281,7 +281,7 @@ def test_names_in_hostile_files_do_not_drive_the_terminal(model, tmp_path, capsy
 
 def test_a_bug_of_ours_is_told_from_a_bad_input(model, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("quantforge.verbs.plan", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("quantforge.api.plan", lambda *_, **__: 1 / 0)
     result = command(capsys, "plan", model)
     assert result.code == 1
     assert "Traceback" not in result.err
@@ -295,7 +295,7 @@ def test_memory_that_runs_out_is_no_bug(model, capsys, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
 
-    monkeypatch.setattr("quantforge.verbs.plan", fail)
+    monkeypatch.setattr("quantforge.api.plan", fail)
     result = command(capsys, "plan", model)
     assert result.code == 7
     assert "hint: " in result.err

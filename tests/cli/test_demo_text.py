@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from quantforge.api import demo
+from quantforge.api.demo_text import evaluation_text
+from quantforge.api.scored_text import BUILTIN, OWN, own_text
 from quantforge.evaluation.text_tables import FOREIGN
-from quantforge.verbs import demo
-from quantforge.verbs.demo_text import evaluation_text
-from quantforge.verbs.scored_text import BUILTIN, OWN, own_text
 from tests.runs import command
 
 FEW = ("--windows", "2", "--length", "128", "--no-speed", "--json")

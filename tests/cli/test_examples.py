@@ -14,6 +14,8 @@ import pytest
 import typer
 
 import quantforge
+from quantforge.api import bench
+from quantforge.api.scored_text import OWN
 from quantforge.cli.app import app
 from quantforge.errors import RefusedError
 from quantforge.evaluation import speed
@@ -21,8 +23,6 @@ from quantforge.planning import allocation
 from quantforge.recipe import CalibrationOptions
 from quantforge.serving import server
 from quantforge.serving.server import ModelServer, listen
-from quantforge.verbs import bench_models
-from quantforge.verbs.scored_text import OWN
 from tests.runs import command, first_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -55,15 +55,15 @@ def test_examples_run_as_written(
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     monkeypatch.setattr(allocation, "INTEGER_BITS", (3, 4))  # of an allocation
-    evaluation = import_module("quantforge.verbs.evaluate")
+    evaluation = import_module("quantforge.api.evaluate")
     read = evaluation.read_text
     monkeypatch.setattr(  # a few windows of the text
         evaluation,
         "read_text",
         lambda source, _, offline: read(source, 2_000, offline=offline),
     )
-    drawn = bench_models._requests
-    monkeypatch.setattr(bench_models, "_requests", lambda *given: drawn(*given)[:4])
+    drawn = bench._requests
+    monkeypatch.setattr(bench, "_requests", lambda *given: drawn(*given)[:4])
     monkeypatch.setattr(ModelServer, "on_tick", begun)
     monkeypatch.setattr(server, "listen", lambda host, _: listen(host, 0))
     monkeypatch.chdir(tmp_path)

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import no_space
-from quantforge.cli.meter import Clock
+from quantforge.cli.path_arguments import shown
+from quantforge.cli.progress_bar import Clock
 from quantforge.cli.release import _place
-from quantforge.cli.typed_paths import shown
+from quantforge.engines import with_output_path
 from quantforge.errors import InputError, nearest
 from quantforge.execution.progress import Progress
+from quantforge.files.disk import no_space
 from quantforge.formats.gguf.mixture import MIXTURES
-from quantforge.formats.targets import with_output_path
 from quantforge.notation import share_of
 from quantforge_calibration.readers import RowReader, read_hub
 from quantforge_calibration.source_error import SourceError
@@ -158,7 +158,7 @@ def test_documents_hold_no_marks_of_a_markup(capsys) -> None:
 def test_the_end_is_estimated_when_the_work_is_steady(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten seconds of a start, then two percent a second: half of it is left after 24 s more."""
     now = [0.0]
-    monkeypatch.setattr("quantforge.cli.meter.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("quantforge.cli.progress_bar.time.monotonic", lambda: now[0])
     clock, told = Clock(0.0), {}
     for second in range(59):
         now[0] = float(second)

@@ -25,7 +25,7 @@ from quantforge.cli.generate import speed_of
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.text_side import text_side
+from quantforge.runtime.text_processing import text_side
 from quantforge_kernels.cpu import features
 from tests.choices import plain_text
 from tests.conftest import Tiny

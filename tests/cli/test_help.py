@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli import doctor, shown_plan, usage_errors
+from quantforge.cli import doctor, plan_summary, usage_errors
 from quantforge.cli.app import VERBS
-from quantforge.cli.result import upload
+from quantforge.cli.result_summary import upload
 from tests.conftest import Tiny
 from tests.runs import command, leftovers
 
@@ -315,7 +315,7 @@ def test_a_dry_run_is_the_plan_and_writes_nothing(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shown_plan, "free_bytes", lambda _: 1 << 40)  # it changes by itself
+    monkeypatch.setattr(plan_summary, "free_bytes", lambda _: 1 << 40)  # it changes by itself
     model, made, out = tiny("llama-wide"), tmp_path / "made", tmp_path / "out"
     if "MADE" in arguments:
         assert command(capsys, "quantize", model, "--scales", "absmax", "-o", made, "-q").code == 0

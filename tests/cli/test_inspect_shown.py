@@ -7,9 +7,9 @@ import math
 import re
 import shutil
 
-from quantforge.checkpoint.disk import run_folder
-from quantforge.results.manifest import NAME
-from quantforge.results.significant import size, sized
+from quantforge.artifacts.manifest import NAME
+from quantforge.artifacts.number_text import size, sized
+from quantforge.files.disk import run_folder
 from tests.runs import ROWS, command
 
 

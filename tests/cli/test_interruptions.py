@@ -38,7 +38,7 @@ runpy.run_module("quantforge", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.verbs.sweep"])
+@pytest.mark.parametrize("module", ["quantforge.cli", "typer", "quantforge.api.sweep"])
 @pytest.mark.parametrize(
     ("more", "said"), [((), "stopped\n"), (("--json-progress",), '{"note": "stopped"}\n')]
 )
@@ -55,7 +55,7 @@ def test_what_an_interrupted_command_promises_is_true(verb, said, model, monkeyp
     def stop(*_: object, **__: object) -> None:
         raise Stopped(signal.SIGINT)
 
-    monkeypatch.setattr(f"quantforge.verbs.{verb}", stop)
+    monkeypatch.setattr(f"quantforge.api.{verb}", stop)
     told = command(capsys, verb, model, "--bits", "4")
     assert told.code == 130
     assert told.err.endswith(f"stopped; the same command again {said}\n")
@@ -67,7 +67,7 @@ def test_a_signal_that_compiled_code_has_made_an_error_of_its_own_is_a_signal(
     def stop(*_: object, **__: object) -> None:
         raise SystemError("returned a result with an exception set") from Stopped(signal.SIGINT)
 
-    monkeypatch.setattr("quantforge.verbs.quantize", stop)
+    monkeypatch.setattr("quantforge.api.quantize", stop)
     told = command(capsys, "quantize", model, "--bits", "4")
     assert (told.code, told.err) == (
         130,
@@ -84,7 +84,7 @@ def test_an_interrupted_export_goes_on_where_it_rounds(
     def stop(*_: object, **__: object) -> None:
         raise Stopped(signal.SIGINT)
 
-    module = sys.modules[importlib.import_module("quantforge.verbs").export.__module__]
+    module = sys.modules[importlib.import_module("quantforge.api").export.__module__]
     place = tmp_path / "made"
     if quantized:
         rounded = ("--method", "rtn", "--scales", "absmax", "--scheme", "int4:g32:sym")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.files.reader import open_checkpoint
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
 

@@ -12,12 +12,12 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 import typer
 
+from quantforge.api import export
 from quantforge.cli import choices
 from quantforge.cli.app import app
 from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import ExportOptions, RecipeOptions, build_recipe, place_of
 from quantforge.recipe import LIMITS, Recipe, Rule
-from quantforge.verbs import export
 
 PAGES = ("cli", "bench", "serve", "speculation")
 TEXT = "\n".join((Path(__file__).parents[2] / f"docs/{page}.md").read_text() for page in PAGES)

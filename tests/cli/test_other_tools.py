@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import typer
 
+from quantforge.api import demo
 from quantforge.cli.app import app
-from quantforge.verbs import demo
 from tests.runs import command
 
 PAGE = Path(__file__).parents[2] / "docs/other-tools.md"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.errors import UsageError
-from quantforge.planning import quantities
+from quantforge.planning import typed_quantities
 from tests import headers
 from tests.runs import command, quantize, recipe
 from tests.unit.planning.test_capacity import LLAMA_3_8B
@@ -26,31 +26,32 @@ def lines(told: str) -> list[str]:
 
 
 def test_quantities_are_what_people_expect():
-    assert [quantities.tokens(text, "") for text in ("8192", "32k", "1M", "1.5K")] == [
+    assert [typed_quantities.tokens(text, "") for text in ("8192", "32k", "1M", "1.5K")] == [
         8192,
         32768,
         1 << 20,
         1536,
     ]
-    assert [quantities.memory(text, "") for text in ("24GB", "24 GiB", "512MB")] == [
+    assert [typed_quantities.memory(text, "") for text in ("24GB", "24 GiB", "512MB")] == [
         24e9,
         24 * 2**30,
         512e6,
     ]
-    assert quantities.bandwidth("3.35TB/s", "") == 3.35e12
-    assert quantities.compute("989TFLOPS", "") == 989e12
-    assert quantities.price("2.5/h", "") == 2.5
+    assert typed_quantities.bandwidth("3.35TB/s", "") == 3.35e12
+    assert typed_quantities.compute("989TFLOPS", "") == 989e12
+    assert typed_quantities.price("2.5/h", "") == 2.5
 
 
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
-        (quantities.tokens, "32kB"), (quantities.tokens, "-1"), (quantities.tokens, "0"),
-        (quantities.tokens, "1.0001k"),
-        (quantities.tokens, "1e3"), (quantities.memory, "24"), (quantities.memory, "24gb"), (quantities.memory, "24Gb"),
-        (quantities.memory, "0GB"), (quantities.memory, "nanGB"), (quantities.bandwidth, "3.35TB"),
-        (quantities.compute, "989"), (quantities.price, "2.5"), (quantities.price, "$2.5/h"),
-        (quantities.price, "2.5/month"), (quantities.memory, "9" * 15 + "TB"),
+        (typed_quantities.tokens, "32kB"), (typed_quantities.tokens, "-1"), (typed_quantities.tokens, "0"),
+        (typed_quantities.tokens, "1.0001k"),
+        (typed_quantities.tokens, "1e3"), (typed_quantities.memory, "24"),
+        (typed_quantities.memory, "24gb"), (typed_quantities.memory, "24Gb"),
+        (typed_quantities.memory, "0GB"), (typed_quantities.memory, "nanGB"), (typed_quantities.bandwidth, "3.35TB"),
+        (typed_quantities.compute, "989"), (typed_quantities.price, "2.5"), (typed_quantities.price, "$2.5/h"),
+        (typed_quantities.price, "2.5/month"), (typed_quantities.memory, "9" * 15 + "TB"),
     ],
 )  # fmt: skip
 def test_other_texts_are_refused_with_an_example(parse, text):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from quantforge import settings
-from quantforge.cli import shown_plan
-from quantforge.verbs import output
+from quantforge.api import output
+from quantforge.cli import plan_summary
 from tests import headers
 from tests.runs import ROWS, command
 
@@ -45,8 +45,8 @@ def test_a_plan_says_time_reads_and_disk_with_their_basis(llama, capsys):
 
 def test_what_the_machine_lacks_is_said_with_what_to_type(llama, capsys, monkeypatch):
     assert "beyond" not in command(capsys, "plan", llama, *GPTQ).out or os.environ.get("CI")
-    monkeypatch.setattr(shown_plan, "free_bytes", lambda _: 10**9)
-    monkeypatch.setattr(shown_plan, "memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(plan_summary, "free_bytes", lambda _: 10**9)
+    monkeypatch.setattr(plan_summary, "memory_bytes", lambda: 10**9)
     told = command(capsys, "plan", llama, *GPTQ)
     assert told.code == 0
     lines = [line for line in told.out.splitlines() if line.startswith("beyond")]
@@ -65,7 +65,7 @@ def test_a_run_says_it_too(tiny, tmp_path, capsys, monkeypatch):
     assert told.code == 0
     assert "memory: a peak of" in told.err
     assert "this machine has 1.00 MB" in told.err
-    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: 1000)
     refused = command(capsys, *words, "-o", tmp_path / "b")
     assert refused.code == 7
     assert "hint: free space in" in refused.err

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import quantforge
-from quantforge.cli.meter import Lines, MachineLines, duration
+from quantforge.cli.progress_bar import Lines, MachineLines, duration
 from quantforge.execution.progress import Progress, followed, phase, tell
 from tests.conftest import Tiny
 from tests.runs import ROWS, command

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import quantforge
+from quantforge.api.evaluate import MeasurementOptions
+from quantforge.api.generate import AnswerOptions
 from quantforge.errors import UsageError
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.recipe import AdapterOptions
 from quantforge.serving.serve_options import ServeOptions
-from quantforge.verbs.evaluate import MeasurementOptions
-from quantforge.verbs.generate_text import AnswerOptions
 from tests.conftest import Tiny
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import quantforge
-from quantforge import verbs
+from quantforge import api
 from scripts.python_notebook import NOTEBOOK, cells
 from scripts.structure import modules
 from tests.conftest import Tiny
@@ -84,7 +84,7 @@ def test_the_notebook_is_the_page_run_to_its_end() -> None:
 SCRIPT = """
 import importlib, json, sys
 import quantforge
-quick = [name for name in ("torch", "numpy", "quantforge.verbs") if name in sys.modules]
+quick = [name for name in ("torch", "numpy", "quantforge.api") if name in sys.modules]
 quantforge.plan("models/demo", bits=8), quantforge.inspect("models/demo")
 planned = [name for name in ("torch", "numpy") if name in sys.modules]
 for name in json.loads(sys.argv[1]):
@@ -110,13 +110,13 @@ def test_no_module_takes_the_place_of_a_function_and_torch_waits_for_work(place:
 
 
 def test_the_names_are_those_of_the_verbs_documented_and_typed() -> None:
-    assert quantforge.__all__ == verbs.__all__ == sorted(verbs.__all__)
+    assert quantforge.__all__ == api.__all__ == sorted(api.__all__)
     assert {*FUNCTIONS, "__version__"} <= {*dir(quantforge)}
     known: dict[str, object] = {}
     exec("from quantforge import *", known)
-    assert known["quantize"] is verbs.quantize
+    assert known["quantize"] is api.quantize
     for name in quantforge.__all__:
-        assert getattr(quantforge, name) is getattr(verbs, name)
+        assert getattr(quantforge, name) is getattr(api, name)
     for name in (*FUNCTIONS, "make_imatrix"):
         assert f"`{name}(" in PAGE, name
         given = inspect.signature(getattr(quantforge, name))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.engines import TARGETS
 from quantforge.formats import format_of
-from quantforge.formats.targets import TARGETS
 from quantforge.planning.recipe_options import builtin_recipes, described_recipes, load_recipe
 from quantforge.settings import Policy, Settings
 from tests.conftest import make_tiny
@@ -41,7 +41,7 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", usual(NAMES, *NAMES[::3]))
 def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None:
-    plan, told = verbs.plan(DEMO, name), described_recipes()[name]
+    plan, told = api.plan(DEMO, name), described_recipes()[name]
     assert plan.substitutions == ()
     assert any(verdict.loads for verdict in plan.engines)
     assert bool(plan.needs) == (not told.needs.startswith(DATA_FREE))
@@ -50,9 +50,9 @@ def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None
         return
     out = tmp_path / ("q" + format_of(plan.format).ABOUT.suffix)
     settings = Settings(policy=Policy(allow={"rounding-fallback": 0}))
-    made = verbs.quantize(block, name, out, settings, samples=4, length=24)
+    made = api.quantize(block, name, out, settings, samples=4, length=24)
     assert len(made.plan.quantized()) >= 7
-    assert verbs.verify(out, forward=False).findings == []
+    assert api.verify(out, forward=False).findings == []
 
 
 def test_the_table_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,10 @@ from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
 from quantforge.evaluation.compare_models import FIGURES, Evaluation, EvaluationOptions
-from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes
-from quantforge.evaluation.windows import EvaluationProtocol
+from quantforge.evaluation.text_windows import EvaluationProtocol
 from tests.evaluations import TRIAL, cache_rows
 from tests.runs import command
 

@@ -12,7 +12,7 @@ import pytest
 
 from quantforge.cli import allocate
 from quantforge.cli.console import Console
-from quantforge.cli.typed_paths import as_typed
+from quantforge.cli.path_arguments import as_typed
 from tests.conftest import Tiny
 from tests.runs import command
 
@@ -96,7 +96,7 @@ def test_what_is_made_is_named_as_it_was_typed(place, capsys):
 def test_the_rule(typed, text, told, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["quantforge", "verb", typed])
     monkeypatch.setenv("HOME", "/h/u")
-    monkeypatch.setattr("quantforge.cli.typed_paths._here", lambda: "/h/u/w")
+    monkeypatch.setattr("quantforge.cli.path_arguments._here", lambda: "/h/u/w")
     assert as_typed(text) == told
 
 

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
+from quantforge.engines import ENGINE_WORDS, TARGETS, target_of
 from quantforge.errors import QuantForgeError, either, nearest
 from quantforge.formats import FORMAT_WORDS, FORMATS, format_of
 from quantforge.formats.gguf.mixture import MIXTURES, TYPE_WORDS
-from quantforge.formats.targets import ENGINE_WORDS, TARGETS, target_of
 from quantforge.notation import parse_layer
 from quantforge.quantizers import METHOD_WORDS, METHODS
 from tests.conftest import Tiny

@@ -12,14 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.architectures import SharedInput
 from quantforge.architectures.match import Matched, MatchedTensor, Role, match
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
-from quantforge.model import derive
-from quantforge.model.derive import derive_for
-from quantforge.model.fold import fold
+from quantforge.files.reader import open_checkpoint
+from quantforge.model.derive import derive
+from quantforge.model.derive.derive import derive_for
+from quantforge.model.scale_folding import fold
 from quantforge.model.skeleton import build
 from quantforge.model.stream import ModelStream
 from quantforge.runtime.load import load
@@ -228,7 +228,7 @@ def test_error_feedback_helps_a_family_that_nobody_declared(
     expected = whole_model(path)(ROWS).logits.log_softmax(-1)
     lost = {}
     for method in ("rtn", "gptq"):
-        outcome = verbs.quantize(
+        outcome = api.quantize(
             path, None, tmp_path / method, Settings(),
             method=method, scheme="int3:g32", format="compressed-tensors", samples=32, length=64,
         )  # fmt: skip
@@ -248,7 +248,7 @@ def test_what_a_stream_of_blocks_does_not_follow_is_refused(
     undeclared: Tiny, family: str, reason: str
 ) -> None:
     with pytest.raises(InputError, match=rf"gptq needs to know.*could not be derived: .*{reason}"):
-        verbs.plan(undeclared(family), None, method="gptq")
+        api.plan(undeclared(family), None, method="gptq")
 
 
 def test_plain_rounding_misses_what_a_family_without_declarations_lacks(

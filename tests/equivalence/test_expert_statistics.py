@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.errors import InputError, RefusedError
 from quantforge.model import expert_statistics
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -289,9 +289,9 @@ def test_a_plan_refuses_what_would_observe_such_experts(
 ) -> None:
     model = make_tiny("llama4", tmp_path / "m", num_experts_per_tok=2)
     with pytest.raises(RefusedError, match=r"sent to 2 experts \(num_experts_per_tok\)"):
-        verbs.quantize(model, out=tmp_path / "x", **asked)
+        api.quantize(model, out=tmp_path / "x", **asked)
     assert [one.name for one in tmp_path.iterdir()] == ["m"]
-    assert verbs.plan(model, bits=4, method="rtn", calibration="none").needs == ()
+    assert api.plan(model, bits=4, method="rtn", calibration="none").needs == ()
 
 
 def test_spread_tokens_that_are_not_finite_are_told(tiny: Tiny) -> None:

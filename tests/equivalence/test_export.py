@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.api import Exported
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats import detect
 from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
-from quantforge.verbs import Exported
 from tests.conftest import Tiny
 from tests.runs import copied, quantize, recipe, tree
 
@@ -45,7 +45,7 @@ def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 
 def export(source: Path, form: str, out: Path, **options: bool) -> Exported:
-    found = verbs.export(str(source), Recipe(format=form), out, Settings(), **options)
+    found = api.export(str(source), Recipe(format=form), out, Settings(), **options)
     assert isinstance(found, Exported)
     return found
 
@@ -118,7 +118,7 @@ def test_decoded_weights_are_exact_or_counted(made, tiny, tmp_path, scheme):
     assert json.loads((tmp_path / "lossless" / "config.json").read_text())["dtype"] == "float32"
     settings = Settings(policy=Policy(strict=True))
     with pytest.raises(RefusedError, match="inexact"):
-        verbs.export(
+        api.export(
             str(model), Recipe(format="plain"), tmp_path / "plain", settings, allow_inexact=True
         )
     assert not (tmp_path / "plain").exists()
@@ -142,7 +142,7 @@ def test_decoded_weights_are_exact_or_counted(made, tiny, tmp_path, scheme):
 def test_decoded_weights_in_a_type_that_is_asked_for(made, tmp_path, kind, dtype):
     """Every tensor has that type, and the configuration says so; what is rounded is an event with its share."""
     model, out = made("int4:g128:sym", "compressed-tensors"), tmp_path / "out"
-    result = verbs.export(str(model), None, out, format="plain", type=kind)
+    result = api.export(str(model), None, out, format="plain", type=kind)
     assert isinstance(result, Exported)
     assert (result.verdict == "exact") == (kind == "F32") == (not result.events)
     assert all("weights are not" in event.detail for event in result.events)
@@ -163,12 +163,12 @@ def test_weights_beyond_a_type_that_is_asked_for_are_refused(tiny, tmp_path):
         with pytest.raises(
             RefusedError, match=r"model\.norm\.weight: .*outside of the range of F16"
         ) as refused:
-            verbs.export(str(source), None, tmp_path / "out", format="plain", type="F16", **options)
+            api.export(str(source), None, tmp_path / "out", format="plain", type="F16", **options)
         assert "--type BF16 or --type F32" in refused.value.hint
     with pytest.raises(UsageError, match="--type Q4_0: with --format plain"):
-        verbs.export(str(source), None, tmp_path / "out", format="plain", type="Q4_0")
+        api.export(str(source), None, tmp_path / "out", format="plain", type="Q4_0")
     assert not (tmp_path / "out").exists()
-    verbs.export(str(source), None, tmp_path / "out", format="plain", type="BF16")
+    api.export(str(source), None, tmp_path / "out", format="plain", type="BF16")
 
 
 @pytest.mark.parametrize("form", ["gptq", "gptq_v2", "awq"])
@@ -297,7 +297,7 @@ def test_a_zero_point_that_the_first_gptq_layout_cannot_spell(tiny, tmp_path):
 def test_export_of_an_unquantized_model_is_plain_rounding(tiny, tmp_path, form):
     model = str(tiny("llama-wide"))
     wanted = recipe(format=form)
-    verbs.export(model, wanted, tmp_path / "a", Settings())
+    api.export(model, wanted, tmp_path / "a", Settings())
     quantize(tiny("llama-wide"), tmp_path / "b", wanted)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
@@ -312,7 +312,7 @@ def test_there_and_back_is_the_same_file(made, tmp_path):
 
 def test_an_export_keeps_side_files_lineage_and_shards_on_request(made, tiny, tmp_path):
     model = made("int4:g128:sym", "compressed-tensors")
-    verbs.export(
+    api.export(
         str(model), Recipe(format="gptq", max_shard_bytes=50_000), tmp_path / "out", Settings()
     )
     out = tmp_path / "out"
@@ -334,7 +334,7 @@ def test_an_export_keeps_side_files_lineage_and_shards_on_request(made, tiny, tm
 def test_an_export_of_a_quantized_model_takes_no_new_numbers(made, tmp_path, wanted):
     model = made("int4:g128:sym", "compressed-tensors")
     with pytest.raises(UsageError) as refused:
-        verbs.export(str(model), wanted, tmp_path / "out", Settings())
+        api.export(str(model), wanted, tmp_path / "out", Settings())
     assert refused.value.hint
 
 

@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from quantforge import verbs
-from quantforge.checkpoint.fewer_parts import as_text, from_text, pruning_of
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution.expert_saliency import expert_saliency
-from quantforge.results import manifest
+from quantforge.files.reader import open_checkpoint
+from quantforge.files.without_experts import as_text, from_text, pruning_of
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import VOCABULARY, Tiny
@@ -47,7 +47,7 @@ def removed(out: Path) -> dict[int, tuple[int, ...]]:
 def test_a_smaller_checkpoint_that_everyone_loads(tiny: Tiny, tmp_path: Path, family: str) -> None:
     model, out = tiny(family), tmp_path / "p"
     wanted = recipe(format="plain", prune_experts="25%")
-    plan = verbs.plan(str(model), wanted)
+    plan = api.plan(str(model), wanted)
     assert [t.shape for t in quantize(model, out, wanted).plan.tensors] == [
         t.shape for t in plan.tensors
     ]
@@ -135,13 +135,13 @@ def test_it_is_said_wherever_people_look(
     assert f"`{model.name}` with 3 of 4 experts in each layer, stored in the format" in card
     assert f"1. `{model.name}` with 3 of 4 experts in each layer: " in card
     name, wanted = f"{model.name}-3of4experts", recipe(prune_experts="25%", format="plain")
-    assert verbs.plan(str(model), wanted).name == f"{name}-plain"
+    assert api.plan(str(model), wanted).name == f"{name}-plain"
     asked = recipe("gptq", scheme="int4:g32:sym", prune_experts="25%")
-    assert verbs.plan(str(model), asked).name == f"{name}-gptq-int4-g32"
-    assert verbs.plan(str(out), recipe(scheme="int4:g32:sym")).name == f"{name}-rtn-int4-g32"
+    assert api.plan(str(model), asked).name == f"{name}-gptq-int4-g32"
+    assert api.plan(str(out), recipe(scheme="int4:g32:sym")).name == f"{name}-rtn-int4-g32"
     again = recipe(prune_experts="34%", format="plain")
-    assert verbs.plan(str(out), again).name == f"{name}-2of3experts-plain"
-    moved = verbs.export(out, type="Q8_0", out=blocks)
+    assert api.plan(str(out), again).name == f"{name}-2of3experts-plain"
+    moved = api.export(out, type="Q8_0", out=blocks)
     assert moved.plan.name == f"{name}-Q8_0.gguf"
     command(capsys, "quantize", model, "--type", "Q8_0", *words, "-o", tmp_path / "own.gguf")
     assert name.encode() in (tmp_path / "own.gguf").read_bytes()[:4096]
@@ -224,7 +224,7 @@ def test_on_a_trained_mixture_saliency_beats_chance(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     kept = {layer: torch.randperm(8, generator=generator)[:6].sort().values for layer in range(3)}
     _without(kept, chance)
-    measured = verbs.evaluate(
+    measured = api.evaluate(
         DEMO, [out, chance], text=str(tmp_path / "other.txt"), windows=4, length=256, speed=False
     )
     ours, random = (float(row["kl_mean"]) for row in measured.rows[1:])

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api.reproduce import reproduce
 from quantforge.architectures.draft_heads import draft_head_tensors, without_heads
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.plans import Action, StoredTensor
-from quantforge.results import manifest
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from scripts import tiny_families
 from tests.conftest import VOCABULARY, Tiny, tiny_tokenizer
@@ -112,7 +112,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
     for mtp in ("keep", "quantize", "drop"):
         out = tmp_path / mtp
         wanted = replace(method, scheme="int4:g32:sym", mtp=mtp)
-        plan = verbs.plan(str(model), wanted)
+        plan = api.plan(str(model), wanted)
         made = quantize(model, out, wanted).plan
         assert [t.outputs for t in made.tensors] == [t.outputs for t in plan.tensors]
         after, stored = heads_in(out), load_file(out / "model.safetensors")
@@ -205,11 +205,11 @@ def test_what_cannot_be_is_refused(
 ) -> None:  # fmt: skip
     model = with_head(family, "mimo") if family else tiny("llama")
     with pytest.raises(error, match=said):
-        verbs.plan(str(model), recipe(**{"bits": 4, **values}))
+        api.plan(str(model), recipe(**{"bits": 4, **values}))
 
 
 def test_gguf_says_that_it_leaves_them_out(with_head: Make) -> None:
-    plan = verbs.plan(str(with_head("mistral", "mimo")), recipe(format="gguf", type="Q4_0"))
+    plan = api.plan(str(with_head("mistral", "mimo")), recipe(format="gguf", type="Q4_0"))
     dropped = [tensor for tensor in plan.tensors if tensor.action is Action.DROP]
     assert {tensor.name for tensor in dropped} == heads_in(with_head("mistral", "mimo"))
     assert any("no place for them" in note for note in plan.notes)

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantforge.api import allocate
 from quantforge.errors import InputError, IntegrityError, QuantForgeError
 from quantforge.model.model_parts import blocks_of
 from quantforge.model.stream import ModelStream
 from quantforge.recipe import CalibrationOptions
-from quantforge.verbs import allocate
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
 from quantforge_calibration.draw import Request, draw

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantforge.architectures.match import Matched, Role, match
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.model.block import BlockPart
-from quantforge.model.fold import fold
+from quantforge.model.scale_folding import fold
 from quantforge.model.stream import ModelStream
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, VOCABULARY, Tiny

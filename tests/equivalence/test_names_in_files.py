@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.skeleton import build
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.plans import StoredTensor

@@ -17,24 +17,25 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge import verbs
-from quantforge.architectures import Parameter, architecture_of, families
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.architectures import Parameter, architecture_of
+from quantforge.architectures.families import declared_families
 from quantforge.architectures.match import Role, match
 from quantforge.architectures.residual_stream import residual_stream
-from quantforge.checkpoint.prepared import ROTATION
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
-from quantforge.checkpoint.safetensors import read_tensor
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
 from quantforge.execution import data_free
 from quantforge.execution.progress import Progress
+from quantforge.files.computed_tensors import ROTATION
+from quantforge.files.reader import Checkpoint, open_checkpoint
+from quantforge.files.safetensors import read_tensor
 from quantforge.model.stream import ModelStream
 from quantforge.plans import Plan
 from quantforge.quantizers import METHODS, prepared
 from quantforge.quantizers.rotate import Rotated
 from quantforge.recipe import NO_DATA, CalibrationOptions
-from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, MIXTURES, VOCABULARY, Tiny, make_tiny
 from tests.runs import command, quantize, recipe, swift
@@ -102,7 +103,7 @@ def test_every_family_is_rotated_exactly_or_refused(tiny: Tiny) -> None:
         taken.add(family)
     assert taken == set(ROTATED)
     shown = {{**FAMILIES, **MIXTURES}[family][0] for family in {**FAMILIES, **MIXTURES}}
-    declared = [architecture_of({"model_type": name}) for name in families()]
+    declared = [architecture_of({"model_type": name}) for name in declared_families()]
     graphs = {family.model_type for family in declared if family and family.own_graph}
     assert not graphs - shown, "no tiny model shows whether these are rotated exactly"
 
@@ -172,7 +173,7 @@ def test_from_quantize_to_verify(
     model, wanted = tiny(family), swift(method, **values)
     out = tmp_path / ("q.gguf" if values.get("format") == "gguf" else "q")
     done = quantize(model, out, wanted)
-    assert done.plan.tensors == verbs.plan(str(model), wanted).tensors
+    assert done.plan.tensors == api.plan(str(model), wanted).tensors
     document = manifest.read(out)
     assert document is not None
     said = document["source"][ROTATION]
@@ -187,7 +188,7 @@ def test_plan_forecasts_the_work(tiny: Tiny) -> None:
     def planned(method: str, samples: str) -> Plan:
         values = {"type": "Q4_K_S", "format": "gguf"}
         data = CalibrationOptions(source=samples)
-        return verbs.plan(str(tiny("llama-wide")), recipe(method, calibration=data, **values))
+        return api.plan(str(tiny("llama-wide")), recipe(method, calibration=data, **values))
 
     plain, rotated = planned("rtn", NO_DATA), planned("rotate+rtn", NO_DATA)
     assert rotated.work is not None
@@ -251,9 +252,9 @@ def test_plan_says_what_becomes_of_the_model(
 def test_planning_imports_no_torch(tiny: Tiny) -> None:
     program = f"""
 import sys
-from quantforge import verbs
+from quantforge import api
 from quantforge.recipe import Recipe
-verbs.plan({str(tiny("llama-tied"))!r}, Recipe(method="rotate+gptq", scheme="int8:g32:sym"))
+api.plan({str(tiny("llama-tied"))!r}, Recipe(method="rotate+gptq", scheme="int8:g32:sym"))
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])

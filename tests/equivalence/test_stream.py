@@ -16,11 +16,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantforge.architectures.match import Matched, match
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.model.block import Batch, BlockPart, BlockRows
-from quantforge.model.fold import expand_heads, fold, representable
 from quantforge.model.hidden_states import InMemory
+from quantforge.model.scale_folding import expand_heads, fold, representable
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
 from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCABULARY, Tiny

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import Matched
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError, UsageError
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.stream import ModelStream
 from quantforge.quantizers.guidance.backward import backward
 from scripts import tiny_families

@@ -11,13 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.formats.decoded import decoded
-from quantforge.formats.opening import open_model
-from quantforge.results import manifest
+from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from scripts.demo_text import calibration_text, evaluation_text
 from tests.conftest import Tiny
@@ -50,7 +50,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 def test_half_of_every_linear_is_gone(tiny: Tiny, tmp_path: Path, family: str, method: str) -> None:
     model, out = tiny(family), tmp_path / "s"
     wanted = recipe(method, format="plain", sparsity="2:4")
-    plan = verbs.plan(str(model), wanted)
+    plan = api.plan(str(model), wanted)
     assert any("no engine is faster" in note for note in plan.notes)
     made = quantize(model, out, wanted)
     source, found = (weights(path) for path in (model, out))
@@ -144,7 +144,7 @@ def test_what_cannot_be_is_refused(
 ) -> None:  # fmt: skip
     def made() -> None:
         wanted = recipe(method, **{"format": "plain", "sparsity": "2:4", **values})
-        verbs.plan(str(tiny("llama")), wanted)
+        api.plan(str(tiny("llama")), wanted)
 
     with pytest.raises(error) as refused:
         made()
@@ -174,7 +174,7 @@ def test_on_a_trained_model_what_makes_up_for_zeros_pays(tmp_path: Path) -> None
         results.append(tmp_path / method)
         wanted = recipe(method, format="plain", sparsity="2:4", calibration=calibration)
         quantize(DEMO, results[-1], wanted)
-    measured = verbs.evaluate(
+    measured = api.evaluate(
         DEMO, results, text=str(tmp_path / "other.txt"), windows=4, length=256, speed=False
     )
     magnitude, wanda, sparsegpt = (float(row["kl_mean"]) for row in measured.rows[1:])

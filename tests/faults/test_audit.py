@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
@@ -113,10 +113,10 @@ def everything(model: Path, out: Path, audit: Audit) -> None:
     sys.addaudithook(audit.hook)
     audit.watching = True
     settings = Settings(offline=True)
-    verbs.plan(str(model), recipe(), Settings(offline=True))
-    verbs.quantize(str(model), swift("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
-    verbs.quantize(str(model), swift("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
-    verbs.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
+    api.plan(str(model), recipe(), Settings(offline=True))
+    api.quantize(str(model), swift("awq+gptq", scheme="int4:g32:asym"), out / "a", settings)
+    api.quantize(str(model), swift("gptq", type="Q4_0", format="gguf"), out / "b.gguf", settings)
+    api.export(str(out / "a"), Recipe(format="mlx"), out / "c", settings, allow_inexact=True)
     report = verify(out / "a", model)
     audit.watching = False
     problems = audit.violations + [f"{item.check} {item.where}" for item in report.findings]

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge import __version__
+from quantforge.api import evaluate
 from quantforge.cli.app import Stopped
 from quantforge.errors import InputError, ResourceError
 from quantforge.evaluation import compare_models as evaluation
@@ -23,9 +24,8 @@ from quantforge.evaluation import kept_rows
 from quantforge.evaluation.compare_models import EvaluationOptions
 from quantforge.evaluation.kept_rows import keeping
 from quantforge.evaluation.tasks import Tasks
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
-from quantforge.verbs import evaluate
 from tests.runs import StopError, command, ended, forked, quantize, recipe
 
 MEASURED = {"windows": 2, "length": 16, "speed": False}
@@ -217,7 +217,7 @@ def full(*_, **__):
     [
         ("cli.evaluate", "save", ("--report", "r.json")),
         ("cli.evaluate", "append", ("--summary", "s.md")),
-        ("verbs.evaluate", "write_card_of", ("--card", "bits4")),
+        ("api.evaluate", "write_card_of", ("--card", "bits4")),
     ],
 )
 def test_where_the_last_thing_cannot_be_written_figures_are_shown_or_kept(

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.api.job import Job
+from quantforge.artifacts import manifest
 from quantforge.execution import execute as execution
 from quantforge.execution import unit_output
 from quantforge.execution.execute import RunInputs
 from quantforge.execution.progress import Progress
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.decoded import decoded
-from quantforge.formats.opening import open_model
-from quantforge.results import manifest
-from quantforge.verbs.job import Job
+from quantforge.formats.open_model import open_model
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
 

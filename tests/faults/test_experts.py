@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution import calibrated_experts, claims
 from quantforge.execution.calibrated_experts import few_tokens
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.decoded import decoded
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.experts import RoutedTokens
@@ -112,7 +112,7 @@ def test_neither_threads_nor_disk_change_a_byte(tiny: Tiny, tmp_path: Path) -> N
         "one": Settings(threads=1),
         "other": Settings(threads=3, activations="disk"),
     }.items():
-        verbs.quantize(str(tiny("mixtral")), wanted, tmp_path / name, settings)
+        api.quantize(str(tiny("mixtral")), wanted, tmp_path / name, settings)
     assert tree(tmp_path / "one") == tree(tmp_path / "other")
 
 

@@ -7,10 +7,10 @@ from importlib import import_module
 
 import pytest
 
+from quantforge.api import evaluate, release
+from quantforge.api.folder_cards import FILES_PART, FolderFile, files_part, shown_file
+from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError
-from quantforge.results.significant import size
-from quantforge.verbs import evaluate, release
-from quantforge.verbs.folder_cards import FILES_PART, FolderFile, files_part, shown_file
 from tests.faults.test_release import Q8, written
 from tests.runs import quantize, recipe
 
@@ -87,7 +87,7 @@ def test_bits_that_are_no_number_are_absent(model, folder, bits):
 def test_cards_that_cannot_be_written_are_refused_before_anything_is_measured(
     model, folder, monkeypatch
 ):
-    monkeypatch.setattr(import_module("quantforge.verbs.evaluate"), "_evaluation_options", None)
+    monkeypatch.setattr(import_module("quantforge.api.evaluate"), "_evaluation_options", None)
     card = folder / "README.md"
     for text in ("# Mine\n", f"{FILES_PART.begin}\n"):
         card.write_text(text)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import DISK, create, make_folder, open_existing, save
-from quantforge.checkpoint.output_names import SIDE
-from quantforge.checkpoint.previous_output import MANIFEST
-from quantforge.checkpoint.stage import FileStage, Stage
 from quantforge.errors import BusyError, IntegrityError, QuantForgeError, RefusedError
+from quantforge.files.disk import DISK, create, make_folder, open_existing, save
+from quantforge.files.output_names import SIDE
+from quantforge.files.previous_output import MANIFEST
+from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, content, fill, make, manifest_of
 from tests.thorough import each_value
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import run_folder
+from quantforge.api import release, sweep
+from quantforge.api.release import SPEC
 from quantforge.cli import processes
 from quantforge.errors import UsageError
+from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
-from quantforge.verbs import release, sweep
-from quantforge.verbs.release import SPEC
 from tests.runs import command, ended, forked, tree
 
 ROOT = Path(__file__).parents[2]

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
+from quantforge.api import release
+from quantforge.api.release import SPEC
+from quantforge.api.variants import Variants
 from quantforge.cli import app, processes
 from quantforge.errors import ResourceError
 from quantforge.settings import Settings
-from quantforge.verbs import release
-from quantforge.verbs.release import SPEC
-from quantforge.verbs.variants import Variants
 from tests.runs import command
 
 ORPHAN = """
 import time
 from quantforge.cli import processes
-processes.TAKING_PART.set()
+torchrun.TAKING_PART.set()
 with processes.started(2, print):
     print("works", flush=True)
     time.sleep(200)

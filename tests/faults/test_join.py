@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge.checkpoint.stage import Stage
 from quantforge.errors import (
     BusyError,
     InputError,
@@ -32,6 +31,7 @@ from quantforge.execution.claims import Claim
 from quantforge.execution.progress import Progress
 from quantforge.execution.shared_run import HandedStates, Worker
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.files.stage import Stage
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
 from tests.runs import (

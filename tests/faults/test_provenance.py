@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
-from quantforge.checkpoint.stage import Stage
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.artifacts.manifest import NAME, read, sha256
+from quantforge.artifacts.provenance import BILL, STATEMENT
 from quantforge.errors import InputError, IntegrityError
+from quantforge.files.stage import Stage
 from quantforge.recipe import Recipe
-from quantforge.results.manifest import NAME, read, sha256
-from quantforge.results.provenance import BILL, STATEMENT
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.difference import difference
 from tests.conftest import Tiny
 from tests.gguf_exports import NO_DATA
@@ -76,7 +76,7 @@ def test_results_in_and_of_a_gguf_file_come_out_again(model, tmp_path):
     file.rename(moved)
     assert reproduce(out, str(moved)).differing == ()
     again = Recipe(method="rtn", type="Q8_0", **plain)
-    verbs.export(str(out), again, tmp_path / "c.gguf", Settings(), source=moved)
+    api.export(str(out), again, tmp_path / "c.gguf", Settings(), source=moved)
     for other in (model, tmp_path / "c.gguf"):
         with pytest.raises(IntegrityError, match=r"made from: a\.gguf"):
             reproduce(out, str(other))
@@ -130,7 +130,7 @@ def test_a_recipe_without_one_field_is_still_a_recipe(result, tmp_path):
 
 def test_gguf_files_are_compared_byte_for_byte(model, tmp_path, capsys):
     first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
-    verbs.export(model, out=first, format="gguf", bits=8)
+    api.export(model, out=first, format="gguf", bits=8)
     written = first.read_bytes()
     second.write_bytes(written)
     assert command(capsys, "diff", first, second).code == 0

@@ -13,9 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.previous_output import MANIFEST
-from quantforge.checkpoint.stage import Stage
 from quantforge.errors import (
     BusyError,
     InputError,
@@ -24,6 +21,9 @@ from quantforge.errors import (
     RefusedError,
     UsageError,
 )
+from quantforge.files.disk import DISK
+from quantforge.files.previous_output import MANIFEST
+from quantforge.files.stage import Stage
 from tests.releases import FAST, beside, content, fill, make
 
 # --- publishing -----------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_file_that_grows_while_it_is_copied_is_noticed(tmp_path: Path) -> None
 HOLD = """
 import sys, time
 from pathlib import Path
-from quantforge.checkpoint.stage import Stage
+from quantforge.files.stage import Stage
 with Stage(Path(sys.argv[1]), overwrite=False):
     print("held", flush=True)
     time.sleep(60)

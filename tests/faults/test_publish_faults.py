@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.stage import Stage
 from quantforge.errors import RefusedError, ResourceError
+from quantforge.files.disk import DISK
+from quantforge.files.stage import Stage
 from tests.releases import FAST, Failing, beside, content, fill, full, make
 
 # --- the disk fails -------------------------------------------------------------------------------
@@ -80,9 +80,9 @@ def test_a_result_that_cannot_fit_is_refused_before_the_work(tmp_path: Path) -> 
 LIMITED = """
 import resource, sys
 from pathlib import Path
-from quantforge.checkpoint.stage import Stage
-from quantforge.checkpoint.writer import file_plans
-from quantforge.checkpoint.writer import WeightsWriter
+from quantforge.files.stage import Stage
+from quantforge.files.writer import file_plans
+from quantforge.files.writer import WeightsWriter
 from quantforge.errors import ResourceError
 from quantforge.plans import StoredTensor
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import DISK, Disk
-from quantforge.checkpoint.output_names import SIDE
-from quantforge.checkpoint.stage import FileStage, Stage
+from quantforge.artifacts import manifest
 from quantforge.errors import RefusedError
-from quantforge.results import manifest
+from quantforge.files.disk import DISK, Disk
+from quantforge.files.output_names import SIDE
+from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, Failing, manifest_of, text_of
 from tests.runs import quantize, recipe, tree
 
@@ -145,7 +145,7 @@ def killed_by(*arguments: object) -> None:
 
 # What stands for a kill in the last step of publishing, or right after it.
 KILLS = {
-    "m.gguf": ("quantforge.verbs.output.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
+    "m.gguf": ("quantforge.api.output.FileStage", partial(FileStage, disk=replace(DISK, rename=no_manifest))),
     "m": ("quantforge.execution.journal.Journal.remove", killed_by),
 }  # fmt: skip
 RECIPES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from quantforge.artifacts import manifest
 from quantforge.formats.gguf.parsing import read_gguf
-from quantforge.results import manifest
 from tests.runs import ROWS, command, copied, tree
 
 TEXT = "the weights of the model are rounded to the nearest point of the grid, row by row\n" * 60

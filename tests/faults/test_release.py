@@ -10,10 +10,10 @@ import subprocess
 
 import pytest
 
+from quantforge.api import release
+from quantforge.api.release import SPEC, ReleasedVariant, repository_of, upload_script
 from quantforge.errors import GateError, RefusedError
 from quantforge.settings import Settings
-from quantforge.verbs import release
-from quantforge.verbs.release import SPEC, ReleasedVariant, repository_of, upload_script
 from tests.runs import command, ended, forked, tree
 
 HEAD = """model = "{model}"

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
+from quantforge.api import release, sweep
 from quantforge.errors import InputError, IntegrityError, RefusedError
-from quantforge.verbs import release, sweep
 from tests.runs import command, tree
 
 HEAD = """model = "{model}"

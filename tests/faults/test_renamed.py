@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.verbs.reproduce import reproduce
+from quantforge.api.reproduce import reproduce
 from quantforge.verification.findings import Report
 from quantforge.verification.verify import verify
 from tests.runs import command, quantize, recipe

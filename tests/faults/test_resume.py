@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
-from quantforge.checkpoint.disk import writing
+from quantforge import api
 from quantforge.errors import (
     DeniedError,
     IntegrityError,
     QuantForgeError,
 )
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.files.disk import writing
 from quantforge.formats.gguf.importance_file import Entry, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
@@ -96,7 +96,7 @@ def test_killed_at_random_points_it_ends_as_if_nothing_had_happened(model, tmp_p
 def plain(tiny, tmp_path_factory):
     """What a command makes that no signal stops."""
     out = tmp_path_factory.mktemp("plain") / "out"
-    verbs.quantize(tiny("llama-wide"), None, out, method="gptq", samples=6, length=24)
+    api.quantize(tiny("llama-wide"), None, out, method="gptq", samples=6, length=24)
     return tree(out)
 
 
@@ -219,7 +219,7 @@ def test_resume_with_another_importance_is_refused(model, out):
         calibration=CalibrationOptions("imatrix:m", samples=6, length=24),
     )
     place = out.with_suffix(".gguf")
-    verbs.make_imatrix(str(model), swift(calibration=CALIBRATION), file, Settings())
+    api.make_imatrix(str(model), swift(calibration=CALIBRATION), file, Settings())
     with pytest.raises(StopError):
         quantize(model, place, wanted, imatrix=file, progress=crash_after("block 0"))
     found = read_imatrix(file)
@@ -278,7 +278,7 @@ def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
 
 def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
     quantize(model, out, swift(bits=8))
-    monkeypatch.setattr("quantforge.checkpoint.stage.Stage._remove_old", crash)
+    monkeypatch.setattr("quantforge.files.stage.Stage._remove_old", crash)
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq"), overwrite=True)
     monkeypatch.undo()

@@ -10,10 +10,10 @@ import sys
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantforge.checkpoint.stage import Stage
 from quantforge.cli.app import main
 from quantforge.errors import BusyError, InputError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
+from quantforge.files.stage import Stage
 from quantforge.recipe import CalibrationOptions, Rule
 from tests.runs import (
     ROWS,
@@ -93,7 +93,7 @@ def test_a_busy_output_is_refused_and_the_first_run_is_not_disturbed(model, out)
 
 def test_too_little_space_is_refused_before_the_work(model, out, monkeypatch):
     for module in ("stage", "disk"):
-        monkeypatch.setattr(f"quantforge.checkpoint.{module}.free_bytes", lambda _: 1000)
+        monkeypatch.setattr(f"quantforge.files.{module}.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError) as full:
         quantize(model, out, swift("gptq"))
     assert "1000 free" in full.value.message
@@ -125,7 +125,7 @@ def test_space_that_a_stage_holds_already_counts_as_there(model, out, monkeypatc
     stage = out.parent / ".out.qf/stage"
     held = sum(path.stat().st_blocks * 512 for path in stage.rglob("*") if path.is_file())
     assert held > 100_000
-    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: (1 << 21) - held)
+    monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: (1 << 21) - held)
     assert quantize(model, out, swift("gptq")).resumed
 
 

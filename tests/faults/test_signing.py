@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
-from quantforge.checkpoint.output_names import SIDE
-from quantforge.checkpoint.previous_output import OF_DIRECTORY
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.artifacts import manifest
+from quantforge.artifacts.signing import check_signature, signature, signature_of
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.results import manifest
-from quantforge.results.signing import check_signature, signature, signature_of
+from quantforge.files.output_names import SIDE
+from quantforge.files.previous_output import OF_DIRECTORY
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from tests.runs import command, leftovers, quantize, recipe, tree
 
 pytest.importorskip("model_signing")
@@ -228,7 +228,7 @@ def test_without_the_library(
     quantize(model, out, recipe(bits=8))
     again = out.with_name("again")
     with pytest.raises(UsageError, match="model-signing"):
-        verbs.export(str(out), recipe(format="gptq"), again, Settings(sign=keys / "key"))
-    verbs.export(str(out), recipe(format="gptq"), again, Settings())
+        api.export(str(out), recipe(format="gptq"), again, Settings(sign=keys / "key"))
+    api.export(str(out), recipe(format="gptq"), again, Settings())
     assert not (again / OF_DIRECTORY).exists()
     assert not list(out.parent.glob(f"*{SIDE}"))

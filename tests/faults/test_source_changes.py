@@ -15,16 +15,16 @@ from typing import Any, BinaryIO
 import pytest
 from safetensors import safe_open
 
-from quantforge import verbs
-from quantforge.checkpoint import checksums, safetensors
-from quantforge.checkpoint.checksums import Checksums, take_checksums
-from quantforge.checkpoint.files import changed
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import Progress
+from quantforge.files import checksums, safetensors
+from quantforge.files.checksums import Checksums, take_checksums
+from quantforge.files.opener import changed
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_files import system
 from tests.runs import copied, leftovers, quantize, recipe, swift
@@ -89,7 +89,7 @@ def sources(model: Path, tmp_path: Path) -> Callable[[str], Path]:
         if kind == "m.gguf":
             quantize(model, place, recipe(format="gguf", type="F16"))
             return place
-        verbs.export(str(model), recipe(format="plain", max_shard_bytes=200_000), place, Settings())
+        api.export(str(model), recipe(format="plain", max_shard_bytes=200_000), place, Settings())
         return place
 
     return make
@@ -117,7 +117,7 @@ def test_weights_that_are_edited_under_an_export_are_noticed(
     source = tmp_path / "m"
     quantize(model, source, recipe(bits=4))
     file, place = last_byte(source, "model.layers.1.mlp.down_proj.weight_packed")
-    module = import_module("quantforge.verbs.export")
+    module = import_module("quantforge.api.export")
     check = module.check_values
 
     def checked(conversion: Any, **options: Any) -> str:
@@ -128,7 +128,7 @@ def test_weights_that_are_edited_under_an_export_are_noticed(
     monkeypatch.setattr(module, "check_values", checked)
     for name, form in (("out", "gptq"), ("out.gguf", "gguf")):
         with pytest.raises(IntegrityError, match="changed"):
-            verbs.export(
+            api.export(
                 str(source), recipe(format=form), tmp_path / name, Settings(), allow_inexact=True
             )
     assert leftovers(tmp_path / "out") == set()

@@ -14,19 +14,19 @@ from typing import Any
 
 import pytest
 
-from quantforge.checkpoint import lock
+from quantforge.api import release, variants
+from quantforge.artifacts import manifest
 from quantforge.errors import BusyError, IntegrityError
 from quantforge.execution import claims
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.results import manifest
+from quantforge.files import lock
 from quantforge.settings import Settings
-from quantforge.verbs import release, variants
 from tests.conftest import Tiny
 from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, swift, tree
 from tests.thorough import further
 
-release_module = importlib.import_module("quantforge.verbs.release")
+release_module = importlib.import_module("quantforge.api.release")
 
 Stopped = Callable[[object, str, Callable[[], object]], int]
 
@@ -118,7 +118,7 @@ def test_who_waits_for_a_result_says_who_was_stopped(
     model: Path, out: Path, stopped: Stopped, number: signal.Signals
 ) -> None:
     wanted = swift(scales="absmax", bits=4)
-    place = importlib.import_module("quantforge.verbs.quantize")
+    place = importlib.import_module("quantforge.api.quantize")
     child = stopped(place, "publish", lambda: quantize(model, out, wanted, join=True))
     said, note = told(child, number)
     quantize(model, out, wanted, join=True, note=note)

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 from tests.conftest import Tiny
@@ -98,7 +98,7 @@ def test_nothing_that_memory_held_before_reaches_an_output(tiny: Tiny, tmp_path:
         place.mkdir()
         quantize(model, place / "gptq", recipe("gptq", bits=3))
         export = Recipe(format="gguf", type="Q4_0")
-        verbs.export(str(model), export, place / "m.gguf", Settings())
+        api.export(str(model), export, place / "m.gguf", Settings())
 
     def run_filled() -> None:
         torch.use_deterministic_algorithms(True)
@@ -118,7 +118,7 @@ def test_the_planned_peak_and_a_fifth_of_it_are_room_enough(
 ) -> None:
     """Of address space, beside what imports and compiled loops have taken and the stack of a thread."""
     wanted = recipe(method, bits=4)
-    peak = verbs.plan(str(DEMO), wanted).peak_memory_bytes
+    peak = api.plan(str(DEMO), wanted).peak_memory_bytes
     quantize(DEMO, tmp_path / "free", wanted, threads=1)
 
     def run() -> None:

@@ -7,13 +7,13 @@ import shutil
 
 import pytest
 
-from quantforge.checkpoint.disk import run_folder
+from quantforge.api import quantize, sweep
+from quantforge.api.sweep import combinations
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError, ResourceError, UsageError
 from quantforge.events import Policy
-from quantforge.results import manifest
+from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
-from quantforge.verbs import quantize, sweep
-from quantforge.verbs.sweep import combinations
 from tests.runs import command, tree
 
 ROWS = {"samples": 4, "length": 16}

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api import quantize
+from quantforge.api.imatrix import make_imatrix
+from quantforge.api.plan import plan
 from quantforge.errors import InputError
-from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.task_model import TaskModel
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
-from quantforge.verbs.imatrix import make_imatrix
-from quantforge.verbs.plan import plan
 from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY
 from tests.evaluations import TEXT, compared, options, tokenizer_at
@@ -69,8 +69,8 @@ def calibrated(model, text, out, *, run):
 
 
 ENTRANCES = {
-    "generate": (lambda m, t, out: verbs.generate(m, NAMED, raw=True), "the prompt: "),
-    "chat": (lambda m, t, out: verbs.generate(m, NAMED), "the prompt in the model's chat template: "),
+    "generate": (lambda m, t, out: api.generate(m, NAMED, raw=True), "the prompt: "),
+    "chat": (lambda m, t, out: api.generate(m, NAMED), "the prompt in the model's chat template: "),
     "eval": (lambda m, t, out: compared(m, [], options(text=NAMED + TEXT)), "the text that is scored: "),
     "eval --generated": (
         lambda m, t, out: compared(m, [], options(prompts=Prompts("p", ("a", NAMED), 4))),
@@ -87,7 +87,7 @@ ENTRANCES = {
 
 
 def evaluate_tasks(model, pairs):
-    from quantforge.runtime.text_side import as_input_errors
+    from quantforge.runtime.text_processing import as_input_errors
 
     with as_input_errors():  # as `evaluate`
         return TaskModel(load(model).model, tokenizer_at(model), 64).continuations(pairs)
@@ -107,7 +107,7 @@ def test_without_the_token_all_is_as_ever_and_verify_warns(model, rounded):
     report = verify(rounded, model)
     assert [(one.check, one.severity) for one in report.findings] == [("vocabulary", "warning")]
     assert f"'<image>' (id {VOCABULARY})" in report.findings[0].detail
-    assert verbs.generate(rounded, "the weights", raw=True, max_tokens=2)
+    assert api.generate(rounded, "the weights", raw=True, max_tokens=2)
 
 
 def test_a_warning_fails_only_with_strict(rounded, capsys):
@@ -126,8 +126,8 @@ def test_a_template_that_writes_the_token(model, tmp_path):
     always = edited(model, tmp_path / "m", lambda it: None)
     (always / "chat_template.jinja").write_text("<image>{{ messages[0].content }}")
     with pytest.raises(InputError, match=PAST):
-        verbs.generate(always, "hello")
-    assert verbs.generate(always, "hello", raw=True, max_tokens=1)
+        api.generate(always, "hello")
+    assert api.generate(always, "hello", raw=True, max_tokens=1)
 
 
 def test_a_token_that_begins_every_text_is_refused_and_one_that_ends_them_is_none(model, tmp_path):
@@ -145,7 +145,7 @@ def test_a_token_that_begins_every_text_is_refused_and_one_that_ends_them_is_non
 @pytest.mark.parametrize("values", [{}, {"special": False}, {"id": VOCABULARY + 7}])
 def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
     source = edited(tiny("llama-tied"), tmp_path / "m", lambda it: add_token(it, **values))
-    found = verbs.export(
+    found = api.export(
         str(source), Recipe(type="F32", format="gguf"), tmp_path / "x.gguf", Settings()
     )
     (event,) = [one for one in found.events if one.kind == "token-left-out"]

@@ -9,14 +9,14 @@ from unittest.mock import patch
 
 import pytest
 
-from quantforge.checkpoint.disk import run_folder
-from quantforge.cli.meter import Clock
+from quantforge.api import variants
+from quantforge.api.variants import plan_variants
+from quantforge.cli.progress_bar import Clock
 from quantforge.errors import QuantForgeError
 from quantforge.execution import execute
 from quantforge.execution.progress import followed
+from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
-from quantforge.verbs import variants
-from quantforge.verbs.variants import plan_variants
 from tests.runs import CALIBRATION, StopError, make_variants, quantize, swift, tree
 
 

@@ -13,19 +13,19 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api.export import loaded_format
 from quantforge.architectures.configuration import untied
-from quantforge.checkpoint.output_names import SIDE
-from quantforge.checkpoint.reader import open_checkpoint
-from quantforge.checkpoint.stage import Stage
+from quantforge.artifacts import manifest
+from quantforge.artifacts.provenance import BILL, STATEMENT
+from quantforge.artifacts.publish import describe_source
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
 from quantforge.execution.progress import Progress
+from quantforge.files.output_names import SIDE
+from quantforge.files.reader import open_checkpoint
+from quantforge.files.stage import Stage
 from quantforge.model.hidden_states import OnDisk
-from quantforge.results import manifest
-from quantforge.results.provenance import BILL, STATEMENT
-from quantforge.results.publish import describe_source
 from quantforge.settings import Settings
-from quantforge.verbs.export import loaded_format
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe, swift
 
@@ -37,7 +37,7 @@ def export(model: Path, out: Path | None, settings: Settings | None = None, **va
     known = {
         key: values.pop(key) for key in ("allow_inexact", "source", "requantize") if key in values
     }
-    return verbs.export(str(model), recipe(**values), out, settings or Settings(), **known)
+    return api.export(str(model), recipe(**values), out, settings or Settings(), **known)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +114,8 @@ def test_hidden_states_on_disk_are_room_too(
 
 def test_a_plan_says_what_memory_hidden_states_take(model: Path) -> None:
     wanted = swift("gptq", calibration=replace(recipe().calibration, samples=256, length=128))
-    memory = verbs.plan(str(model), wanted)
-    disk = verbs.plan(str(model), wanted, Settings(activations="disk"))
+    memory = api.plan(str(model), wanted)
+    disk = api.plan(str(model), wanted, Settings(activations="disk"))
     assert memory.peak_memory_bytes > disk.peak_memory_bytes
     assert memory.tensors == disk.tensors
 
@@ -176,7 +176,7 @@ def test_a_side_file_that_changes_between_digest_and_copy_is_noticed(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(model, out.with_name("m"))
-    module = import_module("quantforge.verbs.job")
+    module = import_module("quantforge.api.job")
     real = module.digest_source
 
     def then_edited(*arguments: Any) -> Any:
@@ -344,7 +344,7 @@ def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Pa
 def test_a_disk_that_is_too_small_is_told_before_an_export(
     quantized: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantforge.checkpoint.stage.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: 1000)
     with pytest.raises(ResourceError):
         export(quantized, out, format="gptq", allow_inexact=True)
     assert leftovers(out) == set()
@@ -352,19 +352,19 @@ def test_a_disk_that_is_too_small_is_told_before_an_export(
 
 def test_diff_of_an_exact_export_finds_nothing(model, tmp_path):
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym", scales="absmax"))
-    verbs.export(tmp_path / "q", None, tmp_path / "mlx", format="mlx")
-    found = verbs.diff(tmp_path / "q", tmp_path / "mlx")
+    api.export(tmp_path / "q", None, tmp_path / "mlx", format="mlx")
+    found = api.diff(tmp_path / "q", tmp_path / "mlx")
     assert (found.equal, found.files) == (True, [])
     config = tmp_path / "mlx/config.json"
     document = json.loads(config.read_text())
     config.write_text(json.dumps({**document, "bos_token_id": 7}))
-    assert verbs.diff(tmp_path / "q", tmp_path / "mlx").files == ["config.json"]
+    assert api.diff(tmp_path / "q", tmp_path / "mlx").files == ["config.json"]
 
 
 def test_a_gguf_file_is_not_exported_into_a_gguf_file(model, tmp_path):
     made = tmp_path / "m.gguf"
     quantize(model, made, recipe(type="Q4_K_M", format="gguf", scales="absmax"))
     with pytest.raises(RefusedError, match="of that format already") as refused:
-        verbs.export(made, None, tmp_path / "n.gguf", format="gguf")
+        api.export(made, None, tmp_path / "n.gguf", format="gguf")
     assert "use it as it is" in refused.value.hint
     assert not (tmp_path / "n.gguf").exists()

@@ -17,10 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.artifacts.manifest import NAME
+from quantforge.engines import TARGETS
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.targets import TARGETS
-from quantforge.results.manifest import NAME
 from quantforge.verification.findings import CHECKS, Report, Severity
 from quantforge.verification.verify import verify
 from tests import gguf_models
@@ -664,7 +664,7 @@ def test_what_is_not_there_is_a_wrong_argument(tmp_path, capsys):
 
 
 def test_what_is_nowhere_is_refused_before_libraries_are_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr("quantforge.verbs.verify_artifact.check_device", pytest.fail)
+    monkeypatch.setattr("quantforge.api.verify.check_device", pytest.fail)
     for path, source in ((tmp_path / "nothing", None), (tmp_path, tmp_path / "nothing")):
         with pytest.raises(InputError):
-            verbs.verify(path, source=source)
+            api.verify(path, source=source)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge.errors import InputError
 from quantforge.formats.decoded import decoded
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.verification.verify import verify
 from tests import peers
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantforge.api.export import export
 from quantforge.recipe import Rule
-from quantforge.verbs.export import export
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import verify
 from tests.runs import copied, quantize, recipe

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
 from quantforge.verification.findings import Report, Severity
@@ -181,9 +181,9 @@ def test_what_rules_mix_states_the_nearest_mixture_and_has_a_name_of_its_own(mad
         method="rtn", scales="absmax", format="gguf", scheme="q4_0",
         rules=tuple(Rule(f"re:.*{k}.*", v) for k, v in rules.items()),
     )  # fmt: skip
-    planned = verbs.plan(source, wanted).name
+    planned = api.plan(source, wanted).name
     out = tmp_path / planned
-    verbs.quantize(source, wanted, out)
+    api.quantize(source, wanted, out)
     if {*rules.values()} == {"keep"}:
         assert planned.endswith("-Q4_0.gguf")
     else:

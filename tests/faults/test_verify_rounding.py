@@ -15,7 +15,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import gptq
+from quantforge.quantizers.gptq import gptq
 from quantforge.recipe import Rounding
 from quantforge.runtime.cache_scales import CachePeaks
 from quantforge.scheme import Activation, Scheme

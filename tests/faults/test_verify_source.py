@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quantforge.results import manifest
-from quantforge.results.manifest import NAME
-from quantforge.verbs.export import export
+from quantforge.api.export import export
+from quantforge.artifacts import manifest
+from quantforge.artifacts.manifest import NAME
 from quantforge.verification.findings import Report
 from quantforge.verification.verify import verify
 from tests.runs import command, quantize, recipe

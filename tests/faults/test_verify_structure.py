@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge.results.manifest import NAME
+from quantforge.artifacts.manifest import NAME
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.verify import verify
 from tests.runs import command, quantize, recipe

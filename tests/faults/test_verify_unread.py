@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge.results import manifest
+from quantforge.artifacts import manifest
 from tests import gguf_models
 from tests.gguf_exports import export
 from tests.runs import command, copied

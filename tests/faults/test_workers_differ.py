@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from quantforge.checkpoint import lock
+from quantforge.api import release
 from quantforge.execution import claims
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.files import lock
 from quantforge.settings import Settings
-from quantforge.verbs import release
 from tests.releases import TWO_VARIANTS
 from tests.runs import ended, forked, leftovers, quantize, recipe, tree
 from tests.thorough import further

@@ -13,24 +13,24 @@ from itertools import islice
 from pathlib import Path
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.checkpoint.files import FILES, parse_object
-from quantforge.checkpoint.reader import INDEX, open_checkpoint, read_weights
-from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.checkpoint.writer import file_plans, header_bytes
+from quantforge.artifacts import manifest
+from quantforge.artifacts.card import carried_fields
 from quantforge.errors import InputError, QuantForgeError
 from quantforge.execution.journal import Journal
+from quantforge.files.opener import FILES, parse_object
+from quantforge.files.reader import INDEX, open_checkpoint, read_weights
+from quantforge.files.safetensors import TORCH_NAMES, read_header, read_tensor
+from quantforge.files.writer import file_plans, header_bytes
 from quantforge.formats import detect
 from quantforge.formats.gguf.importance_file import read_imatrix
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
-from quantforge.formats.matching import match_quantized
+from quantforge.formats.match_quantized import match_quantized
 from quantforge.notation import parse_layer
 from quantforge.planning.choice import matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import from_toml
-from quantforge.results import manifest
-from quantforge.results.card import carried_fields
 from quantforge.verification.files import check_manifest
 from quantforge.verification.findings import Report
 from quantforge_calibration.readers import RowReader, read_jsonl, read_text

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from quantforge.cache_kinds import WORDS as KINDS
-from quantforge.errors import RefusedError, UsageError, either
-from quantforge.formats import format_of
-from quantforge.formats.targets import (
+from quantforge.engines import (
     TARGETS,
-    check,
+    check_engine,
     command_of,
     is_engine_note,
     snippets,
     with_output_path,
 )
+from quantforge.errors import RefusedError, UsageError, either
+from quantforge.formats import format_of
 from quantforge.plans import EngineVerdict, Serving
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(
@@ -35,7 +35,7 @@ ASKED = [
 
 def allowed(engine: str, serving: Serving) -> bool:
     try:
-        check(engine, serving, [], (), "plain")
+        check_engine(engine, serving, [], (), "plain")
     except RefusedError:
         return False
     return True
@@ -106,7 +106,7 @@ def test_what_an_engine_does_not_read_is_refused():
     assert {("sglang", "int8"), ("llama.cpp", "fp8"), ("mlx", "fp8")} <= refused
     for engine, kind in refused:
         with pytest.raises(RefusedError, match=f"--for {engine}: no cache in {kind}") as error:
-            check(engine, Serving(cache=kind), [], (), "plain")
+            check_engine(engine, Serving(cache=kind), [], (), "plain")
         known = TARGETS[engine].caches
         assert error.value.hint == (f"--cache {either(known)}" if known else "leave --cache out")
     split = {engine for engine in TARGETS if not allowed(engine, Serving(devices=2))}
@@ -114,20 +114,20 @@ def test_what_an_engine_does_not_read_is_refused():
 
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
-    said = check("lmdeploy", Serving(), [], (), "awq")
+    said = check_engine("lmdeploy", Serving(), [], (), "awq")
     assert all(map(is_engine_note, said))
     assert not is_engine_note("linears as declared for llama")
     with pytest.raises(UsageError, match="'int5'"):
-        check("vllm", Serving(cache="int5"), [], (), "plain")
+        check_engine("vllm", Serving(cache="int5"), [], (), "plain")
 
 
 @pytest.mark.parametrize("engine", TARGETS)
 def test_keys_and_values_of_different_widths_are_refused(engine):
     with pytest.raises(RefusedError, match="no cache in k=int8,v=int4") as raised:
-        check(engine, Serving(cache="v=int4,k=int8"), [], (), "plain")
+        check_engine(engine, Serving(cache="v=int4,k=int8"), [], (), "plain")
     assert ("int8" in raised.value.hint) == ("int8" in TARGETS[engine].caches)
     with pytest.raises(UsageError, match="k=int8: one word"):
-        check(engine, Serving(cache="k=int8"), [], (), "plain")
+        check_engine(engine, Serving(cache="k=int8"), [], (), "plain")
 
 
 @pytest.mark.parametrize("engine", TARGETS)
@@ -139,7 +139,9 @@ def test_one_kind_written_for_keys_and_for_values_is_that_kind(engine):
 
 
 def test_a_context_that_nothing_bounds_is_told():
-    said = {engine: check(engine, Serving(4096), [], (), "plain") for engine in ("mlx", "vllm")}
+    said = {
+        engine: check_engine(engine, Serving(4096), [], (), "plain") for engine in ("mlx", "vllm")
+    }
     assert any("its cache grows" in note for note in said["mlx"])
     assert len(said["vllm"]) == 1
 
@@ -149,7 +151,7 @@ def test_a_context_that_nothing_bounds_is_told():
     [("gguf", "vllm", "vllm-gguf-plugin"), ("bnb", "vllm", "vllm-bnb-plugin")],
 )
 def test_plugins_of_vllm_are_named(form, engine, package):
-    said = check(engine, Serving(), [], (), form, "org/name")
+    said = check_engine(engine, Serving(), [], (), form, "org/name")
     assert f"vllm: {form} files need pip install {package}" in said
     assert ("--tokenizer org/name" in said[-1]) == (form == "gguf")
     verdict = format_of(form).ABOUT.engines["vllm"]
@@ -159,7 +161,9 @@ def test_plugins_of_vllm_are_named(form, engine, package):
 
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "tensorrt-llm"])
 def test_a_path_is_filled_in_for_a_shell(engine):
-    note = check(engine, Serving(32768, "fp8" if engine == "vllm" else None), [], (), "plain")[-1]
+    note = check_engine(
+        engine, Serving(32768, "fp8" if engine == "vllm" else None), [], (), "plain"
+    )[-1]
     command = with_output_path(note, OUT).removeprefix("serve it with: ")
     words = shlex.split(command)
     assert any(word.endswith(OUT) for word in words)

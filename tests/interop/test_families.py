@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.architectures.match import Role
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions, Rule
 from quantforge.runtime.load import load
@@ -147,7 +147,7 @@ def test_rows_of_queries_that_an_engine_reorders_are_not_packed_for_it(
     tiny: Tiny, ignore: tuple[str, ...], loads: bool
 ) -> None:
     wanted = recipe(scheme="int8:g32:sym", ignore=ignore)
-    made = {item.engine: item for item in verbs.plan(str(tiny("llama4")), wanted).engines}
+    made = {item.engine: item for item in api.plan(str(tiny("llama4")), wanted).engines}
     assert (made["vllm"].loads, "reorders the rows" in made["vllm"].reason) == (loads, not loads)
     assert not made["sglang"].loads
 

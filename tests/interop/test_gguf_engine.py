@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -24,7 +24,7 @@ IDS = [5, 9, 41, 77, 160, 23, 11, 200, 300, 7, 19, 55, 93, 111, 64, 222, 31, 14,
 
 def export(model: Path, out: Path, kind: str, **values: object) -> Path:
     recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA, **values)
-    verbs.export(str(model), recipe, out, Settings())
+    api.export(str(model), recipe, out, Settings())
     return out
 
 
@@ -188,7 +188,7 @@ def test_the_original_context_is_the_one_that_transformers_takes(changes, tmp_pa
 def test_a_window_in_every_layer_is_told_whatever_the_list_says(tmp_path):
     changes = {"sliding_window": 8, "layer_types": ["full_attention"] * 3}
     model = gguf_models.make("ministral3", tmp_path / "m", **changes)
-    made = verbs.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
+    made = api.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
     assert [event.kind for event in made.substitutions] == ["window-left-out"]
 
 
@@ -196,7 +196,7 @@ def test_a_range_of_frequencies_that_the_engine_rounds_is_an_event(tmp_path):
     rope = {"rope_type": "yarn", "factor": 32.0, "rope_theta": 1e4, "truncate": False,
             "original_max_position_embeddings": 64}  # fmt: skip
     model = gguf_models.make("gpt_oss", tmp_path / "m", rope_parameters=rope)
-    made = verbs.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
+    made = api.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
     assert [event.kind for event in made.substitutions] == ["rope-rounded"]
 
 
@@ -281,7 +281,7 @@ def test_the_engine_computes_what_mixtures_of_lattices_decode_to(kind, tmp_path)
     out, text = tmp_path / "x.gguf", CalibrationOptions(samples=6, length=32)
     # The quick way to such a file: how good its values are does not count here.
     recipe = Recipe(method="rtn", scales="reference", format="gguf", type=kind, calibration=text)
-    verbs.quantize(str(model), recipe, out, Settings())
+    api.quantize(str(model), recipe, out, Settings())
     loaded = load(out)
     assert any("lattice" in event.detail for event in loaded.events)
     with torch.no_grad():
@@ -306,7 +306,7 @@ def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch)
         files[epochs] = tmp_path / f"{epochs}.gguf"
         text = CalibrationOptions(samples=16, length=32)
         recipe = Recipe(method="gptq", type="Q3_K_M", tune=epochs, calibration=text)
-        verbs.quantize(str(model), recipe, files[epochs], Settings())
+        api.quantize(str(model), recipe, files[epochs], Settings())
     with torch.no_grad():
         logits = load(files[1]).model(torch.tensor([IDS])).logits[0, -1].double()
     expected = torch.log_softmax(logits, -1)
@@ -321,8 +321,8 @@ def test_the_engine_computes_what_a_rounded_tied_embedding_decodes_to(tmp_path):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
     model = gguf_models.make("llama-tied", tmp_path / "m", torch.float16, **sizes)
     wanted = Recipe(method="rtn", scheme="int4:g32:sym", scales="absmax", calibration=NO_DATA)
-    verbs.quantize(str(model), wanted, tmp_path / "q", Settings())
-    moved = verbs.export(tmp_path / "q", format="gguf", out=tmp_path / "x.gguf")
+    api.quantize(str(model), wanted, tmp_path / "q", Settings())
+    moved = api.export(tmp_path / "q", format="gguf", out=tmp_path / "x.gguf")
     assert moved.verdict == "exact but for the embedding"
     with torch.no_grad():
         logits = load(moved.out).model(torch.tensor([IDS])).logits[0, -1].double()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.evaluation.llama_cpp import LlamaCpp
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -24,7 +24,7 @@ SMALL = ("--requests", "5", "--prompt-tokens", "8..20", "--new-tokens", "3..6")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("served") / "demo.gguf"
     recipe = Recipe(format="gguf", type="Q8_0", calibration=CalibrationOptions(source="none"))
-    verbs.export(str(DEMO), recipe, out, Settings())
+    api.export(str(DEMO), recipe, out, Settings())
     return out
 
 

@@ -138,8 +138,8 @@ def test_what_is_not_there_is_refused_before_anything_heavy_is_imported(
 ):
     (tmp_path / "t.yaml").write_text("output_type: loglikelihood\n")
     script = (
-        "import sys\nfrom quantforge import verbs\n"
-        f"try: verbs.evaluate({str(tiny('llama-wide'))!r}, tasks={asked.split(',')!r})\n"
+        "import sys\nfrom quantforge import api\n"
+        f"try: api.evaluate({str(tiny('llama-wide'))!r}, tasks={asked.split(',')!r})\n"
         "except Exception as error: print(error)\n"
         "print(sorted({'torch', 'lm_eval.tasks', 'transformers'} & {*sys.modules}))\n"
     )

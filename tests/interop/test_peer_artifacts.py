@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api.inspect import inspect
 from quantforge.evaluation import compare_models as evaluation
 from quantforge.formats.decoded import decoded
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.inspect import inspect
 from quantforge.verification.verify import verify
 from tests import peers
 from tests.evaluations import compared
@@ -104,7 +104,7 @@ def test_it_moves_to_another_format_without_loss(name, tmp_path):
     recipe = Recipe(
         format=EXACT[name], embedding="keep", calibration=CalibrationOptions(source="none")
     )
-    verbs.export(str(artifact(name)), recipe, tmp_path / "out", Settings())
+    api.export(str(artifact(name)), recipe, tmp_path / "out", Settings())
     before, after = weights(artifact(name)), weights(tmp_path / "out")
     assert before.keys() == after.keys()
     for module, weight in before.items():
@@ -114,7 +114,7 @@ def test_it_moves_to_another_format_without_loss(name, tmp_path):
 @pytest.mark.parametrize("name", COMPUTED)
 def test_it_becomes_plain_weights(name, tmp_path):
     recipe = Recipe(format="plain", calibration=CalibrationOptions(source="none"))
-    verbs.export(str(artifact(name)), recipe, tmp_path / "out", Settings(), allow_inexact=True)
+    api.export(str(artifact(name)), recipe, tmp_path / "out", Settings(), allow_inexact=True)
     plain = open_model(tmp_path / "out")
     for module, weight in weights(artifact(name)).items():
         found = plain.read(f"{module}.weight")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantforge.runtime.adapter_layers import open_correction, with_low_rank
 from quantforge.runtime.load import load
-from quantforge.runtime.put_adapter import open_correction, with_low_rank
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 from tests.thorough import further

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import quantforge
+from quantforge.api.serve import served_model
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import Loaded, load
 from quantforge.serving.serve_options import complete
 from quantforge.settings import Settings
-from quantforge.verbs.serve_model import served_model
 from tests.plain_loop import StopLimits, generate
 
 openai = pytest.importorskip("openai")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats import detect
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe

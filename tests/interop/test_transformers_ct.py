@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from quantforge.formats import compressed_tensors as ct
-from quantforge.formats.checks import described
+from quantforge.formats.read_checks import described
 from tests.quantized import decoded, kept_plan, plan_of, quantized_plan, random_tensor
 
 IDS = torch.arange(48).reshape(1, 48) * 7 % 512

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.architectures import architecture_of
 from quantforge.formats.decoded import decoded
-from quantforge.formats.engines import unmapped
-from quantforge.formats.opening import open_model
+from quantforge.formats.engine_rules import unmapped
+from quantforge.formats.open_model import open_model
 from quantforge.model.transformers_loading import Loading, compare
 from quantforge.recipe import Recipe
 from quantforge.verification.verify import verify
@@ -203,9 +203,7 @@ def test_a_plan_leaves_open_what_it_cannot_tell_and_a_result_says_it(
 ) -> None:
     source = planted(tiny("gemma3"), tmp_path / "m", _prefixed)
     wanted = Recipe(scheme="int8:row", scales="absmax", method="rtn")
-    (said,) = (
-        one for one in verbs.plan(str(source), wanted).engines if one.engine == "transformers"
-    )
+    (said,) = (one for one in api.plan(str(source), wanted).engines if one.engine == "transformers")
     assert (said.loads, "language_model.model." in said.reason) == (None, True)
     asked = command(
         capsys, "plan", source, "--scheme", "int8:row", "--method", "rtn", "--scales", "absmax"

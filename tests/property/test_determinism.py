@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.settings import Settings
 from tests.conftest import FAMILIES, SIZES, Tiny, make_tiny
 from tests.runs import quantize, recipe, tree
@@ -23,13 +23,13 @@ SCRIPT = """
 import sys, torch
 import tests.conftest  # which has loops that were compiled read, not compiled again
 from pathlib import Path
-from quantforge import verbs
+from quantforge import api
 from quantforge.settings import Settings
 from tests.runs import recipe
 model, out, threads, *methods = sys.argv[1:]
 torch.set_num_threads(int(threads))
 for method in methods:
-    verbs.quantize(model, recipe(method), Path(out) / method, Settings(threads=int(threads)))
+    api.quantize(model, recipe(method), Path(out) / method, Settings(threads=int(threads)))
 """
 
 
@@ -37,7 +37,7 @@ def here(model: Path, out: Path, methods: Sequence[str] = METHODS) -> None:
     """Run the same in this process, on one thread."""
     out.mkdir()
     for method in methods:
-        verbs.quantize(str(model), recipe(method), out / method, Settings(threads=1))
+        api.quantize(str(model), recipe(method), out / method, Settings(threads=1))
 
 
 def elsewhere(
@@ -119,7 +119,7 @@ def test_memory_or_disk_for_hidden_states_is_not_seen_in_the_result(tiny, tmp_pa
 def test_nothing_in_the_result_tells_where_it_was_made(tiny, tmp_path):
     model = tiny("llama-wide")
     quantize(model, tmp_path / "out", recipe("gptq"))
-    verbs.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
+    api.export(str(tmp_path / "out"), recipe(format="gptq"), tmp_path / "again", Settings())
     for path in [*(tmp_path / "out").iterdir(), *(tmp_path / "again").iterdir()]:
         data = path.read_bytes()
         assert str(tmp_path).encode() not in data, path

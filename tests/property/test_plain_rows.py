@@ -14,8 +14,9 @@ from quantforge.grids import GGML_BLOCKS, GRIDS, PerTensor, Tile
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import awq, gptq, rtn, rtn_fallback, smooth
-from quantforge.quantizers.hessian import Factor, factorize
+from quantforge.quantizers import awq, rtn, smooth
+from quantforge.quantizers.gptq import gptq, rtn_fallback
+from quantforge.quantizers.gptq.hessian import Factor, factorize
 from quantforge.recipe import AwqOptions, GptqOptions, Rounding
 from quantforge.scheme import LayerScheme, Scheme
 from tests.conftest import Tiny

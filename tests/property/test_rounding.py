@@ -12,8 +12,8 @@ from torch import Tensor
 from quantforge.grids import GRIDS, INTEGER_SCALES, Granularity, PerGroup, PerTensor, Row, Zero
 from quantforge.model.statistics import Statistics
 from quantforge.packers import integer
-from quantforge.quantizers import gptq
-from quantforge.quantizers.hessian import factorize
+from quantforge.quantizers.gptq import gptq
+from quantforge.quantizers.gptq.hessian import factorize
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 

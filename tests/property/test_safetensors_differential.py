@@ -12,9 +12,9 @@ import torch
 from hypothesis import HealthCheck, event, example, given, settings
 from hypothesis import strategies as st
 
-from quantforge.checkpoint.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.checkpoint.writer import WeightsWriter, file_plans, plan_shards, shard_names
 from quantforge.errors import InputError
+from quantforge.files.safetensors import TORCH_NAMES, read_header, read_tensor
+from quantforge.files.writer import WeightsWriter, file_plans, plan_shards, shard_names
 from quantforge.plans import DTYPE_BITS, StoredTensor
 from tests.headers import file_bytes
 

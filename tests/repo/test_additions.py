@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge import verbs
-from quantforge.architectures import families
+from quantforge import api
+from quantforge.architectures.families import declared_families
 from quantforge.errors import UsageError
 from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
@@ -32,7 +32,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(METHODS, "halving", toy)
     model = tiny("llama-wide")
     wanted = recipe("halving", scheme="int8:g32:sym", scales="absmax")
-    plan = verbs.plan(str(model), wanted)
+    plan = api.plan(str(model), wanted)
     assert (plan.rounder, plan.needs) == ("halving", (Statistic.PEAKS,))
     assert plan.peak_memory_bytes > 0
     halving.SEEN.clear()
@@ -47,7 +47,7 @@ def test_a_method(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             quantize(model, tmp_path / "a", recipe(text, scheme="int8:g32:sym", scales="absmax"))
         else:
             with pytest.raises(UsageError, match="transforms come first"):
-                verbs.plan(str(model), recipe(text))
+                api.plan(str(model), recipe(text))
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def hyperclovax(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_family(hyperclovax: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = recipe("awq+gptq", scheme="int8:g32:sym")
-    derived = verbs.plan(str(hyperclovax), wanted)
+    derived = api.plan(str(hyperclovax), wanted)
     assert any("hyperclovax as derived from" in note for note in derived.notes)
-    monkeypatch.setitem(families(), "hyperclovax", hyperclovax_family.ARCHITECTURE)
-    plan = verbs.plan(str(hyperclovax), wanted)
+    monkeypatch.setitem(declared_families(), "hyperclovax", hyperclovax_family.ARCHITECTURE)
+    plan = api.plan(str(hyperclovax), wanted)
     assert any("as declared for hyperclovax" in note for note in plan.notes)
     assert plan.tensors == derived.tensors
     assert len(plan.quantized()) == 7 * SIZES["num_hidden_layers"]
@@ -86,7 +86,7 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(FORMATS, "bytes-by-row", "tests.toys.bytes_by_row")
     model = tiny("llama-wide")
     wanted = recipe("gptq", scheme=None, bits=8, format="bytes-by-row")
-    plan = verbs.plan(str(model), wanted)
+    plan = api.plan(str(model), wanted)
     assert len(plan.quantized()) == 14
     assert [verdict.loads for verdict in plan.engines] == [True, False]
     quantize(model, tmp_path / "q", wanted)
@@ -101,8 +101,8 @@ def test_a_format(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rows = compared(model, [tmp_path / "q"], options()).rows
     assert 0 < rows[1]["kl_mean"] < 0.01
     other = recipe(format="compressed-tensors")
-    verbs.export(str(tmp_path / "q"), other, tmp_path / "ct", Settings(), allow_inexact=True)
-    back = verbs.export(
+    api.export(str(tmp_path / "q"), other, tmp_path / "ct", Settings(), allow_inexact=True)
+    back = api.export(
         str(tmp_path / "ct"), replace(other, format="bytes-by-row"), tmp_path / "b", Settings()
     )
     assert back.layers == 14
@@ -114,7 +114,7 @@ def test_a_grid(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     model = tiny("llama-wide")
     for method in ("rtn", "gptq", "awq+gptq"):
         wanted = recipe(method, scheme="squares4", format="bytes-by-row", scales="absmax")
-        assert str(verbs.plan(str(model), wanted).quantized()[0].scheme) == "squares4:g32:sym:f32"
+        assert str(api.plan(str(model), wanted).quantized()[0].scheme) == "squares4:g32:sym:f32"
         quantize(model, tmp_path / method, wanted)
         assert verify(tmp_path / method, model).findings == []
     places = [tmp_path / method for method in ("rtn", "gptq")]

@@ -16,8 +16,8 @@ from scripts.structure import ORDER, PACKAGES, ROOT, folder, imports, modules, p
 OPENER = "quantforge_files"  # the one leaf that others stand on: there is one way to open a file
 # Planning, inspecting, refusing: none of these needs torch, not even through what it imports.
 WITHOUT_TORCH = (
-    "errors", "events", "scheme", "notation", "plans", "recipe", "settings", "results", "planning", "verbs",
-    "checkpoint", "formats", "architectures", "quantizers", "cli", "model.statistics", "numerics.allocator",
+    "errors", "events", "scheme", "notation", "plans", "recipe", "settings", "artifacts", "planning", "api", "engines",
+    "files", "formats", "architectures", "quantizers", "cli", "model.statistics", "numerics.allocator",
     "execution.journal", "execution.progress", "grids", "arguments", "cache_kinds",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
@@ -138,7 +138,7 @@ def test_nothing_runs_what_a_model_brings_along():
 
 WRITING = {"write_text", "write_bytes", "touch", "tofile", "mkstemp", "NamedTemporaryFile", "memmap", "truncate",
            "copyfile", "copy2", "copytree", "symlink_to", "hardlink_to"}  # fmt: skip
-WRITER = "quantforge.checkpoint.disk"
+WRITER = "quantforge.files.disk"
 # Copies of files that were read already, in a new directory of its own, for a library that takes paths.
 PRIVATE = ("quantforge_calibration.row_processor",)
 
@@ -162,7 +162,7 @@ def opens_for_writing(call: ast.Call) -> bool:
 
 
 def test_files_are_opened_for_writing_in_one_place():
-    """Links, pipes and files of others: `quantforge.checkpoint.disk` knows about them; open through it."""
+    """Links, pipes and files of others: `quantforge.files.disk` knows about them; open through it."""
     found = [
         (name, ast.unparse(node))
         for name in set(modules()) - {WRITER, *PRIVATE}
@@ -196,7 +196,7 @@ def test_modules_say_what_they_are_and_do_not_print():
     for name in modules():
         assert ast.get_docstring(parsed(name)), name
         every = [*ast.walk(parsed(name))]
-        if name not in {"quantforge.cli.console", "quantforge.cli.meter"}:
+        if name not in {"quantforge.cli.console", "quantforge.cli.progress_bar"}:
             calls = {ast.unparse(node.func) for node in every if isinstance(node, ast.Call)}
             assert not calls & {"print", "sys.stdout.write", "sys.stderr.write"}, name
         for node in every:
@@ -206,7 +206,7 @@ def test_modules_say_what_they_are_and_do_not_print():
 
 # Where a library raises what it likes at foreign input, or others go on: every one of them says so in a comment.
 CATCHING = {"quantforge.cli.app", "quantforge.evaluation.tasks",
-            "quantforge.evaluation.task_model", "quantforge.results.signing",
+            "quantforge.evaluation.task_model", "quantforge.artifacts.signing",
             "quantforge_calibration.image_documents", "quantforge_calibration.row_processor",
             "quantforge.serving.engine_thread",  # one command, one step
             "quantforge.verification.side_files", "quantforge_calibration.tokenizer",

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import pytest
 
-from quantforge.architectures import FILES
+from quantforge.architectures.families import FILES
 from quantforge.formats import FORMATS
 from quantforge.grids import GRIDS
 from quantforge.quantizers import METHODS
@@ -17,7 +17,7 @@ from scripts.structure import LEAVES, folder, modules, parsed
 
 # Where all names of a kind may stand, and what ends in a dot: everything below.
 TABLES = {
-    "family": ("quantforge.architectures",),
+    "family": ("quantforge.architectures.families",),
     "format": ("quantforge.formats",),
     "method": ("quantforge.quantizers",),
     # Number families read and write grids, and files hold some of them; the words for schemes are names of grids.
@@ -34,19 +34,21 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
     "formats.auto_round": ("awq gptq gptq_v2", "its files are theirs, under names of its own"),
     "formats.declared_quantization": ("awq compressed-tensors gptq",
                                       "files that first tools wrote name no method; each spells exceptions in its way"),
-    "formats.engines": ("kimi_linear llama4 llama4_text mlx", "an engine; what its loader does not do for a family"),
+    "formats.engine_rules": ("kimi_linear llama4 llama4_text mlx",
+                             "an engine; what its loader does not do for a family"),
     "formats.gguf.source": ("llama mixtral", "one name in llama.cpp, with and without experts"),
     "formats.gguf.tokenizer": ("llama", "llama.cpp's name of a tokenizer"),
     "formats.gguf.tokenizer_differences": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.gguf.tokenizer_files": ("gpt2 llama", "llama.cpp's names of tokenizers"),
     "formats.gguf.vocabulary": ("gpt2 llama qwen2", "llama.cpp's names of tokenizers and a pre-tokenizer"),
-    "formats.targets": ("awq mlx", "the format of choice of each engine; mlx is an engine"),
+    "engines": ("awq fp8 int4 int8 mlx q4_0 q8_0",
+                "the default format and the types of KV cache of each engine; mlx is an engine"),
     "formats.gguf": ("mlx", "an engine"),
-    "checkpoint": ("int8", "a type of torch"),
+    "files": ("int8", "a type of torch"),
     "recipe": ("fp8", "a kind of KV cache"),
     "runtime": ("fp8 fp8_e4m3 int4 int8",
                 "kinds of KV cache; numbers that kernels take"),
-    "verbs": ("fp8", "a kind of KV cache"),
+    "api": ("fp8", "a kind of KV cache"),
     "verification": ("awq bnb compressed-tensors fp8_e4m3 gptq gptq_v2 llama llama4 mlx qwen2 sparsegpt",
                      "keys of a quantization that loaders need, or that the tensors deny; tokenizers of one family;"
                      " what SparseGPT leaves as it was"),
@@ -56,7 +58,7 @@ EXCEPTIONS: dict[str, tuple[str, str]] = {
 
 def family_files() -> dict[str, str]:
     """The module that declares each family."""
-    files = [f"quantforge.architectures.{file}" for file in FILES]
+    files = [f"quantforge.architectures.families.{file}" for file in FILES]
     return {name: file for file in files for name in import_module(file).FAMILIES}
 
 
@@ -110,6 +112,6 @@ def test_a_name_elsewhere_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(
         globals(),
         "parsed",
-        lambda name: planted if name == "quantforge.results.card" else real(name),
+        lambda name: planted if name == "quantforge.artifacts.card" else real(name),
     )
-    assert elsewhere() == before | {"results": {"awq"}}
+    assert elsewhere() == before | {"artifacts": {"awq"}}

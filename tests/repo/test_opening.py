@@ -17,7 +17,7 @@ OWN = {"read_text"}  # functions of ours; the method of a path has something bef
 EXCEPTIONS = {
     ("quantforge.runtime.memory", "_STATUS.read_text"): "/proc",
     ("quantforge.numerics.shared_processors", "path.read_text"): "/proc and control groups",
-    ("quantforge.checkpoint.files", "os.open"): "a file that an Opener has read before",
+    ("quantforge.files.opener", "os.open"): "a file that an Opener has read before",
     ("quantforge.cli.app", "os.open"): "/dev/null, for writing",
     ("quantforge_calibration.tokenizer", "os.open"): "/dev/null, for writing",
     ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",

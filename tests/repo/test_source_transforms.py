@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.api.reproduce import reproduce
 from quantforge.architectures.match import match
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
-from quantforge.checkpoint.safetensors import read_tensor
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution.progress import Progress
+from quantforge.files.reader import Checkpoint, open_checkpoint
+from quantforge.files.safetensors import read_tensor
 from quantforge.model.stream import ModelStream
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, prepared
 from quantforge.recipe import CalibrationOptions
-from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from tests.conftest import VOCABULARY, Tiny
 from tests.runs import quantize, recipe
@@ -64,13 +64,13 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
 def test_planning_with_it_imports_no_torch(tiny: Tiny) -> None:
     program = f"""
 import sys
-from quantforge import verbs
+from quantforge import api
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory
 from quantforge.recipe import Recipe
 METHODS["unit-norms"] = Method(
     "tests.toys.unit_norms", MethodKind.SOURCE_TRANSFORM, frozenset(), MethodMemory()
 )
-plan = verbs.plan({str(tiny("llama-tied"))!r}, Recipe(method="unit-norms+rtn", scheme="int8:g32:sym"))
+plan = api.plan({str(tiny("llama-tied"))!r}, Recipe(method="unit-norms+rtn", scheme="int8:g32:sym"))
 assert [tensor.name for tensor in plan.tensors if tensor.name == "lm_head.weight"], "untied"
 assert "torch" not in sys.modules
 """
@@ -91,7 +91,7 @@ def test_from_quantize_to_verify(
     model = tiny(family)
     values = {"type": "Q8_0"} if form == "gguf" else {"scheme": scheme}
     wanted = recipe(method, format=form, **values)
-    plan = verbs.plan(str(model), wanted)
+    plan = api.plan(str(model), wanted)
     out = tmp_path / ("q.gguf" if form == "gguf" else "q")
     done = quantize(model, out, wanted)
     assert done.plan.tensors == plan.tensors
@@ -124,7 +124,7 @@ def test_verify_compares_with_the_source_that_the_manifest_speaks_of(
 ) -> None:
     model, out = tiny("llama-wide"), tmp_path / "q"
     quantize(model, out, recipe("unit-norms+rtn", scheme="int8:g32:sym"))
-    verbs.export(str(out), recipe(format="gptq"), tmp_path / "export", Settings())
+    api.export(str(out), recipe(format="gptq"), tmp_path / "export", Settings())
     for source in (model, out):  # what was made from a changed model is not changed again
         assert verify(tmp_path / "export", source).findings == []
     path = out / manifest.NAME
@@ -152,10 +152,10 @@ def test_what_does_not_go_together_is_refused(tiny: Tiny, tmp_path: Path) -> Non
     model = str(tiny("llama-wide"))
     for text in ("rtn+unit-norms", "awq+unit-norms+rtn", "unit-norms+unit-norms"):
         with pytest.raises(UsageError, match="transforms of the whole source, then transforms"):
-            verbs.plan(model, recipe(text, scheme="int8:g32:sym"))
+            api.plan(model, recipe(text, scheme="int8:g32:sym"))
     importance = CalibrationOptions(source="imatrix:a.gguf")
     with pytest.raises(UsageError, match="mean squares are of the model as it was"):
-        verbs.plan(
+        api.plan(
             model, recipe("unit-norms+rtn", type="Q4_K", format="gguf", calibration=importance)
         )
     wanted = recipe("unit-norms+rtn", scheme="int4:g32:sym")

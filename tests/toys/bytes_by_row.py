@@ -11,7 +11,7 @@ from torch import Tensor
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import Engine, bits_in
+from quantforge.formats.engine_rules import Engine, bits_in
 from quantforge.grids import Row, ScaleType
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor

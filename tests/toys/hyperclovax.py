@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import llama
+from quantforge.architectures.families import llama
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE, model_type="hyperclovax", requires={"use_post_norm": False}

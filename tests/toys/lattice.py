@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
-from quantforge.packers.moments import Held, Refit
+from quantforge.packers.hessian_refit import Held, Refit
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale
 

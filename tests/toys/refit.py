@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.packers.moments import Held, ScaleMoments
+from quantforge.packers.hessian_refit import Held, ScaleMoments
 
 
 def refit_scale(scales: Tensor, values: Tensor, held: Held, dtype: torch.dtype) -> Tensor:

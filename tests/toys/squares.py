@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
 from quantforge.packers import Points
-from quantforge.packers.moments import Held, Refit
+from quantforge.packers.hessian_refit import Held, Refit
 from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale

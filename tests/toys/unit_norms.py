@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from quantforge.architectures import Absorbs
 from quantforge.architectures.configuration import untied
 from quantforge.architectures.match import Matched, match, needs_architecture
-from quantforge.checkpoint.prepared import Rows, prepared_checkpoint
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import InputError
+from quantforge.files.computed_tensors import Rows, prepared_checkpoint
+from quantforge.files.reader import Checkpoint
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
+from quantforge.artifacts.number_text import significant
 from quantforge.errors import UsageError
 from quantforge.evaluation.verdict import Verdict
-from quantforge.results.significant import significant
 
 Row = Mapping[str, Any]
 Figures = Sequence[tuple[str, float, float | None]]  # name, value, standard error

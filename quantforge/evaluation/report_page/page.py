@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from quantforge.artifacts.number_text import UNITS, significant
 from quantforge.evaluation.block_errors import DEFINITION
 from quantforge.evaluation.columns import ABSENT, Column, fitting
 from quantforge.evaluation.report_page.charts import (
@@ -38,7 +39,6 @@ from quantforge.evaluation.text_tables import (
     titles,
 )
 from quantforge.evaluation.verdict import MARK, Verdict
-from quantforge.results.significant import UNITS, significant
 
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions

@@ -21,7 +21,6 @@ from quantforge.architectures import architecture_of
 from quantforge.architectures.configuration import untied
 from quantforge.errors import InputError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict, kv_scales
-from quantforge.formats.checks import bare_codes, denied
 from quantforge.formats.compressed_tensors import linears
 from quantforge.formats.compressed_tensors.groups import (
     DAMAGED,
@@ -47,7 +46,7 @@ from quantforge.formats.configuration import (
     targeted,
 )
 from quantforge.formats.convert import convert
-from quantforge.formats.engines import (
+from quantforge.formats.engine_rules import (
     GROUPS,
     MARLIN,
     UNTRIED,
@@ -62,7 +61,8 @@ from quantforge.formats.engines import (
     reads_weights,
     symmetric,
 )
-from quantforge.formats.fits import grouped, possible
+from quantforge.formats.read_checks import bare_codes, denied
+from quantforge.formats.refusal_reasons import grouped, possible
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme

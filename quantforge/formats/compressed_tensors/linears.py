@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
-from quantforge.formats.checks import (
+from quantforge.formats.read_checks import (
     by_group_index,
     described,
     has_group_index,

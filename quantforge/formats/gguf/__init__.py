@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import About, Fit, ModuleLayout, Verdict
-from quantforge.formats.checks import finite
 from quantforge.formats.convert import INTEGERS
-from quantforge.formats.engines import UNTRIED, Engine, grid_in
+from quantforge.formats.engine_rules import UNTRIED, Engine, grid_in
 from quantforge.formats.gguf.container import TYPES
+from quantforge.formats.read_checks import finite
 from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor

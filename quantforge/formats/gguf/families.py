@@ -20,8 +20,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from quantforge.architectures import Architecture, architecture_of, families
+from quantforge.architectures import Architecture, architecture_of
 from quantforge.architectures.declare import WITHIN
+from quantforge.architectures.families import declared_families
 from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import RefusedError
 
@@ -48,7 +49,7 @@ def family_of(config: Mapping[str, Any]) -> GgufFamily:
     """
     declared = architecture_of(config)
     if declared is None or declared.gguf is None:
-        written = sorted(name for name in families() if declared_of(name).gguf is not None)
+        written = sorted(name for name in declared_families() if declared_of(name).gguf is not None)
         raise RefusedError(
             f"model_type {str(config.get('model_type', ''))!r}: not written as GGUF",
             f"written are {', '.join(written)}; --format compressed-tensors --method rtn takes any decoder",
@@ -63,9 +64,9 @@ def model_types_read() -> dict[str, str]:
     Of several families of one name, the first; of a model with towers, its text alone where that has its own type.
     """
     found: dict[str, str] = {}
-    for name in families():
+    for name in declared_families():
         family = declared_of(name).gguf
-        if family is not None and family.class_name and f"{name}_text" not in families():
+        if family is not None and family.class_name and f"{name}_text" not in declared_families():
             found.setdefault(family.arch, name)
     return found
 

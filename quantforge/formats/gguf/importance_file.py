@@ -19,10 +19,10 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.disk import save
-from quantforge.checkpoint.files import FILES, changed
-from quantforge.checkpoint.safetensors import read_tensor
 from quantforge.errors import InputError
+from quantforge.files.disk import save
+from quantforge.files.opener import FILES, changed
+from quantforge.files.safetensors import read_tensor
 from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge_files.roles import IMATRIX

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.checkpoint.files import FILES
 from quantforge.errors import InputError
+from quantforge.files.opener import FILES
 from quantforge.formats.gguf.container import Value, ValueType, text, u32
 from quantforge.recipe import Recipe
 from quantforge_files.roles import CARD

@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import FILES, changed
-from quantforge.checkpoint.safetensors import TensorEntry
 from quantforge.errors import InputError
+from quantforge.files.opener import FILES, changed
+from quantforge.files.safetensors import TensorEntry
 from quantforge.formats.gguf.container import (
     ALIGNMENT,
     BY_NUMBER,

@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.architectures import architecture_of, families
+from quantforge.architectures import architecture_of
 from quantforge.architectures.architecture import matches
+from quantforge.architectures.families import declared_families
 from quantforge.architectures.projector import Projector, TokenRow, TowerTensor, Value
-from quantforge.checkpoint.files import read_object
-from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.hub import source_name
-from quantforge.checkpoint.safetensors import TensorEntry, torch_dtype
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.events import Event
+from quantforge.files.finite_values import scan_finite
+from quantforge.files.hub import source_name
+from quantforge.files.opener import read_object
+from quantforge.files.safetensors import TensorEntry, torch_dtype
 from quantforge.formats.gguf import container, interleaved
 from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, flag, text, u32
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
@@ -33,7 +34,7 @@ from quantforge_files.roles import SETTINGS, TOKENIZER
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
 
 OPTION = "--mmproj"
 ARCH = "clip"
@@ -166,7 +167,7 @@ def _declared(config: Mapping[str, Any]) -> Projector:
         )
     tower = _tower_of(config)
     if tower is None or not has_projector(config):
-        written = sorted(one for one in families() if _tower_of({"model_type": one}))
+        written = sorted(one for one in declared_families() if _tower_of({"model_type": one}))
         raise RefusedError(
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
             f"written are those of {', '.join(written)}; without {OPTION}, the language model alone",

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.llama_cpp import GgufFamily
-from quantforge.checkpoint.checksums import Checksums
-from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.errors import InputError, NotReadError
+from quantforge.files.checksums import Checksums
+from quantforge.files.reader import Checkpoint
+from quantforge.files.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.formats.gguf import KEY, QUANTIZATION, halves
 from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.gguf.families import (

@@ -11,8 +11,8 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import read_object
 from quantforge.errors import InputError
+from quantforge.files.opener import read_object
 from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import SETTINGS

@@ -25,9 +25,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from quantforge.checkpoint.files import read_object
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
+from quantforge.files.opener import read_object
 from quantforge.formats.gguf import tokenizer_differences as differences
 from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
 from quantforge.formats.gguf.parsing import read_gguf

@@ -27,10 +27,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from quantforge.checkpoint.checksums import take_checksums
-from quantforge.checkpoint.files import FILES, parse_object
-from quantforge.checkpoint.safetensors import TensorEntry, read_header
 from quantforge.errors import InputError
+from quantforge.files.checksums import take_checksums
+from quantforge.files.opener import FILES, parse_object
+from quantforge.files.safetensors import TensorEntry, read_header
 from quantforge.formats import patterns
 from quantforge_files import roles
 

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.draft_heads import KNOWN, draft_kind
 from quantforge.architectures.match import FLOATS
-from quantforge.checkpoint.files import FILES, read_object
-from quantforge.checkpoint.finite_values import scan_finite
-from quantforge.checkpoint.reader import CONFIG, Checkpoint, open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.finite_values import scan_finite
+from quantforge.files.opener import FILES, read_object
+from quantforge.files.reader import CONFIG, Checkpoint, open_checkpoint
 from quantforge.formats import Format, ModuleLayout, detect
 from quantforge.formats.declared_quantization import settle_declared
 from quantforge_files import roles

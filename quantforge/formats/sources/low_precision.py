@@ -11,9 +11,9 @@ import shlex
 from collections.abc import Callable, Mapping
 
 from quantforge.architectures.draft_heads import is_draft, type_of
-from quantforge.checkpoint.previous_output import MANIFEST
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import RefusedError
+from quantforge.files.previous_output import MANIFEST
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import ModuleLayout, detect, kv_scales
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import Encoded, decoded_weights, decoding

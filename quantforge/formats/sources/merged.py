@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 from quantforge.architectures.configuration import untied
 from quantforge.architectures.match import Matched, Role, match
-from quantforge.checkpoint.prepared import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
-from quantforge.checkpoint.reader import Checkpoint
-from quantforge.checkpoint.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.errors import InputError
+from quantforge.files.computed_tensors import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
+from quantforge.files.reader import Checkpoint
+from quantforge.files.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.formats.sources.adapter import CONFIG, WEIGHTS, Adapter, LowRank, merge_steps
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantforge.checkpoint.reader import Checkpoint
 from quantforge.errors import Fault, InputError
-from quantforge.formats.checks import bare_codes, matrix
+from quantforge.files.reader import Checkpoint
 from quantforge.formats.decoded import Encoded
+from quantforge.formats.read_checks import bare_codes, matrix
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:

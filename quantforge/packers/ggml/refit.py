@@ -20,7 +20,7 @@ from torch import Tensor
 from quantforge.grids import GGML_BLOCKS
 from quantforge.numerics.products import matmul
 from quantforge.packers.ggml.grid import GRIDS, LIMITS, steps, values_of
-from quantforge.packers.moments import Held, Refit
+from quantforge.packers.hessian_refit import Held, Refit
 from quantforge.scheme import Scheme
 
 Columns = dict[str, Tensor]  # of one group or block: [rows, 1] each

@@ -25,6 +25,7 @@ from torch.nn import functional
 from quantforge.errors import InputError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.ggml.refit import Plane, take_best
+from quantforge.packers.hessian_refit import Held, Refit
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.packers.lattices.points import (
     digit_values,
@@ -34,7 +35,6 @@ from quantforge.packers.lattices.points import (
     points_of,
     values_of,
 )
-from quantforge.packers.moments import Held, Refit
 from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 

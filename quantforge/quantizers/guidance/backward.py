@@ -35,8 +35,8 @@ from quantforge.architectures.match import Matched
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block import Batch, BlockPart, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
-from quantforge.model.loading import TensorSource
 from quantforge.model.stream import ModelStream
+from quantforge.model.weight_loading import TensorSource
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.numerics.values import finite
 from quantforge.quantizers.guidance.gradients import (

@@ -20,8 +20,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.disk import create_fresh, no_space, open_existing, writing
 from quantforge.errors import InputError, RefusedError, without
+from quantforge.files.disk import create_fresh, no_space, open_existing, writing
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
 

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from quantforge.packers import packer_of
 from quantforge.packers.integer import code_range
-from quantforge.packers.levels import look_up
+from quantforge.packers.nearest_levels import look_up
 from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
 from quantforge.quantizers.tuning import MOST, MOST_STEPS
 from quantforge.scheme import Scheme

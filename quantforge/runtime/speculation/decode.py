@@ -28,7 +28,7 @@ from quantforge.runtime.cache import CacheView
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import CHUNK_TOKENS, Step, prefill
 from quantforge.runtime.generation_options import Sampling
-from quantforge.runtime.ragged import Span
+from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import Chosen, RowSampler
 from quantforge.runtime.speculation.draft_model import SCHEMES, ModelDrafter, lower_bits
 from quantforge.runtime.speculation.drafter import Computed, Drafter, FeatureDrafter, cache_of_text

@@ -23,7 +23,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import Step
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import reason_to_decode
-from quantforge.runtime.ragged import Span
+from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.drafter import Drafter, cache_of_text
 from quantforge.runtime.speculation.options import FEWER_BITS

@@ -21,7 +21,7 @@ from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.linear import PackedLinear
-from quantforge.runtime.ragged import Span
+from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.options import MOST_NODES
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf

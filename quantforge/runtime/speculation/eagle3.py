@@ -20,7 +20,7 @@ from torch import Tensor
 from quantforge.architectures.draft_heads import EMBEDDING, stored_names
 from quantforge.formats.sources.head_directory import HeadDirectory
 from quantforge.runtime.cache import CacheShape, PagedCache
-from quantforge.runtime.ragged import RaggedBatch, Span
+from quantforge.runtime.ragged_attention import RaggedBatch, Span
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of
 from quantforge.runtime.speculation.drafter import Computed, read_linear
 from quantforge_kernels.attention import Scores

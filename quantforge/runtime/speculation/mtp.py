@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quantforge.architectures import architecture_of
 from quantforge.architectures.draft_heads import NEXTN_LAYERS, layers_of, without_heads
-from quantforge.checkpoint.finite_values import scan_finite
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.opening import open_model
+from quantforge.files.finite_values import scan_finite
+from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import Loaded, load
@@ -30,9 +30,9 @@ from quantforge.runtime.speculation.drafter import Computed
 from quantforge_kernels.layers import add_norm, linear
 
 if TYPE_CHECKING:
-    from quantforge.checkpoint.reader import Checkpoint
+    from quantforge.files.reader import Checkpoint
     from quantforge.runtime.cache import PagedCache
-    from quantforge.runtime.ragged import Span
+    from quantforge.runtime.ragged_attention import Span
 
 HINT = "take --draft ngram, int2 or a model"
 _JOINS = ("enorm", "hnorm", "eh_proj")

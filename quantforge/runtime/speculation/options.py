@@ -9,8 +9,8 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from quantforge.checkpoint.hub import is_hub_name
 from quantforge.errors import UnknownNameError, UsageError, nearest
+from quantforge.files.hub import is_hub_name
 
 NGRAM, LOOKAHEAD, MTP = "ngram", "lookahead", "mtp"
 FEWER_BITS = (2, 3, 4)  # of the model itself

@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from quantforge import architectures
-from quantforge.architectures import FILES, architecture_of, families, kimi, lfm2, qwen3_next
+from quantforge.architectures import architecture_of, families
 from quantforge.architectures.dimensions import dimensions_of
+from quantforge.architectures.families import FILES, declared_families, kimi, lfm2, qwen3_next
 from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
 from tests.conftest import FAMILIES, Tiny
@@ -116,7 +116,7 @@ def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: 
 
 def test_planning_needs_no_torch(tiny: Tiny) -> None:
     code = (
-        "import sys; from pathlib import Path; from quantforge.checkpoint.reader import open_checkpoint;"
+        "import sys; from pathlib import Path; from quantforge.files.reader import open_checkpoint;"
         "from quantforge.architectures.match import match; c = open_checkpoint(Path(sys.argv[1]));"
         "match(c.config, [e.header() for e in c.entries.values()]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
@@ -127,15 +127,17 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
 
 
 def test_every_file_of_families_is_listed_and_no_model_type_is_in_two() -> None:
-    folder = Path(architectures.__file__).parent
+    folder = Path(families.__file__).parent
     files = [path.stem for path in folder.glob("*.py") if "\nFAMILIES = " in path.read_text()]
     assert sorted(files) == sorted(FILES)
-    modules = [import_module(f"{architectures.__name__}.{file}") for file in FILES]
-    assert sorted(name for module in modules for name in module.FAMILIES) == sorted(families())
+    modules = [import_module(f"{families.__name__}.{file}") for file in FILES]
+    assert sorted(name for module in modules for name in module.FAMILIES) == sorted(
+        declared_families()
+    )
 
 
 def test_declarations_are_consistent() -> None:
-    for model_type in families():
+    for model_type in declared_families():
         check_declaration(model_type)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from quantforge.architectures.match import Matched, match
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parameters import parameters
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor

@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from quantforge.api.evaluate import check_measurement
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.cache_quality import (
     BEFORE,
@@ -21,12 +22,11 @@ from quantforge.evaluation.cache_quality import (
     trial_of,
     try_caches,
 )
-from quantforge.evaluation.windows import Windows
-from quantforge.formats.opening import open_model
+from quantforge.evaluation.text_windows import Windows
+from quantforge.formats.open_model import open_model
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.verbs.evaluate import check_measurement
 from quantforge_kernels.kv import PAGE
 from tests.conftest import make_tiny
 from tests.evaluations import TEXT, compared, options

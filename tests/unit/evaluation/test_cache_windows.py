@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quantforge.evaluation.cache_quality import trial_of
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from tests.conftest import make_tiny
 from tests.evaluations import tokenizer_at
 

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from quantforge.evaluation import divergence, head
+from quantforge.api import quantize
+from quantforge.evaluation import divergence, output_head
 from quantforge.evaluation.divergence import (
     Divergence,
     Estimate,
@@ -17,13 +18,12 @@ from quantforge.evaluation.divergence import (
     score,
     score_reference,
 )
-from quantforge.evaluation.head import Head
+from quantforge.evaluation.output_head import Head
 from quantforge.execution.progress import Progress, followed
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from tests.evaluations import compared, options, windows_of
 
 
@@ -68,8 +68,8 @@ def test_logits_are_made_in_chunks(tiny, monkeypatch):
         sizes.append(found.shape)
         return found
 
-    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 200)
-    monkeypatch.setattr(head, "MOST_TOKENS", 5)
+    monkeypatch.setitem(output_head.CHUNK_LOGITS, "cpu", 200)
+    monkeypatch.setattr(output_head, "MOST_TOKENS", 5)
     monkeypatch.setattr(Head, "logits", noted)
     chunked = score_reference(model, windows)
     assert max(sizes[1:]) == (5, 40)  # the first checks the head
@@ -101,8 +101,8 @@ def test_a_head_that_cannot_be_split_takes_few_tokens_at_a_time(tiny, monkeypatc
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
     monkeypatch.setattr(Head, "_weight", lambda *_: None)
-    monkeypatch.setattr(head, "LEAST_TOKENS", 5)
-    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 1)
+    monkeypatch.setattr(output_head, "LEAST_TOKENS", 5)
+    monkeypatch.setitem(output_head.CHUNK_LOGITS, "cpu", 1)
     assert list(Head(model).chunks(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
     found = score(model, windows, whole)  # of which the reference's can
     torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
@@ -115,13 +115,15 @@ def test_parts_are_split_as_both_heads_can_be(tiny, monkeypatch, whose):
         def _weight(self, part):
             return None
 
-    monkeypatch.setitem(head.CHUNK_LOGITS, "cpu", 200)  # parts of a few words for a head that can
+    monkeypatch.setitem(
+        output_head.CHUNK_LOGITS, "cpu", 200
+    )  # parts of a few words for a head that can
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
     assert Head(model).splits_vocabulary
     assert not Uncut(model).splits_vocabulary
     if whose == "the model's":
-        monkeypatch.setattr(head, "Head", Uncut)
+        monkeypatch.setattr(output_head, "Head", Uncut)
     else:
         whole.head = Uncut(model)
     found = score(model, windows, whole)
@@ -153,7 +155,7 @@ def test_sums_over_parts_are_those_of_the_whole():
     torch.manual_seed(0)
     logits = torch.randn(6, 50) * torch.tensor([0.1, 1, 5, 30, 80, 3])[:, None]
     targets = torch.tensor([0, 7, 49, 20, 33, 12])
-    sums = head.LogitSums(targets, find_best=True)
+    sums = output_head.LogitSums(targets, find_best=True)
     for first in range(0, 50, 7):
         part = slice(first, min(first + 7, 50))
         sums.add(logits[:, part].clone(), part)

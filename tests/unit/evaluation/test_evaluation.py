@@ -15,18 +15,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 
+from quantforge.api import quantize
 from quantforge.cli.evaluate import failed_gates
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation import compare_models as run
 from quantforge.evaluation import divergence, report, speed, tasks
 from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.divergence import score, score_reference
-from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.reference_text import Prompts
 from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from quantforge_kernels.cpu import features
 from tests.evaluations import TEXT, compared, options, windows_of
 

@@ -7,14 +7,14 @@ import json
 import pytest
 import torch
 
+from quantforge.api import quantize
+from quantforge.api.scored_text import PROMPTS, prompts_name, read_prompts
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.block_errors import block_errors, block_states
-from quantforge.evaluation.generated import Answer, Prompts, parting, summary
+from quantforge.evaluation.reference_text import Answer, Prompts, parting, summary
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
-from quantforge.verbs.scored_text import PROMPTS, prompts_name, read_prompts
 from tests.evaluations import compared, options, tokenizer_at, windows_of
 
 ASKED = Prompts("a test", ("the weights of", "1 + 1 = 2. the grid is the"), 12)

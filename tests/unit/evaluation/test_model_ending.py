@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.evaluation.head import Head, checked_head
+from quantforge.evaluation.output_head import Head, checked_head
 from quantforge.model.model_parts import base_model, blocks_of
 from quantforge.runtime.load import load
 from scripts import tiny_families

@@ -15,7 +15,7 @@ import pytest
 
 from quantforge.evaluation.columns import ABSENT
 from quantforge.evaluation.compare_models import QUANTILES, Evaluation, EvaluationOptions
-from quantforge.evaluation.generated import Prompts
+from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.charts import (
     APART,
@@ -28,8 +28,8 @@ from quantforge.evaluation.report_page.charts import (
 from quantforge.evaluation.report_page.page import marked, sort_key
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.text_tables import notes
+from quantforge.evaluation.text_windows import EvaluationProtocol
 from quantforge.evaluation.verdict import Verdict
-from quantforge.evaluation.windows import EvaluationProtocol
 from scripts.report_pictures import SCHEMES, WIDTHS, browser, chromium, shown
 from tests.evaluations import TRIAL, cache_rows
 from tests.thorough import each_value

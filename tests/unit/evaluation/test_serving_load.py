@@ -21,7 +21,7 @@ from quantforge.evaluation.bench_requests import (
     read_trace,
 )
 from quantforge.evaluation.bench_senders import send_to_server, serve_in_process, spread
-from quantforge.runtime.serving.engine import EngineOptions
+from quantforge.runtime.batching.engine import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
 TEXT = list(range(50))

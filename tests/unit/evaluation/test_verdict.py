@@ -2,9 +2,9 @@
 
 import pytest
 
+from quantforge.artifacts.number_text import significant, size, with_error
 from quantforge.evaluation.text_tables import speed_columns
 from quantforge.evaluation.verdict import judge, pace, pareto_front
-from quantforge.results.significant import significant, size, with_error
 
 
 def row(name, nbytes=4_000_000, kl=None, pace=None, **changes):

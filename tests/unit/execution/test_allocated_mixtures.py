@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.architectures.match import match
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
+from quantforge.files.reader import open_checkpoint
 from quantforge.planning.allocation import Allocated
 from quantforge.planning.gradient_options import refuse_guide
 from quantforge.settings import Settings
@@ -20,7 +20,7 @@ ROWS = {"samples": 2, "length": 32, "calibration": "builtin"}
 
 
 def allocated(model, target="4.6bpw", out=None, threads=1, **options) -> Allocated:
-    return verbs.allocate(
+    return api.allocate(
         model, target, out, settings=Settings(threads=threads),
         **{"candidates": SCHEMES, **ROWS, **options},
     )  # fmt: skip
@@ -39,7 +39,7 @@ def test_experts_of_a_layer_get_one_scheme_and_rules_name_all_of_them(tiny, made
     model = tiny("qwen3-moe")
     groups = experts_of(made.groups)
     assert [len(group) for group in groups] == [12, 12]  # 4 experts of 3 matrices in 2 layers
-    plan = verbs.plan(model, made.recipe)
+    plan = api.plan(model, made.recipe)
     assert plan.output_bytes == made.nbytes
     assert 0.99 * 4.6 <= made.bits <= 4.6
     schemes = {t.name.removesuffix(".weight"): str(t.scheme.weight) for t in plan.quantized()}
@@ -58,15 +58,15 @@ def test_a_file_that_stacks_them_may_have_a_type_for_each_of_their_matrices(tiny
     groups = experts_of(found.groups)
     assert [len(group) for group in groups] == [4] * 9
     assert all(len({name.rpartition(".")[2] for name in group}) == 1 for group in groups)
-    assert verbs.plan(tiny("mixtral"), found.recipe).output_bytes == found.nbytes
+    assert api.plan(tiny("mixtral"), found.recipe).output_bytes == found.nbytes
 
 
 def test_what_is_expected_is_what_it_costs(tiny, tmp_path):
     """To second order, and on another text: within a factor of two. It is 1.3 for a dense model of this size."""
     model, rows = tiny("gpt-oss"), {**ROWS, "samples": 48, "length": 64}
     expected = allocated(model, "6bpw", candidates=SCHEMES[::2], **rows).uniform[SCHEMES[0]][2]
-    verbs.quantize(model, None, tmp_path / "out", method="gptq", scheme=SCHEMES[0], **rows)
-    found = verbs.evaluate(model, [tmp_path / "out"], windows=4, length=64, speed=False)
+    api.quantize(model, None, tmp_path / "out", method="gptq", scheme=SCHEMES[0], **rows)
+    found = api.evaluate(model, [tmp_path / "out"], windows=4, length=64, speed=False)
     assert 0.5 < found.rows[1]["kl_mean"] / expected < 2
 
 
@@ -83,7 +83,7 @@ def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):
 def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(tiny):
     checkpoint = open_checkpoint(tiny("qwen3-moe"))
     matched = match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
-    tensors = verbs.plan(tiny("qwen3-moe"), method="gptq", scheme=SCHEMES[1], **ROWS).tensors
+    tensors = api.plan(tiny("qwen3-moe"), method="gptq", scheme=SCHEMES[1], **ROWS).tensors
     refuse_guide(1, ("gptq",), tensors, matched, "allocate", "no")
     other = replace(matched, layers=tuple(replace(kind, stacks=()) for kind in matched.layers))
     with pytest.raises(RefusedError, match="allocate: the model has experts"):

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge import verbs
-from quantforge.checkpoint.lock import Lock
+from quantforge import api
 from quantforge.errors import BusyError, InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
+from quantforge.files.lock import Lock
 from quantforge.planning.allocation import MixtureSearch
 from quantforge.planning.capacity import Load
 from quantforge.planning.recipe_options import build_recipe
@@ -38,7 +38,7 @@ FEW = {"samples": 2, "length": 32}
 
 
 def allocated(target="3.4bpw", out=None, settings=None, *, model=DEMO, **options):
-    return verbs.allocate(
+    return api.allocate(
         model, target, out, settings=settings or Settings(threads=1), **ROWS | options
     )
 
@@ -65,7 +65,7 @@ def made(half, tmp_path_factory):
 def test_the_size_is_met_and_the_recipe_makes_it(made, half, tmp_path):
     found, path = made
     assert 0.995 * 3.4 <= found.bits <= 3.4
-    outcome = verbs.quantize(half, path, tmp_path / "out")
+    outcome = api.quantize(half, path, tmp_path / "out")
     files = sum(one.stat().st_size for one in (tmp_path / "out").glob("*.safetensors"))
     assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
     assert files == pytest.approx(found.nbytes, rel=1e-3)  # headers have other lengths
@@ -81,14 +81,14 @@ def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small,
     assert "bits in blocks" in said
     (planned,) = re.findall(r"the recipe +(3\.[56]\d\d) ", said)
     assert f"# planned: {planned} bits per weight in blocks" in out.read_text()
-    plan = verbs.plan(small, out)
+    plan = api.plan(small, out)
     assert plan.bits_per_weight > plan.bits_per_weight_in_blocks
     assert f", {planned} in blocks (" in plan.density
     quantized = command(capsys, "quantize", model, "--recipe", out, "-o", tmp_path / "out")
     assert f", {planned} in blocks (" in quantized.err
-    alone = verbs.plan(small, bits=4, ignore=["*.layers.*"], head="int8")
+    alone = api.plan(small, bits=4, ignore=["*.layers.*"], head="int8")
     assert "none in blocks" in alone.density
-    assert "all in blocks" in verbs.plan(DEMO, bits=4).density
+    assert "all in blocks" in api.plan(DEMO, bits=4).density
 
 
 def test_it_loses_less_than_widths_alone(made):
@@ -117,7 +117,7 @@ def test_linears_that_engines_join_get_one_scheme(made, small):
     assert apart.recipe.scheme in {"q4_0", "q5_0"}
     types = {
         tensor.scheme.weight.grid
-        for tensor in verbs.plan(small, apart.recipe).quantized()
+        for tensor in api.plan(small, apart.recipe).quantized()
         if tensor.block >= 0
     }
     assert types == {"q4_0", "q5_0"}
@@ -138,7 +138,7 @@ def test_the_same_recipe_for_any_threads(small, tmp_path):
 def test_candidates_and_sizes_in_bytes(small):
     found = allocated("310kB", model=small, candidates=("int3:g64:sym", "int4:g64:sym"), **FEW)
     assert 0.98 * 310e3 <= found.nbytes <= 310e3  # of few matrices
-    written = verbs.plan(small, found.recipe).output_bytes
+    written = api.plan(small, found.recipe).output_bytes
     assert written == found.nbytes  # with the rules that are in headers
     assert {*found.chosen} <= {"int3:g64:sym", "int4:g64:sym"}
 
@@ -155,7 +155,7 @@ def test_memory_with_a_cache_is_shared_out_as_plan_counts_it(tmp_path):
         **FEW,
     )
     assert len({*found.chosen}) == 2
-    plan, known = verbs.capacity(DEMO, Load(512, 2, "fp8"), path)
+    plan, known = api.capacity(DEMO, Load(512, 2, "fp8"), path)
     assert 0 <= 0.9 * 15.7e6 - known.needed() < 0.005 * known.weights_bytes
     assert plan.output_bytes == found.nbytes
 
@@ -178,7 +178,7 @@ def test_memory_is_refused_with_what_is_possible():
 def theirs(tiny, tmp_path_factory):
     """A file that somebody has made of the small model."""
     path = tmp_path_factory.mktemp("theirs") / "their.gguf"
-    verbs.quantize(tiny("llama-wide"), out=path, method="rtn", type="Q4_1", scales="absmax")
+    api.quantize(tiny("llama-wide"), out=path, method="rtn", type="Q4_1", scales="absmax")
     return path
 
 
@@ -188,7 +188,7 @@ def test_the_size_of_somebodys_file(theirs, small):
     assert found.recipe.format == "gguf"
     assert 0.98 * size <= found.nbytes <= size  # of few matrices
     assert found.target == str(theirs)
-    assert verbs.plan(small, found.recipe).output_bytes == found.nbytes
+    assert api.plan(small, found.recipe).output_bytes == found.nbytes
     with pytest.raises(
         RefusedError, match=rf"--like their.gguf \({size:,} bytes\): it is below"
     ) as refused:
@@ -233,7 +233,7 @@ def test_matrices_that_share_a_scale_are_measured_together(small, tmp_path):
         **FEW,
     )
     assert {"nvfp4", "fp8_e4m3:row:sym"} <= {*found.chosen}
-    outcome = verbs.quantize(small, tmp_path / "mixed.toml", tmp_path / "out")
+    outcome = api.quantize(small, tmp_path / "mixed.toml", tmp_path / "out")
     assert outcome.plan.bits_per_weight == pytest.approx(found.bits)
     assert 0.995 * 7 <= found.bits <= 7
     nats = {name: one[2] for name, one in found.uniform.items()}
@@ -332,7 +332,7 @@ def test_an_engine_chooses_the_format_and_leaves_what_it_loads_mixed(
     found = allocated("5bpw", path, model=small, engine=engine, candidates=candidates, **FEW)
     assert (found.recipe.format, found.recipe.engine) == (key, engine)
     assert len({*found.chosen}) > 1
-    plan = verbs.plan(small, path)  # raises where the engine does not load it
+    plan = api.plan(small, path)  # raises where the engine does not load it
     assert plan.engines == found.engines
     assert {one.engine: one.loads for one in found.engines}[engine]
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.api.plan import planned_for
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution.calibration import calibrate
+from quantforge.files.reader import open_checkpoint
 from quantforge.planning.calibration_rows import coming_rows
 from quantforge.planning.planner import make_plan
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
-from quantforge.verbs.plan import planned_for
 from quantforge_calibration import SourceError
 from quantforge_calibration.draw import Request, draw
 from quantforge_calibration.row_count import builtin_rows, check_rows
@@ -32,7 +32,7 @@ THERE = 81  # rows of that length of the builtin text
     ("samples", "comes"), [(THERE, True), (THERE + 1, False), (128, True), (500, False)]
 )
 def test_rows_beyond_the_builtin_text_are_told(samples, comes):
-    plan = verbs.plan(DEMO, method="gptq", bits=4, samples=samples)
+    plan = api.plan(DEMO, method="gptq", bits=4, samples=samples)
     notes = [note for note in plan.notes if "asked for" in note]
     options = CalibrationOptions(samples=samples)
     found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
@@ -52,14 +52,14 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
     text = tmp_path / "a.txt"
     text.write_text("word and word\n" * 60_000)
     options = CalibrationOptions(source=f"builtin=9,{text}=1")
-    found = calibrate(DEMO, options, verbs.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
+    found = calibrate(DEMO, options, api.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
     assert found.sample.report.rows < found.sample.report.rows_asked == 128
     assert "calibration-rows" in {event.kind for event in found.events}
     assert "calibration-duplicates" in {event.kind for event in found.events}
 
 
 def test_a_plan_says_nothing_of_text_that_is_not_needed():
-    plan = verbs.plan(DEMO, method="rtn", scales="absmax", bits=8, samples=500)
+    plan = api.plan(DEMO, method="rtn", scales="absmax", bits=8, samples=500)
     assert not [note for note in plan.notes if "asked for" in note]
 
 
@@ -86,12 +86,12 @@ def test_a_plan_refuses_the_text_that_its_run_refuses(source, tmp_path):
     short.write_text('{"text": "a few words"}\n' * 9)
     source = source.format(short=short)
     asked = {"method": "gptq", "bits": 4, "calibration": source}
-    plan = verbs.plan(DEMO, method="gptq", bits=4)
+    plan = api.plan(DEMO, method="gptq", bits=4)
     with pytest.raises(InputError) as refused_by_run:
         calibrate(DEMO, CalibrationOptions(source=source), plan, vocabulary=1 << 20)
     for again in range(2):  # what is remembered is that a text is long enough
         with pytest.raises(InputError) as refused:
-            verbs.plan(DEMO, **asked)
+            api.plan(DEMO, **asked)
         told = (refused.value.message, refused.value.hint)
         assert told == (refused_by_run.value.message, refused_by_run.value.hint), again
 
@@ -173,7 +173,7 @@ def test_error_feedback_takes_random_rows(options, share):
 def test_random_tokens_are_those_of_the_model(tmp_path):
     text = tmp_path / "letters.txt"
     text.write_text("qzxkvjw" * 2000)  # no two are one token: all ids are below 300
-    plan = verbs.plan(DEMO, method="gptq", bits=4)
+    plan = api.plan(DEMO, method="gptq", bits=4)
     options = CalibrationOptions(source=str(text), random=0.0, length=64)
     plain, found = (
         calibrate(DEMO, replace(options, random=share), plan, vocabulary=300).sample
@@ -186,14 +186,14 @@ def test_random_tokens_are_those_of_the_model(tmp_path):
 
 def test_a_plan_tells_of_random_rows():
     for method, told in (("gptq", True), ("rtn", False)):
-        plan = verbs.plan(DEMO, method=method, bits=4)
+        plan = api.plan(DEMO, method=method, bits=4)
         said = [note for note in plan.notes if "0.0625 of the rows hold random tokens" in note]
         assert bool(said) is told
 
 
 def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
     options = CalibrationOptions(random=0.5)
-    plan = verbs.plan(DEMO, method="gptq", bits=4)
+    plan = api.plan(DEMO, method="gptq", bits=4)
     words = load_tokenizer(DEMO)
     words.tokenizer.add_special_tokens([*words.tokenizer.get_vocab(with_added_tokens=False)])
     monkeypatch.setattr("quantforge.execution.calibration.load_tokenizer", lambda *_: words)
@@ -211,7 +211,7 @@ def test_columns_that_are_not_used_are_a_note_and_stand_in_the_manifest(tmp_path
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"text": "word and word and word", "id": 1, "url": "x"}\n' * 40)
     options = CalibrationOptions(source=str(rows), samples=2, length=32)
-    plan = verbs.plan(DEMO, method="gptq", bits=4, samples=2, length=32)
+    plan = api.plan(DEMO, method="gptq", bits=4, samples=2, length=32)
     found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
     assert found.notes == ("calibration: columns that are not used: id, url in rows.jsonl",)
     assert found.describe()["unused_columns"] == {"rows.jsonl": ["id", "url"]}

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.lock import Watch
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.execution import claims
 from quantforge.execution.claims import Claims
+from quantforge.files.disk import DISK
+from quantforge.files.lock import Watch
 
 SAME = {"recipe": "r"}
 RECORD = {"unit": "a", "sums": {}}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from quantforge import plan
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.execution import guide
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.statistics import Statistics
-from quantforge.quantizers import gptq
+from quantforge.quantizers.gptq import gptq
 from quantforge.quantizers.guidance import backward
 from quantforge.quantizers.guidance.gradients import OutputGradients
 from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped

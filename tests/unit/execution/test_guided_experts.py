@@ -14,7 +14,7 @@ from quantforge import plan
 from quantforge.execution import guide
 from quantforge.model import expert_statistics
 from quantforge.model.statistics import Statistics
-from quantforge.quantizers import gptq
+from quantforge.quantizers.gptq import gptq
 from quantforge.quantizers.guidance.gradients import OutputGradients
 from quantforge.quantizers.guidance.token_weights import TokenWeights
 from quantforge.verification.verify import verify

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge.checkpoint.disk import DISK
-from quantforge.checkpoint.stage import Stage
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
 from quantforge.execution import journal, unit_output
@@ -35,6 +33,8 @@ from quantforge.execution.journal import (
 )
 from quantforge.execution.unit_output import checksum, runs
 from quantforge.execution.units import units_of
+from quantforge.files.disk import DISK
+from quantforge.files.stage import Stage
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from tests.releases import FAST
 from tests.runs import recipe

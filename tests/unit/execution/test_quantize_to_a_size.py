@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution import candidate_errors
 from quantforge.settings import Settings
@@ -33,14 +33,14 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def two_commands(small, tmp_path_factory):
     place = tmp_path_factory.mktemp("two")
-    verbs.allocate(small, out=place / "mixed.toml", **SIZE, **FEW)
-    verbs.quantize(small, place / "mixed.toml", place / "out")
+    api.allocate(small, out=place / "mixed.toml", **SIZE, **FEW)
+    api.quantize(small, place / "mixed.toml", place / "out")
     return files(place / "out")
 
 
 def test_the_same_bytes_as_by_two_commands(small, two_commands, tmp_path):
     said = []
-    outcome = verbs.quantize(
+    outcome = api.quantize(
         small, out=tmp_path / "out", settings=Settings(note=said.append), **SIZE, **FEW
     )
     assert files(tmp_path / "out") == two_commands
@@ -53,13 +53,13 @@ def test_it_goes_on_where_it_was_stopped(small, two_commands, tmp_path, monkeypa
     """Stopped once between two blocks that are measured, and once when it begins to round."""
 
     def run():
-        return verbs.quantize(small, out=tmp_path / "out", **SIZE, **FEW)
+        return api.quantize(small, out=tmp_path / "out", **SIZE, **FEW)
 
     seen = stopped_measuring(monkeypatch)
     with pytest.raises(KeyboardInterrupt):
         run()
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["quantforge.verbs.quantize"], "quantize_opened", lambda *_: 1 / 0)
+        patch.setattr(sys.modules["quantforge.api.quantize"], "quantize_opened", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             run()
     run()
@@ -69,13 +69,13 @@ def test_it_goes_on_where_it_was_stopped(small, two_commands, tmp_path, monkeypa
 
 
 def test_a_plan_says_what_is_measured_first():
-    plan = verbs.plan(DEMO, target="3.4bpw", **ROWS)
+    plan = api.plan(DEMO, target="3.4bpw", **ROWS)
     assert "measured first: what each of 7 schemes" in plan.notes[0]
     steps = plan.work.operations
     assert steps["pass"] < steps["measure"] > steps["round"]
     assert "4 rows of 64 tokens" in plan.notes[0]
     assert 3.35 < plan.bits_per_weight <= 3.4
-    plan, use = verbs.capacity(DEMO, verbs.Load(512), target="16MB@512")
+    plan, use = api.capacity(DEMO, api.Load(512), target="16MB@512")
     assert 0.99 * 0.9 * 16e6 < use.needed() <= 0.9 * 16e6
 
 
@@ -95,7 +95,7 @@ def test_a_plan_says_what_is_measured_first():
 )
 def test_refusals(options, kind, said, tmp_path):
     with pytest.raises(kind) as raised:
-        verbs.quantize(DEMO, out=tmp_path / "out", **options)
+        api.quantize(DEMO, out=tmp_path / "out", **options)
     assert said in f"{raised.value} {raised.value.hint}"
     assert not [*tmp_path.iterdir()]
 
@@ -105,7 +105,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_measured(tmp_path, 
     (tmp_path / "out" / "mine").write_text("")
     monkeypatch.setattr(candidate_errors, "candidate_errors", None)
     with pytest.raises(RefusedError, match="exists"):
-        verbs.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
+        api.quantize(DEMO, out=tmp_path / "out", **SIZE, **ROWS)
     assert [one.name for one in tmp_path.iterdir()] == ["out"]
 
 
@@ -121,12 +121,12 @@ def test_the_name_of_a_result_is_that_of_its_size_and_taken_ones_are_refused_fir
     size, name, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert verbs.plan(DEMO, **size, **ROWS).name == name
+    assert api.plan(DEMO, **size, **ROWS).name == name
     (tmp_path / name).mkdir()
     (tmp_path / name / "mine").write_text("")
     monkeypatch.setattr(candidate_errors, "candidate_errors", None)
     with pytest.raises(RefusedError, match=r"exists|is no file"):
-        verbs.quantize(DEMO, **size, **ROWS)
+        api.quantize(DEMO, **size, **ROWS)
     assert [one.name for one in tmp_path.iterdir()] == [name]
 
 
@@ -137,7 +137,7 @@ def test_an_interruption_says_where_the_measurement_waits(small, tmp_path, monke
     with monkeypatch.context() as patch:
         patch.chdir(tmp_path)
         with pytest.raises(KeyboardInterrupt) as stopped:
-            verbs.quantize(small, settings=settings, **SIZE, **FEW)
+            api.quantize(small, settings=settings, **SIZE, **FEW)
     (kept,) = tmp_path.iterdir()
     assert announced == ["demo-gptq-3.4bpw"]
     assert "the same command again goes on" in stopped.value.__notes__[0]

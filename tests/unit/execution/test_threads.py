@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import settings, verbs
+from quantforge import api, settings
 from quantforge.errors import InputError
 from quantforge.execution import data_free
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.numerics.threads import BackgroundTask, in_order
-from quantforge.packers import row_codes
+from quantforge.packers import row_encoding
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.quantizers.rtn import judging, round_shared
 from quantforge.recipe import Recipe, Rounding
@@ -88,7 +88,7 @@ def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_
     recipe = build_recipe(None, method="rtn", scales="absmax", **choices)
     out = tmp_path / ("x.gguf" if form == "gguf" else "out")
     with pytest.raises(InputError) as found:
-        verbs.quantize(str(model), recipe, out, Settings(threads=2))
+        api.quantize(str(model), recipe, out, Settings(threads=2))
     assert f"{name!r} holds nan at [{rows - 2}, 7] of [{rows}, {columns}]" in str(found.value)
 
 
@@ -97,7 +97,7 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
     made = build_recipe(
         None, method="rtn", scheme="fp8_e4m3:128x128", scales="absmax", format="fp8"
     )
-    verbs.quantize(str(tiny("llama-wide")), made, source)
+    api.quantize(str(tiny("llama-wide")), made, source)
     (source / "quantforge.manifest.json").unlink()  # one that others have published
     tensors = load_file(source / "model.safetensors")
     assert tensors[name].shape == (2, 1)
@@ -106,7 +106,7 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
     monkeypatch.setattr(data_free, "RUN_ELEMENTS", 1280)  # strips across the two tiles
     recipe = build_recipe(None, method="rtn", scheme="int8:row:sym", scales="absmax")
     with pytest.raises(InputError, match=f"{name}: scale inf of row 1, group 0"):
-        verbs.quantize(str(source), recipe, tmp_path / "out")
+        api.quantize(str(source), recipe, tmp_path / "out")
 
 
 def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
@@ -128,7 +128,7 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
         out = tmp_path / f"{threads}" / "x.gguf"
         out.parent.mkdir()
         recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
-        verbs.export(str(model), recipe, out, Settings(threads=threads))
+        api.export(str(model), recipe, out, Settings(threads=threads))
         made.append((out.read_bytes(), out.with_name("x.gguf.quantforge.json").read_bytes()))
     assert made[0] == made[1]
 
@@ -146,17 +146,17 @@ def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
     ],
 )
 # By the compiled loops, and without.
-@pytest.mark.parametrize("least", [1 << 12, row_codes.COMPILED_FROM])
+@pytest.mark.parametrize("least", [1 << 12, row_encoding.COMPILED_FROM])
 def test_strips_that_are_put_together_are_the_matrix(
     tiny, form, scheme, least, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(row_codes, "COMPILED_FROM", least)
+    monkeypatch.setattr(row_encoding, "COMPILED_FROM", least)
     model, made = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
         monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)
         out = tmp_path / f"{elements} {threads}"
         recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=form)
-        verbs.quantize(str(model), recipe, out, Settings(threads=threads))
+        api.quantize(str(model), recipe, out, Settings(threads=threads))
         made.append((out / "model.safetensors").read_bytes())
     assert made[0] == made[1] == made[2]
 

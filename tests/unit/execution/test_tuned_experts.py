@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import RefusedError
 from quantforge.events import Policy
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.experts import RoutedTokens
 from quantforge.quantizers.tuning.tuned_block import TunedBlock
 from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream

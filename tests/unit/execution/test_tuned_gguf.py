@@ -13,7 +13,7 @@ import torch
 from quantforge import plan
 from quantforge.execution import run_tuning as tuning
 from quantforge.formats.gguf import layouts, unpack
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge import export, plan
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import run_tuning as tuning
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.block import BlockPart
 from quantforge.numerics import products
 from quantforge.quantizers import tuning as tuning_bounds

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge.checkpoint.safetensors import read_tensor
-from quantforge.checkpoint.writer import WeightsWriter
 from quantforge.errors import IntegrityError
 from quantforge.execution import unit_output
 from quantforge.execution.data_free import fitted_with
 from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.unit_output import UnitOutput
+from quantforge.files.safetensors import read_tensor
+from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import storage_of
 from quantforge.notation import parse_layer
 from quantforge.plans import Action, FilePlan, StoredTensor, TensorPlan

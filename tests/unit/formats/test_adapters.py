@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge import verbs
-from quantforge.checkpoint import checksums
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.formats.opening import open_plain_source
+from quantforge.files import checksums
+from quantforge.files.reader import open_checkpoint
+from quantforge.formats.open_model import open_plain_source
 from quantforge.formats.sources import adapter as opening
 from quantforge.recipe import AdapterOptions
-from quantforge.results import manifest
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import StopError, command, crash_after, quantize, recipe
@@ -207,7 +207,7 @@ def test_from_plan_to_reproduce(
     model, out = tiny("llama-wide"), tmp_path / "q"
     place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj", "down_proj", "lm_head")))
     wanted = recipe("gptq", scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
-    plan = verbs.plan(model, wanted)
+    plan = api.plan(model, wanted)
     assert any(note.startswith("source adapter: tuned: 5 modules of rank 4") for note in plan.notes)
     quantize(model, out, wanted)
     document = manifest.read(out)
@@ -302,7 +302,7 @@ def test_sweeps_and_releases_measure_against_what_was_merged(
     def swept(out: str, over: Mapping[str, Any], **given: Any) -> Any:
         measured: Any = {"windows": 2, "length": 32}
         quick = {"method": "rtn", "scales": "absmax", **given}
-        return verbs.sweep(model, over, tmp_path / out, None, settings, measured, **quick)
+        return api.sweep(model, over, tmp_path / out, None, settings, measured, **quick)
 
     found = swept("s", {"bits": [8, 4]}, adapter=str(place))
     assert found.evaluation.protocol.adapter.startswith("tuned (SHA-256 ")
@@ -331,7 +331,7 @@ def test_an_adapter_is_given_where_the_recipes_say_so(
     model, out, file = tiny("llama-wide"), tmp_path / "q", tmp_path / "q.gguf"
     place = adapter(tmp_path / "tuned", low_rank(model, ("q_proj",)))
     quantize(model, out, recipe(scheme="int4:g32:sym"))
-    verbs.export(out, out=file, format="gguf")
+    api.export(out, out=file, format="gguf")
     blocks = tmp_path / "b.gguf"
     quantize(model, blocks, recipe(format="gguf", type="Q8_0", scales="absmax"))
     for result in (out, file, blocks):
@@ -344,11 +344,11 @@ def test_an_adapter_is_given_where_the_recipes_say_so(
     assert (ended.code, "hint: leave --adapter out" in ended.err) == (5, True)
     (out / manifest.NAME).unlink()  # nobody says what it was made with
     assert verify(out, model, adapter=place, forward=False).tensors
-    verbs.export(out, out=tmp_path / "of-it.gguf", format="gguf")
+    api.export(out, out=tmp_path / "of-it.gguf", format="gguf")
     assert verify(tmp_path / "of-it.gguf", model, adapter=place).tensors
     merged = recipe(scheme="int4:g32:sym", adapter=AdapterOptions(str(place)))
     quantize(model, tmp_path / "m", merged)
-    verbs.export(tmp_path / "m", out=tmp_path / "m.gguf", format="gguf")
+    api.export(tmp_path / "m", out=tmp_path / "m.gguf", format="gguf")
     for result in (tmp_path / "m", tmp_path / "m.gguf"):
         assert not verify(result, model, adapter=place).findings
         with pytest.raises(InputError, match="made with the adapter tuned"):
@@ -362,7 +362,7 @@ def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path:
     quantize(model, tmp_path / "q", wanted, base_model="org/name")
     told = manifest.read(tmp_path / "q")
     assert told is not None
-    moved = verbs.export(tmp_path / "q", format="gptq", out=tmp_path / "moved")
+    moved = api.export(tmp_path / "q", format="gptq", out=tmp_path / "moved")
     assert moved.name == f"{model.name}-tuned-rtn-int4-g32-gptq"
     for card in ((tmp_path / one / "README.md").read_text() for one in ("q", "moved")):
         fields, text = card.split("\n---\n")
@@ -372,7 +372,7 @@ def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path:
         assert f"[org/name](https://huggingface.co/org/name){merged}, quantized by `rtn`" in text
         assert f"1. `{model.name}`{merged}: quantized by `rtn`" in text
     file = recipe(type="Q8_0", format="gguf", adapter=AdapterOptions(str(place)))
-    assert verbs.plan(model, file).name == f"{model.name}-tuned-Q8_0.gguf"
+    assert api.plan(model, file).name == f"{model.name}-tuned-Q8_0.gguf"
     quantize(model, tmp_path / "x.gguf", file)
     assert f"{model.name}-tuned".encode() in (tmp_path / "x.gguf").read_bytes()[:4096]
 
@@ -624,6 +624,6 @@ def test_nothing_is_merged_into_codes(tiny: Tiny, tmp_path: Path) -> None:
     place = adapter(tmp_path / "a", low_rank(model, ("q_proj",)))
     quantize(model, tmp_path / "q", recipe(scheme="int4:g128:sym"))
     with pytest.raises(UsageError, match="nothing is merged into codes"):
-        verbs.export(
+        api.export(
             str(tmp_path / "q"), recipe(format="gptq"), tmp_path / "g", Settings(adapter=place)
         )

@@ -10,16 +10,16 @@ import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 
+from quantforge.api import plan
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import compressed_tensors as ct
-from quantforge.formats.checks import described
 from quantforge.formats.compressed_tensors.groups import weight_arguments
 from quantforge.formats.compressed_tensors.linears import (
     in_blocks,
     pack_transposed,
     packed_transposed_tensors,
 )
-from quantforge.verbs import plan
+from quantforge.formats.read_checks import described
 from tests.conftest import Tiny
 from tests.quantized import decoded, random_tensor, same
 

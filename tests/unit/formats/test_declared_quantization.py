@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.errors import InputError
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
@@ -81,10 +81,10 @@ SCHEMES = {
 )
 def test_a_declaration_without_packed_tensors_is_left_over(tiny, tmp_path, place, left):
     model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({place: left}))
-    found = verbs.inspect(model)
+    found = api.inspect(model)
     assert (found.format, found.bits_per_weight) == (
         "plain",
-        verbs.inspect(tiny("llama")).bits_per_weight,
+        api.inspect(tiny("llama")).bits_per_weight,
     )
     assert f"{place}" in found.notes[0]
     assert "left over" in found.notes[0]
@@ -93,7 +93,7 @@ def test_a_declaration_without_packed_tensors_is_left_over(tiny, tmp_path, place
 
 def test_null_declares_nothing(tiny, tmp_path):
     model = copied(tiny("llama"), tmp_path / "m", lambda config: config.update({KEY: None}))
-    assert verbs.inspect(model).notes == ()
+    assert api.inspect(model).notes == ()
     assert open_model(model).config == open_model(tiny("llama")).config
 
 
@@ -108,12 +108,12 @@ def test_no_result_carries_what_is_left_over(tiny, tmp_path, nested):
     assert any(place in note and "left over" in note for note in outcome.plan.notes)
     assert "bitsandbytes" not in (tmp_path / "q" / "config.json").read_text()
     assert verify(tmp_path / "q", model).findings == []
-    moved = verbs.export(model, None, tmp_path / "plain", format="plain")
+    moved = api.export(model, None, tmp_path / "plain", format="plain")
     assert any(place in note for note in moved.notes)
     assert KEY not in (tmp_path / "plain" / "config.json").read_text()
     file = tmp_path / "m.gguf"
-    verbs.export(model, None, file, type="Q8_0")
-    assert verbs.inspect(file).schemes["q8_0"] > 0
+    api.export(model, None, file, type="Q8_0")
+    assert api.inspect(file).schemes["q8_0"] > 0
 
 
 def autogptq(config: dict[str, Any]) -> dict[str, Any]:
@@ -146,11 +146,11 @@ def test_a_file_beside_the_model_declares_what_config_json_does_not(
     declared: dict[str, Any] = {}
     model = copied(packed(form), tmp_path / "m", lambda config: declared.update(written(config)))
     (model / file).write_text(json.dumps(declared))
-    found = verbs.inspect(model)
-    assert (found.format, found.schemes) == (form, verbs.inspect(packed(form)).schemes)
+    found = api.inspect(model)
+    assert (found.format, found.schemes) == (form, api.inspect(packed(form)).schemes)
     assert file in found.notes[0]
-    verbs.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
-    verbs.export(packed(form), None, tmp_path / "same", format="plain", allow_inexact=True)
+    api.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
+    api.export(packed(form), None, tmp_path / "same", format="plain", allow_inexact=True)
     assert (tmp_path / "plain" / WEIGHTS).read_bytes() == (tmp_path / "same" / WEIGHTS).read_bytes()
 
 
@@ -169,11 +169,11 @@ def test_another_key_of_config_json_declares_it(packed, tmp_path, place, within)
         config = json.loads((model / "config.json").read_text())
         config["text_config"] = {**config, **config["text_config"]}
         (model / "config.json").write_text(json.dumps(config))
-    found = verbs.inspect(model)
+    found = api.inspect(model)
     assert (found.format, found.schemes) == (
-        "compressed-tensors", verbs.inspect(packed("compressed-tensors")).schemes)  # fmt: skip
+        "compressed-tensors", api.inspect(packed("compressed-tensors")).schemes)  # fmt: skip
     assert place in found.notes[0]
-    verbs.export(model, None, tmp_path / "gptq", format="gptq")
+    api.export(model, None, tmp_path / "gptq", format="gptq")
     assert (
         set(json.loads((tmp_path / "gptq" / "config.json").read_text())) & {"compression_config"}
         == set()
@@ -182,10 +182,10 @@ def test_another_key_of_config_json_declares_it(packed, tmp_path, place, within)
 
 def test_old_mlx_files_declare_it_once(packed, tmp_path):
     model = copied(packed("mlx"), tmp_path / "m", lambda config: config.pop(KEY))
-    assert verbs.inspect(model).schemes == verbs.inspect(packed("mlx")).schemes
+    assert api.inspect(model).schemes == api.inspect(packed("mlx")).schemes
     with pytest.raises(InputError, match="already quantized"):
-        verbs.plan(model, recipe())
-    verbs.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
+        api.plan(model, recipe())
+    api.export(model, None, tmp_path / "plain", format="plain", allow_inexact=True)
     assert "quantization" not in (tmp_path / "plain" / "config.json").read_text()
 
 
@@ -195,7 +195,7 @@ def test_two_places_that_differ_are_refused(packed, tmp_path):
     (model / "quantize_config.json").write_text(json.dumps(declared))
     (model / "quantization_config.json").write_text(json.dumps({**declared, "sym": False}))
     with pytest.raises(InputError, match="declare different quantizations"):
-        verbs.inspect(model)
+        api.inspect(model)
 
 
 @each_value(
@@ -221,8 +221,8 @@ def test_packed_tensors_that_nothing_declares_are_refused_by_name(
 
     model = copied(packed(form), tmp_path / "m", change)
     for read in (
-        verbs.inspect,
-        lambda path: verbs.export(path, None, tmp_path / "o", format="plain"),
+        api.inspect,
+        lambda path: api.export(path, None, tmp_path / "o", format="plain"),
     ):
         with pytest.raises(InputError, match=tool) as caught:
             read(model)
@@ -255,9 +255,9 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_tensors_that_do_not_fit_are_not_moved(packed, tmp_path, form, change, words):
     model = retold(copied(packed("compressed-tensors"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
-        verbs.export(model, None, tmp_path / "o", format=form, allow_inexact=True)
+        api.export(model, None, tmp_path / "o", format=form, allow_inexact=True)
     with pytest.raises(InputError, match=words):
-        verbs.inspect(model)
+        api.inspect(model)
     assert not (tmp_path / "o").exists()
 
 
@@ -272,18 +272,18 @@ def test_tensors_that_do_not_fit_are_not_moved(packed, tmp_path, form, change, w
 def test_plain_tensors_that_do_not_fit_are_not_copied(tiny, tmp_path, change, words):
     model = retold(copied(tiny("llama-wide"), tmp_path / "m"), change)
     with pytest.raises(InputError, match=words):
-        verbs.export(model, None, tmp_path / "o", format="plain")
+        api.export(model, None, tmp_path / "o", format="plain")
     with pytest.raises(InputError, match=words):
-        verbs.inspect(model)
+        api.inspect(model)
 
 
 def test_a_tied_head_that_is_not_the_embedding_is_not_moved(tiny, tmp_path):
     model = copied(
         tiny("llama"), tmp_path / "m", lambda config: config.update(tie_word_embeddings=True)
     )
-    verbs.inspect(model)
+    api.inspect(model)
     with pytest.raises(InputError, match="tie_word_embeddings"):
-        verbs.export(model, None, tmp_path / "o", format="plain")
+        api.export(model, None, tmp_path / "o", format="plain")
 
 
 def test_packed_tensors_of_a_family_that_is_not_declared_are_not_called_plain(tiny, tmp_path):
@@ -292,7 +292,7 @@ def test_packed_tensors_of_a_family_that_is_not_declared_are_not_called_plain(ti
     model = copied(tiny("llama-wide"), tmp_path / "m", lambda config: config.update(changes))
     retold(model, lambda t: t.update({f"{UP}s": t[UP].to(torch.int32)}))
     with pytest.raises(InputError, match=r"up_proj.weights: packed \(I32\)"):
-        verbs.export(model, None, tmp_path / "o", format="plain")
+        api.export(model, None, tmp_path / "o", format="plain")
 
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -315,9 +315,9 @@ def unpacked(form: str) -> Callable[[dict[str, torch.Tensor]], object]:
 def test_a_module_that_is_not_packed_has_to_be_listed(packed, tmp_path, form):
     model = retold(copied(packed(form), tmp_path / "m"), unpacked(form))
     for read in (
-        verbs.inspect,
+        api.inspect,
         load,
-        lambda path: verbs.export(path, None, tmp_path / "o", format="plain"),
+        lambda path: api.export(path, None, tmp_path / "o", format="plain"),
     ):
         with pytest.raises(
             InputError, match=f"says that {DOWN} is quantized, but 1 such modules are not packed"
@@ -332,7 +332,7 @@ def test_a_module_that_is_not_packed_has_to_be_listed(packed, tmp_path, form):
     else:
         config[KEY][listed] = [*(config[KEY].get(listed) or []), DOWN]
     (model / "config.json").write_text(json.dumps(config))
-    assert verbs.inspect(model).format == form
+    assert api.inspect(model).format == form
 
 
 def test_a_packed_module_may_not_be_listed(packed, tmp_path):
@@ -342,9 +342,9 @@ def test_a_packed_module_may_not_be_listed(packed, tmp_path):
         lambda config: config[KEY]["ignore"].append(DOWN),
     )
     for read in (
-        verbs.inspect,
+        api.inspect,
         load,
-        lambda path: verbs.export(path, None, tmp_path / "o", format="plain"),
+        lambda path: api.export(path, None, tmp_path / "o", format="plain"),
     ):
         with pytest.raises(InputError, match=f"says that {DOWN} is not quantized"):
             read(model)
@@ -359,7 +359,7 @@ def test_bits_and_groups_that_make_other_shapes_are_refused(packed, tmp_path):
 
     model = copied(packed("mlx"), tmp_path / "m", change)
     with pytest.raises(InputError, match="shape"):
-        verbs.inspect(model)
+        api.inspect(model)
 
 
 @pytest.mark.parametrize("value", [0, 1])
@@ -375,9 +375,9 @@ def test_biases_that_old_gptq_files_add_are_left_out_where_they_are_zero(packed,
     model = retold(copied(packed("gptq"), tmp_path / "m"), change)
     if value:
         with pytest.raises(InputError, match="bias: not a tensor of llama"):
-            verbs.inspect(model)
+            api.inspect(model)
         return
-    assert f"{len(names)} biases of zeros" in verbs.inspect(model).notes[0]
-    verbs.export(model, None, tmp_path / "plain", format="plain")
-    verbs.export(packed("gptq"), None, tmp_path / "same", format="plain")
+    assert f"{len(names)} biases of zeros" in api.inspect(model).notes[0]
+    api.export(model, None, tmp_path / "plain", format="plain")
+    api.export(packed("gptq"), None, tmp_path / "same", format="plain")
     assert (tmp_path / "plain" / WEIGHTS).read_bytes() == (tmp_path / "same" / WEIGHTS).read_bytes()

@@ -5,7 +5,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout, format_of
-from quantforge.formats.checks import described
+from quantforge.formats.read_checks import described
 from quantforge.grids import PerGroup, Zero
 from quantforge.packers.bits import pack_rows
 from quantforge.packers.tensor import QuantizedTensor

@@ -11,7 +11,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.formats import detect, format_of
-from quantforge.formats.checks import described
+from quantforge.formats.read_checks import described
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import FORMATS, Verdict, detect, format_of
-from quantforge.formats.checks import described
+from quantforge.formats.read_checks import described
 from quantforge.notation import parse
 from quantforge.scheme import LayerScheme, Scheme
 from tests.quantized import (

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from quantforge.checkpoint.safetensors import read_header
 from quantforge.errors import InputError, RefusedError
+from quantforge.files.safetensors import read_header
 from quantforge.formats import ModuleLayout, Verdict, detect, format_of
-from quantforge.formats.checks import described
+from quantforge.formats.read_checks import described
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse, parse_layer

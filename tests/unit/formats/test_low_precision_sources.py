@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge import api
+from quantforge.api.reproduce import reproduce
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError
+from quantforge.files.reader import Checkpoint
 from quantforge.formats import detect
 from quantforge.formats.decoded import decoded, decoded_weights
-from quantforge.formats.opening import open_model, open_plain_source
-from quantforge.results import manifest
+from quantforge.formats.open_model import open_model, open_plain_source
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs.reproduce import reproduce
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
@@ -102,7 +102,7 @@ def test_tiles_are_decoded_as_transformers_does(tiny: Tiny, tmp_path: Path, fami
 def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
     model = in_fp8(tiny("llama-wide"), tmp_path / "m")
     wanted = recipe("gptq", scheme="int4:g32:sym")
-    plan = verbs.plan(model, wanted)
+    plan = api.plan(model, wanted)
     assert "source precision: fp8 (128x128 tiles)" in plan.notes
     out = tmp_path / "q"
     done = quantize(model, out, wanted)
@@ -113,7 +113,7 @@ def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
     assert document["source"]["precision"] == "fp8 (128x128 tiles)"
     assert verify(out, model).findings == []
     assert reproduce(out, model, Settings()).differing == ()
-    found = verbs.evaluate(model, [out], text="builtin", windows=2, length=32, speed=False)
+    found = api.evaluate(model, [out], text="builtin", windows=2, length=32, speed=False)
     assert [row["scheme"] for row in found.rows] == ["fp8 (128x128 tiles)", "int4:g32:sym:bf16"]
     assert 0 < found.rows[1]["kl_mean"] < 0.2
 
@@ -150,7 +150,7 @@ def test_modules_that_stay_plain_are_read_as_they_are(tiny: Tiny, tmp_path: Path
     config["modules_to_not_convert"] = [kept.removesuffix(".weight"), "lm_head"]
     mixed = published(model, tmp_path / "mixed", tensors, config)
     assert torch.equal(open_plain_source(mixed).read(kept), source)
-    assert verbs.plan(mixed, recipe(scheme="int4:g32:sym")).quantized()
+    assert api.plan(mixed, recipe(scheme="int4:g32:sym")).quantized()
 
 
 @pytest.mark.parametrize(
@@ -285,8 +285,8 @@ def test_blocks_that_cannot_be_decoded_are_named(
 
 def test_declarations_are_derived_of_what_is_decoded(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
-    derived = verbs.derive_declarations(in_mxfp4(model, tmp_path / "m"))
-    assert derived.document() == verbs.derive_declarations(model).document()
+    derived = api.derive_declarations(in_mxfp4(model, tmp_path / "m"))
+    assert derived.document() == api.derive_declarations(model).document()
 
 
 def in_modelopt(model: Path, place: Path) -> tuple[Path, dict[str, Tensor]]:
@@ -347,7 +347,7 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
     assert source.facts["precision"].startswith("fp8 (128x128 tiles), nvfp4, ")
     quantize(model, tmp_path / "q", recipe(scheme="int4:g32:sym"))
     assert verify(tmp_path / "q", model).findings == []
-    verbs.export(model, out=tmp_path / "plain", format="plain")
+    api.export(model, out=tmp_path / "plain", format="plain")
     plain = open_model(tmp_path / "plain")
     assert "quantization_config" not in plain.config
     for name, value in expected.items():
@@ -356,7 +356,7 @@ def test_layouts_of_model_optimizer(tiny: Tiny, tmp_path: Path) -> None:
     del config["quantization_config"]
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError):
-        verbs.plan(model, recipe(scheme="int4:g32:sym"))
+        api.plan(model, recipe(scheme="int4:g32:sym"))
     (model / "hf_quant_config.json").write_text("{}")
     assert open_plain_source(model).facts == source.facts
 

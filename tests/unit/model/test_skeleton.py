@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from quantforge.checkpoint.reader import open_checkpoint
 from quantforge.errors import InputError
 from quantforge.evaluation.divergence import final_hidden
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.skeleton import build
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify

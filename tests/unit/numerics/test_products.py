@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.numerics import products
 from quantforge.numerics.products import cutting, cutting_linears
 from quantforge.numerics.threads import Team, one_thread, reproducible, side_by_side
@@ -115,7 +115,7 @@ def test_no_product_of_a_run_is_left_to_several_threads(
         inner = replace(getattr(wanted, group), **{option: value}) if group else value
         wanted = replace(wanted, **{group or key: inner})
     with Watch() as watch:
-        verbs.quantize(
+        api.quantize(
             str(tiny(family)), wanted, tmp_path / NAMES[wanted.format], Settings(threads=8)
         )
     assert watch.seen > 100
@@ -139,7 +139,7 @@ def test_nor_a_sum_of_plain_rounding(
     path = tiny("llama-wide")
     out = tmp_path / NAMES[values["format"]]
     with Watch() as watch:
-        verbs.quantize(str(path), recipe(**values), out, Settings(threads=8))
+        api.quantize(str(path), recipe(**values), out, Settings(threads=8))
     assert not watch.shared_out
 
 
@@ -148,7 +148,7 @@ def test_nor_one_of_an_importance_matrix(
 ) -> None:
     threads(8)
     with Watch() as watch:
-        verbs.make_imatrix(str(tiny("llama-wide")), recipe(), tmp_path / "imatrix", Settings())
+        api.make_imatrix(str(tiny("llama-wide")), recipe(), tmp_path / "imatrix", Settings())
     assert watch.seen > 20
     assert not watch.shared_out
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantforge.formats.decoded import decoded
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.input_rounding import simulate

@@ -9,7 +9,7 @@ from quantforge.errors import InputError
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
 from quantforge.packers import integer
-from quantforge.packers import row_codes as rows
+from quantforge.packers import row_encoding as rows
 from quantforge.scheme import Scheme
 from tests.thorough import each_value
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantforge.grids import PerTensor
 from quantforge.notation import parse
 from quantforge.packers import integer, scale_loops, scale_search
-from quantforge.packers import row_codes as rows
+from quantforge.packers import row_encoding as rows
 from quantforge.scheme import Scheme
 from tests.thorough import each_value
 

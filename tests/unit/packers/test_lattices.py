@@ -19,7 +19,8 @@ from quantforge.packers.ggml.blocks import decode_blocks, from_blocks, to_blocks
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE, packer
 from quantforge.packers.lattices.points import points_of, values_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import gptq, rtn
+from quantforge.quantizers import rtn
+from quantforge.quantizers.gptq import gptq
 from quantforge.recipe import GptqOptions, Rounding
 
 GRIDS = sorted(LATTICES)

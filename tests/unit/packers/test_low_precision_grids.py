@@ -9,8 +9,8 @@ from quantforge.errors import InputError
 from quantforge.notation import parse
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import fp4, fp8, integer, nf4, packer_of
-from quantforge.packers import row_codes as rows
-from quantforge.packers.levels import count_above, look_up
+from quantforge.packers import row_encoding as rows
+from quantforge.packers.nearest_levels import count_above, look_up
 from tests.thorough import each_value
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",

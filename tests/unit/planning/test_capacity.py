@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge import verbs
-from quantforge.architectures import architecture_of, families
+from quantforge import api
+from quantforge.architectures import architecture_of
+from quantforge.architectures.families import declared_families
 from quantforge.architectures.match import Matched
 from quantforge.cache_kinds import WORDS
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.capacity import MARGIN, CacheSize, Capacity, Load, cache_size, rows_of
-from quantforge.planning.cards import CARDS, Card
+from quantforge.planning.gpu_cards import CARDS, Card
 from quantforge.planning.weight_traffic import WeightTraffic
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import CacheShape, PagedCache
@@ -53,7 +54,7 @@ def cache(layers: int, heads: int, kv_heads: int, head: int, kind: str = "16bit"
 
 
 def capacity(model: object, load: Load, **options: Any) -> Capacity:
-    return verbs.capacity(str(model), load, **options)[1]
+    return api.capacity(str(model), load, **options)[1]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +199,7 @@ def test_windows_are_those_that_transformers_reads():
 
     asked = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
     seen = 0
-    for name in sorted(families().keys() - {"kimi_k2"}):  # which has no class of its own
+    for name in sorted(declared_families().keys() - {"kimi_k2"}):  # which has no class of its own
         for values in ({}, asked):
             default = AutoConfig.for_model(name).get_text_config(decoder=True)
             known = {key: value for key, value in values.items() if hasattr(default, key)}
@@ -242,7 +243,7 @@ def test_layers_that_see_a_chunk_are_those_with_a_flag():
 @pytest.mark.parametrize("model", ["models/demo", "models/demo-moe"])
 def test_a_token_reads_what_the_runtime_multiplies_it_by(model):
     found = capacity(model, Load(1), recipe=Recipe(format="plain"))
-    loaded = verbs.load(model).model.to(torch.bfloat16)
+    loaded = api.load(model).model.to(torch.bfloat16)
     assert found.traffic.step_bytes(1) == pytest.approx(bytes_per_token(loaded), rel=2e-3)
     held = sum(value.nbytes for value in loaded.parameters())
     assert found.weights_bytes == pytest.approx(held, rel=1e-3)

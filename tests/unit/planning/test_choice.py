@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.plans import Action
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
 from tests.conftest import Tiny
@@ -26,7 +26,7 @@ def test_ignores_rules_options_and_defaults_come_in_this_order(tiny: Tiny, form:
         wanted = Recipe(
             format=form, bits=4, calibration=CalibrationOptions(source="none"), **values
         )
-        tensors = verbs.plan(str(tiny("llama-wide")), wanted).tensors
+        tensors = api.plan(str(tiny("llama-wide")), wanted).tensors
         tensor = next(t for t in tensors if t.name.endswith(f"{layer}.weight"))
         return ":".join(str(tensor.scheme).split(":")[:3]) if tensor.scheme else tensor.action.value
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.architectures.routers import experts_of, routers
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
@@ -60,7 +60,7 @@ def made(
 
 
 def planned(model: Path, **values: object) -> Plan:
-    return verbs.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
+    return api.plan(str(model), Recipe(scheme="int4:g32", scales="absmax", **values))
 
 
 def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
@@ -91,7 +91,7 @@ def test_what_is_asked_to_stay_is_no_event(tmp_path):
     assert planned(model, ignore=("*experts*",)).substitutions == ()
     assert planned(model, rules=(Rule("down_proj", "keep"),)).substitutions == ()
     declared = Path(__file__).parents[3] / "models" / "demo"
-    assert verbs.plan(str(declared), Recipe(bits=4)).substitutions == ()
+    assert api.plan(str(declared), Recipe(bits=4)).substitutions == ()
 
 
 @pytest.mark.parametrize(
@@ -125,18 +125,18 @@ def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
     """As a file that takes it for a linear layer: the same, with a configuration that does not count the experts."""
     model = made(tmp_path / "m", PER_EXPERT | {"mlp.chooser.weight": (EXPERTS, H)})
     recipe = Recipe(scheme="int4:g32", scales="absmax")
-    verbs.quantize(str(model), recipe, tmp_path / "a", Settings())
+    api.quantize(str(model), recipe, tmp_path / "a", Settings())
     config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"num_experts": EXPERTS}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
     with pytest.raises(RefusedError, match="router-rounded"):
-        verbs.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
+        api.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
                         Settings(policy=Policy(strict=True, allow={"inexact": 99})), allow_inexact=True)  # fmt: skip
 
 
 def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, capsys):
     """Experts that nobody could round are an event of every export; those that somebody left alone are none."""
     stacked = made(tmp_path / "m", STACKED, num_local_experts=EXPERTS)
-    verbs.quantize(
+    api.quantize(
         str(stacked), Recipe(scheme="int4:g32", scales="absmax"), tmp_path / "a", Settings()
     )
     shown = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
@@ -173,10 +173,10 @@ def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, 
 def test_what_a_person_left_alone_is_no_event_of_the_run_and_of_its_exports(block, kept, tmp_path):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
     recipe = Recipe(scheme="int4:g32", scales="absmax", **kept)
-    assert verbs.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
+    assert api.quantize(str(model), recipe, tmp_path / "a", Settings()).events == ()
     for number, form in enumerate(("gptq", "compressed-tensors")):  # the second of the first
         source, out = tmp_path / "ab"[number], tmp_path / "bc"[number]
-        found = verbs.export(
+        found = api.export(
             str(source), Recipe(format=form), out, Settings(policy=Policy(strict=True))
         )
         assert found.events == ()
@@ -267,7 +267,7 @@ def test_experts_that_an_engine_cannot_join_are_refused_for_it(
     block, scheme, form, loads, tmp_path
 ):
     model = made(tmp_path / "m", block, num_experts=EXPERTS)
-    plan = verbs.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
+    plan = api.plan(str(model), Recipe(scheme=scheme, format=form, scales="absmax"))
     (verdict,) = (item for item in plan.engines if item.engine == "transformers")
     assert (verdict.loads is not False, "joins" in verdict.reason) == (loads, not loads)
 
@@ -282,7 +282,7 @@ def test_what_does_not_fill_the_model_of_its_type_is_refused_by_name(family, con
 
     def quantized_and_loaded():  # what is missing is missed first, what is left over when it is loaded
         recipe = Recipe(scheme="int4:g32", scales="absmax")
-        verbs.quantize(str(model), recipe, tmp_path / "a", Settings())
+        api.quantize(str(model), recipe, tmp_path / "a", Settings())
         load(tmp_path / "a")
 
     told = (

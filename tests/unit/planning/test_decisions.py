@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.files.reader import open_checkpoint
 from quantforge.planning.planner import make_plan
 from quantforge.plans import decisions, decisions_of
 from quantforge.recipe import Recipe

@@ -11,8 +11,9 @@ import pytest
 
 from quantforge import plan, reproduce
 from quantforge.architectures.match import match
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError, UsageError
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning import effort
 from quantforge.planning.effort import SETS, TUNED_ROWS, _no_runs
@@ -20,7 +21,6 @@ from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import release_of
 from quantforge.recipe import VALUES, CalibrationOptions, GptqOptions, Recipe, from_toml
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, command, make_variants, quantize, recipe, tree

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantforge import verbs
-from quantforge.results import manifest
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.settings import Policy, Settings
 from tests import headers
 from tests.conftest import Tiny
@@ -24,36 +24,36 @@ def told(plan) -> str:
 
 
 def test_where_an_engine_loads_it_a_large_embedding_is_rounded(tiny: Tiny, tmp_path: Path) -> None:
-    plan = verbs.plan(tiny("llama-wide"), bits=4, format="mlx", scales="absmax")
+    plan = api.plan(tiny("llama-wide"), bits=4, format="mlx", scales="absmax")
     assert told(plan).startswith("chosen: --embedding int8:row: ")
     embedding = next(item for item in plan.tensors if "embed_tokens" in item.name)
     assert str(embedding.scheme).startswith("int8:row")
-    kept = verbs.plan(
+    kept = api.plan(
         tiny("llama-wide"), bits=4, format="mlx", scales="absmax", ignore=["embed_tokens"]
     )
     assert plan.output_bytes < kept.output_bytes
     assert any(verdict.loads for verdict in plan.engines)
     assert plan.substitutions == ()
-    wide = verbs.plan(tiny("llama-wide"), scheme="int4:g64:min", format="mlx", scales="absmax")
+    wide = api.plan(tiny("llama-wide"), scheme="int4:g64:min", format="mlx", scales="absmax")
     assert "--embedding int8:row takes" in told(wide)
     assert wide.output_bytes == kept.output_bytes
     strict = Settings(policy=Policy(strict=True))
     options = {"bits": 4, "format": "mlx", "scales": "absmax", "out": tmp_path / "q"}
-    made = verbs.quantize(tiny("llama-wide"), settings=strict, **options)
+    made = api.quantize(tiny("llama-wide"), settings=strict, **options)
     assert made.plan.output_bytes == plan.output_bytes
     assert 'embedding = "int8:row"' in manifest.read(tmp_path / "q")["recipe"]
-    assert verbs.verify(tmp_path / "q", source=tiny("llama-wide")).findings == []
+    assert api.verify(tmp_path / "q", source=tiny("llama-wide")).findings == []
 
 
 def test_no_engine_is_lost_by_a_choice(tiny: Tiny) -> None:
-    plan = verbs.plan(tiny("llama-wide"), bits=4, scales="absmax")
+    plan = api.plan(tiny("llama-wide"), bits=4, scales="absmax")
     assert "--embedding int8:row takes" in told(plan)
     assert "transformers, vllm would not load it" in told(plan)
     assert all(item.scheme is None for item in plan.tensors if "embed_tokens" in item.name)
 
 
 def test_a_tied_head_would_be_stored_on_its_own() -> None:
-    plan = verbs.plan(DEMO, bits=4, scales="absmax")
+    plan = api.plan(DEMO, bits=4, scales="absmax")
     assert "the head is tied to it" in told(plan)
 
 
@@ -61,7 +61,7 @@ def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_
     wanted = {"bits": 4, "format": "mlx", "scales": "absmax", "method": "rtn"}
 
     def plan(**choices: str) -> tuple[dict[str, str], list[str]]:
-        made = verbs.plan(DEMO, **wanted, **choices)
+        made = api.plan(DEMO, **wanted, **choices)
         outer = {item.name: item for item in made.tensors if item.block < 0}
         return {name: str(item.scheme) for name, item in outer.items() if "norm" not in name}, [
             note for note in made.notes if "--embedding keep" in note
@@ -78,18 +78,18 @@ def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_
         "lm_head.weight": "int8:g64:min:bf16",
     }
     strict = Settings(policy=Policy(strict=True))
-    verbs.quantize(DEMO, settings=strict, out=tmp_path / "q", **wanted)
+    api.quantize(DEMO, settings=strict, out=tmp_path / "q", **wanted)
     assert json.loads((tmp_path / "q" / "config.json").read_text())["tie_word_embeddings"] is True
     stored = load_file(tmp_path / "q" / "model.safetensors")
     outer = {key for key in stored if "layers" not in key and "norm" not in key}
     assert outer == {f"model.embed_tokens.{part}" for part in ("weight", "scales", "biases")}
-    assert verbs.verify(tmp_path / "q", source=DEMO).findings == []
+    assert api.verify(tmp_path / "q", source=DEMO).findings == []
 
 
 def test_what_has_no_group_for_a_tied_embedding_keeps_it_as_an_event(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
     narrow = headers.llama(tmp_path / "m", tie_word_embeddings=True, **sizes)
-    made = verbs.plan(narrow, scheme="int4:g32:min", format="mlx", scales="absmax", method="rtn")
+    made = api.plan(narrow, scheme="int4:g32:min", format="mlx", scales="absmax", method="rtn")
     (embedding,) = [item for item in made.tensors if "embed" in item.name]
     assert embedding.scheme is None
     assert embedding.name in {event.where for event in made.substitutions}
@@ -97,8 +97,8 @@ def test_what_has_no_group_for_a_tied_embedding_keeps_it_as_an_event(tmp_path: P
 
 def test_scales_of_float16_stay_that_in_mlx_files_of_a_bfloat16_model(tmp_path: Path) -> None:
     made = {"scheme": "int4:g64:sym:f16", "method": "rtn", "scales": "absmax"}
-    verbs.quantize(DEMO, out=tmp_path / "q", **made)
-    moved = verbs.export(tmp_path / "q", format="mlx", out=tmp_path / "x")
+    api.quantize(DEMO, out=tmp_path / "q", **made)
+    moved = api.export(tmp_path / "q", format="mlx", out=tmp_path / "x")
     assert moved.verdict == "exact but for the embedding"
     assert [event.kind for event in moved.events] == ["embedding-rounded"]
     stored = load_file(tmp_path / "x" / "model.safetensors")
@@ -107,12 +107,12 @@ def test_scales_of_float16_stay_that_in_mlx_files_of_a_bfloat16_model(tmp_path: 
         assert types == {"torch.float16"}
     assert stored["model.embed_tokens.weight"].dtype == torch.uint32
     assert "but for the embedding" in (tmp_path / "x" / "README.md").read_text()
-    assert verbs.verify(tmp_path / "x", source=DEMO).findings == []
+    assert api.verify(tmp_path / "x", source=DEMO).findings == []
 
 
 def test_keep_leaves_the_embedding_of_a_gguf_file() -> None:
     def kind(**choices: str) -> str:
-        made = verbs.plan(DEMO, type="Q4_0", method="rtn", **choices)
+        made = api.plan(DEMO, type="Q4_0", method="rtn", **choices)
         (embedding,) = [item for item in made.tensors if "embed" in item.name]
         return str(embedding.scheme)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
+from quantforge import api
 from quantforge.architectures.expert_sets import check_experts
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
@@ -69,7 +69,7 @@ def test_a_bad_mixture_is_refused_by_name(
     (tmp_path / "m" / "config.json").write_text(json.dumps(config | {"model_type": model_type}))
     recipe = Recipe(scheme="int4:g32", scales="absmax")
     with pytest.raises(InputError, match=said):
-        verbs.quantize(str(tmp_path / "m"), recipe, tmp_path / "o", Settings())
+        api.quantize(str(tmp_path / "m"), recipe, tmp_path / "o", Settings())
     assert not (tmp_path / "o").exists()
 
 
@@ -82,14 +82,14 @@ def test_an_index_that_names_an_expert_twice_is_refused(tiny: Tiny, tmp_path: Pa
     line = next(line for line in text.splitlines() if f'"{name}"' in line)
     index.write_text(text.replace(line, f"{line.rstrip(',')},\n{line}", 1))
     with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight"):
-        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+        api.plan(str(tmp_path / "m"), Recipe(bits=4))
     index.write_text(text)
     files = sorted((tmp_path / "m").glob("*.safetensors"))
     own = next(path for path in files if name in load_file(path))
     other = next(path for path in files if path != own)
     save_file(load_file(other) | {name: load_file(own)[name]}, other, {"format": "pt"})
     with pytest.raises(InputError, match=r"experts\.1\.up_proj\.weight"):
-        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+        api.plan(str(tmp_path / "m"), Recipe(bits=4))
 
 
 @pytest.mark.parametrize("model_type", ["lfm2", "novel"])
@@ -101,7 +101,7 @@ def test_a_list_of_kinds_that_is_too_short_is_refused(
     config = json.loads(path.read_text()) | {"model_type": model_type}
     path.write_text(json.dumps(config | {"layer_types": config["layer_types"][:-1]}))
     with pytest.raises(InputError, match="layer"):
-        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+        api.plan(str(tmp_path / "m"), Recipe(bits=4))
 
 
 def test_flags_of_fewer_layers_than_there_are_are_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_flags_of_fewer_layers_than_there_are_are_refused(tiny: Tiny, tmp_path: 
     config = json.loads(path.read_text())  # which lists the kinds of layers, too
     path.write_text(json.dumps(config | {"no_rope_layers": [1, 1, 1]}))
     with pytest.raises(InputError, match="no_rope_layers names 3 layers of 4"):
-        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+        api.plan(str(tmp_path / "m"), Recipe(bits=4))
     path.write_text(json.dumps(config | {"no_rope_layers": []}))
-    assert verbs.plan(str(tmp_path / "m"), Recipe(bits=4)).tensors
+    assert api.plan(str(tmp_path / "m"), Recipe(bits=4)).tensors
 
 
 def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_unknown_kind_of_layer_is_refused(tiny: Tiny, tmp_path: Path) -> None
     config = json.loads(path.read_text())
     path.write_text(json.dumps(config | {"layer_types": ["conv", "telepathy"] * 2}))
     with pytest.raises(InputError, match="telepathy"):
-        verbs.plan(str(tmp_path / "m"), Recipe(bits=4))
+        api.plan(str(tmp_path / "m"), Recipe(bits=4))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
 from tests.conftest import Tiny
 from tests.runs import command, copied, recipe
 
@@ -20,7 +20,7 @@ def model(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 def said(model: Path) -> list[str]:
-    return list(verbs.plan(str(model), recipe(bits=4)).left_behind)
+    return list(api.plan(str(model), recipe(bits=4)).left_behind)
 
 
 def configure(model: Path, **values: object) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.recipe import CalibrationOptions, Recipe, from_toml
-from quantforge.results import manifest
 from tests.conftest import Tiny
 from tests.runs import ROWS, command, copied
 
@@ -28,7 +28,7 @@ from tests.runs import ROWS, command, copied
     ],
 )  # fmt: skip
 def test_what_is_chosen_and_why(tiny: Tiny, options, method: str, reason: str) -> None:
-    plan = verbs.plan(tiny("llama-wide"), **options)
+    plan = api.plan(tiny("llama-wide"), **options)
     assert plan.method == method
     said = [note for note in plan.notes if note.startswith("chosen: --method")]
     assert len(said) == 1
@@ -38,7 +38,7 @@ def test_what_is_chosen_and_why(tiny: Tiny, options, method: str, reason: str) -
 
 def test_an_asked_for_method_and_a_mere_conversion_are_not_told_of(tiny: Tiny) -> None:
     for options in ({"method": "rtn", "bits": 4}, {"format": "plain"}, {"type": "BF16"}):
-        plan = verbs.plan(tiny("llama-wide"), **options)
+        plan = api.plan(tiny("llama-wide"), **options)
         assert plan.method == "rtn"
         assert not any(note.startswith("chosen: --method") for note in plan.notes)
 
@@ -46,7 +46,7 @@ def test_an_asked_for_method_and_a_mere_conversion_are_not_told_of(tiny: Tiny) -
 def test_no_calibration_is_possible_without_a_tokenizer(tiny: Tiny, tmp_path: Path) -> None:
     model = copied(tiny("llama-wide"), tmp_path / "m")
     (model / "tokenizer.json").unlink()
-    plan = verbs.plan(model, bits=4)
+    plan = api.plan(model, bits=4)
     assert plan.method == "rtn"
     assert any("there is no tokenizer" in note for note in plan.notes)
 
@@ -57,7 +57,7 @@ def test_a_family_without_declarations_is_rounded_plainly(tiny: Tiny, tmp_path: 
     (model / "config.json").write_text(
         config.replace('"model_type": "llama"', '"model_type": "unheard_of"')
     )
-    plan = verbs.plan(model, bits=4)
+    plan = api.plan(model, bits=4)
     assert plan.method == "rtn"
     assert any("unheard_of is not declared" in note for note in plan.notes)
 
@@ -74,8 +74,8 @@ def test_it_is_said_before_the_work_and_stands_in_the_recipe(
     assert document is not None
     assert document["method"] == from_toml(document["recipe"]).method == "awq+gptq"
     text = CalibrationOptions(samples=4, length=24)
-    moved = verbs.export(
+    moved = api.export(
         tiny("llama-wide"), Recipe(type="Q4_0", calibration=text), tmp_path / "m.gguf"
     )
-    assert isinstance(moved, verbs.Outcome)
+    assert isinstance(moved, api.Outcome)
     assert moved.plan.method == "rtn"

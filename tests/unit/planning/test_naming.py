@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from quantforge.artifacts.manifest import NAME, SCHEMA
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.format_choice import chosen_format, holders
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer, parse_sparsity
+from quantforge.planning.format_choice import chosen_format, holders
 from quantforge.planning.naming import derived, place
 from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe, Rule
-from quantforge.results.manifest import NAME, SCHEMA
 from quantforge.scheme import LayerScheme
 
 

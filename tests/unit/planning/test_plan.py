@@ -14,9 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.files.reader import open_checkpoint
 from quantforge.grids import PerGroup
 from quantforge.plans import Action, Plan, StoredTensor
 from quantforge.recipe import CalibrationOptions, Recipe, Rule
@@ -28,7 +28,7 @@ from tests.thorough import each_value
 
 
 def plan(model: Path, **values: object) -> Plan:
-    return verbs.plan(str(model), Recipe(**values))
+    return api.plan(str(model), Recipe(**values))
 
 
 def schemes(made: Plan, ending: str) -> set[str]:
@@ -54,15 +54,15 @@ def test_rows_longer_than_the_model_has_positions_are_refused_or_said(tiny: Tiny
     model = tiny("llama")  # of 128 positions
     for method in ("gptq", "awq"):
         with pytest.raises(InputError, match="rows of 129 tokens, the model has 128 positions"):
-            verbs.plan(model, method=method, bits=4, length=129)
-    notes = verbs.plan(model, method="gptq", bits=4).notes
+            api.plan(model, method=method, bits=4, length=129)
+    notes = api.plan(model, method="gptq", bits=4).notes
     assert [one for one in notes if "--length 128 stays within them" in one]
     assert not [
         one
-        for one in verbs.plan(model, method="gptq", bits=4, length=128).notes
+        for one in api.plan(model, method="gptq", bits=4, length=128).notes
         if "positions" in one
     ]
-    assert verbs.plan(model, method="rtn", scales="absmax", bits=4, length=129)  # reads no text
+    assert api.plan(model, method="rtn", scales="absmax", bits=4, length=129)  # reads no text
 
 
 def test_a_large_model_plans_in_under_a_second(tmp_path: Path) -> None:

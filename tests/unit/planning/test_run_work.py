@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import trillion_plan
-from quantforge import verbs
+from quantforge import api
 from quantforge.planning.run_work import DIGEST, PRODUCTS, seconds_of
 from quantforge.plans import Plan, RunWork
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
@@ -34,9 +34,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def planned(model: Path, method: str, **values: Any) -> Plan:
     settings = Settings(threads=1, activations=values.pop("activations", "memory"))
-    return verbs.plan(
-        str(model), Recipe(method=method, **{"bits": 4, "tune": 0, **values}), settings
-    )
+    return api.plan(str(model), Recipe(method=method, **{"bits": 4, "tune": 0, **values}), settings)
 
 
 def work(model: Path, method: str, **values: Any) -> RunWork:

@@ -17,16 +17,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge.checkpoint.files import parse_object
-from quantforge.checkpoint.reader import INDEX, read_weights
-from quantforge.checkpoint.safetensors import read_header
+from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError
+from quantforge.files.opener import parse_object
+from quantforge.files.reader import INDEX, read_weights
+from quantforge.files.safetensors import read_header
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.recipe import CalibrationOptions, Recipe, read_toml
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge_calibration.readers import RowReader, read_jsonl
 from quantforge_calibration.source_error import SourceError

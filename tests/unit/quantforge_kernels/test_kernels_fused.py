@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
+from quantforge.api import quantize
 from quantforge.cache_kinds import WORDS
 from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
@@ -20,7 +21,6 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from quantforge_kernels import attention, layers
 from quantforge_kernels.attention import Scores, attend_fused, attend_plain
 from quantforge_kernels.gpu import plane_products

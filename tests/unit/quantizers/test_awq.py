@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import match
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.files.reader import open_checkpoint
 from quantforge.model.block import Batch, BlockPart
-from quantforge.model.fold import expand_heads, fold
-from quantforge.model.passage import Call, ShapeCalls
+from quantforge.model.block_inputs import Call, ShapeCalls
+from quantforge.model.scale_folding import expand_heads, fold
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.notation import parse

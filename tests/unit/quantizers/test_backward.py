@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from quantforge.architectures.match import Matched, match
-from quantforge.checkpoint.reader import Checkpoint, open_checkpoint
 from quantforge.errors import InputError
+from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.numerics.threads import reproducible
 from quantforge.quantizers.guidance.backward import backward, draw_labels
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights

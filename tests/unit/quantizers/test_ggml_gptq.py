@@ -10,9 +10,10 @@ from quantforge.notation import parse
 from quantforge.packers.ggml.blocks import from_blocks, to_blocks
 from quantforge.packers.ggml.grid import GRIDS
 from quantforge.packers.ggml.packer import fit
-from quantforge.quantizers import column_loops, gptq, rtn
-from quantforge.quantizers.hessian import Objective
-from quantforge.quantizers.refine import Refinement
+from quantforge.quantizers import rtn
+from quantforge.quantizers.gptq import column_loops, gptq
+from quantforge.quantizers.gptq.hessian import Objective
+from quantforge.quantizers.gptq.refine import Refinement
 from quantforge.recipe import Rounding
 from tests.thorough import usual
 

@@ -14,9 +14,10 @@ from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import fp4
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import column_loops, gptq, rtn
-from quantforge.quantizers.hessian import Objective, factorize
-from quantforge.quantizers.refine import Refinement
+from quantforge.quantizers import rtn
+from quantforge.quantizers.gptq import column_loops, gptq
+from quantforge.quantizers.gptq.hessian import Objective, factorize
+from quantforge.quantizers.gptq.refine import Refinement
 from quantforge.recipe import GptqOptions, Rounding
 
 SCHEME = parse("nvfp4")

@@ -11,7 +11,8 @@ from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers import integer
-from quantforge.quantizers import Rounded, gptq, rtn
+from quantforge.quantizers import Rounded, rtn
+from quantforge.quantizers.gptq import gptq
 from quantforge.recipe import Rounding
 
 WEIGHT = torch.randn(16, 96, generator=torch.Generator().manual_seed(0)) * 0.1

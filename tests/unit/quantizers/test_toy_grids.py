@@ -12,9 +12,10 @@ from quantforge.grids import GRIDS, Row, ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers import gptq, rtn
-from quantforge.quantizers.hessian import factorize
-from quantforge.quantizers.refine import Refinement
+from quantforge.quantizers import rtn
+from quantforge.quantizers.gptq import gptq
+from quantforge.quantizers.gptq.hessian import factorize
+from quantforge.quantizers.gptq.refine import Refinement
 from quantforge.recipe import GptqOptions, Rounding
 from tests.toys import lattice, squares
 

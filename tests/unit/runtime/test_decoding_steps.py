@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from quantforge.api import quantize
 from quantforge.recipe import Recipe
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import GenerationRequest
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import rounded
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import choose_rows
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
-from quantforge.runtime.serving.generation_requests import GenerationRequest
 from quantforge.runtime.speculation import verify
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from quantforge_kernels.cpu.features import feature
 
 PROMPTS = torch.randint(3, 300, (7, 30), generator=torch.Generator().manual_seed(0)).tolist()

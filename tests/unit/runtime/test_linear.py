@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge.api import quantize
 from quantforge.errors import InputError
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats import detect
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features, packed_integers
 from quantforge_kernels.problem import Kernel

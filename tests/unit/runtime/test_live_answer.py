@@ -12,7 +12,7 @@ import quantforge
 from quantforge.errors import UsageError
 from quantforge.runtime.generation_options import AnswerLimits, Sampling, limits_from
 from quantforge.runtime.text_model import LiveAnswer, TextModel
-from quantforge.runtime.text_side import TextSide
+from quantforge.runtime.text_processing import TextSide
 from tests.conftest import Tiny
 from tests.evaluations import tokenizer_at
 from tests.unit.runtime.test_token_stream import Fixed

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quantforge.api import quantize
 from quantforge.architectures import Stack
 from quantforge.errors import RefusedError
 from quantforge.notation import parse_layer
@@ -27,7 +28,6 @@ from quantforge.runtime.packed_experts import (
     stack_of,
 )
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from quantforge_kernels.grouped import Owners
 from tests.quantized import decoded, random_tensor
 from tests.thorough import each_value

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import nn
 
+from quantforge.api import quantize
 from quantforge.evaluation.divergence import score_reference
-from quantforge.evaluation.windows import Windows, cut_windows
+from quantforge.evaluation.text_windows import Windows, cut_windows
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge.verbs import quantize
 from quantforge_kernels import fallback
 from quantforge_kernels.cpu import features
 from quantforge_kernels.gpu import plane_products

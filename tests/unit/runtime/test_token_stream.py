@@ -12,7 +12,7 @@ import torch
 from quantforge.errors import InputError
 from quantforge.runtime.generation_options import AnswerLimits
 from quantforge.runtime.text_model import LiveAnswer, TextModel
-from quantforge.runtime.text_side import TextSide
+from quantforge.runtime.text_processing import TextSide
 from quantforge.runtime.text_stream import PARTIAL, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.conftest import Tiny

@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 
+from quantforge.api.serve import _pages
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import Finished, GenerationRequest
 from quantforge.runtime.cache import PAGED, CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.serving.engine import EngineOptions, ServingEngine
-from quantforge.runtime.serving.generation_requests import Finished, GenerationRequest
-from quantforge.verbs.serve_model import _pages
 from quantforge_kernels.kv import PAGE
 from tests.choices import plain_text
 from tests.plain_loop import StopLimits

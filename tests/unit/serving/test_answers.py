@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from quantforge.runtime.serving.generation_requests import GenerationRequest
+from quantforge.runtime.batching.generation_requests import GenerationRequest
 from tests.fake_decoder import VOCABULARY, FakeDecoder, alone
 from tests.http_client import END, LETTERS, NAME, ids, letters, served
 

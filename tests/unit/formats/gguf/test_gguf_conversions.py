@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
 from quantforge.events import Policy
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.packers.ggml.blocks import decode_blocks
 from quantforge.recipe import CalibrationOptions, Recipe, Rule, from_toml
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
@@ -30,7 +30,7 @@ DEMO = Path(__file__).parents[4] / "models" / "demo"
 
 def quantized(model: Path, out: Path, scheme: str, **values: object) -> Path:
     recipe = Recipe(scheme=scheme, scales="absmax", calibration=NO_DATA, **values)
-    verbs.quantize(str(model), recipe, out, Settings())
+    api.quantize(str(model), recipe, out, Settings())
     return out
 
 
@@ -45,9 +45,9 @@ def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, mo
     back = export(file, tmp_path / "c", None, format="compressed-tensors")
     plain = export(file, tmp_path / "d", None, format="plain")
     assert (plain / "tokenizer.json").is_file()
-    assert not verbs.verify(plain, source=file, forward=False).findings
+    assert not api.verify(plain, source=file, forward=False).findings
     from quantforge.formats.decoded import decoded
-    from quantforge.formats.opening import open_model
+    from quantforge.formats.open_model import open_model
 
     expected, blocks, again = (decoded(open_model(path)) for path in (source, file, back))
     for name in expected.computed:
@@ -62,7 +62,7 @@ def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_p
 
     rules = (Rule("embed_tokens", f"q{kind[1:].lower()}"),)  # llama-quantize would take Q6_K
     file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", kind, rules=rules)
-    made = verbs.export(str(file), None, tmp_path / "b", format="mlx")
+    made = api.export(str(file), None, tmp_path / "b", format="mlx")
     assert (made.verdict, made.events) == ("exact", ())
     stated = json.loads((tmp_path / "b" / "config.json").read_text())["quantization"]
     assert (stated["bits"], stated["group_size"]) == (bits, 32)
@@ -80,9 +80,9 @@ def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
 
     file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", "Q4_0")
     with pytest.raises(RefusedError, match=r"embed_tokens: decoded, .* not F16 numbers") as caught:
-        verbs.export(str(file), None, tmp_path / "b", format="gptq")
+        api.export(str(file), None, tmp_path / "b", format="gptq")
     assert "--allow-inexact" in caught.value.hint
-    made = verbs.export(str(file), None, tmp_path / "b", format="gptq", allow_inexact=True)
+    made = api.export(str(file), None, tmp_path / "b", format="gptq", allow_inexact=True)
     assert [event.where for event in made.events] == ["model.embed_tokens"]
     numbers, same = decoded(open_gguf(file)), decoded(open_checkpoint(tmp_path / "b"))
     assert len(same.computed) == 14
@@ -96,9 +96,7 @@ def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
         other = export(models("llama-tied", **WIDE), tmp_path / f"{kind}.gguf", kind)
         for accepted in (False, True):
             with pytest.raises(RefusedError) as caught:
-                verbs.export(
-                    str(other), None, tmp_path / "c", format="gptq", allow_inexact=accepted
-                )
+                api.export(str(other), None, tmp_path / "c", format="gptq", allow_inexact=accepted)
             assert f"`quantforge export {other} --format gptq" in caught.value.hint
             assert "--requantize` rounds the decoded weights" in caught.value.hint
 
@@ -107,10 +105,10 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     a = tmp_path / "a"
     recipe = Recipe(method="awq", bits=4, calibration=CalibrationOptions(samples=4, length=24))
     model = models("llama-tied", dtype=torch.bfloat16, **WIDE)
-    verbs.quantize(str(model), recipe, a, Settings())
+    api.quantize(str(model), recipe, a, Settings())
     b = export(a, tmp_path / "b.gguf", None)
     from quantforge.formats.decoded import decoded
-    from quantforge.formats.opening import open_model
+    from quantforge.formats.open_model import open_model
 
     first, second = decoded(open_model(a)), decoded(open_model(b))
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.computed)
@@ -126,13 +124,13 @@ def test_what_llama_cpp_does_otherwise_is_an_event_of_a_move_too(models, tmp_pat
     model = edited(models("llama-tied"), tmp_path / "m", nfc)
     source = quantized(model, tmp_path / "a", "int4:g32:sym")
     moved = {"allow_inexact": True, "format": "gguf", "embedding": "keep"}
-    made = verbs.export(str(source), None, tmp_path / "b.gguf", **moved)
+    made = api.export(str(source), None, tmp_path / "b.gguf", **moved)
     kinds = [event.kind for event in made.events if event.kind != "inexact"]
     assert kinds == ["tokenizer-differs"]
     assert [event["kind"] for event in manifest.read(made.out)["events"]].count(kinds[0]) == 1
     strict = Settings(policy=Policy(allow={"tokenizer-differs": 0}))
     with pytest.raises(RefusedError, match="tokenizer-differs"):
-        verbs.export(str(source), None, tmp_path / "c.gguf", strict, **moved)
+        api.export(str(source), None, tmp_path / "c.gguf", strict, **moved)
 
 
 def test_a_file_states_no_recipe_where_none_is_known(models, tmp_path):
@@ -160,7 +158,7 @@ def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, ca
     (entry,) = [item for item in said["tensors"] if item["name"] == name]
     assert (entry["scheme"], entry["error"] < 1e-3) == ("q6_k", True)
     for origin in (model, source):
-        assert verbs.verify(tmp_path / "b.gguf", source=origin).findings == []
+        assert api.verify(tmp_path / "b.gguf", source=origin).findings == []
     strict = Policy(strict=True)
     with pytest.raises(RefusedError, match="embedding-rounded"):
         export(source, tmp_path / "x.gguf", None, policy=strict)
@@ -242,8 +240,8 @@ def test_what_refuses_a_quantized_file_names_a_command_that_runs(
     assert kept.dtype == "F16"  # the type of the model, not that in which it was decoded
     files = tokenizer_files(read_gguf(Path("m.gguf")))
     assert all((Path("a") / name).read_bytes() == data for name, data in files.items())
-    assert not verbs.reproduce("a", "m.gguf").differing
-    assert not verbs.verify("a", source="m.gguf").findings
+    assert not api.reproduce("a", "m.gguf").differing
+    assert not api.verify("a", source="m.gguf").findings
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "llama-bpe", "qwen2", "smollm"])
@@ -358,7 +356,7 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
                 ValueType.ARRAY: writer.add_array,
             }
             types[value.type](key, value.value)
-    from quantforge.checkpoint.safetensors import read_tensor
+    from quantforge.files.safetensors import read_tensor
 
     for name, entry in source.tensors.items():
         if name != "blk.1.ffn_up.weight":
@@ -376,7 +374,7 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
     assert torch.equal(found.read("model.layers.1.mlp.up_proj.weight"), expected)
     assert torch.equal(found.read_rows("model.layers.1.mlp.up_proj.weight", 3, 9), expected[3:9])
     assert "quantization_config" not in found.config
-    shown = verbs.inspect(tmp_path / "y.gguf")
+    shown = api.inspect(tmp_path / "y.gguf")
     (held,) = (one for one in shown.tensors if one.name == "model.layers.1.mlp.up_proj.weight")
     assert (held.dtype, held.shape, held.nbytes) == ("nvfp4", (512, 256), 512 * 4 * 36)
     assert (shown.quantized_weights, shown.quantized_bytes) == (512 * 256, held.nbytes)
@@ -388,11 +386,11 @@ def test_types_that_can_only_be_decoded_are_read(models, tmp_path):
 def test_types_that_need_an_importance_are_refused_without_one(kind, models):
     recipe = Recipe(format="gguf", type=kind, calibration=NO_DATA)
     with pytest.raises(RefusedError, match="importance of its columns"):
-        verbs.plan(str(models("llama-tied", **WIDE)), recipe)
+        api.plan(str(models("llama-tied", **WIDE)), recipe)
 
 
 def test_a_mixture_of_lattices_goes_with_gptq_where_there_is_text():
-    made = verbs.plan(str(DEMO), Recipe(format="gguf", type="IQ2_XXS"))
+    made = api.plan(str(DEMO), Recipe(format="gguf", type="IQ2_XXS"))
     assert "gptq" in " ".join(made.notes)
     assert {tensor.scheme.weight.grid for tensor in made.tensors if tensor.scheme} == {
         "iq2_xxs",
@@ -402,7 +400,7 @@ def test_a_mixture_of_lattices_goes_with_gptq_where_there_is_text():
 
 
 def test_a_scheme_of_a_lattice_is_that_of_all_linears():
-    made = verbs.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
+    made = api.plan(str(DEMO), Recipe(format="gguf", scheme="iq2_s"))
     grids = {t.scheme.weight.grid for t in made.tensors if t.scheme and "embed" not in t.name}
     assert grids == {"iq2_s"}
 
@@ -417,7 +415,7 @@ def test_blocks_of_a_lattice_are_packed_again_as_they_are_and_decoded_where_aske
     name = "model.layers.1.mlp.up_proj.weight"
     grid = found.config["gguf_types"][name] if "gguf_types" in found.config else "iq3_s"
     assert grid == "iq3_s"
-    from quantforge.checkpoint.reader import open_checkpoint
+    from quantforge.files.reader import open_checkpoint
 
     decoded = decode_blocks(found.read(name), "IQ3_S")
     stored = open_checkpoint(plain).read(name)

@@ -11,10 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from quantforge import verbs
-from quantforge.checkpoint.output_names import side_of
-from quantforge.checkpoint.unstacked import unstacked
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
+from quantforge.files.output_names import side_of
+from quantforge.files.unstacked_experts import unstacked
 from quantforge.formats.gguf.container import text
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
@@ -24,8 +25,7 @@ from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.formats.storage import storage_of
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rule
-from quantforge.results import manifest
-from quantforge.runtime.text_side import text_side
+from quantforge.runtime.text_processing import text_side
 from quantforge.settings import Settings
 from quantforge.verification.side_files import SideFiles, template_changes
 from tests import gguf_models
@@ -62,7 +62,7 @@ KINDS = (
 def test_every_tensor_and_setting_comes_back_as_it_was(name, models, tmp_path):
     model = models(name)
     out = export(model, tmp_path / "x.gguf", "F32")
-    from quantforge.formats.opening import open_model
+    from quantforge.formats.open_model import open_model
 
     source, found = unstacked(open_model(model)), open_gguf(out)
     assert set(found.entries) == set(source.entries)
@@ -209,7 +209,7 @@ def test_the_manifest_beside_the_file_describes_it(models, tmp_path):
 def test_a_modelfile_names_the_file_its_context_and_its_ends(models, tmp_path):
     settings = Settings(modelfile=True)
     recipe = Recipe(format="gguf", type="Q8_0", calibration=NO_DATA, scales="absmax")
-    verbs.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
+    api.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
     text = (tmp_path / "x.Modelfile").read_text()
     assert text.splitlines() == ["FROM ./x.gguf", "PARAMETER num_ctx 128", 'PARAMETER stop "</s>"']
     assert set(manifest.read(tmp_path / "x.gguf")["outputs"]) == {"x.gguf", "x.Modelfile"}
@@ -223,7 +223,7 @@ def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substitu
         format="gguf", type="Q4_K_M", calibration=NO_DATA, ignore=("layers.0.mlp.up_proj",),
         rules=(Rule("v_proj", "q8_0"), Rule("re:.*layers.1.mlp.down_proj", "q4_0")),
     )  # fmt: skip
-    plan = verbs.plan(str(model), recipe)
+    plan = api.plan(str(model), recipe)
     found = {tensor.name: str(tensor.scheme) for tensor in plan.tensors}
     assert found["model.layers.0.self_attn.v_proj.weight"] == "q8_0"
     assert found["model.layers.1.mlp.down_proj.weight"] == "q4_0"
@@ -238,7 +238,7 @@ def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substitu
 
 def test_the_plan_is_the_file_to_the_byte(models, tmp_path):
     model = models("llama-tied", **WIDE)
-    plan = verbs.plan(
+    plan = api.plan(
         str(model), Recipe(format="gguf", type="Q3_K_M", calibration=NO_DATA, scales="absmax")
     )
     out = export(model, tmp_path / "x.gguf", "Q3_K_M")
@@ -286,7 +286,7 @@ def test_a_file_of_every_family_is_loaded_and_computes_what_its_source_does(name
 def test_a_plan_counts_the_runs_of_rows_that_are_rounded_side_by_side():
     recipe = Recipe(format="gguf", type="Q4_K_M", calibration=NO_DATA)
     peaks = [
-        verbs.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
+        api.plan(str(DEMO), recipe, Settings(threads=threads)).peak_memory_bytes
         for threads in (1, 2, 8, 64)
     ]
     assert peaks[1] - peaks[0] == pytest.approx(27e6, rel=0.05)

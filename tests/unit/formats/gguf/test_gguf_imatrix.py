@@ -11,7 +11,8 @@ import numpy
 import pytest
 import torch
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, UsageError
 from quantforge.execution import data_free
 from quantforge.execution.rounding import MatrixRounding
@@ -21,7 +22,6 @@ from quantforge.model import hidden_states
 from quantforge.notation import parse_layer
 from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import CalibrationOptions, Recipe
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests import gguf_models
 from tests.runs import ROWS, command
@@ -168,13 +168,13 @@ def model(tmp_path_factory):
 
 def rounded(model, out, settings, **values):
     recipe = Recipe(**{"method": "rtn", "format": "gguf", "type": "Q4_K_M", **values})
-    verbs.quantize(str(model), recipe, out, settings)
+    api.quantize(str(model), recipe, out, settings)
     return read_gguf(out)
 
 
 def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, tmp_path):
     path = tmp_path / "x.gguf"
-    verbs.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
+    api.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
     found = read_imatrix(path)
     assert len(found.entries) == 7 * 3
     assert {entry.rows for entry in found.entries.values()} == {8 * 32}
@@ -193,7 +193,7 @@ def test_importance_from_a_file_stands_for_the_calibration_that_made_it(model, t
     assert "quantize.imatrix.dataset" not in without.metadata
 
     def blocks(file):
-        from quantforge.checkpoint.safetensors import read_tensor
+        from quantforge.files.safetensors import read_tensor
 
         names = [name for name in file.tensors if "ffn" in name and "norm" not in name]
         return torch.cat([read_tensor(file.tensors[name].raw()).flatten() for name in names])
@@ -208,7 +208,7 @@ def test_importance_is_observed_in_the_precision_and_with_the_activations_that_a
 ):
     def made(name, settings=None, **values):
         recipe = Recipe(format="gguf", calibration=replace(TEXT, **values))
-        verbs.make_imatrix(str(model), recipe, tmp_path / name, settings or Settings())
+        api.make_imatrix(str(model), recipe, tmp_path / name, settings or Settings())
         return (tmp_path / name).read_bytes()
 
     places, own = [], hidden_states.OnDisk.__init__
@@ -228,14 +228,14 @@ def test_importance_is_observed_in_the_precision_and_with_the_activations_that_a
 @pytest.mark.parametrize("form", ["gguf", "compressed-tensors"])
 def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, monkeypatch):
     path, errors = tmp_path / "x.gguf", []
-    verbs.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
+    api.make_imatrix(str(model), Recipe(format="gguf", calibration=TEXT), path, Settings())
     own = {"type": "Q4_K_M"} if form == "gguf" else {"scheme": "int4:g64:sym"}
     text = CalibrationOptions(source="imatrix:x.gguf")
     for name, elements in (("whole.gguf", 1 << 30), ("strips.gguf", 4096)):
         monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)
         out = tmp_path / (name if form == "gguf" else name.removesuffix(".gguf"))
         recipe = Recipe(method="rtn", format=form, calibration=text, **own)
-        verbs.quantize(str(model), recipe, out, Settings(imatrix=path))
+        api.quantize(str(model), recipe, out, Settings(imatrix=path))
         made = manifest.read(out)["tensors"]
         errors.append({entry["name"]: entry["error"] for entry in made if "error" in entry})
     assert len(errors[0]) >= 7 * 3
@@ -325,7 +325,7 @@ def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_ne
     model, tmp_path, capsys
 ):
     path, out = of_layers(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
-    planned = verbs.plan(model, KNOWN, Settings(imatrix=path)).substitutions
+    planned = api.plan(model, KNOWN, Settings(imatrix=path)).substitutions
     (event,) = [one for one in planned if one.kind == "importance-missing"]
     assert "no importance for 7 of 21 matrices: blk.2." in event.detail
     assert "and 4 more" in event.detail
@@ -347,8 +347,8 @@ def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_ne
 def test_a_file_of_more_layers_is_of_another_model_and_strange_names_are_noted(model, tmp_path):
     more = of_layers(tmp_path / "more.gguf", 4)
     with pytest.raises(InputError, match="importance of 4 layers, the model has 3"):
-        verbs.plan(model, KNOWN, Settings(imatrix=more))
+        api.plan(model, KNOWN, Settings(imatrix=more))
     strange = of_layers(tmp_path / "x.gguf", 3, "blk.0.attn_kv_b.weight", "output.weight")
-    made = verbs.plan(model, KNOWN, Settings(imatrix=strange))
+    made = api.plan(model, KNOWN, Settings(imatrix=strange))
     assert not [one for one in made.substitutions if one.kind == "importance-missing"]
     assert [note for note in made.notes if "1 of its matrices are of no tensor" in note]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from tests.gguf_exports import export
 from tests.runs import StopError, crash_after, leftovers
@@ -56,9 +56,7 @@ def test_a_calibrated_run_goes_on_from_what_it_had_written(name, method, models,
     values = {"method": method, "calibration": text, "type": "Q4_0", "gptq": GptqOptions(refine=0)}
 
     def run(out: Path, **settings: object) -> Path:
-        verbs.quantize(
-            str(models(name)), Recipe(format="gguf", **values), out, Settings(**settings)
-        )
+        api.quantize(str(models(name)), Recipe(format="gguf", **values), out, Settings(**settings))
         return out
 
     whole = run(tmp_path / "a.gguf")

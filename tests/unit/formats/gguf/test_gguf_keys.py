@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from quantforge.architectures import architecture_of, families
+from quantforge.architectures import architecture_of
+from quantforge.architectures.families import declared_families
 from quantforge.errors import QuantForgeError, RefusedError
 from quantforge.formats.gguf.parameters import parameters
 from scripts.gguf_key_changes import SKIPPED, variants
@@ -48,11 +49,13 @@ def whole(name: str, **changes: object) -> dict[str, Any]:
 def test_a_family_that_is_made_of_another_does_not_take_its_name_in_llama_cpp() -> None:
     """`replace` hands on what a family declares; only wholes beside a tower are what their decoder is."""
     homes: dict[int, list[str]] = {}
-    for name in families():
+    for name in declared_families():
         declared = architecture_of({"model_type": name})
         if declared is not None and declared.gguf is not None:
             homes.setdefault(id(declared.gguf), []).append(name)
-    shared = {tuple(n) for n in homes.values() if len({id(families()[name]) for name in n}) > 1}
+    shared = {
+        tuple(n) for n in homes.values() if len({id(declared_families()[name]) for name in n}) > 1
+    }
     assert shared == {
         ("deepseek_v3", "kimi_k2", "kimi_k25"),
         ("ministral3", "mistral3"),

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from benchmarks.peers.ggml import quantized
-from quantforge import verbs
-from quantforge.checkpoint.safetensors import read_tensor
+from quantforge import api
 from quantforge.errors import UsageError
+from quantforge.files.safetensors import read_tensor
 from quantforge.formats.gguf.importance_file import Entry, Imatrix, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -67,7 +67,7 @@ def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
     text = CalibrationOptions(source="imatrix:im.gguf") if known else NO_DATA
     recipe = Recipe(format="gguf", type=kind, scales="reference", calibration=text)
     settings = Settings(imatrix=tmp_path / "im.gguf" if known else None)
-    verbs.export(str(source), recipe, tmp_path / "x.gguf", settings)
+    api.export(str(source), recipe, tmp_path / "x.gguf", settings)
     weights = read_gguf(plain).tensors
     types = set()
     for key, tensor in read_gguf(tmp_path / "x.gguf").tensors.items():
@@ -81,12 +81,12 @@ def test_every_tensor_has_the_bytes_of_ggml(name, known, tmp_path):
 def test_what_calibration_observes_is_taken_as_an_importance_matrix_is(model, tmp_path):
     text = CalibrationOptions(samples=8, length=32)
     recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=text)
-    verbs.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
-    verbs.make_imatrix(str(model), recipe, tmp_path / "im.dat", Settings())
+    api.quantize(str(model), recipe, tmp_path / "a.gguf", Settings())
+    api.make_imatrix(str(model), recipe, tmp_path / "im.dat", Settings())
     known = CalibrationOptions(source="imatrix:im.dat")
     recipe = Recipe(format="gguf", type="Q4_0", scales="reference", calibration=known)
     settings = Settings(imatrix=tmp_path / "im.dat")
-    verbs.quantize(str(model), recipe, tmp_path / "b.gguf", settings)
+    api.quantize(str(model), recipe, tmp_path / "b.gguf", settings)
     plain = export(model, tmp_path / "c.gguf", "Q4_0", scales="reference")
     a, b, c = (torch.cat([read_tensor(tensor.raw()).flatten().view(torch.uint8)
                           for tensor in read_gguf(path).tensors.values()])
@@ -118,7 +118,7 @@ def test_it_is_refused_where_llama_cpp_has_no_such_quantizer(model, tmp_path, ca
     ):
         recipe = Recipe(scales="reference", calibration=CalibrationOptions(samples=2), **values)
         with pytest.raises(UsageError, match=match):
-            verbs.quantize(str(model), recipe, None, Settings())
+            api.quantize(str(model), recipe, None, Settings())
     ended = command(capsys, "quantize", model, "--scales", "refrence", "-o", tmp_path / "x")
     assert (ended.code, "did you mean 'reference'" in ended.err) == (2, True)
     assert not (tmp_path / "x").exists()

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from quantforge import verbs
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning.gguf_draft import UNREAD
 from quantforge.recipe import Recipe, Rule
-from quantforge.results import manifest
 from quantforge.verification.verify import verify
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA, WIDE, changed, edited, export, refused
@@ -41,7 +41,7 @@ def test_families_and_settings_that_a_file_cannot_carry_are_refused(models, tmp_
 
 @pytest.mark.parametrize(("family", "said"), [("glm4-moe", True), ("llama", False)])
 def test_a_plan_says_which_files_are_not_read_back(family, said, tiny):
-    plan = verbs.plan(str(tiny(family)), Recipe(format="gguf", type="Q8_0", scales="absmax"))
+    plan = api.plan(str(tiny(family)), Recipe(format="gguf", type="Q8_0", scales="absmax"))
     assert (UNREAD in plan.notes) is said
 
 
@@ -109,12 +109,12 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
 def test_a_type_is_for_gguf_alone(models):
     for values in ({"type": "Q4_K_M"}, {"pre": "qwen2"}):
         with pytest.raises(UsageError, match="belong to GGUF"):
-            verbs.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
+            api.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
     with pytest.raises(InputError, match="'type' is given beside"):
         Recipe(format="gguf", type="Q4_K_M", bits=4)
     with pytest.raises(InputError, match="--bits 7: no mixture"):
-        verbs.plan(str(models("llama-tied")), Recipe(format="gguf", bits=7))
-    plan = verbs.plan(
+        api.plan(str(models("llama-tied")), Recipe(format="gguf", bits=7))
+    plan = api.plan(
         str(models("llama-tied", **WIDE)), Recipe(format="gguf", scheme="q5_k", calibration=NO_DATA)
     )
     kinds = {str(tensor.scheme) for tensor in plan.tensors if tensor.scheme and tensor.block >= 0}
@@ -217,7 +217,7 @@ def test_windows_are_those_that_transformers_reads(models, tmp_path, family, val
     kinds = getattr(peer, "layer_types", None) or ["sliding_attention"]
     longer = peer.max_position_embeddings > (peer.sliding_window or 1 << 30)
     assert ("sliding_attention" in kinds and longer) == bool(events)
-    plan = verbs.plan(str(model), Recipe(format="gguf", type="Q8_0"))
+    plan = api.plan(str(model), Recipe(format="gguf", type="Q8_0"))
     assert [event.kind for event in plan.substitutions].count("window-left-out") == events
 
 
@@ -225,7 +225,7 @@ def test_windows_are_those_that_transformers_reads(models, tmp_path, family, val
 def test_an_epsilon_is_a_small_number(models, tmp_path, value):
     model = changed(models("llama-tied"), tmp_path / "m", "config.json", rms_norm_eps=value)
     with pytest.raises(InputError, match=r"rms_norm_eps|number"):
-        verbs.plan(str(model), Recipe(format="gguf", type="Q4_K_M"))
+        api.plan(str(model), Recipe(format="gguf", type="Q4_K_M"))
 
 
 def test_what_a_file_cannot_do_for_a_layer_is_never_left_out_silently(models):
@@ -233,10 +233,10 @@ def test_what_a_file_cannot_do_for_a_layer_is_never_left_out_silently(models):
     tied = str(models("llama-tied"))
     for head, embedding in (("q8_0", "keep"), ("q8_0", "q6_k")):
         with pytest.raises(InputError, match="--head q8_0: the head is tied to the embedding"):
-            verbs.plan(tied, Recipe(format="gguf", bits=4, head=head, embedding=embedding))
+            api.plan(tied, Recipe(format="gguf", bits=4, head=head, embedding=embedding))
     same = Recipe(format="gguf", bits=4, head="q8_0", embedding="q8_0", calibration=NO_DATA)
-    types = {t.name: str(t.scheme) for t in verbs.plan(tied, same).tensors}
+    types = {t.name: str(t.scheme) for t in api.plan(tied, same).tensors}
     assert types["model.embed_tokens.weight"] == "q8_0"
     inputs = Rule("down_proj", "q8_0+int8:token:dynamic")
     with pytest.raises(RefusedError, match=r"rule down_proj=.*is no type of a GGUF file"):
-        verbs.plan(tied, Recipe(format="gguf", bits=4, rules=(inputs,)))
+        api.plan(tied, Recipe(format="gguf", bits=4, rules=(inputs,)))

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import Checkpoint
+from quantforge import api
 from quantforge.errors import InputError, NotReadError, RefusedError
+from quantforge.files.reader import Checkpoint
 from quantforge.formats.decoded import decoded
 from quantforge.formats.gguf.container import Value, ValueType
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import _places, config_of, open_gguf
-from quantforge.formats.opening import open_model
+from quantforge.formats.open_model import open_model
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -252,5 +252,5 @@ def test_experts_that_loaders_look_for_in_one_tensor_are_not_decoded_one_by_one(
     recipe = Recipe(format="plain")
     out = tmp_path / "out"
     with pytest.raises(RefusedError, match="experts in one tensor"):
-        verbs.export(str(tmp_path / "q.gguf"), recipe, out, Settings())
+        api.export(str(tmp_path / "q.gguf"), recipe, out, Settings())
     assert not out.exists()

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge import verbs
-from quantforge.checkpoint.reader import open_checkpoint
+from quantforge import api
+from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.projector_file import projector_file
 from quantforge.recipe import Recipe
-from quantforge.results import manifest
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
 from tests import gguf_models, vision_models
@@ -123,7 +123,7 @@ def test_every_tensor_has_the_name_of_ggufs_own_map_and_the_values_of_the_source
 
 
 def read(entry) -> torch.Tensor:
-    from quantforge.checkpoint.safetensors import read_tensor
+    from quantforge.files.safetensors import read_tensor
 
     return read_tensor(entry.raw()).float()
 
@@ -338,10 +338,10 @@ def test_a_tower_that_hears_is_in_no_file_and_is_an_event(models, tmp_path):
 
     model = retold(models["gemma4"], tmp_path / "m", lambda name: name, change)
     bits = {"scheme": "int8:g32:sym", "calibration": NO_DATA}
-    verbs.quantize(str(model), Recipe(**bits), tmp_path / "q", Settings())
+    api.quantize(str(model), Recipe(**bits), tmp_path / "q", Settings())
     for source, more in ((model, {"type": "F16"}), (tmp_path / "q", {"allow_inexact": True})):
         out = tmp_path / f"{source.name}.gguf"
-        verbs.export(str(source), None, out, Settings(mmproj=True), format="gguf", **more)
+        api.export(str(source), None, out, Settings(mmproj=True), format="gguf", **more)
         (event,) = (one for one in manifest.read(out)["events"] if one["kind"] == "tower-left-out")
         assert "audio_tower and embed_audio: 3 tensors, 1152 bytes" in event["detail"]
     assert not any(
@@ -406,7 +406,7 @@ def test_a_plan_says_that_the_tower_is_written_and_counts_it(models, tmp_path, c
     assert "add --format gguf" in ended.err
     announced = Settings(mmproj=True, announce=lambda plan, _: seen(plan))
     with pytest.raises(StopError):
-        verbs.export(str(model), None, tmp_path / "x.gguf", announced, format="gguf", type="F16")
+        api.export(str(model), None, tmp_path / "x.gguf", announced, format="gguf", type="F16")
 
 
 def seen(plan):
@@ -443,16 +443,16 @@ def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
 def test_it_is_made_again_with_the_result(models, tmp_path):
     out = tmp_path / "x.gguf"
     written(models["gemma3"], out)
-    again = verbs.reproduce(out, models["gemma3"])
+    again = api.reproduce(out, models["gemma3"])
     assert (again.files, again.differing) == (2, ())
 
 
 def test_the_tower_of_a_quantized_model_is_written_too(models, tmp_path):
-    verbs.quantize(
+    api.quantize(
         str(models["gemma3"]), Recipe(bits=8, calibration=NO_DATA), tmp_path / "q", Settings()
     )
     settings = Settings(mmproj=True)
-    verbs.export(
+    api.export(
         str(tmp_path / "q"), None, tmp_path / "y.gguf", settings, format="gguf", allow_inexact=True
     )
     first = written(models["gemma3"], tmp_path / "x.gguf").read_bytes()

@@ -14,7 +14,7 @@ from quantforge.errors import UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.ragged import Span
+from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter

@@ -1,0 +1,215 @@
+"""Measure latency and throughput of models, or of a server, under a seeded stream of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from quantforge.api.generate import check_drafts, opened_to_answer, speculative_of
+from quantforge.api.scored_text import read_text
+from quantforge.api.torch_defaults import torch_defaults
+from quantforge.cache_kinds import kinds_of
+from quantforge.errors import InputError, RefusedError, UsageError
+from quantforge.evaluation.bench_requests import (
+    BenchFigures,
+    RequestStream,
+    Slo,
+    TimedRequest,
+    figures,
+    read_trace,
+)
+from quantforge.execution.progress import followed, phase, tell
+from quantforge.runtime.speculation.options import DraftOptions
+from quantforge.settings import Settings, check_device
+
+SCHEMA = "quantforge.bench/1"
+TEXT_BYTES = 1 << 20
+MOST_ROWS, MOST_BUDGET = 512, 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """Options of a bench: the requests, and the engine or server that answers them.
+
+    Attributes:
+        stream: how requests are drawn.
+        trace: file of requests to send instead.
+        text: source of the prompts, as for ``--calibration``.
+        slo: limits, for the goodput.
+        price: of an hour, for the cost.
+        rows: most requests that are computed at a time.
+        token_budget: most tokens of a step.
+        cache: kind of the KV cache, see `quantforge.cache_kinds`.
+        drafts: speculation, see `DraftOptions`.
+        url: address of a server to measure in place of a model in this process.
+        served_name: of the model at the server.
+    """
+
+    stream: RequestStream
+    trace: Path | None
+    text: str
+    slo: Slo | None
+    price: float | None
+    rows: int
+    token_budget: int
+    cache: str
+    drafts: DraftOptions
+    url: str
+    served_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRow:
+    """Figures of one model or server.
+
+    Attributes:
+        name: as it was given.
+        figures: of the requests.
+        engine: counts of the engine, see `Counters`; None for a server.
+        wasted: mean share of reserved places in the cache that were not used; None for a server.
+    """
+
+    name: str
+    figures: BenchFigures
+    engine: dict[str, Any] | None = None
+    wasted: float | None = None
+
+
+def document(rows: Sequence[BenchRow], options: BenchOptions) -> dict[str, Any]:
+    """Return the results as the JSON document ``quantforge.bench/1``."""
+    trace = None if options.trace is None else options.trace.name
+    recorded = {**asdict(options), "trace": trace}
+    return {"schema": SCHEMA, "options": recorded, "rows": [asdict(row) for row in rows]}
+
+
+@torch_defaults()
+def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> list[BenchRow]:
+    """Measure models one after another, or a server, under the same stream of requests.
+
+    Args:
+        models: directories, GGUF files or ``org/name[@revision]``; for a server, the one model whose tokenizer makes
+            the prompts.
+        settings: device, threads, offline, and which events are accepted.
+        options: the requests, and how they are served.
+
+    Raises:
+        UsageError: an option that has no meaning here.
+        InputError: a model, the text or the server cannot be used, or a request does not fit.
+        RefusedError: a model that this runtime does not compute.
+    """
+    _check(models, options)
+    opened = [opened_to_answer(name, settings) for name in models]
+    for path, _ in opened:
+        check_drafts(path, options.drafts, settings, steps=True)
+    check_device(settings.device)
+    import torch
+
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    with followed(settings.progress):
+        text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
+        rows = []
+        for name, (path, config) in zip(models, opened, strict=True):
+            requests = _requests(path, config, text, options)
+            if options.url:
+                rows.append(_measure_server(requests, options))
+            else:
+                with phase(f"serving {name}", 1 / len(models), "loading"):
+                    rows.append(_measure_model(name, path, requests, settings, options))
+        return rows
+
+
+def _check(models: Sequence[str], options: BenchOptions) -> None:
+    if options.url and len(models) != 1:
+        raise UsageError(
+            "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
+        )
+    if options.served_name and not options.url:
+        raise UsageError("--served-name is of a server, and none is measured", "add --url")
+    if options.url and options.drafts.draft:
+        raise UsageError("--draft is of the engine here, and a server is measured", "leave it out")
+    kinds_of(options.cache)
+    for name, value, most in (
+        ("--rows", options.rows, MOST_ROWS),
+        ("--token-budget", options.token_budget, MOST_BUDGET),
+    ):
+        if not 1 <= value <= most:
+            raise UsageError(f"{name} {value}: out of range", f"1 to {most}")
+
+
+def _measure_model(
+    name: str,
+    path: Path,
+    requests: Sequence[TimedRequest],
+    settings: Settings,
+    options: BenchOptions,
+) -> BenchRow:
+    """Serve the stream with an engine in this process, with 16-bit activations as engines have them."""
+    import torch
+
+    from quantforge.evaluation.bench_senders import serve_in_process
+    from quantforge.runtime.batching.engine import EngineOptions
+    from quantforge.runtime.decoder import Decoder
+    from quantforge.runtime.load import load
+
+    loaded = load(path, settings.device, torch.bfloat16, input_bits=settings.input_bits)
+    settings.policy.check(loaded.events)
+    for event in loaded.events:
+        settings.note(f"{event.kind}: {event.where}: {event.detail}")
+    try:
+        speculative = speculative_of(loaded, options.drafts, settings)
+        decoder = (
+            speculative.decoder if speculative else Decoder(loaded.model, scales=loaded.kv_scales)
+        )
+    except RefusedError as error:
+        raise RefusedError(
+            error.message, "bench it in its engine: quantforge bench MODEL --url ..."
+        ) from error
+    longest = max(len(one.ids) + one.new_tokens for one in requests)
+    engine = EngineOptions(
+        rows=options.rows,
+        tokens=min(longest, decoder.positions),
+        cache=options.cache,
+        token_budget=max(options.token_budget, options.rows),
+    )
+    run = serve_in_process(decoder, requests, engine, _follower(requests), speculative)
+    found = figures(run.served, options.slo, options.price)
+    finished = {str(reason): count for reason, count in run.counters.finished.items()}
+    return BenchRow(name, found, {**asdict(run.counters), "finished": finished}, run.wasted)
+
+
+def _measure_server(requests: Sequence[TimedRequest], options: BenchOptions) -> BenchRow:
+    from quantforge.evaluation.bench_senders import send_to_server
+
+    with phase(f"serving {options.url}", 1.0):
+        served = send_to_server(options.url, options.served_name, requests, _follower(requests))
+    return BenchRow(options.url, figures(served, options.slo, options.price))
+
+
+def _follower(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
+    """Return a function that reports how many requests are finished."""
+    return lambda done: tell(done=done, total=len(requests))
+
+
+def _requests(
+    path: Path, config: Mapping[str, Any], text: str, options: BenchOptions
+) -> list[TimedRequest]:
+    """Return the stream in tokens of a model; raise `InputError` for a request that is longer than it has positions."""
+    from quantforge.runtime.text_processing import as_input_errors, text_side
+
+    side = text_side(path, config)
+    with as_input_errors():
+        ids = side.tokenizer.encode(text, "the text of the requests")
+    if options.trace is not None:
+        found = read_trace(options.trace, ids, options.stream.seed)
+    else:
+        found = options.stream.draw(ids)
+    longest = max(len(one.ids) + one.new_tokens for one in found)
+    if longest > side.positions:
+        raise InputError(
+            f"a request has {longest} tokens, old and new; the model has {side.positions} positions",
+            "smaller --prompt-tokens, --new-tokens or --shared-tokens",
+        )
+    return found

@@ -1,0 +1,34 @@
+"""Diff: how two models of any formats differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.api.torch_defaults import torch_defaults
+from quantforge.arguments import check_arguments
+from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.files.hub import resolve
+from quantforge.formats.open_model import open_model
+
+if TYPE_CHECKING:
+    from quantforge.verification.difference import Difference
+
+
+@check_arguments()
+@torch_defaults()
+def diff(
+    first: str | Path, second: str | Path, *, offline: bool = False, progress: Listener = ignore
+) -> Difference:
+    """Compare what was done, tensors, decoded values and files of two models; ``progress`` is told how far it is.
+
+    Raises:
+        InputError: a model is missing or cannot be read.
+    """
+    places = [resolve(str(model), offline) for model in (first, second)]
+    for place in places:
+        open_model(place)  # what headers refuse is refused before torch is there
+    from quantforge.verification.difference import difference
+
+    with followed(progress), phase("comparing", 1.0):
+        return difference(*places)

@@ -1,0 +1,82 @@
+"""`verify`: check a quantized model, whoever made it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantforge.api.torch_defaults import torch_defaults
+from quantforge.arguments import check_arguments
+from quantforge.engines import target_of
+from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.files.hub import resolve
+from quantforge.files.opener import FILES
+from quantforge.numerics.allocator import return_freed_memory
+from quantforge.settings import Settings, check_device
+from quantforge_files.roles import KEY
+
+if TYPE_CHECKING:
+    from quantforge.verification.findings import Report
+
+
+@check_arguments()
+@torch_defaults()
+def verify(
+    path: str | Path,
+    source: str | Path | None = None,
+    *,
+    engine: str | None = None,
+    forward: bool = True,
+    device: str = "cpu",
+    threads: int | None = None,
+    key: str | Path | None = None,
+    adapter: str | Path | None = None,
+    offline: bool = False,
+    progress: Listener = ignore,
+) -> Report:
+    """Check files, structure, every number and one forward pass of a model directory or a GGUF file.
+
+    Args:
+        path: the artifact.
+        source: the model that it was made from, to compare with.
+        engine: an engine that has to load it.
+        forward: run the model once.
+        device: where it runs.
+        threads: CPU threads; None for all.
+        key: public key (PEM) to check the signature with.
+        adapter: directory of the adapter that was merged into the source.
+        offline: never ask the hub.
+        progress: called with the progress.
+
+    Raises:
+        InputError: there is no such artifact, the source or the key cannot be read, or an adapter is missing.
+        IntegrityError: the adapter is not the one that the manifest declares, or it declares none.
+        UsageError: an adapter is given without a source, no engine has that name, there is no such device, the number
+            of threads is out of range, or the library for signatures is not installed.
+    """
+    Settings(device=device, threads=threads)  # checks them
+    place = Path(path) if Path(path).exists() else resolve(str(path), offline)
+    original = resolve(str(source), offline) if source else None
+    check_device(device)  # imports torch, which takes seconds
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+    merged, public = (Path(one) if one else None for one in (adapter, key))
+    if engine is not None:
+        target_of(engine)  # refuse an unknown name before the work
+    if public is not None:
+        FILES.read(public, KEY, None)
+    return_freed_memory()
+    from quantforge.verification.verify import verify as check
+
+    with followed(progress), phase("verifying", 1.0):
+        return check(
+            place,
+            original,
+            engine=engine,
+            forward=forward,
+            device=device,
+            key=public,
+            adapter=merged,
+        )

@@ -1,0 +1,16 @@
+"""CWM: a llama in which three layers of four have a window, with an explicit head size."""
+
+from dataclasses import replace
+
+from quantforge.architectures.families import llama, mistral
+from quantforge.architectures.layer_windows import WindowRule
+
+ARCHITECTURE = replace(
+    mistral.MISTRAL,
+    model_type="cwm",
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    graph=llama.ARCHITECTURE.graph,
+    windows=WindowRule(width=8192, period=4, full_first=True),
+    gguf=None,
+)
+FAMILIES = {"cwm": ARCHITECTURE}

@@ -1,0 +1,153 @@
+"""ERNIE 4.5: a llama that rotates neighbours, with one key for all biases, and a tied head.
+
+Mixtures have experts in a range of their layers, with or without shared ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantforge.architectures import Parameter
+from quantforge.architectures.declare import attention, gated_mlp, layer, outer
+from quantforge.architectures.decoder_graph import DecoderGraph
+from quantforge.architectures.families import llama
+from quantforge.architectures.llama_cpp import GgufFamily
+from quantforge.architectures.mixtures import (
+    DENSE,
+    SPARSE,
+    dense_or_sparse,
+    experts_one_by_one,
+    router,
+    shared_experts,
+)
+from quantforge.errors import InputError
+
+ERNIE4_5 = replace(
+    llama.ARCHITECTURE,
+    model_type="ernie4_5",
+    kinds=(layer(llama.NORMS, attention("use_bias"), gated_mlp("use_bias")),),
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500_000.0,
+    },
+    graph=DecoderGraph(neighbours=True),
+    gguf=GgufFamily(
+        "ernie4_5", class_name="Ernie4_5ForCausalLM", bias_keys={"use_bias": "attn_q.bias"}
+    ),
+)
+
+
+SHARING = "sharing"  # a kind of layers: experts beside shared ones
+CORRECTION = "moe_statics.e_score_correction_bias"
+PARTS = (llama.NORMS, attention("use_bias"))
+MIXTURE = (
+    router("mlp.gate"),
+    (Parameter(f"mlp.gate.{CORRECTION}", ("1", "experts"), stored=f"mlp.{CORRECTION}"),),
+    experts_one_by_one("inner"),
+)
+
+
+def kinds(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer: experts in every so many layers from one to another.
+
+    Raises:
+        InputError: one of the keys that say so is no number.
+    """
+    keys = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    first, last, step = (config[key] for key in keys)
+    if not all(type(value) is int for value in (first, last, step)) or step < 1:
+        said = ", ".join(f"{key} = {str(config[key])[:20]}" for key in keys)
+        raise InputError(f"config.json: {said}", "numbers of layers")
+    layers = range(config["num_hidden_layers"])
+    last = last if last >= 0 else len(layers) - 1
+    sparse = SHARING if config["moe_num_shared_experts"] else SPARSE
+    return [
+        sparse if first <= index <= last and (index + 1) % step == 0 else DENSE for index in layers
+    ]
+
+
+def shared(config: Mapping[str, Any]) -> int:
+    """Return the number of shared experts; 1 where there is none.
+
+    Raises:
+        InputError: it is no number.
+    """
+    count = config["moe_num_shared_experts"]
+    if type(count) is not int or count < 0:
+        raise InputError(f"config.json: moe_num_shared_experts = {str(count)[:40]!r}", "a number")
+    return max(count, 1)
+
+
+def shared_width(config: Mapping[str, Any]) -> int | None:
+    """Return the columns that all shared experts have together, None where there are none; errors as `shared`."""
+    width: int = config["moe_intermediate_size"]
+    return shared(config) * width if config["moe_num_shared_experts"] else None
+
+
+def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None."""
+    last = config["moe_layer_end_index"]
+    if 0 <= last < config["num_hidden_layers"] - 1:
+        return f"moe_layer_end_index = {last}", "experts up to the last layer"
+    least, used, experts = (config[key] for key in ("moe_norm_min", "moe_k", "moe_num_experts"))
+    known = all(isinstance(value, int | float) for value in (least, used, experts))
+    if not known or least * experts > used:  # the scores of those used sum to their share at least
+        return f"moe_norm_min = {str(least)[:40]}", "at most moe_k / moe_num_experts"
+    return None
+
+
+ERNIE4_5_MOE = replace(
+    llama.ARCHITECTURE,
+    model_type="ernie4_5_moe",
+    graph=DecoderGraph(neighbours=True, experts=True),
+    outer=outer(head_bias="use_bias"),
+    kinds=(
+        *dense_or_sparse(*PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
+        layer(*PARTS, *MIXTURE, *shared_experts("shared*inner", bias="use_bias"), name=SHARING),
+    ),
+    kind_of=kinds,
+    sizes={
+        "experts": ("moe_num_experts", "num_experts", "num_local_experts"),
+        "inner": ("moe_intermediate_size",),
+        "shared": shared,
+    },
+    defaults={
+        "rope_theta": 500_000.0,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 20,
+        "num_key_value_heads": 4,
+        "intermediate_size": 12288,
+        "moe_num_experts": 64,
+        "moe_intermediate_size": 1536,
+        "moe_num_shared_experts": 2,
+        "moe_k": 6,
+        "moe_norm_min": 1e-12,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": -1,
+        "moe_layer_interval": 1,
+        "tie_word_embeddings": True,
+    },
+    gguf=GgufFamily(
+        "ernie4_5-moe",
+        experts=True,
+        used="moe_k",
+        sizes={"expert_feed_forward_length": "inner"},
+        numbers={
+            "expert_shared_count": "moe_num_shared_experts",
+            "expert_shared_feed_forward_length": shared_width,
+            "leading_dense_block_count": "moe_layer_start_index",
+            "interleave_moe_layer_step": "moe_layer_interval",
+        },
+        graph={"use_bias": False, "moe_layer_interval": 1},
+        unsupported=unsupported_by_llama_cpp,
+        names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
+    ),
+)
+
+
+FAMILIES = {"ernie4_5": ERNIE4_5, "ernie4_5_moe": ERNIE4_5_MOE}

@@ -1,0 +1,33 @@
+"""Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an MLP without gate, of squared ReLU."""
+
+from dataclasses import replace
+
+from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
+from quantforge.architectures.families import llama
+from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
+
+ARCHITECTURE = replace(
+    llama.ARCHITECTURE,
+    model_type="nemotron",
+    outer=outer(bias=True),
+    kinds=(
+        layer(
+            LAYER_NORMS,
+            attention("attention_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")),
+            plain_mlp("mlp_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "post_attention_layernorm")),
+        ),
+    ),
+    defaults={"vocab_size": 256000, "partial_rotary_factor": 0.5},
+    gguf=GgufFamily(
+        "nemotron",
+        norm_plus_one=True,
+        biases=(*LLAMA_BIASES, *NORM_BIASES),
+        class_name="NemotronForCausalLM",
+        activations=("relu2",),
+        heads_fill=True,
+        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
+        graph={"tie_word_embeddings": False},
+    ),
+)
+FAMILIES = {"nemotron": ARCHITECTURE}

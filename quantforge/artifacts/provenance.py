@@ -1,0 +1,137 @@
+"""Provenance in the two forms that supply-chain tools read, made from the manifest: unsigned, without time or place.
+
+* An in-toto statement v1 with a SLSA provenance v1 predicate (https://slsa.dev/spec/v1.0/provenance): the files of the
+  result as subjects, the recipe as external parameters, the source's files and the packages as resolved dependencies.
+* A CycloneDX 1.6 bill of materials (ECMA-424): the result as a machine-learning model whose ancestor is the source, the
+  calibration text as data.
+
+`quantforge.artifacts.signing` signs the directory that they lie in. Both are listed in
+the manifest as outputs, so that they speak of every other file but of neither each other nor the manifest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantforge import __version__
+from quantforge.artifacts.manifest import DECIDING, NAME, digests
+from quantforge.files.output_names import SIDE
+from quantforge.files.previous_output import SIGNATURE
+
+STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"
+BUILD_TYPE = "quantforge/quantize/v1"
+
+
+def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str, bytes]:
+    """Return the two files for a result whose files lie in ``stage``.
+
+    Args:
+        document: the manifest so far (see `quantforge.artifacts.manifest.manifest`).
+        stage: every file of the result but the manifest.
+        name: of the result.
+    """
+    later = (NAME, SIDE, STATEMENT, BILL, SIGNATURE)  # left by a publication that was interrupted
+    files = [path for path in stage.rglob("*") if path.is_file() and not path.name.endswith(later)]
+    outputs = digests(stage, files)
+    made = {STATEMENT: statement(document, outputs), BILL: bill(document, outputs, name)}
+    return {
+        key: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
+        for key, value in made.items()
+    }
+
+
+def statement(document: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an in-toto statement: these files came out of that recipe and those files."""
+    source, versions = document["source"], document["versions"]
+    files = [
+        _resource(f"{source['model']}/{name}", one) for name, one in sorted(source["files"].items())
+    ]
+    packages = [{"name": name, "annotations": {"version": versions[name]}} for name in DECIDING]
+    definition = {
+        "buildType": BUILD_TYPE,
+        "externalParameters": {"recipe": document["recipe"], "model": source["model"]},
+        "internalParameters": {"versions": versions},
+        "resolvedDependencies": [*files, *packages],
+    }
+    builder = {"id": f"quantforge/{__version__}"}
+    return {
+        "_type": "https://in-toto.io/Statement/v1",
+        "subject": [_resource(name, entry) for name, entry in sorted(outputs.items())],
+        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicate": {"buildDefinition": definition, "runDetails": {"builder": builder}},
+    }
+
+
+def _resource(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": name, "digest": {"sha256": entry["sha256"]}}
+
+
+def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a CycloneDX bill of materials: a model, its ancestor, its calibration text, the tools."""
+    source, kind = document["source"], "machine-learning-model"
+    ancestor = {"type": kind, "name": source["model"], "components": _files(source["files"])}
+    if "revision" in source:
+        ancestor["version"] = source["revision"]
+    model = {
+        "type": kind,
+        "bom-ref": "model",
+        "name": name,
+        "pedigree": {"ancestors": [ancestor]},
+        "components": _files(outputs),
+        "modelCard": {
+            "modelParameters": {
+                "modelArchitecture": document["model_type"],
+                "approach": {"type": "self-supervised"},
+            }
+        },
+        "properties": [
+            {"name": f"quantforge:{key}", "value": str(document[key])}
+            for key in ("method", "format", "bits_per_weight")
+        ],
+    }
+    tools = [{"type": "application", "name": "quantforge", "version": __version__}]
+    versions = document["versions"]
+    tools += [{"type": "library", "name": key, "version": versions[key]} for key in DECIDING]
+    body = {
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
+        "metadata": {"component": model, "tools": {"components": tools}},
+        "components": _calibration(document["calibration"]),
+    }
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    return {**body, "serialNumber": uuid.uuid5(uuid.NAMESPACE_OID, digest).urn}
+
+
+def bill_name(document: Mapping[str, Any]) -> str:
+    """Return the name of the result that a bill of materials states, "" where it states none."""
+    found: Any = document
+    for key in ("metadata", "component", "name"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) else ""
+
+
+def _files(entries: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"type": "file", "name": name, "hashes": [{"alg": "SHA-256", "content": entry["sha256"]}]}
+        for name, entry in sorted(entries.items())
+    ]
+
+
+def _calibration(described: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    if described is None:
+        return []
+    return [
+        {
+            "type": "data",
+            "bom-ref": "calibration",
+            "name": "calibration rows",
+            "hashes": [{"alg": "SHA-256", "content": described["digest"]}],
+            "data": [{"type": "dataset", "name": name} for name in described["sources"]],
+        }
+    ]

@@ -1,0 +1,204 @@
+"""Publication of a result: the files beside its weights, and the step that makes it the output.
+
+A directory gets what the source carries, the configuration of its format, an index, a card and, last, the manifest. A
+file gets its manifest beside it, and on request a ``Modelfile`` and the vision tower in a file of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from quantforge.architectures.configuration import untied
+from quantforge.artifacts import card, card_figures, manifest
+from quantforge.artifacts.card import base_model
+from quantforge.artifacts.manifest import checksums_of, files_of_source
+from quantforge.artifacts.provenance import BILL, STATEMENT, provenance
+from quantforge.artifacts.signing import signature, unsigned_files
+from quantforge.files.checksums import Checksums
+from quantforge.files.hub import source_name
+from quantforge.files.opener import changed
+from quantforge.files.output_names import MODELFILE, placed, projector_name
+from quantforge.files.previous_output import OF_DIRECTORY, SIGNATURE
+from quantforge.files.reader import Checkpoint
+from quantforge.files.stage import Stage
+from quantforge.files.writer import WeightsWriter, index_json
+from quantforge.formats import format_of
+from quantforge.formats.decoded import plain_config
+from quantforge.formats.open_model import open_model, side_data
+from quantforge.plans import FilePlan, Plan
+from quantforge.settings import Settings, workers_of
+from quantforge_calibration.chat_templates import DEFAULT, read_templates
+from quantforge_calibration.source_error import SourceError
+
+
+def describe_source(
+    checkpoint: Checkpoint, checksums: Mapping[Path, Checksums] | None = None
+) -> dict[str, Any]:
+    """Return the source for the manifest: its name, and the digest of every file that was read."""
+    name, revision = source_name(checkpoint.path)
+    return {
+        "model": name,
+        **({"revision": revision} if revision else {}),
+        **checkpoint.facts,
+        "files": files_of_source(checkpoint, checksums),
+    }
+
+
+def digest_source(
+    checkpoint: Checkpoint, before: Mapping[str, Any], settings: Settings
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Digest a model at the start of a run: the checkpoint to read from now on, and the source for the manifest.
+
+    What the run has understood of it so far has to be what was digested: ``before`` are the digests of its small files
+    when it was opened, and its configuration and headers are read again.
+
+    Raises:
+        IntegrityError: it changed meanwhile.
+    """
+    checksums = checksums_of(checkpoint, workers_of(settings))
+    source = describe_source(checkpoint, checksums)
+    for name, entry in before.items():
+        if source["files"].get(name) != entry:
+            raise changed(checkpoint.path / name)
+    if open_model(checkpoint.path) != checkpoint.opened:
+        raise changed(checkpoint.path)
+    return checkpoint.with_checksums(checksums), source
+
+
+def stage_side_files(
+    stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any], settings: Settings
+) -> None:
+    """Put what is carried into the stage, at the start of a run: these bytes are digested, and these are published.
+
+    Raises:
+        IntegrityError: a file is not the one that was digested.
+        RefusedError, InputError: as `ProjectorFile.values`.
+    """
+    if format_of(plan.format).ABOUT.one_file:
+        _write_tower(stage, checkpoint, wanted=settings.mmproj)
+        return
+    for path in checkpoint.side_files:
+        name = str(path.relative_to(checkpoint.path))
+        if stage.copy_file(path, name, checkpoint.path) != source["files"][name]["sha256"]:
+            raise changed(path)
+    for name, data in side_data(checkpoint).items():
+        stage.write_file(name, data)
+
+
+def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
+    """Return the names of the files of a GGUF result, but for those that every such result may have (manifest ...)."""
+    names = {placed(out, file.name) for file in files}
+    if settings.modelfile:
+        names.add(f"{out.stem}{MODELFILE}")
+    if settings.mmproj:
+        names.add(projector_name(out))
+    if settings.provenance:
+        names |= {f"{out.name}.{name}" for name in (STATEMENT, BILL)}
+    return frozenset(names)
+
+
+def publish(
+    stage: Stage,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    files: Sequence[FilePlan],
+    document: dict[str, Any],
+    *,
+    settings: Settings,
+) -> None:
+    """Put everything beside the weights, the manifest last, sign it, and make it the output in one step.
+
+    Raises:
+        RefusedError: somebody's file lies among those of the result.
+        UsageError, InputError: it is to be signed and cannot be; see `quantforge.artifacts.signing`.
+    """
+    one_file = format_of(plan.format).ABOUT.one_file
+    if one_file:
+        if settings.modelfile:
+            _write_modelfile(stage, files[0])
+    else:
+        _write_directory(stage, checkpoint, plan, files, document, settings)
+    if settings.provenance:
+        _write_provenance(stage, document, f"{stage.out.name}." if one_file else "")
+    if not one_file:
+        if settings.sign is None:  # that of an interrupted run, which was to be signed
+            (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
+        weights = (stage.place(file.name) for file in files)
+        stage.check_whole({stage.manifest, OF_DIRECTORY, *weights})
+    key, workers = settings.sign, workers_of(settings)
+    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))
+    if key is not None:
+        left_out = unsigned_files(stage.out.name, one_file=one_file)
+        name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
+        stage.write_file(name, signature(stage.path, key, unsigned=left_out))
+    stage.publish()
+
+
+def _write_modelfile(stage: Stage, first: FilePlan) -> None:
+    """Write the text by which Ollama takes a GGUF file, of numbered ones the ``first``."""
+    from quantforge.formats.gguf.modelfile import modelfile
+
+    text = modelfile(stage.path / stage.place(first.name))
+    stage.write_file(f"{stage.out.stem}{MODELFILE}", text.encode())
+
+
+def _write_directory(
+    stage: Stage,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    files: Sequence[FilePlan],
+    document: dict[str, Any],
+    settings: Settings,
+) -> None:
+    """Write the configuration of the format, the index and the card, and what the manifest says of these."""
+    from quantforge.model.transformers_layout import (
+        running_names,  # torch, which planning does without
+    )
+    from quantforge.model.transformers_loading import judged_by_names
+
+    config = plain_config(checkpoint)
+    if plan.untie:
+        config = untied(config)
+    engines = judged_by_names(plan.engines, config, plan.tensors)
+    plan = replace(plan, running=running_names(plan, config), engines=engines)
+    for name, data in format_of(plan.format).side_files(plan, config).items():
+        stage.write_file(name, data)
+    if len(files) > 1:
+        shards = [[tensor for tensor, _ in file.places] for file in files]
+        stage.write_file("model.safetensors.index.json", index_json(shards))
+    document["mutable"] = card_figures.MUTABLE
+    base = base_model(settings.base_model, document, checkpoint.config)
+    document |= {"base_model": base} if base else {}
+    text = card.model_card(plan, document, base, checkpoint.card, chat=chats(stage.path))
+    stage.write_file(card_figures.CARD, text)
+
+
+def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
+    """Write the vision tower of a source into a file of its own, one tensor after the other; else leave none there."""
+    name = projector_name(stage.out)
+    if not wanted:
+        (stage.path / name).unlink(missing_ok=True)  # of an interrupted run, which was to write it
+        return
+    from quantforge.formats.gguf.projector_file import projector_file
+
+    file = projector_file(checkpoint, name)
+    with WeightsWriter(stage.path, [file.plan]) as writer:
+        for name, value in file.values(checkpoint):
+            writer.write(name, value)
+
+
+def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) -> None:
+    """Write what supply-chain tools read, named after a result that is a file."""
+    for name, data in provenance(document, stage.path, stage.out.name).items():
+        stage.write_file(prefix + name, data)
+
+
+def chats(directory: Path) -> bool:
+    """Return whether a directory has a chat template that transformers takes by default."""
+    try:
+        return DEFAULT in read_templates(directory).named
+    except SourceError:  # the files are the source's, which nothing here renders
+        return False

@@ -1,0 +1,158 @@
+"""The text that is scored: one document, cut into windows, and the protocol that says so.
+
+Perplexities of different protocols cannot be compared (the same model has 5.1, 5.5 or 8.7 on
+"wikitext"), so that a figure never goes without its `EvaluationProtocol`. Ours: the text is tokenised as one
+document and cut into windows of ``length`` tokens without overlap; what remains is left out. When
+the tokenizer begins a text with a BOS token, every window begins with it and ``length - 1`` tokens
+of text follow. The first token of a window is not scored: nothing precedes it. Models are compared on the windows of
+their reference: one whose tokenizer makes other tokens of the text is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantforge.architectures.configuration import positions_in
+from quantforge.errors import InputError
+from quantforge.files.opener import FILES
+from quantforge.files.reader import Checkpoint
+from quantforge.runtime.text_processing import as_input_errors, tokenizer_of
+from quantforge_calibration.tokenizer import TextTokenizer
+from quantforge_files.roles import SETTINGS, TOKENIZER
+
+LENGTH = 512  # tokens of a window, by default
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationProtocol:
+    """Everything on which the figures depend beside the models.
+
+    Attributes:
+        text: name of the text.
+        tokens_sha256: of the scored windows, as little-endian 32-bit token ids.
+        windows: how many.
+        length: tokens of a window, BOS included.
+        bos: the token id with which every window begins, or None.
+        tokens_scored: ``windows * (length - 1)``.
+        dtype: in which perplexity and divergence are computed.
+        speed_dtype: in which speed and memory are measured, "" when they are not.
+        device: on which.
+        threads: of torch, on a CPU.
+        windows_asked: how many were asked for; the text may give fewer.
+        adapter: name and digest of what was merged into the reference, "" for nothing.
+        correction: likewise of what was put on the other model.
+        input_bits: to which products of packed weights round activations, but for the reference's: 16 for nothing.
+    """
+
+    text: str
+    tokens_sha256: str
+    windows: int
+    length: int
+    bos: int | None
+    tokens_scored: int
+    dtype: str
+    speed_dtype: str
+    device: str
+    threads: int
+    windows_asked: int = 0
+    adapter: str = ""
+    correction: str = ""
+    input_bits: int = 16
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the protocol as plain data, with what holds for every evaluation."""
+        return {
+            **asdict(self),
+            "overlap": 0,
+            "scored": "every token of a window but the first",
+            "kl": "exact, reference against model, whole vocabulary, nats per token",
+            "standard_error": "over windows; of differences paired by window",
+        }
+
+    def __str__(self) -> str:
+        asked = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
+        bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
+        merged = f", the adapter {self.adapter} merged into the reference" if self.adapter else ""
+        put = f", the adapter {self.correction} put on the model" if self.correction else ""
+        rounded = f", inputs of packed weights in {self.input_bits} bits but for the reference's"
+        return (
+            f"{self.text}, {self.windows}{asked} windows of {self.length} tokens, no overlap, {bos}, "
+            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{merged}{put}"
+            f"{rounded if self.input_bits < 16 else ''}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Token ids ``[windows, length]`` int64, and the id that begins each, if one does."""
+
+    ids: Tensor
+    bos: int | None
+
+    @property
+    def targets(self) -> Tensor:
+        """Return the tokens that are scored, ``[windows, length - 1]``."""
+        return self.ids[:, 1:]
+
+    @property
+    def sha256(self) -> str:
+        """Return the SHA-256 digest of the ids."""
+        return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
+
+
+def cut_windows(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:
+    """Tokenise a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
+
+    Raises:
+        InputError: the text is empty or has fewer tokens than one window, or ``length`` is less than 2; it cannot be
+            encoded, or has a token that the model has no embedding for.
+    """
+    bos = tokenizer.bos_id
+    with as_input_errors():
+        ids = tokenizer.encode(text, "the text that is scored")
+    step = length if bos is None else length - 1
+    count = min(windows, len(ids) // step)
+    if length < 2 or count < 1:
+        raise InputError(
+            f"nothing to score: the text has {len(ids)} tokens, one window takes {max(step, 2)}",
+            "give a longer text (text), or fewer tokens in a window (length)",
+        )
+    rows = torch.tensor(ids[: count * step]).view(count, step)
+    if bos is not None:
+        rows = torch.cat((torch.full((count, 1), bos), rows), dim=1)
+    return Windows(rows, bos)
+
+
+def check_comparable(model: Checkpoint, reference: Checkpoint, text: str, windows: Windows) -> None:
+    """Check that a model can be scored on the windows of its reference.
+
+    Raises:
+        InputError: it has fewer positions than a window has tokens, or its tokenizer makes other tokens of the text.
+    """
+    count, length = windows.ids.shape
+    positions = positions_in(model.config)
+    if positions < length:
+        raise InputError(
+            f"{model.path}: windows of {length} tokens, the model has {positions} positions",
+            f"--length {positions}",
+        )
+    if model is reference or _tokenizer_files(model.path) == _tokenizer_files(reference.path):
+        return
+    if cut_windows(tokenizer_of(model), text, count, length).sha256 != windows.sha256:
+        raise InputError(
+            f"{model.path}: its tokenizer makes other tokens of the text than that of {reference.path}",
+            "compare a model with the one that it was made from",
+        )
+
+
+def _tokenizer_files(path: Path) -> list[bytes]:
+    if path.is_file():
+        return []
+    files = ((path / "tokenizer.json", TOKENIZER), (path / "tokenizer_config.json", SETTINGS))
+    return [FILES.read(file, role, path) if file.is_file() else b"" for file, role in files]

@@ -1,0 +1,338 @@
+"""A model directory as Hugging Face publishes it: configuration, tensors and the files around them.
+
+Opening reads headers only and decides nothing; whatever is not understood exactly is refused. No file of the model is
+ever executed, and of the other files only those with a role (`role_of`) are passed on, so that neither code nor pickles
+nor stray files reach a result.
+
+Weights are either ``model.safetensors`` alone (of Medusa heads ``medusa_lm_head.safetensors``), or shards listed by
+``model.safetensors.index.json``, whose ``weight_map`` names the file of every tensor. The map is checked both ways
+against the headers and all disagreements are reported at once, because each one means a tensor that some loader would
+take from the wrong file, or initialise at random. ``metadata.total_size`` is not checked: published models get it wrong
+when tensors are tied.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from quantforge.errors import InputError
+from quantforge.files import safetensors
+from quantforge.files.checksums import Checksums
+from quantforge.files.hub import models_within
+from quantforge.files.opener import FILES, read_object
+from quantforge.files.safetensors import TORCH_NAMES, TensorEntry, read_header
+from quantforge.plans import HeldTensor, StoredTensor
+from quantforge_calibration.chat_templates import FOLDER
+from quantforge_files import roles
+from quantforge_files.roles import FileRole
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantforge.architectures.match import Declared
+
+CONFIG = "config.json"
+QUANTIZATION = "quantization"  # the subject of what is said of a declaration that is left over, see `Checkpoint.facts`
+CARD = "README.md"
+LICENCES = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "USE_POLICY*")
+_NO_LICENCE = {".py", ".bin", ".pt", ".pth", ".pkl", ".safetensors"}
+
+_SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+    "n_embd", "n_layer", "n_head", "n_positions",
+)  # fmt: skip
+_LAYERS = ("num_hidden_layers", "n_layer")
+_MAX_SIZE = 2**31 - 1
+_FLOATS = ("F32", "BF16", "F16", "F64")
+
+SINGLE = "model.safetensors"
+HEADS = "medusa_lm_head.safetensors"
+INDEX = "model.safetensors.index.json"
+SHOWN_PROBLEMS, ENOUGH_PROBLEMS = 20, 1000
+
+# No separator, drive or stream of any operating system can be written with these characters.
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors")
+# A second copy of the same weights that some publishers add for their own runtime.
+_SECOND_COPY = re.compile(r"consolidated.*\.safetensors")
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".nemo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened model directory.
+
+    Attributes:
+        path: the directory.
+        config: ``config.json``.
+        entries: the tensors by name, sorted.
+        shards: the safetensors files.
+        side_files: files to carry byte for byte into a result, sorted; all lie under ``path``.
+        card: the model card ``README.md``, if there is one.
+        declaration_note: what became of a declared quantization that is left over or in an unusual place, "" for
+            nothing.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    entries: Mapping[str, TensorEntry]
+    shards: tuple[Path, ...]
+    side_files: tuple[Path, ...]
+    card: Path | None
+    declaration_note: str = field(default="", kw_only=True)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read a tensor; errors as `safetensors.read_tensor`."""
+        return safetensors.read_tensor(self.entries[name])
+
+    def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
+        """Read rows ``first:last`` of a tensor; errors as `safetensors.read_rows`."""
+        return safetensors.read_rows(self.entries[name], first, last)
+
+    def side_data(self) -> dict[str, bytes]:
+        """Read the side files, by their names inside of the model; errors as `Opener.read`."""
+        return {
+            name: FILES.read(path, role, self.path)
+            for path in self.side_files
+            if (role := role_of(name := path.relative_to(self.path).as_posix()))
+        }
+
+    def headers(self) -> dict[str, StoredTensor]:
+        """Return name, type and shape of every tensor, by name."""
+        return {name: entry.header() for name, entry in self.entries.items()}
+
+    def held(self) -> tuple[HeldTensor, ...]:
+        """Return the tensors as their files describe them."""
+        return tuple(entry.held() for entry in self.entries.values())
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Return what plans and manifests say of the source: its precision, what is merged into it; by subject."""
+        return {QUANTIZATION: self.declaration_note} if self.declaration_note else {}
+
+    @property
+    def declared(self) -> Declared | None:
+        """Return derived declarations of this model if a view was made with them, else None."""
+        return None
+
+    @property
+    def opened(self) -> Checkpoint:
+        """Return the checkpoint as it was opened: itself, unless it is a view of another."""
+        return self
+
+    def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
+        """Return the same checkpoint with checksums, against which everything read of its tensors is verified."""
+        entries = {
+            name: replace(entry, checksums=checksums[entry.file])
+            for name, entry in self.entries.items()
+        }
+        return replace(self, entries=entries)
+
+    @property
+    def dtype(self) -> str:
+        """Return the model's type as safetensors names it: the configured one, else the commonest."""
+        nested = self.config.get("text_config")
+        for config in (self.config, nested if isinstance(nested, dict) else {}):
+            for key in ("dtype", "torch_dtype"):
+                word = str(config.get(key)).removeprefix("torch.")
+                for name in _FLOATS:
+                    if TORCH_NAMES[name] == word:
+                        return name
+        count: Counter[str] = Counter()
+        for entry in self.entries.values():
+            count[entry.dtype] += math.prod(entry.shape)
+        return max(_FLOATS, key=lambda name: count[name])
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a model directory, reading its configuration and headers only.
+
+    Raises:
+        InputError: anything missing, unreadable, contradictory or outside of the directory.
+    """
+    names = FILES.listing(path, None)
+    if CONFIG not in names:
+        hint = models_within(path) or "give the directory that holds it"
+        raise InputError(f"{path}: no {CONFIG}", hint, file=str(path / CONFIG))
+    config = read_object(path / CONFIG, roles.CONFIG, path)
+    entries, shards = read_weights(path, names)
+    if not entries:
+        raise InputError(
+            f"{path}: the model holds no tensors", "fetch or export it again", file=str(path)
+        )
+    _check_sizes(path / CONFIG, config, len(entries))
+    if CARD in names:
+        FILES.check(path / CARD, roles.CARD, path)
+    return Checkpoint(
+        path=path,
+        config=config,
+        entries=entries,
+        shards=shards,
+        side_files=tuple(_side_files(path, names)),
+        card=path / CARD if CARD in names else None,
+    )
+
+
+def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
+    if FOLDER in names:
+        names = names + [f"{FOLDER}/{name}" for name in FILES.listing(root / FOLDER, root)]
+    for name in sorted(names):
+        role = role_of(name)
+        if role is None:
+            continue
+        if not name.isprintable():
+            raise InputError(f"{root}: {name!r} is no name for a file", "rename it", file=str(root))
+        FILES.check(root / name, role, root)
+        yield root / name
+
+
+def role_of(name: str) -> FileRole | None:
+    """Return the role of a file that is carried into a result, by its name inside of the model; None of any other."""
+    for pattern, role in roles.CARRIED.items():
+        if fnmatchcase(name, pattern):
+            return role
+    return roles.LICENCE if is_licence(name) else None
+
+
+def is_licence(name: str) -> bool:
+    """Return whether a file of this name is copied as a license of the model."""
+    licence = any(fnmatchcase(name.upper(), pattern) for pattern in LICENCES)
+    return licence and Path(name).suffix.lower() not in _NO_LICENCE
+
+
+def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
+    """Refuse invalid sizes before anything loops over them or allocates by them."""
+    for key in _SIZES:
+        value, least = config.get(key), 0 if key == "head_dim" else 1  # of glm5_next
+        for size in value if isinstance(value, list) else [value]:
+            if size is not None and (type(size) is not int or not least <= size <= _MAX_SIZE):
+                raise InputError(
+                    f"{path}: {key} = {size!r} is not a size",
+                    f"an integer from 1 to {_MAX_SIZE}",
+                    file=str(path),
+                )
+        if key in _LAYERS and isinstance(value, int) and value > tensors:
+            raise InputError(
+                f"{path}: {key} = {value}, but the model holds only {tensors} tensors",
+                "configuration and weights are not of one model",
+                file=str(path),
+            )
+    if isinstance(nested := config.get("text_config"), Mapping):
+        _check_sizes(path, nested, tensors)
+
+
+def read_weights(root: Path, names: list[str]) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
+    """Find the weight files among the ``names`` in a model directory and read their headers.
+
+    Returns:
+        The tensors by name (sorted), and the files that hold them.
+
+    Raises:
+        InputError: no safetensors files, or files that do not agree; lists every problem.
+    """
+    present = {
+        name for name in names if name.endswith(".safetensors") and not _SECOND_COPY.fullmatch(name)
+    }
+    if INDEX in names:
+        return _read_indexed(root, present)
+    single = HEADS if present == {HEADS} else SINGLE
+    if single not in present:
+        raise _no_weights(root, names)
+    if extra := sorted(present - {single}):
+        raise _weights_error(
+            root / extra[0],
+            f"{extra[:SHOWN_PROBLEMS]} beside {SINGLE} without {INDEX}: which is the model?",
+        )
+    entries = read_header(root / single, root)
+    return dict(sorted(entries.items())), (root / single,)
+
+
+def _read_indexed(root: Path, present: set[str]) -> tuple[dict[str, TensorEntry], tuple[Path, ...]]:
+    index = root / INDEX
+    weight_map = _weight_map(index)
+    shards = sorted(set(weight_map.values()))
+    if bad := [shard for shard in shards if not _PLAIN_NAME.fullmatch(shard)]:
+        raise _weights_error(
+            index, *(f"{name[:80]!r} is not the name of a file beside it" for name in bad)
+        )
+    problems = [f"{name!r} is not in the index" for name in sorted(present - set(shards))]
+    entries: dict[str, TensorEntry] = {}
+    listed: dict[str, list[str]] = {shard: [] for shard in shards}
+    for name, shard in weight_map.items():
+        listed[shard].append(name)
+    for shard in shards:
+        if len(problems) > ENOUGH_PROBLEMS:
+            break
+        try:
+            found = read_header(root / shard, root)
+        except InputError as error:
+            problems.append(error.message)
+            continue
+        problems += _compare(shard, found, entries, weight_map, listed[shard])
+        entries.update(found)
+    if problems:
+        raise _weights_error(index, *problems)
+    return dict(sorted(entries.items())), tuple(root / shard for shard in shards)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = read_object(index, roles.INDEX, index.parent).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(shard, str) for shard in weight_map.values())
+    ):
+        raise _weights_error(index, "weight_map is not a table of tensor names and file names")
+    return weight_map
+
+
+def _compare(
+    shard: str,
+    found: Mapping[str, TensorEntry],
+    before: Mapping[str, TensorEntry],
+    weight_map: Mapping[str, str],
+    listed: Iterable[str],
+) -> Iterable[str]:
+    for name in found:
+        if name in before:
+            yield f"tensor {name!r} is in {before[name].file.name} and in {shard}"
+        elif name not in weight_map:
+            yield f"tensor {name!r} of {shard} is not in the index"
+    for name in listed:
+        if name not in found:
+            yield f"tensor {name!r} is not in {shard}, where the index puts it"
+
+
+def _no_weights(root: Path, names: list[str]) -> InputError:
+    pickled = sorted(name for name in names if Path(name).suffix in _PICKLED)
+    if pickled:
+        return InputError(
+            f"{root}: only pickled weights ({pickled[0]!r}); pickle can run code and is never read",
+            'convert it in an environment of its own: python -c "from transformers import '
+            f"AutoModelForCausalLM as M; M.from_pretrained('{root}').save_pretrained('OUT')\"",
+            file=str(root / pickled[0]),
+        )
+    other = sorted(name for name in names if name.endswith((".safetensors", ".gguf")))
+    found = f"; found {', '.join(map(repr, other[:5]))}" if other else ""
+    return InputError(
+        f"{root}: neither {SINGLE} nor {INDEX}{found}",
+        "give the directory of a model as transformers saves it",
+        file=str(root),
+    )
+
+
+def _weights_error(path: Path, *problems: str) -> InputError:
+    more = len(problems) - SHOWN_PROBLEMS
+    shown = "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
+    return InputError(
+        f"{path}: {shown}",
+        "fetch the model again, or remove files that are not part of it",
+        file=str(path),
+    )

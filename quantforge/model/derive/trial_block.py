@@ -1,0 +1,331 @@
+"""Run a block of a skeleton with random weights, and prove by trial which tensor absorbs a scale of an activation.
+
+transformers' norms and softmax ask for float32. Here they compute in float64 too, so that equivalent computations agree
+to twelve digits and others do not.
+
+A candidate is divided by a random factor per channel, and the linears that read the activation are multiplied by it, as
+`fold` does. The block has to return the same output, in float64 to eleven digits: with weights of the usual size, and
+with weights 16 times as large, because a function that clamps is linear for small numbers. If only the candidate is
+divided, the output has to change; otherwise the trial proves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures.dimensions import Dimensions
+from quantforge.model.block_inputs import Call, states_of
+from quantforge.model.scale_folding import expand_heads
+from quantforge.model.skeleton import as_refusals
+from quantforge.model.weight_loading import empty, parameter
+from quantforge.numerics.function_mode import Function, FunctionMode
+
+LARGE = 1 << 26  # parameters of a block that is held in float32
+GAIN = (0.5, 1.5)  # of vectors: norms, decays, biases
+LOUD = 16.0
+
+
+class TrialLimits(NamedTuple):
+    """Limits relative to the largest output: at most ``same`` is equal, more than ``changed`` is different."""
+
+    same: float
+    changed: float
+
+
+LIMITS = {torch.float64: TrialLimits(1e-11, 1e-8), torch.float32: TrialLimits(2e-5, 1e-3)}
+
+MOST = 8  # slices of a linear
+LABELS = {2: ("gate", "up"), 3: ("b", "c", "x")}
+HEADS = ("q", "k", "v")
+
+
+class _Wide(FunctionMode):
+    """Mode in which requests for narrower types give float64 (or float32)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    _LESS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+    def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if function in {Tensor.float, Tensor.half, Tensor.bfloat16}:
+            return args[0].to(self._dtype)
+        if function in {torch.tensor, torch.full} and isinstance(args[-1], float):
+            kwargs = {"dtype": self._dtype, **kwargs}  # the least of float64 is no float32
+        args = [self._wide(value) for value in args]
+        return function(*args, **{key: self._wide(value) for key, value in kwargs.items()})
+
+    def _wide(self, value: Any) -> Any:
+        is_less = isinstance(value, torch.dtype) and value in self._LESS
+        return self._dtype if is_less else value
+
+
+class TrialBlock:
+    """A block with random weights and the arguments that reach it.
+
+    Attributes:
+        states: ``[rows, length, hidden]`` that reach it.
+        dtype: that it computes in: float32 where the block is large.
+
+    Args:
+        module: of a skeleton.
+        states: ``[rows, length, hidden]`` that reach it.
+        call: what it gets beside them.
+    """
+
+    def __init__(self, module: nn.Module, states: Tensor, call: Call) -> None:
+        self.module = module
+        size = sum(value.numel() for value in module.parameters())
+        self.dtype = torch.float64 if size <= LARGE else torch.float32
+        self.states = states.to(self.dtype)
+        self._call = Call(*tree_map(self._wide, tuple(call)))
+        self._generator = torch.Generator().manual_seed(0)
+
+    @contextmanager
+    def filled(self) -> Iterator[None]:
+        """Fill the block with random weights inside a ``with`` block."""
+        for child in self.module.modules():
+            for name, value in child.named_parameters(recurse=False):
+                setattr(child, name, parameter(self._random(value)))
+            for name, buffer in child.named_buffers(recurse=False):
+                real = torch.zeros(buffer.shape) if buffer.is_meta else buffer
+                setattr(child, name, self._wide(real))
+        try:
+            yield
+        finally:
+            empty(self.module)
+
+    def parameter(self, name: str) -> Tensor:
+        """Return a parameter by its name relative to the block."""
+        return self.module.get_parameter(name)
+
+    def run(self, changed: Mapping[str, Tensor] | None = None) -> Any:
+        """Return what the block returns, with some parameters changed."""
+        with torch.no_grad(), _Wide(self.dtype), as_refusals("a block alone"):
+            return torch.func.functional_call(
+                self.module, dict(changed or {}), (self.states, *self._call.args), self._call.kwargs
+            )
+
+    @contextmanager
+    def louder(self, factor: float) -> Iterator[None]:
+        """Multiply all matrices by ``factor`` inside a ``with`` block, so that clamps take effect."""
+        matrices = [value for value in self.module.parameters() if value.dim() > 1]
+        for value in matrices:
+            value.data.mul_(factor)
+        try:
+            yield
+        finally:
+            for value in matrices:
+                value.data.div_(factor)
+
+    def _random(self, value: Tensor) -> Tensor:
+        shape = value.shape
+        if len(shape) < 2:
+            low, high = GAIN
+            found = torch.rand(shape, generator=self._generator, dtype=self.dtype)
+            return found * (high - low) + low
+        found = torch.randn(shape, generator=self._generator, dtype=self.dtype)
+        return found.div_(max(shape[-1], 1) ** 0.5)
+
+    def _wide(self, value: Any) -> Any:
+        is_number = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if is_number else value
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A tensor, or a slice of a fused linear, that may absorb a scale.
+
+    Attributes:
+        absorber: the tensor or slice.
+        sizes, labels: sizes and names of the slices of its linear, in order; empty if it is the whole linear.
+        heads: see `SharedInput`.
+        repeats: how often the sequence of slices repeats along the rows.
+    """
+
+    absorber: Absorber
+    sizes: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    heads: bool = False
+    repeats: int = 1
+
+    @property
+    def rows(self) -> slice | list[int]:
+        """Return the rows of the linear that are the channels of the activation."""
+        if not self.sizes:
+            return slice(None)
+        index = self.labels.index(self.absorber.rows)
+        first, last = sum(self.sizes[:index]), sum(self.sizes[: index + 1])
+        if self.repeats == 1:
+            return slice(first, last)
+        starts = range(0, self.repeats * sum(self.sizes), sum(self.sizes))
+        return [row for start in starts for row in range(start + first, start + last)]
+
+
+def proven(
+    block: TrialBlock,
+    linears: tuple[str, ...],
+    makers: tuple[str, ...],
+    earlier: tuple[str, ...],
+    dimensions: Dimensions,
+    *,
+    transposed: bool = False,
+) -> Candidate | None:
+    """Return the first candidate that passes the trial of absorbing a scale of an activation; None if none does.
+
+    Args:
+        block: filled.
+        linears: that read the activation.
+        makers: modules that returned it.
+        earlier: linears that were computed before.
+        dimensions: its heads are those of attention.
+        transposed: linears hold ``[in_features, out_features]``.
+    """
+    trial = _Trial(block, linears, dimensions, transposed=transposed)
+    candidates = [*_norms(block, makers, trial.width), *_rows(trial, earlier)]
+    return next((item for item in candidates if trial.holds(item)), None)
+
+
+def _norms(block: TrialBlock, makers: tuple[str, ...], width: int) -> Iterator[Candidate]:
+    for name in makers:
+        if block.parameter(f"{name}.weight").shape == (width,):
+            for kind in (Absorbs.NORM, Absorbs.NORM_PLUS_ONE):
+                yield Candidate(Absorber(kind, name))
+
+
+def _rows(trial: _Trial, earlier: tuple[str, ...]) -> Iterator[Candidate]:
+    """Yield linears, and slices of linears, whose rows may be the channels of the activation."""
+    width, sizes = trial.width, trial.dimensions
+    heads = width == sizes.q
+    for name in reversed(earlier):
+        rows, count = trial.rows(name), trial.rows(name) // width
+        if heads and rows == sizes.kv:
+            yield Candidate(Absorber(Absorbs.ROWS, name), heads=True)
+        if rows == width:
+            yield Candidate(Absorber(Absorbs.ROWS, name))
+        if heads and rows == sizes.qkv:
+            yield _sliced(name, (sizes.q, sizes.kv, sizes.kv), 2, HEADS, heads=True)
+        if rows % width == 0 and 1 < count <= MOST:
+            labels = LABELS.get(count, tuple(f"part{index}" for index in range(count)))
+            for index in reversed(range(count)):
+                yield _sliced(name, (width,) * count, index, labels)
+        yield from _repeated(name, rows, width, sizes)
+
+
+def _repeated(name: str, rows: int, width: int, sizes: Dimensions) -> Iterator[Candidate]:
+    """Yield the last rows of every head, or of every group of heads that share theirs."""
+    of_heads = width == sizes.q
+    choices = {(sizes.heads, width // sizes.heads)} if width % sizes.heads == 0 else set()
+    if of_heads:
+        choices.add((sizes.kv_heads, sizes.head))
+    for count, last in sorted(choices):
+        heads = of_heads and count == sizes.kv_heads
+        rest = rows // count - last
+        if count == 1 or rows % count or rest <= 0:
+            continue
+        fused = rest % last == 0 and rest > last
+        parts = (rest - last, last, last) if fused else (rest, last)
+        labels = HEADS if fused else ("k", "v")
+        found = _sliced(name, parts, len(parts) - 1, labels, heads=heads)
+        yield replace(found, repeats=count)
+
+
+def _sliced(
+    name: str, sizes: tuple[int, ...], index: int, labels: tuple[str, ...], *, heads: bool = False
+) -> Candidate:
+    return Candidate(Absorber(Absorbs.ROWS, name, labels[index]), sizes, labels, heads)
+
+
+class _Trial:
+    """Try candidates for one activation."""
+
+    def __init__(
+        self,
+        block: TrialBlock,
+        linears: tuple[str, ...],
+        dimensions: Dimensions,
+        *,
+        transposed: bool,
+    ) -> None:
+        self._block, self._linears, self.dimensions = block, linears, dimensions
+        self._transposed = transposed
+        self.width = self._weight(linears[0]).shape[1]
+
+    def _weight(self, linear: str) -> Tensor:
+        weight = self._block.parameter(f"{linear}.weight")
+        return weight.T if self._transposed else weight
+
+    def rows(self, linear: str) -> int:
+        """Return the number of output features of a linear."""
+        return self._weight(linear).shape[0]
+
+    def holds(self, candidate: Candidate) -> bool:
+        """Return whether the block's output is unchanged by a fold."""
+        return holds_louder(self._block, partial(self._same, candidate))
+
+    def _same(self, candidate: Candidate) -> bool:
+        count = self.dimensions.kv if candidate.heads else self.width
+        channels = random_scale(self._block, count)
+        scale = expand_heads(self.dimensions, channels) if candidate.heads else channels
+        divided = self._divided(candidate, channels)
+        multiplied = {}
+        for linear in self._linears:
+            weight = self._weight(linear) * scale
+            multiplied[f"{linear}.weight"] = weight.T if self._transposed else weight
+        return same_after(self._block, divided, multiplied)
+
+    def _divided(self, candidate: Candidate, channels: Tensor) -> Mapping[str, Tensor]:
+        module, kind = candidate.absorber.module, candidate.absorber.kind
+        known = dict(self._block.module.named_parameters())
+        weight = known[f"{module}.weight"]
+        changed = {}
+        if kind is Absorbs.NORM_PLUS_ONE:
+            changed[f"{module}.weight"] = (weight + 1) / channels - 1
+        elif kind is Absorbs.NORM:
+            changed[f"{module}.weight"] = weight / channels
+        else:
+            turned = self._weight(module).clone()
+            turned[candidate.rows] /= channels[:, None]
+            changed[f"{module}.weight"] = turned.T if self._transposed else turned
+        bias = known.get(f"{module}.bias")
+        if bias is not None:
+            changed[f"{module}.bias"] = bias.clone()
+            changed[f"{module}.bias"][candidate.rows] /= channels
+        return changed
+
+
+def random_scale(block: TrialBlock, count: int) -> Tensor:
+    """Return a factor from 0.5 to 2 for each of ``count`` channels."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.exp2(2 * torch.rand(count, generator=generator, dtype=block.dtype) - 1)
+
+
+def holds_louder(block: TrialBlock, same: Callable[[], bool]) -> bool:
+    """Return whether ``same`` holds for weights of the usual size and for weights `LOUD` times as large."""
+    if not same():
+        return False
+    with block.louder(LOUD):
+        return same()
+
+
+def same_after(
+    block: TrialBlock, divided: Mapping[str, Tensor], multiplied: Mapping[str, Tensor]
+) -> bool:
+    """Return whether a block returns the same with both changes, and something else with ``divided`` alone."""
+    before = states_of(block.run())
+    most, limits = before.abs().max(), LIMITS[block.dtype]
+    both = (states_of(block.run({**divided, **multiplied})) - before).abs().max()
+    if not both <= limits.same * most:
+        return False
+    half = (states_of(block.run(divided)) - before).abs().max()
+    return bool(half > limits.changed * most)

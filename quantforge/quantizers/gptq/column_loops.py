@@ -1,0 +1,356 @@
+"""The innermost loops of GPTQ and of its refinement, over the columns of a chunk: each changes the columns after it.
+
+A chunk is processed in one of three ways, depending on its packer:
+
+- If the packer returns `Points`, on a CPU: loops in numpy, or, for large matrices, compiled by numba
+  (`column_kernels`). In torch each column takes a dozen small operations, most of which cost more to call than to
+  compute. The compiled loops keep a tile of rows in a core's cache until all columns of the chunk are done, and are two
+  to five times as fast, but compiling takes seconds in every process, which pays from `COMPILED_FROM` weights on. Both
+  do the same float32 arithmetic and give the same bits (a test compares them); read those in numpy.
+- If a code stands for several columns, these are rounded at once, as a vector. With ``H + diag(ridge) = R R^T`` (see
+  `hessian`) the terms of the columns ``B`` of a vector are ``E_B R_BB + P``, where ``P`` comes from the errors of
+  earlier columns. They are least for the code vector ``q`` nearest to the target ``t = w + P R_BB^-1`` under the
+  distance ``|(t - q) R_BB|``: the target of one column, with a triangle in the place of its pivot (vectors in GPTVQ,
+  van Baalen et al., arXiv 2402.15319; BlockLDLQ in QuIP#, Tseng et al., arXiv 2402.04396). In a sweep of the refinement
+  the target is ``q + G_B H_BB^-1``, and the distance ``|(t - q) L|`` with ``H_BB = L L^T``.
+- Otherwise the packer encodes and decodes one column after the other.
+
+Rows are independent, and the columns of each are processed in order: the result depends on neither tiles nor threads.
+All arrays are float32 ``[columns, rows]``: the innermost dimension is rows, so that each step is vector instructions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
+
+import numpy
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from quantforge.grids import GRIDS
+from quantforge.numerics import COMPILED_FROM
+from quantforge.numerics.products import matmul
+from quantforge.numerics.threads import one_thread
+from quantforge.packers import Points, VectorPacker, packer_of
+from quantforge.scheme import Scheme
+
+Array = NDArray[Any]  # float32 [columns, rows] but where it says otherwise
+_ONE, _TWO = numpy.float32(1), numpy.float32(2)
+
+
+class Loops(NamedTuple):
+    """The two loops over columns whose values are `Points`, in numpy or compiled."""
+
+    round: Callable[..., None]
+    improve: Callable[..., None]
+
+
+def loops_for(weight: Tensor) -> Loops | None:
+    """Return the loops for a matrix; None where it is not on a CPU."""
+    if weight.device.type != "cpu":
+        return None
+    if weight.numel() < COMPILED_FROM:
+        return Loops(round_points, improve_points)
+    from quantforge.quantizers.gptq import column_kernels  # numba takes a moment to import
+
+    return Loops(column_kernels.round_points, column_kernels.improve_points)
+
+
+def column_major(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return float32 copies of parameters in which each column is contiguous, as the loops read them."""
+    return {
+        key: value.to(torch.float32, copy=True).T.contiguous().T
+        for key, value in parameters.items()
+    }
+
+
+def round_chunk(
+    loops: Loops | None,
+    remaining: Tensor,
+    pull: Tensor,
+    triangle: Tensor,
+    columns: Tensor,
+    terms: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> Tensor:
+    """Round the columns of a chunk in turn; each minimizes its own term of the error.
+
+    Args:
+        loops: as `loops_for` returns them.
+        remaining: the weights ``[columns, rows]``; replaced by their errors, column after column.
+        pull: what the errors of earlier columns add to the terms; overwritten.
+        triangle: of ``R``, ``[columns, columns]``.
+        columns: indices of the columns in the matrix, int64.
+        terms: filled with ``E R``.
+        parameters: of the whole matrix, as `column_major` returns them.
+        scheme: of the matrix.
+
+    Returns:
+        Codes ``[rows, columns]``; one per code vector.
+    """
+    grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
+    if loops is not None and grid is not None:
+        codes = torch.empty_like(remaining)
+        arrays = (remaining, pull, triangle.contiguous(), terms, codes)
+        loops.round(*(item.numpy() for item in arrays), *_numpy(grid))
+        return codes.to(grid.dtype).T
+    rounded = _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_vectors
+    return torch.cat(
+        rounded(remaining, pull, triangle, columns.tolist(), terms, parameters, scheme), 1
+    )
+
+
+def improve_chunk(
+    loops: Loops | None,
+    slopes: Tensor,
+    hessian: Tensor,
+    weight: Tensor,
+    error: Tensor,
+    first: int,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Move each code of a chunk in turn to its best value, given all other codes.
+
+    Args:
+        loops: as `loops_for` returns them.
+        slopes: the gradient ``G`` of the columns.
+        hessian: of the columns, with the ridge, ``[columns, columns]``.
+        weight: the columns of the matrix.
+        error: of these columns; updated.
+        first: index of the first column in the matrix.
+        parameters: of the whole matrix, as `column_major` returns them.
+        scheme: of the matrix.
+
+    Returns:
+        Codes ``[columns, rows]`` (one per code vector), changes of the values, and the decrease of the error of each
+        row, float64 ``[rows]``.
+    """
+    columns = torch.arange(first, first + len(slopes))
+    grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
+    if loops is not None and grid is not None:
+        codes, change = torch.empty_like(error), torch.empty_like(error)
+        gained = torch.zeros(error.shape[1], dtype=torch.float64)
+        arrays = (slopes.clone(), hessian.contiguous(), weight, error, codes, change, gained)
+        loops.improve(*(item.numpy() for item in arrays), *_numpy(grid))
+        return codes.to(grid.dtype), change, gained
+    improved = _improve_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _improve_vectors
+    codes, change = improved(slopes.clone(), hessian, weight, error, first, parameters, scheme)
+    fallen = change * (2 * slopes - matmul(hessian, change))
+    return codes, change, fallen.sum(0, dtype=torch.float64)
+
+
+def vector_targets(terms: Tensor, root: Tensor, width: int) -> Tensor:
+    """Return targets minus chosen values ``[in, out]``, given the terms of vectors of ``width`` columns."""
+    moved = torch.empty_like(terms)
+    for start in range(0, len(terms), width):
+        vector = slice(start, start + width)
+        moved[vector] = matmul(_inverse(root[vector, vector]).T, terms[vector])
+    return moved
+
+
+# Points, in numpy
+
+
+def _numpy(grid: Points) -> tuple[Any, ...]:
+    known = None if grid.table is None else tuple(part.numpy() for part in grid.table)
+    parameters = (part.numpy() for part in (grid.scales, grid.zeros, grid.offsets))
+    return (*parameters, *(numpy.float32(limit) for limit in grid.limits), known)
+
+
+class _Grid:
+    """The points of all columns of a chunk; see `Points`."""
+
+    def __init__(
+        self,
+        scales: Array,
+        zeros: Array,
+        offsets: Array,
+        low: Any,
+        high: Any,
+        table: tuple[Array, Array, Array] | None,
+    ) -> None:
+        self._steps, self._zeros, self._offsets = scales, zeros, offsets
+        self._low, self._high, self._table = low, high, table
+        # Where the step is 0 every code stands for the same value.
+        self._divisors = numpy.where(scales == 0, _ONE, scales)
+
+    def place(self, column: int, target: Array, code: Array, value: Array) -> None:
+        """Fill in the code and the value of the point nearest to each ``target``."""
+        offset, step = self._offsets[column], self._steps[column]
+        numpy.subtract(target, offset, out=value)
+        value /= self._divisors[column]
+        if self._table is None:
+            zero = self._zeros[column]
+            numpy.rint(value, out=code)
+            code += zero
+            numpy.maximum(code, self._low, out=code)
+            numpy.minimum(code, self._high, out=code)
+            numpy.subtract(code, zero, out=value)
+        else:
+            middles, values, codes = self._table
+            nearest = numpy.searchsorted(middles, value, side="right")
+            value[:], code[:] = values[nearest], codes[nearest]
+        value *= step
+        value += offset
+
+
+def round_points(
+    error: Array, pull: Array, triangle: Array, terms: Array, codes: Array, *grid: Any
+) -> None:
+    """Round a chunk; see `round_chunk`."""
+    points = _Grid(*grid)
+    target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
+    for j, mine in enumerate(error):
+        pivot, later = triangle[j, j], slice(j + 1, None)
+        numpy.multiply(pull[j], _ONE / pivot, out=target)
+        target += mine
+        points.place(j, target, codes[j], value)
+        numpy.subtract(target, value, out=terms[j])
+        terms[j] *= pivot
+        error[j] -= value
+        pull[later] += numpy.multiply(triangle[j, later, None], mine, out=moved[later])
+
+
+def improve_points(
+    gradient: Array,
+    hessian: Array,
+    weight: Array,
+    error: Array,
+    codes: Array,
+    change: Array,
+    gained: Array,  # float64 [rows]
+    *grid: Any,
+) -> None:
+    """Move the codes of a chunk; see `improve_chunk`."""
+    points = _Grid(*grid)
+    target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
+    for j, (slope, original, wrong) in enumerate(zip(gradient, weight, error, strict=True)):
+        pivot, later, step = hessian[j, j], slice(j + 1, None), change[j]
+        before = original - wrong
+        numpy.multiply(slope, _ONE / pivot, out=target)
+        target += before
+        points.place(j, target, codes[j], value)
+        numpy.subtract(value, before, out=step)
+        numpy.subtract(original, value, out=wrong)
+        gained += step * (_TWO * slope - pivot * step)
+        gradient[later] -= numpy.multiply(hessian[j, later, None], step, out=moved[later])
+
+
+# One column after the other
+
+
+def _round_one_by_one(
+    error: Tensor,
+    pull: Tensor,
+    triangle: Tensor,
+    columns: list[int],
+    terms: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> list[Tensor]:
+    packer, codes = packer_of(scheme), []
+    for j, (column, pivot) in enumerate(zip(columns, triangle.diagonal().tolist(), strict=True)):
+        place = slice(column, column + 1)
+        target = error[j].add(pull[j], alpha=1 / pivot)
+        codes.append(packer.encode(target.unsqueeze(1), parameters, scheme, place))
+        value = packer.decode(codes[-1], parameters, scheme, place)[:, 0]
+        torch.mul(target.sub_(value), pivot, out=terms[j])
+        error[j] -= value
+        pull[j + 1 :].addr_(triangle[j, j + 1 :], error[j])
+    return codes
+
+
+def _improve_one_by_one(
+    gradient: Tensor,
+    hessian: Tensor,
+    weight: Tensor,
+    error: Tensor,
+    first: int,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> tuple[Tensor, Tensor]:
+    packer, codes, change = packer_of(scheme), [], torch.empty_like(gradient)
+    for j, pivot in enumerate(hessian.diagonal().tolist()):
+        column, place = slice(j, j + 1), slice(first + j, first + j + 1)
+        value = weight[column] - error[column]
+        target = value.add(gradient[j], alpha=1 / pivot).T
+        codes.append(packer.encode(target, parameters, scheme, place))
+        moved = packer.decode(codes[-1], parameters, scheme, place).T
+        torch.sub(moved, value, out=change[column])
+        error[column] = weight[column] - moved
+        gradient[j + 1 :].addr_(hessian[j, j + 1 :], change[j], alpha=-1)
+    return torch.cat(codes, 1).T, change
+
+
+# Code vectors: the columns that share a code
+
+
+def _round_vectors(
+    error: Tensor,
+    pull: Tensor,
+    triangle: Tensor,
+    columns: list[int],
+    terms: Tensor,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> list[Tensor]:
+    packer = cast("VectorPacker", packer_of(scheme))
+    codes: list[Tensor] = []
+    for vector in _vectors(len(error), scheme):
+        root, place = triangle[vector, vector], _place(columns[vector.start], vector)
+        target = error[vector] + matmul(_inverse(root).T, pull[vector])
+        codes.append(packer.nearest(target.T, parameters, scheme, place, root))
+        value = packer.decode(codes[-1], parameters, scheme, place).T
+        terms[vector] = matmul(root.T, target - value)
+        error[vector] -= value
+        later = slice(vector.stop, None)
+        pull[later] += matmul(triangle[vector, later].T, error[vector])
+    return codes
+
+
+def _improve_vectors(
+    gradient: Tensor,
+    hessian: Tensor,
+    weight: Tensor,
+    error: Tensor,
+    first: int,
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+) -> tuple[Tensor, Tensor]:
+    packer = cast("VectorPacker", packer_of(scheme))
+    values, change = weight - error, torch.empty_like(gradient)
+    codes: list[Tensor] = []
+    for vector in _vectors(len(gradient), scheme):
+        block, place = hessian[vector, vector], _place(first + vector.start, vector)
+        with one_thread():
+            root = torch.linalg.cholesky(block)
+            inverse = torch.cholesky_inverse(root)
+        target = values[vector] + matmul(inverse, gradient[vector])
+        codes.append(packer.nearest(target.T, parameters, scheme, place, root))
+        moved = packer.decode(codes[-1], parameters, scheme, place).T
+        torch.sub(moved, values[vector], out=change[vector])
+        later = slice(vector.stop, None)
+        gradient[later] -= matmul(hessian[later, vector], change[vector])
+    error -= change
+    return torch.cat(codes, 1).T, change
+
+
+def _vectors(columns: int, scheme: Scheme) -> Iterator[slice]:
+    width = GRIDS[scheme.grid].weights_per_code
+    yield from (slice(start, start + width) for start in range(0, columns, width))
+
+
+def _place(column: int, vector: slice) -> slice:
+    return slice(column, column + vector.stop - vector.start)
+
+
+def _inverse(triangle: Tensor) -> Tensor:
+    """Return the inverse of an upper triangle; products with it, unlike solving, are the same for all threads."""
+    identity = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
+    with one_thread():
+        inverse: Tensor = torch.linalg.solve_triangular(triangle, identity, upper=True)
+    return inverse

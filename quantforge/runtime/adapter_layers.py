@@ -1,0 +1,94 @@
+"""A model with an adapter of low rank on its linears, whose weights stay packed: as PEFT computes with it.
+
+Each linear returns ``W x + scaling * B (A x)``. It is for models that are measured; the decoder of generation joins
+linears, and knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from quantforge.errors import InputError, UsageError
+from quantforge.files.finite_values import scan_finite
+from quantforge.files.safetensors import TensorEntry, read_tensor
+from quantforge.formats.sources.adapter import Adapter, LowRank, open_adapter
+from quantforge.runtime.load import Loaded
+
+
+def open_correction(path: Path) -> Adapter:
+    """Open an adapter that is put on a quantized model.
+
+    Raises:
+        InputError: as `open_adapter`.
+        UsageError: it changes more than linears.
+    """
+    adapter = open_adapter(path)
+    others = [one for one in adapter.changes.values() if one.embedding or one.magnitude or one.bias]
+    if adapter.replaced or others:
+        raise UsageError(
+            f"--correction {path}: it changes more than products of linears",
+            "merge it into the source: --adapter DIR",
+        )
+    return adapter
+
+
+def with_low_rank(loaded: Loaded, adapter: Adapter) -> Loaded:
+    """Put an adapter on the linears of a loaded model.
+
+    Raises:
+        InputError: it has no such linear, or one of another shape; a value is not finite.
+    """
+    added = 0
+    for module, change in adapter.changes.items():
+        linear = _linear(loaded.model, module, change, adapter.path)
+        a, b = (_half(one, loaded) for one in (change.a, change.b))
+        linear.register_forward_hook(_Added(a, b, change.scaling))
+        added += change.a.nbytes + change.b.nbytes
+    ranks = "/".join(map(str, sorted({change.a.shape[0] for change in adapter.changes.values()})))
+    size = loaded.weight_bytes + added
+    return replace(
+        loaded,
+        scheme=f"{loaded.scheme} + rank {ranks}",
+        bits_per_weight_total=loaded.bits_per_weight_total * size / loaded.weight_bytes,
+        weight_bytes=size,
+        held_bytes=loaded.held_bytes + added,
+        read_bytes=loaded.read_bytes + added,
+    )
+
+
+class _Added:
+    """Hook that adds a product of low rank to what a linear returns."""
+
+    def __init__(self, a: Tensor, b: Tensor, scaling: float) -> None:
+        self._a, self._b, self._scaling = a, b, scaling
+
+    def __call__(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        seen = functional.linear(inputs[0].to(self._a), self._a)
+        return output + (self._scaling * functional.linear(seen, self._b)).to(output)
+
+
+def _linear(model: nn.Module, name: str, change: LowRank, path: Path) -> nn.Module:
+    module: nn.Module | None = dict(model.named_modules()).get(name)
+    weight = getattr(module, "weight", None)
+    shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
+    if type(module).__name__ == "Conv1D":  # [in, out]
+        shape = shape[::-1]
+    if module is None or shape != change.shape:
+        held = f"has {list(shape)}" if shape else "has no such linear"
+        raise InputError(
+            f"{path}: the adapter changes {name} {list(change.shape)}, the model {held}",
+            "the adapter is of another model",
+        )
+    return module
+
+
+def _half(entry: TensorEntry, loaded: Loaded) -> Tensor:
+    value = read_tensor(entry)
+    scan_finite(entry.name, value, entry.file)
+    return value.to(next(loaded.model.parameters()).device, torch.float32)

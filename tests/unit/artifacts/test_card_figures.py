@@ -1,0 +1,122 @@
+"""Measured figures in a card: they change two parts of it, and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from quantforge import api
+from quantforge.artifacts import card_figures
+from quantforge.artifacts.manifest import NAME
+from quantforge.errors import InputError, UsageError
+from quantforge.verification.verify import verify
+from tests.conftest import Tiny
+from tests.runs import command, copied, quantize, recipe, tree
+
+SECTION = card_figures._SECTION
+
+
+@pytest.fixture(scope="module")
+def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "q"
+    quantize(tiny("llama-wide"), out, recipe(scheme="int4:g32:sym", scales="absmax"))
+    return out
+
+
+def measured(model: Path, result: Path, **options: Any) -> None:
+    options = {"windows": 2, "length": 24, "speed": False, "card": result, **options}
+    api.evaluate(model, [result], **options)
+
+
+def test_figures_fill_their_parts_and_nothing_else(
+    tiny: Tiny, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = copied(made, tmp_path / "q")
+    place, before = result / "README.md", tree(result)
+    text = place.read_text()
+    arguments = (
+        "eval",
+        tiny("llama-wide"),
+        result,
+        "--windows",
+        2,
+        "--length",
+        24,
+        "--card",
+        result,
+    )
+    assert command(capsys, *arguments, "--no-speed", "-q").code == 0
+    first = place.read_text()
+    assert card_figures.with_figures(first, "", "") == text
+    assert {**tree(result), "README.md": before["README.md"]} == before
+    data = ModelCard(first).data
+    found = {item.metric_type: item for item in data.eval_results}
+    assert data.model_name == "q"
+    assert set(found) == {"perplexity", "kl_divergence", "agreement"}
+    assert found["kl_divergence"].metric_value > 0
+    assert found["perplexity"].dataset_args["windows"] == 2
+    assert "| `q` |" in first
+    assert "token ids SHA-256" in first
+    measured(tiny("llama-wide"), result, windows=3)
+    second = place.read_text()
+    assert second != first
+    assert "3 windows" in second
+    assert "2 windows" not in second
+    assert card_figures.with_figures(second, "", "") == text
+    assert verify(result, tiny("llama-wide"), forward=False).findings == []
+
+
+def test_what_a_person_wrote_stays(tiny: Tiny, made: Path, tmp_path: Path) -> None:
+    result = copied(made, tmp_path / "q")
+    place = result / "README.md"
+    mine = place.read_bytes().replace(b"## Loading", b"## Mine\r\n\xff\xfe text\r\n\n## Loading")
+    place.write_bytes(mine)
+    measured(tiny("llama-wide"), result)
+    text = place.read_bytes().decode(errors="surrogateescape")
+    assert card_figures.with_figures(text, "", "").encode(errors="surrogateescape") == mine
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        (lambda text: text.replace(SECTION.end, ""), "where the figures should stand"),
+        (lambda text: text.replace(SECTION.begin, f"{SECTION.begin}\n{SECTION.begin}"), "where the figures"),
+        (lambda text: text.replace(SECTION.empty, f"{SECTION.end}\n{SECTION.begin}"), "where the figures"),
+        (lambda text: text.replace("# quantforge eval: end\n", ""), "in the front matter"),
+    ],
+)  # fmt: skip
+def test_a_damaged_delimiter_is_an_error_before_the_work(
+    change: Any, where: str, tiny: Tiny, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = copied(made, tmp_path / "q")
+    place = result / "README.md"
+    place.write_text(change(place.read_text()))
+    damaged = place.read_bytes()
+    monkeypatch.setattr(
+        "quantforge.evaluation.compare_models.compare_models", lambda *_: pytest.fail("measured")
+    )
+    with pytest.raises(InputError, match="is not between one line") as caught:
+        measured(tiny("llama-wide"), result)
+    assert where in str(caught.value.hint)
+    assert place.read_bytes() == damaged
+
+
+def test_a_card_that_is_not_ours_is_left_alone(tiny: Tiny, made: Path, tmp_path: Path) -> None:
+    result, model = copied(made, tmp_path / "q"), tiny("llama-wide")
+    with pytest.raises(UsageError, match="no model of it is measured"):
+        measured(model, result, card=model)
+    (result / "README.md").rename(tmp_path / "kept.md")
+    with pytest.raises(InputError, match="there is no card"):
+        measured(model, result)
+    (result / "README.md").symlink_to(tmp_path / "kept.md")
+    with pytest.raises(InputError):
+        measured(model, result)
+    (result / "README.md").unlink()
+    (tmp_path / "kept.md").rename(result / "README.md")
+    place = result / NAME
+    place.write_text(place.read_text().replace(card_figures.MUTABLE[0]["begin"], "<!-- other -->"))
+    with pytest.raises(InputError, match="declares parts of"):
+        measured(model, result)

@@ -1,0 +1,413 @@
+"""What puts bytes on a disk, what an earlier result consists of, and where the files of a result go, one by one."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quantforge.api.demo import demo as copy_demo
+from quantforge.errors import (
+    BusyError,
+    InputError,
+    QuantForgeError,
+    RefusedError,
+    ResourceError,
+)
+from quantforge.files import disk
+from quantforge.files.disk import DISK, append, create, free_bytes, no_space, save
+from quantforge.files.output_names import SIDE, placed, side_of
+from quantforge.files.previous_output import MANIFEST, OF_DIRECTORY, read_previous_output, size_of
+from quantforge.files.stage import FileStage, Stage
+from tests.releases import FAST, fill, make, manifest_of
+
+# ---- calls
+
+
+def test_two_paths_are_swapped_or_the_system_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    DISK.exchange(Path("a"), Path("b"))
+    assert (tmp_path / "a/b").exists()
+    assert (tmp_path / "b/a").exists()
+    with pytest.raises(FileNotFoundError):
+        DISK.exchange(tmp_path / "a", tmp_path / "c")
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
+        DISK.exchange(tmp_path / "a", tmp_path / "b")
+
+
+def test_a_write_that_makes_no_progress_is_a_full_disk(tmp_path: Path) -> None:
+    counts = iter([2, 1, 0])
+    short = replace(DISK, pwrite=lambda *_: next(counts))
+    with (tmp_path / "a").open("wb") as file, pytest.raises(OSError, match="space") as raised:
+        short.write_at(file.fileno(), memoryview(b"four"), 0)
+    assert raised.value.errno == errno.ENOSPC
+    assert next(counts, None) is None
+
+
+def test_links_are_not_synced_in_place_of_what_they_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    DISK.sync(tmp_path)
+    with pytest.raises(OSError, match="symbolic"):
+        DISK.sync(tmp_path / "link")
+
+
+def test_a_new_file_has_the_mode_that_its_user_has_chosen(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        os.close(create(tmp_path / "a"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666
+
+
+def test_what_is_added_comes_behind_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "log"
+    append(log, b"one")
+    append(log, b"two")
+    assert log.read_bytes() == b"onetwo"
+    (tmp_path / "link").symlink_to(log)
+    with pytest.raises(ResourceError):
+        append(tmp_path / "link", b"three")
+    monkeypatch.setattr(os, "write", lambda *_: 1)
+    with pytest.raises(ResourceError, match="No space"):
+        append(log, b"three")
+
+
+def test_a_file_that_somebody_named_is_durable_before_it_has_its_name(tmp_path: Path) -> None:
+    target, calls = tmp_path / "report", []
+
+    def fsync(_descriptor: int) -> None:
+        calls.append("sync")
+        assert not target.exists()
+
+    save(target, b"whole", disk=replace(DISK, fsync=fsync))
+    assert (target.read_bytes(), calls) == (b"whole", ["sync"])
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ResourceError, match="No space"):
+        save(target, b"other", overwrite=True, disk=replace(DISK, fsync=full))
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"report": b"whole"}
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EDQUOT]
+)
+def test_a_place_that_one_may_not_write_to_is_not_told_as_a_full_disk(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(QuantForgeError) as raised:
+        save(tmp_path / "report", b"x", disk=replace(DISK, rename=refuse))
+    may_not = number in {errno.EACCES, errno.EPERM, errno.EROFS}
+    assert raised.value.exit_code == (3 if may_not else 7)
+    assert ("cannot be written" in raised.value.message) == may_not
+    assert ("free space" in raised.value.hint) == (number == errno.EDQUOT)
+    assert os.strerror(number) in raised.value.message
+    monkeypatch.setattr(sys.modules[copy_demo.__module__], "make_folder", refuse)
+    with pytest.raises(type(raised.value), match=os.strerror(number)):
+        copy_demo(tmp_path / "demo")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_permission_is_asked_for_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
+    for place in (file, tmp_path / "new"):
+        with pytest.raises(InputError, match=f"no permission to write to {tmp_path}"):
+            disk.check_new(place, "--report", overwrite=True)
+    disk.check_new(file, overwrite=True, adds=True)
+    with pytest.raises(InputError, match="cannot be written"):
+        disk.check_new(tmp_path / "new", "--log", adds=True)
+
+
+def test_a_name_where_nothing_can_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    disk.check_new(tmp_path / "new")
+    with pytest.raises(InputError, match="no directory") as missing:
+        disk.check_new(tmp_path / "a/b", "--report")
+    assert "mkdir -p" in missing.value.hint
+    assert missing.value.message.startswith("--report ")
+    (tmp_path / "link").symlink_to("new")
+    (tmp_path / "file").touch()
+    for overwrite in (False, True):
+        with pytest.raises(RefusedError, match="is a link"):
+            disk.check_new(tmp_path / "link", overwrite=overwrite)
+        with pytest.raises(RefusedError, match="is no file"):
+            disk.check_new(tmp_path, overwrite=overwrite)
+    with pytest.raises(RefusedError, match="exists"):
+        disk.check_new(tmp_path / "file")
+    disk.check_new(tmp_path / "file", overwrite=True)
+    with pytest.raises(InputError, match="too long"):
+        disk.check_new(tmp_path / ("x" * 300))
+
+
+def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
+    known = shutil.disk_usage(tmp_path).free
+    for place in (tmp_path, tmp_path / "a/b/c"):
+        assert abs(free_bytes(place) - known) < known / 10
+    assert free_bytes(Path("/proc/self")) == 0
+    for place in (tmp_path, tmp_path / "file"):
+        assert f" in {tmp_path} (" in no_space(place, 5, "full").hint
+
+
+# ---- earlier results
+
+
+def listed(root: Path, *names: str, **more: object) -> None:
+    outputs = {name: {"bytes": 0} for name in names}
+    document = {"schema": "quantforge.manifest/1", "outputs": outputs, **more}
+    (root / MANIFEST).write_text(json.dumps(document))
+
+
+def found(root: Path) -> set[str]:
+    return set(read_previous_output(root, own=lambda name: name != "other").files)
+
+
+EIGHT = "/".join("abcdefgh")
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", ".a", "a..b", EIGHT, "ü\n"])
+def test_names_inside_of_a_result_are_taken(tmp_path: Path, name: str) -> None:
+    listed(tmp_path, name)
+    assert found(tmp_path) == {name, MANIFEST}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "/a", "/", "a/", "./a", "a//b", "a/./b", "a/../b", "../a", "a\0", f"{EIGHT}/i",
+     "other", MANIFEST, OF_DIRECTORY],
+)  # fmt: skip
+def test_names_that_lead_elsewhere_or_are_spelt_twice_are_refused(
+    tmp_path: Path, name: str
+) -> None:
+    listed(tmp_path, "a", name)
+    with pytest.raises(RefusedError, match="no file of this result"):
+        found(tmp_path)
+
+
+def test_a_signature_belongs_to_the_manifest_that_it_lists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "quantforge.files.previous_output.signed_files", lambda _, data: json.loads(data)
+    )
+    listed(tmp_path, "a")
+    digest = hashlib.sha256((tmp_path / MANIFEST).read_bytes()).hexdigest()
+    for said, own in (({MANIFEST: digest}, True), ({MANIFEST: "0" * 64}, False), ({}, False)):
+        (tmp_path / OF_DIRECTORY).write_text(json.dumps(said))
+        assert (OF_DIRECTORY in found(tmp_path)) == own
+
+
+def test_what_is_no_manifest_says_nothing_of_what_may_be_removed(tmp_path: Path) -> None:
+    place = tmp_path / MANIFEST
+    listed(tmp_path, "a")
+    good = place.read_text()
+    (tmp_path / "copy").write_text(good)
+    place.unlink()
+    for make_it in (
+        lambda: None,
+        place.mkdir,
+        lambda: place.symlink_to("copy"),
+        lambda: os.mkfifo(place),
+    ):
+        make_it()
+        with pytest.raises(RefusedError, match=f"{MANIFEST}: no regular file"):
+            found(tmp_path)
+        if place.is_dir():
+            place.rmdir()
+        place.unlink(missing_ok=True)
+    for changes in ({"schema": "other/1"}, {"schema": None}, {"outputs": None}, {"outputs": []}):
+        listed(tmp_path, "a", **changes)
+        with pytest.raises(RefusedError, match="no manifest that lists"):
+            found(tmp_path)
+    for entry in (None, {}, {"bytes": "0"}, {"bytes": True}, 7):
+        listed(tmp_path, outputs={"a": entry})
+        with pytest.raises(RefusedError, match="states no size"):
+            found(tmp_path)
+
+
+def test_a_size_is_that_of_a_file_that_no_link_leads_to(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_bytes(b"123")
+    (tmp_path / "link").symlink_to("a/b/file")
+    (tmp_path / "folder").symlink_to("a")
+    sizes = {
+        "a/b/file": 3, "a/b/none": None, "a/none/file": None, "a/b/file/x": -1, "a": -1, "a/b": -1, "link": -1,
+        "folder/b/file": -1, "x" * 300: -1,
+    }  # fmt: skip
+    assert {name: size_of(tmp_path, name) for name in sizes} == sizes
+
+
+def test_the_files_that_a_manifest_lists_are_removed_and_no_others(tmp_path: Path) -> None:
+    names = ("a/b/one", "a/two", "z/three")
+    for name in (*names, "z/mine"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    listed(tmp_path, *names)
+    read_previous_output(tmp_path).remove()
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {"z/mine"}
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 9])
+def test_what_is_kept_is_named(tmp_path: Path, count: int) -> None:
+    make(tmp_path / "out", "old", FAST)
+    names = [f"note{number}" for number in range(count)]
+    for name in names:
+        (tmp_path / "out" / name).touch()
+    with pytest.raises(RefusedError) as refused, Stage(tmp_path / "out", overwrite=True):
+        pass
+    message = refused.value.message
+    assert message.startswith(f"{tmp_path}/out/note0: ")
+    assert [name for name in names if name in message] == names[:5]
+    assert (" ..." in message) == (count > 5)
+    assert ("(and" in message) == (count > 1)
+
+
+# ---- stages
+
+
+def test_room_is_enough_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Stage(tmp_path / "out", overwrite=False) as stage:
+        monkeypatch.setattr("quantforge.files.stage.free_bytes", lambda _: 1000)
+        stage.check_space(1000)
+        with pytest.raises(ResourceError, match="1001 bytes needed"):
+            stage.check_space(1001)
+
+
+def test_only_what_is_replaced_needs_a_swap(tmp_path: Path) -> None:
+    def unsupported(_first: Path, _second: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    with Stage(tmp_path / "out", True, disk=replace(FAST, exchange=unsupported)) as stage:
+        fill(stage, "new", FAST)
+        stage.publish()
+    assert (tmp_path / "out/config.json").read_text() == "new"
+
+
+def test_a_journal_is_forgotten_with_its_stage_only(tmp_path: Path) -> None:
+    stage = Stage(tmp_path / "out", overwrite=False)
+    with stage:
+        stage.journal.mkdir()
+    stage.path.mkdir()
+    stage.forget()
+    assert stage.journal.is_dir()
+    stage.path.rmdir()
+    stage.forget()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_after_the_swap_has_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock tells the old release, at the stage's place, from work to go on with."""
+
+    def killed(_stage: Stage) -> None:
+        raise KeyboardInterrupt
+
+    make(tmp_path / "out", "old", FAST)
+    with monkeypatch.context() as patch:
+        patch.setattr(Stage, "_remove_old", killed)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "out", "new", FAST)
+    assert (tmp_path / ".out.qf/stage/config.json").read_text() == "old"
+    with Stage(tmp_path / "out", overwrite=True) as stage:
+        assert stage.empty
+    assert (tmp_path / "out/config.json").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_lock_that_is_being_written_says_that_it_is_held(tmp_path: Path) -> None:
+    """Its holder has emptied it, and its name is not there yet."""
+    place = tmp_path / ".out.qf"
+    place.mkdir()
+    with (place / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(BusyError, match=r"process 0 on \?, started \?"):
+            Stage(tmp_path / "out", overwrite=False).__enter__()
+    for number in ("1", None, 1.5, True):
+        (place / "lock").write_text(json.dumps({"publishing": number}))
+        with pytest.raises(RefusedError, match="no lock"):
+            Stage(tmp_path / "out", overwrite=False).__enter__()
+
+
+# ---- files
+
+
+def test_files_are_called_after_the_output() -> None:
+    part = "model-00002-of-00003.gguf"
+    assert placed(Path("x/m.gguf"), "model.gguf") == "m.gguf"
+    assert placed(Path("x/m.gguf"), part) == "m-00002-of-00003.gguf"
+    assert placed(Path("x/m"), part) == "m-00002-of-00003"
+    assert side_of(Path("x/m.gguf")) == Path(f"x/m.gguf{SIDE}")
+    assert side_of(Path("x/m-00002-of-00003.gguf")) == Path(f"x/m.gguf{SIDE}")
+    assert side_of(Path("x/m-00002-of-00003"), ".sig") == Path("x/m.sig")
+
+
+def test_what_is_opened_first_gets_its_name_last(tmp_path: Path) -> None:
+    """Beside the weights, the weights, of numbered ones the first at the end, and the manifest."""
+    for names in (("m.gguf",), tuple(f"m-{n:05}-of-00003.gguf" for n in (1, 2, 3))):
+        named = []
+        place = tmp_path / str(len(names))
+        place.mkdir()
+
+        def rename(
+            source: Path, target: Path, place: Path = place, named: list[str] = named
+        ) -> None:
+            source.rename(target)
+            if target.parent == place:
+                named.append(target.name)
+
+        with FileStage(place / "m.gguf", False, disk=replace(FAST, rename=rename)) as stage:
+            for name in (*names, "m.Modelfile"):
+                stage.write_file(name, b"new")
+            stage.write_file(stage.manifest, manifest_of(stage, "new"))
+            stage.publish()
+        assert named == ["m.Modelfile", *reversed(names), f"m.gguf{SIDE}"]
+
+
+def test_a_file_in_the_way_is_kept_for_the_reason_that_is_said(tmp_path: Path) -> None:
+    out = tmp_path / "m.gguf"
+
+    def refused(overwrite: bool, why: str) -> None:
+        with pytest.raises(RefusedError, match=why), FileStage(out, overwrite):
+            pass
+
+    out.mkdir()
+    refused(True, "is no file")
+    out.rmdir()
+    out.touch()  # an empty one is somebody's too
+    refused(False, "exists")
+    refused(True, "is not a result of quantforge")
+    out.unlink()
+    with FileStage(out, overwrite=False, disk=FAST) as stage:
+        stage.write_file("m.gguf", b"new")
+        stage.write_file(stage.manifest, manifest_of(stage, "new"))
+        stage.publish()
+    refused(False, "exists")
+    out.write_bytes(b"")
+    refused(True, "is not as the manifest of the earlier result lists it")

@@ -1,0 +1,119 @@
+"""Locks that are taken while others begin and end: what a moment shows is not taken for what lies there."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import time
+from collections import Counter
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from quantforge.errors import BusyError, RefusedError
+from quantforge.files import lock as lock_module
+from quantforge.files.disk import open_existing
+from quantforge.files.lock import FILE, Lock
+from quantforge_files import system
+
+
+def contend(directory: Path, end: float, told: Any) -> None:
+    found: Counter[str] = Counter()
+    while time.monotonic() < end:
+        lock = Lock(directory)
+        try:
+            lock.take()
+            lock.release()
+            found["taken"] += 1
+        except BusyError:
+            found["busy"] += 1
+        except Exception as error:
+            found[repr(error)] += 1
+    told.put(found)
+
+
+def test_processes_that_begin_and_end_at_once_take_turns(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    told, end = context.Queue(), time.monotonic() + 1.5
+    workers = [
+        context.Process(target=contend, args=(tmp_path / ".out.qf", end, told)) for _ in range(3)
+    ]
+    for worker in workers:
+        worker.start()
+    found = sum((told.get() for _ in workers), Counter[str]())
+    for worker in workers:
+        worker.join()
+    assert found["taken"] > 10
+    assert found.keys() <= {"taken", "busy"}
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_a_signal_while_a_lock_is_released_leaves_nothing(tmp_path: Path, moment: int) -> None:
+    """It comes before any one line of what removes the file."""
+    lock, lines = Lock(tmp_path / ".out.qf"), count()
+    lock.take()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        inside = frame.f_code.co_name in {"_remove", "_is_there", "_names"}
+        if inside and event == "line" and next(lines) == moment:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        lock.release()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    assert not [*tmp_path.iterdir()]
+    assert lock.descriptor == -1
+
+
+def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path / ".out.qf"
+    first = Lock(directory)
+    first.take()
+    (directory / "journal").mkdir()
+    seen = iter([{"journal"}])
+    names = Lock._names
+    monkeypatch.setattr(Lock, "_names", lambda lock: next(seen, None) or names(lock))
+    with pytest.raises(BusyError):
+        Lock(directory).take()
+    (directory / FILE).unlink()
+    with pytest.raises(RefusedError, match="holds files and no lock"):
+        Lock(directory).take()
+
+
+def test_a_file_that_goes_while_it_is_opened_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, opened = tmp_path / "lock", system.open_nofollow
+    path.touch()
+
+    def opening(*arguments: Any) -> int:
+        descriptor = opened(*arguments)
+        path.unlink()
+        return descriptor
+
+    monkeypatch.setattr(system, "open_nofollow", opening)
+    with pytest.raises(FileNotFoundError):
+        open_existing(path)
+
+
+def test_a_signal_before_the_file_is_made_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(_: Path) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lock_module, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Lock(tmp_path / ".out.qf").take()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,170 @@
+"""Where exactly the readers of safetensors, of JSON and of an index stop: the last that is read, the first refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.unit.checkpoint.test_safetensors import entry, file, one
+
+from quantforge.errors import InputError, IntegrityError
+from quantforge.files.opener import parse_object, read_object
+from quantforge.files.reader import INDEX, read_weights
+from quantforge.files.safetensors import read_header, read_rows, read_tensor
+from quantforge_files.roles import FileRole
+
+MB_32 = 33_554_432
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "x"
+
+
+def padded(path: Path, start: bytes, size: int) -> None:
+    """Write ``start`` and spaces behind it, up to ``size`` bytes."""
+    with path.open("wb") as stream:
+        stream.write(start.ljust(size))
+
+
+def header_refused(path: Path) -> str:
+    with pytest.raises(InputError) as caught:
+        read_header(path)
+    return caught.value.message
+
+
+# --- safetensors ----------------------------------------------------------------------------------
+
+
+def test_a_header_of_32_mb_is_read_and_no_larger_one(path: Path) -> None:
+    padded(path, MB_32.to_bytes(8, "little") + b"{}", 8 + MB_32)
+    assert read_header(path) == {}
+    padded(path, (MB_32 + 1).to_bytes(8, "little") + b"{}", 9 + MB_32)
+    assert f"a header of {MB_32 + 1} bytes, more than {MB_32}" in header_refused(path)
+
+
+def test_names_of_4096_bytes_and_shapes_of_64_sizes_are_read_and_no_longer_ones(path: Path) -> None:
+    path.write_bytes(file(one("n" * 4096, shape=[1] * 64), b"1234"))
+    assert read_header(path)["n" * 4096].shape == (1,) * 64
+    path.write_bytes(file(one("n" * 4097), b"1234"))
+    assert "(4097 bytes): expected 1 to 4096 bytes" in header_refused(path)
+    path.write_bytes(file(one(shape=[1] * 65), b"1234"))
+    assert "at most 64 sizes" in header_refused(path)
+
+
+@pytest.mark.parametrize(("size", "told"), [(80, ""), (81, " (81 bytes)")])
+def test_80_characters_of_a_bad_name_are_shown(path: Path, size: int, told: str) -> None:
+    path.write_bytes(file(one("\n" + "n" * (size - 1)), b"1234"))
+    assert rf"tensor name '\n{'n' * 79}'{told}: expected" in header_refused(path)
+
+
+def test_an_entry_is_its_place_whatever_the_time_of_its_file(path: Path) -> None:
+    path.write_bytes(file(one(), b"1234"))
+    first = read_header(path)["a"]
+    os.utime(path, ns=(0, 0))
+    second = read_header(path)["a"]
+    assert first.stamp != second.stamp
+    assert first == second
+    assert repr(first) == repr(second)
+
+
+def test_tensors_of_one_row_and_of_none(path: Path) -> None:
+    tensors = {"one": torch.arange(6.0).reshape(1, 2, 3), "none": torch.empty(0, 3)}
+    save_file(tensors, path)
+    found = read_header(path)
+    assert torch.equal(read_rows(found["one"], 0, 1), tensors["one"])
+    assert read_rows(found["one"], 1, 1).shape == (0, 2, 3)
+    assert read_rows(found["none"], 0, 0).shape == (0, 3)
+
+
+def test_a_system_that_reads_less_is_asked_for_the_rest(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor, preadv = torch.arange(16, dtype=torch.uint8), os.preadv
+    save_file({"w": tensor}, path)
+    found = read_header(path)["w"]
+    asked = []
+
+    def less(descriptor: int, views: list[memoryview], at: int) -> int:
+        asked.append((at - found.start, len(views[0])))
+        return preadv(descriptor, [views[0][: len(views[0]) // 2 + 1]], at)
+
+    monkeypatch.setattr(os, "preadv", less)
+    assert torch.equal(read_tensor(found), tensor)
+    assert asked == [(0, 16), (9, 7), (13, 3), (15, 1)]
+
+
+# --- JSON -----------------------------------------------------------------------------------------
+
+
+def json_refused(text: str) -> str:
+    with pytest.raises(InputError) as caught:
+        parse_object(text.encode(), Path("config.json"))
+    return caught.value.message
+
+
+def test_a_file_of_its_limit_is_read_and_no_larger_one(path: Path) -> None:
+    role = FileRole("thing", 1000)
+    padded(path, b'{"a": 1}', 1000)
+    assert read_object(path, role, None) == {"a": 1}
+    padded(path, b'{"a": 1}', 1001)
+    with pytest.raises(InputError, match="1001 bytes, more than 1000"):
+        read_object(path, role, None)
+
+
+def test_an_object_holds_64_levels_and_no_more() -> None:
+    for left, right in (("[", "]"), ('{"b":', "}")):
+        value = left * 63 + "[1]" + right * 63
+        assert parse_object(f'{{"a":{value}}}'.encode(), Path("x")) == json.loads(
+            f'{{"a":{value}}}'
+        )
+        assert "nested deeper than 64 levels" in json_refused(f'{{"a":{left}{value}{right}}}')
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**64 - 1, -1, 0])
+def test_numbers_of_64_bits_are_read(number: int) -> None:
+    assert parse_object(f'{{"a": {number}}}'.encode(), Path("x")) == {"a": number}
+
+
+@pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**20 - 1, 10**20, -(10**19), "-0"])
+def test_longer_numbers_are_refused(number: object) -> None:
+    """Readers that know no longer integers make an inexact float of them."""
+    assert f"the number {number} is not a 64-bit integer" in json_refused(f'{{"a": {number}}}')
+
+
+def test_the_key_that_occurs_twice_is_the_one_named() -> None:
+    assert "the key 'b' occurs twice" in json_refused('{"a": 1, "b": 2, "b": 2, "a": 1}')
+
+
+# --- an index -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("count", "end"), [(20, "'t19' is not in"), (21, "; and 1 more"), (22, "; and 2 more")]
+)
+def test_20_disagreements_are_listed(tmp_path: Path, count: int, end: str) -> None:
+    (tmp_path / "a.safetensors").write_bytes(file('{"a":' + entry() + "}", b"1234"))
+    places = dict.fromkeys(["a", *(f"t{n}" for n in range(count))], "a.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(InputError) as caught:
+        read_weights(tmp_path, [INDEX, "a.safetensors"])
+    message = caught.value.message.replace(" a.safetensors, where the index puts it", "")
+    assert message.endswith(end)
+    assert message.count("tensor 't") == 20
+
+
+def test_a_file_that_is_cut_while_it_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_bytes(file(one(), b"1234"))
+    tensor = next(iter(read_header(path).values()))
+    pread = os.pread
+    with monkeypatch.context() as cut:
+        cut.setattr(os, "pread", lambda descriptor, count, at: pread(descriptor, count, at)[:20])
+        with pytest.raises(IntegrityError, match="changed while it was being read"):
+            read_header(path)
+    monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, at: 0)
+    with pytest.raises(IntegrityError, match="changed while it was being read"):
+        read_tensor(tensor)

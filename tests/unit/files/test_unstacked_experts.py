@@ -1,0 +1,141 @@
+"""Experts one by one: every matrix is where the stack has it, and is read without the others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantforge.files.checksums import take_checksums
+from quantforge.files.reader import Checkpoint, open_checkpoint
+from quantforge.files.unstacked_experts import KEPT, unstacked
+from tests.conftest import Tiny
+
+PARTS = ("gate", "up", "down")
+STACKS = {  # the stacks of gate and up, and of down; the name of a matrix
+    "gpt-oss": ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.experts.{}.{}_proj.weight"),
+    "granitemoe": (
+        "block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight",
+        "block_sparse_moe.experts.{}.{}.weight",
+    ),
+}  # fmt: skip
+LEAVES = {"granitemoe": dict(zip(PARTS, ("w1", "w3", "w2"), strict=True))}
+
+
+def stored(model: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path in sorted(model.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def expected(family: str, model: Path) -> dict[str, Tensor]:
+    """The matrices of all experts, cut by hand."""
+    first, second, name = STACKS[family]
+    tensors, found = stored(model), {}
+    for layer in range(3):
+        block = f"model.layers.{layer}."
+        for number in range(4):
+            both, down = tensors[block + first][number], tensors[block + second][number]
+            gate, up = (both.T[::2], both.T[1::2]) if family == "gpt-oss" else both.chunk(2)
+            for part, value in zip(
+                PARTS, (gate, up, down.T if family == "gpt-oss" else down), strict=True
+            ):
+                leaf = LEAVES.get(family, {}).get(part, part)
+                found[block + name.format(number, leaf)] = value
+    return found
+
+
+@pytest.mark.parametrize("family", STACKS)
+def test_every_matrix_is_where_the_stack_has_it(tiny: Tiny, family: str) -> None:
+    source = open_checkpoint(tiny(family))
+    view, wanted = unstacked(source), expected(family, tiny(family))
+    first, second, _ = STACKS[family]
+    stacks = {f"model.layers.{n}.{name}" for n in range(3) for name in (first, second)}
+    assert view.entries.keys() == (source.entries.keys() - stacks) | wanted.keys()
+    assert sorted(view.entries) == list(view.entries)
+    for name, value in wanted.items():
+        entry = view.entries[name]
+        assert entry.name == name
+        assert entry.shape == tuple(value.shape)
+        assert entry.nbytes == value.numel() * value.element_size()
+        read = view.read(name)
+        assert torch.equal(read, value), name
+        assert read.is_contiguous()
+        assert torch.equal(view.read_rows(name, 1, 5), value[1:5])
+        assert view.read_rows(name, 3, 3).shape == (0, value.shape[1])
+    norm = "model.norm.weight"
+    assert torch.equal(view.read(norm), source.read(norm))
+    assert torch.equal(view.read_rows(norm, 2, 9), source.read(norm)[2:9])
+    assert view.opened is source.opened
+    assert view.facts == source.facts
+    assert view.declared is None
+
+
+def test_an_expert_is_read_alone_and_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    view = unstacked(open_checkpoint(tiny("gpt-oss")))
+    read: list[tuple[str, int, int]] = []
+    rows = Checkpoint.read_rows
+
+    def noted(self: Checkpoint, name: str, first: int, last: int) -> Tensor:
+        read.append((name, first, last))
+        return rows(self, name, first, last)
+
+    monkeypatch.setattr(Checkpoint, "read_rows", noted)
+    monkeypatch.setattr(Checkpoint, "read", lambda *_: pytest.fail("a whole stack was read"))
+    name = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+    stack = "model.layers.1.mlp.experts.gate_up_proj"
+    for part in ("gate", "up"):
+        view.read_rows(name.format(2, part), 0, 3)
+        view.read(name.format(2, part))
+    assert read == [(stack, 2, 3)]
+    for number in range(KEPT):  # others are read meanwhile
+        view.read(name.format(number, "up"))
+    view.read(name.format(1, "gate"))
+    assert len(read) == 1 + KEPT
+    view.read(name.format(2, "gate"))
+    assert len(read) == 2 + KEPT  # no more than so many are held
+
+
+def test_seals_go_to_the_files_and_nothing_read_before_is_used(tiny: Tiny) -> None:
+    view = unstacked(open_checkpoint(tiny("gpt-oss")))
+    name = "model.layers.0.mlp.experts.0.up_proj.weight"
+    before, norm = view.read(name), "model.norm.weight"
+    files = {entry.file for entry in view.inner.entries.values()}  # type: ignore[attr-defined]
+    again = view.with_checksums({file: take_checksums(file, file.parent) for file in files})
+    assert again.inner.entries[norm].checksums is not None
+    assert torch.equal(again.read(name), before)
+    assert again.entries == view.entries
+
+
+def test_a_model_without_stacks_is_itself(tiny: Tiny) -> None:
+    for family in ("llama", "mixtral"):
+        source = open_checkpoint(tiny(family))
+        assert unstacked(source) is source
+
+
+@pytest.mark.parametrize("experts", [3, 5])
+def test_a_stack_of_another_number_is_left_for_who_names_what_is_wrong(
+    tiny: Tiny, tmp_path: Path, experts: int
+) -> None:
+    shutil.copytree(
+        tiny("gpt-oss"), tmp_path / "m", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
+    tensors = stored(tiny("gpt-oss"))
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[name] = torch.cat((tensors[name], tensors[name]))[:experts].contiguous()
+    odd = "model.layers.2.mlp.experts.gate_up_proj"
+    tensors[odd] = tensors[odd][..., :-1].contiguous()  # no two halves
+    flat = "model.layers.0.mlp.experts.down_proj"
+    tensors[flat] = tensors[flat].flatten(1)
+    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    view = unstacked(open_checkpoint(tmp_path / "m"))
+    for left in (name, odd, flat):
+        assert left in view.entries
+        assert torch.equal(view.read(left), tensors[left])
+    assert "model.layers.1.mlp.experts.0.gate_proj.weight" in view.entries
+    assert not any(".experts.0.down_proj" in one for one in view.entries if "layers.1" in one)

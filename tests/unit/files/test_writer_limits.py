@@ -1,0 +1,143 @@
+"""Where the writer stops, and what it tells of a disk that fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from quantforge.errors import ResourceError
+from quantforge.files.disk import DISK
+from quantforge.files.safetensors import read_header
+from quantforge.files.writer import WeightsWriter, file_plans, header_bytes, index_json, plan_shards
+from quantforge.plans import StoredTensor
+from tests.headers import file_bytes
+
+W = StoredTensor("w", "F32", (2, 2))
+SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)
+
+
+@pytest.mark.parametrize(
+    ("limit", "files"), [(7, ["a", "bc"]), (8, ["ab", "c"]), (9, ["abc"]), (2, ["a", "b", "c"])]
+)
+def test_a_shard_is_filled_to_the_last_byte(limit: int, files: list[str]) -> None:
+    tensors = [StoredTensor(name, "U8", (size,)) for name, size in (("a", 3), ("b", 5), ("c", 1))]
+    assert ["".join(t.name for t in shard) for shard in plan_shards(tensors, limit)] == files
+
+
+def test_names_are_written_as_they_are_spelt_and_in_order() -> None:
+    shards = ((StoredTensor("ü", "U8", (1,)),), (StoredTensor("a", "U8", (2,)),))
+    entry = '"ü":{"data_offsets":[0,1],"dtype":"U8","shape":[1]}'
+    assert (
+        header_bytes(shards[0])[8:].decode().rstrip(" ")
+        == '{"__metadata__":{"format":"pt"},' + entry + "}"
+    )
+    assert index_json(shards).decode() == (
+        "{\n"
+        '  "metadata": {\n'
+        '    "total_size": 3\n'
+        "  },\n"
+        '  "weight_map": {\n'
+        '    "a": "model-00002-of-00002.safetensors",\n'
+        '    "ü": "model-00001-of-00002.safetensors"\n'
+        "  }\n"
+        "}\n"
+    )
+
+
+def test_the_largest_header_that_is_written_can_be_read(tmp_path: Path) -> None:
+    limit = 32 * 2**20
+    value = "x" * (limit - len('{"__metadata__":{"k":""}}'))
+    (tmp_path / "x").write_bytes(header_bytes([], {"k": value}))
+    assert (tmp_path / "x").stat().st_size == 8 + limit
+    assert read_header(tmp_path / "x") == {}
+    with safe_open(tmp_path / "x", "pt") as file:
+        assert file.metadata() == {"k": value}
+    with pytest.raises(ValueError, match="a header of 33554440 bytes"):
+        header_bytes([], {"k": value + "x"})
+
+
+def test_no_rows_behind_the_only_one_are_no_bytes(tmp_path: Path) -> None:
+    with WeightsWriter(tmp_path, file_plans(((StoredTensor("w", "U8", (1, 4)),),))) as writer:
+        writer.write_rows("w", 0, torch.ones(1, 4, dtype=torch.uint8))
+        with pytest.raises(ValueError, match="written before"):
+            writer.write_rows("w", 1, torch.empty(0, 4, dtype=torch.uint8))
+    assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [[1] * 4]
+
+
+def test_what_is_planned_is_found_where_it_will_be(tmp_path: Path) -> None:
+    writer = WeightsWriter(tmp_path, file_plans(SHARDS))
+    found = read_header(tmp_path / "model.safetensors")
+    assert [writer.entry(name) for name in ("w", "bias")] == [found["w"], found["bias"]]
+
+
+def test_a_disk_that_fails_while_room_is_made(tmp_path: Path) -> None:
+    """It tells the reason and what all files need, and keeps nothing of them."""
+    made: list[int] = []
+
+    def allocate(descriptor: int, size: int) -> None:
+        made.append(size)
+        if len(made) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    shards = [(StoredTensor(name, "U8", (100,)),) for name in "abc"]
+    with pytest.raises(ResourceError) as caught:
+        WeightsWriter(tmp_path, file_plans(shards), disk=replace(DISK, allocate=allocate))
+    said = f"{tmp_path}: No space left on device; {file_bytes(shards)} bytes needed, "
+    assert caught.value.message.startswith(said)
+    assert list(tmp_path.iterdir()) == []
+    assert made == [file_bytes(shards[:1])] * 2
+
+
+def test_a_disk_that_fails_to_keep_what_it_took(tmp_path: Path) -> None:
+    """Nothing more is needed, which the message says; what is not durable is synced again."""
+    failing: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        if failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = WeightsWriter(tmp_path, file_plans(SHARDS), disk=replace(DISK, fsync=fsync))
+    writer.write("w", torch.zeros(2, 2))
+    writer.write("bias", torch.zeros(3).bfloat16())
+    failing.append("now")
+    for step in (writer.sync, writer.sync, writer.close):
+        with pytest.raises(ResourceError) as caught:
+            step()
+        file = tmp_path / "model.safetensors"
+        assert caught.value.message.startswith(f"{file}: Input/output error; 0 bytes needed, ")
+    failing.clear()
+    writer.close()
+
+
+def test_a_process_without_an_input_leaves_no_file_open(tmp_path: Path) -> None:
+    """Its first file is then number 0."""
+    before = os.dup(0)
+    os.close(0)
+    try:
+        with WeightsWriter(tmp_path, file_plans(((W,),))) as writer:
+            writer.write("w", torch.zeros(2, 2))
+            assert Path("/proc/self/fd/0").readlink().name == "model.safetensors"
+        assert not Path("/proc/self/fd/0").exists()
+    finally:
+        os.dup2(before, 0)
+        os.close(before)
+
+
+def test_what_was_not_written_is_named_at_the_end_unless_something_worse_happened(
+    tmp_path: Path,
+) -> None:
+    with (
+        pytest.raises(ValueError, match="1 tensors were not written: bias"),
+        WeightsWriter(tmp_path, file_plans(SHARDS)) as writer,
+    ):
+        writer.write("w", torch.ones(2, 2))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(KeyError), WeightsWriter(tmp_path / "other", file_plans(SHARDS)):
+        raise KeyError

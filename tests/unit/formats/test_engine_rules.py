@@ -1,0 +1,168 @@
+"""Engines that load a result or do not, as a user reads it in `plan`, `export` and `verify --for`."""
+
+from dataclasses import replace
+
+import pytest
+
+from quantforge import api
+from quantforge.errors import RefusedError
+from quantforge.formats import FORMATS, format_of
+from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, layer_verdicts
+from quantforge.notation import parse, parse_layer
+from quantforge.recipe import CalibrationOptions, Recipe
+from quantforge.scheme import LayerScheme
+from quantforge.settings import Settings
+from quantforge.verification.verify import verify
+from tests.runs import quantize
+
+NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cpp", "mlx"]
+
+
+def loading(key, *schemes, shape=(128, 256)):
+    layers = [(LayerScheme(parse(scheme)), shape) for scheme in schemes]
+    return {
+        verdict.engine: verdict for verdict in layer_verdicts(format_of(key).ABOUT.engines, layers)
+    }
+
+
+def test_every_format_has_a_verdict_of_every_engine():
+    records = {key: format_of(key).ABOUT for key in FORMATS}
+    for key, about in records.items():
+        if not about.one_file:  # such are for engines of their own
+            assert list(about.engines) == NAMES, key
+
+
+@pytest.mark.parametrize(
+    ("key", "scheme", "engines"),
+    [
+        ("compressed-tensors", "int4:g128:sym", "transformers vllm sglang lmdeploy"),
+        ("compressed-tensors", "int4:g32:sym", "transformers vllm sglang lmdeploy"),
+        ("bnb", "nf4:g64:sym", "transformers vllm sglang"),
+        ("mlx", "int4:g64:min", "mlx"),
+        ("compressed-tensors", "int4:row:sym", "transformers vllm sglang"),
+        ("compressed-tensors", "int4:g128:asym", "vllm sglang"),
+        ("compressed-tensors", "int8:row:sym", "transformers vllm sglang"),
+        ("compressed-tensors", "int3:g128:sym", "transformers"),
+        ("compressed-tensors", "int4:g16:sym", "transformers"),
+        ("gptq", "int4:g128:sym", "transformers vllm sglang lmdeploy"),
+        ("gptq", "int4:row:sym", "transformers vllm sglang"),
+        ("gptq", "int8:g32:sym", "transformers vllm sglang"),
+        ("gptq", "int4:g128:asym", "transformers"),
+        ("gptq_v2", "int2:g64:sym", "transformers"),
+        ("awq", "int4:g128:asym", "transformers vllm sglang lmdeploy mlx"),
+        ("awq", "int4:g16:asym", "transformers"),
+    ],
+)
+def test_who_loads_what(key, scheme, engines):
+    found = loading(key, scheme)
+    assert [name for name in NAMES if found[name].loads] == engines.split()
+    assert all(verdict.reason for verdict in found.values() if not verdict.loads)
+
+
+def test_one_layer_in_the_way_is_enough_and_is_explained():
+    verdict = loading("compressed-tensors", "int4:g128:sym", "int3:g128:sym")["vllm"]
+    assert not verdict.loads
+    assert verdict.reason == "kernels for 4 and 8 bits only, not 3"
+
+
+def test_what_is_good_to_know_comes_with_a_yes():
+    assert "GPU" in loading("gptq", "int8:g128:sym")["vllm"].reason
+    assert "96x256" in loading("gptq", "int4:g128:sym", shape=(96, 256))["vllm"].reason
+    assert loading("gptq", "int4:g128:sym")["vllm"].reason == ""
+    assert "vllm-bnb-plugin" in loading("bnb", "nf4:g64:sym")["vllm"].reason
+    assert (
+        "dequantize=True" in loading("compressed-tensors", "int4:g128:asym")["transformers"].reason
+    )
+    assert "0.18" in loading("compressed-tensors", "int3:g128:sym")["transformers"].reason
+
+
+def test_plain_files_load_everywhere_but_in_llama_cpp():
+    assert [name for name, verdict in loading("plain").items() if not verdict.loads] == [
+        "llama.cpp"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "facts", "engine", "why"),
+    [
+        ("compressed-tensors", {"transposed": True}, "transformers", "Conv1D"),
+        ("compressed-tensors", {"transposed": True}, "vllm", ""),
+        ("gptq", {"transposed": True}, "transformers", ""),
+        ("compressed-tensors", {"embedding": True}, "transformers", "quantized embedding"),
+        ("mlx", {"embedding": True}, "mlx", ""),
+        ("bnb", {"module": "mlp.experts.3.up_proj"}, "transformers", "joins the matrices"),
+        ("fp8", {"module": "mlp.experts.3.up_proj"}, "transformers", ""),
+        ("bnb", {"module": "mlp.experts.3.up_proj"}, "vllm", ""),
+        ("bnb", {"kept": ("mlp.experts.3.up_proj.weight",)}, "vllm", "all experts for packed"),
+        ("awq", {"kept": ("mlp.experts.3.up_proj.weight",)}, "vllm", ""),
+        ("gptq", {"model_types": ("", "falcon")}, "transformers", "falcon does not load"),
+    ],
+)
+def test_what_a_family_keeps_an_engine_from_loading(key, facts, engine, why):
+    about = format_of(key).ABOUT
+    facts = {"module": "mlp.up_proj", "model_types": ("llama",), **facts}
+    layers = {facts.pop("module"): (parse_layer(about.specimens[0]), (128, 256))}
+    verdict = next(
+        v for v in engine_verdicts(about, ModelToLoad(layers, **facts)) if v.engine == engine
+    )
+    assert verdict.loads is not bool(why)
+    assert why in verdict.reason
+
+
+def experts(*schemes):
+    """Layers of a mixture, one for each scheme, as ``engine_verdicts`` takes them."""
+    layers = {
+        f"mlp.experts.{place}.up_proj": (parse_layer(scheme), (128, 256))
+        for place, scheme in enumerate(schemes)
+    }
+    return ModelToLoad(layers, ("mixtral",))
+
+
+def vllm_of(key, model):
+    return next(v for v in engine_verdicts(format_of(key).ABOUT, model) if v.engine == "vllm")
+
+
+def test_vllm_holds_the_experts_of_a_mixture_as_one():
+    alike, divided = experts(*["int4:g128:sym"] * 2), experts("int4:g128:sym", "int8:g128:sym")
+    assert vllm_of("compressed-tensors", alike).loads
+    assert "packed alike" in vllm_of("compressed-tensors", divided).reason
+    other = {"other.experts.0.up_proj": divided.layers["mlp.experts.1.up_proj"]}
+    assert vllm_of("compressed-tensors", replace(alike, layers={**alike.layers, **other})).loads
+    for kept, loads in (
+        ("mlp.experts.2.up_proj.weight", False),
+        ("mlp.experts.0.up_proj.bias", True),
+        ("other.experts.0.up_proj.weight", True),
+        ("mlp.gate.weight", True),
+    ):
+        assert vllm_of("gptq", replace(alike, kept=(kept,))).loads is loads
+
+
+def test_the_plugin_of_vllm_has_no_experts_in_bytes():
+    assert "in 8 bits" in vllm_of("bnb", experts("int8:row:sym")).reason
+    assert vllm_of("bnb", experts("nf4:g64:sym")).loads
+
+
+def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
+    none = CalibrationOptions(source="none")
+    packed = Recipe(scheme="int4:g32:sym", scales="absmax", calibration=none)
+    quantize(tiny("gpt2"), tmp_path / "gpt2", packed)
+    api.export(
+        str(tmp_path / "gpt2"), Recipe(format="compressed-tensors"), tmp_path / "ct", Settings()
+    )
+    for made in ("gpt2", "ct"):
+        found = verify(tmp_path / made, engine="transformers").findings
+        assert [(item.check, "Conv1D" in item.detail) for item in found] == [("engine", True)]
+    file = tmp_path / "m.gguf"
+    quantize(tiny("llama-wide"), file, Recipe(type="Q8_0", scales="absmax", calibration=none))
+    wanted = Recipe(format="compressed-tensors", engine="transformers")
+    with pytest.raises(RefusedError, match="quantized embedding"):
+        api.export(str(file), wanted, tmp_path / "no", Settings())
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("unstacked", [True, False])
+def test_plain_experts_one_by_one_load_where_the_family_publishes_them_so(unstacked: bool) -> None:
+    kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
+    model = ModelToLoad({}, ("llama4_text",), unstacked=unstacked, kept=kept)
+    found = {one.engine: one.loads for one in engine_verdicts(format_of("plain").ABOUT, model)}
+    assert found["transformers"] is not unstacked

@@ -1,0 +1,102 @@
+"""Rows that pass blocks of which later ones read the output again are computed as the model computes them."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from quantforge.model.block_inputs import Replay, StandIn, same
+from quantforge.model.hidden_states import InMemory, LeafStore, StateLayout
+
+ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5
+
+
+class Block(nn.Module):
+    """Block that reads the states behind the block before the last, and a mapping that blocks write."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.linear, self.index = nn.Linear(HIDDEN, HIDDEN), index
+
+    def forward(
+        self, states: Tensor, history: Tensor, chosen: Any, shared: UserDict[int, Tensor]
+    ) -> Any:
+        found = self.linear(states) + history.sum(0) + sum(shared.values(), torch.zeros(1))
+        if chosen is not None:
+            found = found * chosen
+        if self.index == 1:
+            shared[self.index] = found.mean(-1, keepdim=True)
+        return found, found.argmax(-1, keepdim=True) + 1
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, HIDDEN)
+        self.blocks = nn.ModuleList([Block(index) for index in range(BLOCKS)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states: Tensor = self.embedding(ids)
+        history, chosen, shared = states.new_zeros(1, *states.shape), None, UserDict[int, Tensor]()
+        for index, block in enumerate(self.blocks):
+            if index % 2:
+                history = torch.cat([history, states[None]])
+            states, chosen = block(states, history, chosen, shared=shared)
+        return states + history.sum(0)
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
+    tmp_path: Path, on_disk: bool
+) -> None:
+    torch.manual_seed(0)
+    model, ids = Model().requires_grad_(False), torch.randint(0, 10, (ROWS, LENGTH))
+    expected = torch.cat([model(row[None]) for row in ids])
+    blocks = list(model.blocks)
+    standins = [StandIn(block, 2) for block in blocks]
+    model.blocks = nn.ModuleList(standins)
+    leaves = LeafStore(tmp_path if on_disk else None)
+    replay = Replay(standins, model, ids, StateLayout(0, (HIDDEN,)), leaves)
+    assert sorted(replay.again) == [0, 2]  # the embedding is computed by the model itself
+    states = torch.zeros(ROWS, LENGTH, HIDDEN)
+    for index, block in enumerate(blocks):
+        replay.at(index)
+        for again in (
+            True,
+            False,
+        ):  # a block passes its rows several times, with other weights the first time
+            if again:
+                block.linear.weight += 1
+            outputs = []
+            for row in range(ROWS):
+                reached = replay.reach(row, states[row : row + 1])
+                returned = block(reached.states, *reached.call.args, **reached.call.kwargs)
+                replay.left(reached, returned)
+                outputs.append(returned[0])
+            if again:
+                block.linear.weight -= 1
+        states = torch.cat(outputs)
+        if index in replay.again:
+            store = InMemory(ROWS, LENGTH, HIDDEN)
+            store.write(0, states)
+            replay.again[index] = store
+    found = [replay.ended(row, states[row : row + 1], model) for row in range(ROWS)]
+    torch.testing.assert_close(torch.cat(found), expected)
+    assert replay.remembers
+    held = [leaf for kept in replay._kept.values() for leaf in tree_leaves(tuple(kept))]
+    assert len(held) == ROWS * 2
+    assert [isinstance(leaf, Tensor) for leaf in held] == [not on_disk] * len(held)
+    assert not list(tmp_path.iterdir())  # the file has no name
+
+
+def test_structures_of_different_length_are_not_the_same():
+    one = torch.ones(2)
+    assert same((one, {"a": one}), (one.clone(), {"a": one}))
+    assert not same((one, {"a": one}), (one, {"a": one, "b": one}))
+    assert not same([one, one], [one])

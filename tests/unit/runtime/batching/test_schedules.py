@@ -1,0 +1,96 @@
+"""Schedules drawn by hypothesis, all switches together: answers are those of the plain loop, and no page is leaked."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
+from quantforge.runtime.batching.generation_requests import (
+    Finished,
+    FinishReason,
+    GenerationRequest,
+)
+from quantforge_kernels.kv import PAGE
+from tests.fake_decoder import FakeDecoder, alone, drafted
+
+LONGEST = 150
+BEGINNINGS = [tuple((n * (n + seed)) % 59 for n in range(100)) for seed in range(3)]
+
+
+@st.composite
+def asked(draw):
+    """Draw a prompt, mostly one that begins as others do, and how many tokens are to follow."""
+    begin = draw(st.sampled_from(BEGINNINGS))[: draw(st.integers(0, 100))]
+    own = draw(st.lists(st.integers(0, 60), min_size=0 if begin else 1, max_size=20))
+    stop = frozenset(draw(st.lists(st.integers(0, 60), max_size=1)))
+    return (*begin, *own), draw(st.integers(1, 29)), stop
+
+
+options_of = st.fixed_dictionaries({
+    "rows": st.integers(1, 5), "pages": st.integers(-(-LONGEST // PAGE), 14), "chunk": st.integers(1, 60),
+    "token_budget": st.integers(5, 80),
+})  # fmt: skip
+shapes_of = st.none() | st.lists(
+    st.integers(1, 3), min_size=1, max_size=4
+)  # of trees of drafted tokens
+# Steps in which a request comes, and in which one is cancelled.
+arrivals_of = st.lists(st.tuples(st.integers(0, 30), asked()), min_size=1, max_size=9)
+cancelled_of = st.dictionaries(st.integers(0, 8), st.integers(0, 60), max_size=3)
+
+
+def check_pages(engine):
+    """Check that every page is free or one row's, and holds what the row has written."""
+    cache = engine.cache
+    rows = {entry.row: entry for entry in engine._scheduler.running}
+    held = [page for row in range(cache.sequences) for page in cache.held(row)]
+    assert len(set(held)) == len(held)
+    assert cache.free == cache.pages - len(held)
+    for row in range(cache.sequences):
+        pages, length = cache.held(row), cache.length(row)
+        assert row in rows or not pages
+        assert len(set(pages)) == len(pages)
+        assert cache.table[row, : len(pages)].tolist() == list(pages)
+        assert cache.lengths[row] == length <= len(pages) * PAGE
+        if row in rows:
+            keys, _ = cache.read(0, cache.table[row : row + 1])
+            assert keys[0, :length, 0, 0].tolist() == rows[row].tokens[:length]
+
+
+@settings(max_examples=35, deadline=None)
+@given(options_of, arrivals_of, cancelled_of, shapes_of)
+def test_any_schedule(options, arrivals, cancelled, shape):
+    speculative = drafted(shape) if shape else None
+    engine = ServingEngine(FakeDecoder(), EngineOptions(tokens=LONGEST, **options), speculative)
+    requests = [
+        (when, GenerationRequest(str(n), ids, new, stop))
+        for n, (when, (ids, new, stop)) in enumerate(arrivals)
+    ]
+    finished, away = {}, set()
+    # A step computes at least one new token of the oldest request, and each is at most this many steps the oldest.
+    most = 31 + sum(len(request.ids) + request.new_tokens for _, request in requests)
+    for step in range(most + 1):
+        for when, request in requests:
+            if when == step:
+                engine.submit(request)
+        for number, when in cancelled.items():
+            if when == step and engine.cancel(str(number)):
+                away.add(str(number))
+        for happened in engine.step():
+            if isinstance(happened, Finished):
+                assert happened.id not in finished
+                finished[happened.id] = happened
+        check_pages(engine)
+        if engine.idle and step >= 30:
+            break
+    assert engine.idle, "a request starves"
+    assert set(finished) == {request.id for _, request in requests}
+    for _, request in requests:
+        one, wanted = finished[request.id], tuple(alone(request))
+        if request.id in away:
+            assert one.reason == FinishReason.CANCELLED
+            assert one.tokens == wanted[: len(one.tokens)]
+        else:
+            assert one.tokens == wanted
+    counters = engine.counters
+    assert counters.pages_free == counters.pages

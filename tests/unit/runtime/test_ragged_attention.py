@@ -1,0 +1,126 @@
+"""Ragged batches: spans of several lengths at once have the logits of transformers; pages are shared and copied."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from quantforge.api import quantize
+from quantforge.recipe import Recipe
+from quantforge.runtime.cache import CacheShape, PagedCache
+from quantforge.runtime.decoder import Decoder
+from quantforge.runtime.load import load
+from quantforge.runtime.ragged_attention import SHORT, RaggedBatch, Span
+from quantforge.settings import Settings
+from quantforge_kernels.attention import Scores
+from quantforge_kernels.kv import PAGE
+
+FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "cohere", "mixtral")
+IDS = torch.randint(3, 300, (3, 70), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def models(tiny):
+    """Return a function from a family to its model."""
+    return cache(lambda family: load(tiny(family)).model)
+
+
+def advance(decoder, held, steps, given=IDS):
+    """Return the logits of every row, computed as ``steps`` of (row, tokens) say."""
+    found = [[] for _ in range(held.sequences)]
+    for step in steps:
+        spans = [Span(row, tokens) for row, tokens in step]
+        ids = []
+        for row, tokens in step:
+            first = held.length(row)
+            held.reserve(row, first + tokens)
+            ids.append(given[row, first : first + tokens])
+        with torch.inference_mode():
+            logits = decoder.logits(decoder.hidden_of(torch.cat(ids), spans, held))
+        for (row, tokens), part in zip(
+            step, logits.split([tokens for _, tokens in step]), strict=True
+        ):
+            assert len(part) == tokens
+            found[row].append(part)
+    return [torch.cat(parts) if parts else None for parts in found]
+
+
+STEPS = [
+    [(1, 40)], [(1, 1), (0, 5)], [(0, 33), (1, 3), (2, 20)], [(2, 1), (0, 1), (1, 1)], [(1, SHORT), (2, SHORT + 1)],
+    [(0, 31), (1, 17), (2, 40)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spans_have_the_logits_of_transformers(models, family):
+    model = models(family)
+    with torch.inference_mode():
+        wanted = model(IDS).logits
+    decoder = Decoder(model)
+    held = decoder.cache(3, 80, pages=9)
+    found = advance(decoder, held, STEPS)
+    for row in range(3):
+        torch.testing.assert_close(found[row], wanted[row], rtol=1e-4, atol=1e-4)
+    assert [held.length(row) for row in range(3)] == held.lengths.tolist() == [70, 70, 70]
+
+
+@pytest.mark.parametrize("kind", ["", "int8", "fp8", "int4"])
+def test_short_spans_have_the_bits_of_single_tokens(tiny, tmp_path, kind):
+    """Draft tokens that are verified together; beside others or not."""
+    quantize(
+        str(tiny("qwen3")),
+        Recipe(scheme="int4:g32:sym", scales="absmax"),
+        tmp_path / "q",
+        Settings(),
+    )
+    decoder = Decoder(load(tmp_path / "q", dtype=torch.bfloat16).model)
+    single = advance(decoder, decoder.cache(3, 80, kind), [[(0, 40)], *[[(0, 1)]] * 10])[0]
+    together = [[(0, 40)], [(1, 9)], [(0, 5), (1, 1)], [(0, 3)], [(1, 1), (0, 2)]]
+    several = advance(decoder, decoder.cache(2, 80, kind), together)[0]
+    assert torch.equal(single, several)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+def test_trees_compute_every_path(models, family):
+    """Of 30 tokens, two paths of three tokens that share their first: each as if it were alone."""
+    decoder = Decoder(models(family))
+    paths = [[0, 1, 3], [0, 2, 4]]
+    tree = torch.eye(5, dtype=torch.bool)
+    for path in paths:
+        for depth, token in enumerate(path):
+            tree[token, path[:depth]] = True
+    held = decoder.cache(1, 80)
+    advance(decoder, held, [[(0, 30)]])
+    held.reserve(0, 35)
+    new = torch.tensor([7, 8, 9, 10, 11])
+    with torch.inference_mode():
+        found = decoder.logits(decoder.hidden_of(new, [Span(0, 5, tree)], held))
+        for path in paths:
+            wanted = models(family)(torch.cat((IDS[0, :30], new[path]))[None]).logits[0, 30:]
+            torch.testing.assert_close(found[path], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_rejected_tokens_are_forgotten(models):
+    decoder = Decoder(models("llama"))
+    held = decoder.cache(3, 80)
+    wanted = advance(decoder, held, [[(0, 70)]])[0]
+    held.shorten(0, 20)
+    assert held.length(0) == held.lengths[0] == 20
+    assert len(held.held(0)) == 1
+    found = advance(decoder, held, [[(0, 50)]])[0]
+    torch.testing.assert_close(found, wanted[20:], rtol=1e-4, atol=1e-4)
+
+
+def test_pages_of_others_are_not_read():
+    """Who had a page before may have left what is no number."""
+    held = PagedCache(CacheShape(1, 2, 8, "", torch.float32), 2, 4 * PAGE, torch.device("cpu"))
+    for store in held.layers[0]:
+        store.codes.fill_(float("nan"))
+    for row, tokens in ((0, 40), (1, 3)):
+        held.reserve(row, tokens)
+    batch = RaggedBatch([Span(0, 40), Span(1, 3)], held)
+    new = torch.randn(2, 43, 2, 8, generator=torch.Generator().manual_seed(0))
+    held.write(0, batch.slots[0], *new)
+    assert batch.attend(new[0], 0, held, Scores(1.0)).isfinite().all()

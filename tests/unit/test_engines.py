@@ -1,0 +1,112 @@
+"""What is made for an engine, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from quantforge.engines import TARGETS, check, with_engine_defaults
+from quantforge.errors import RefusedError, UsageError
+from quantforge.formats import format_of
+from quantforge.formats.engine_rules import layer_verdicts
+from quantforge.grids import ScaleType
+from quantforge.notation import parse_layer
+from quantforge.planning.recipe_options import build_recipe, builtin_recipes
+from quantforge.plans import Action, Serving, TensorPlan
+from quantforge.recipe import read_recipe
+from quantforge.scheme import LayerScheme
+
+MODULE_FORMATS = {"compressed-tensors", "gptq", "mlx", "awq"}
+ALONE = Serving()
+
+
+def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
+    layer = parse_layer(text)
+    layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
+    return TensorPlan(f"model.layers.0.{name}.weight", "BF16", shape, Action.QUANTIZE, "", layer)
+
+
+@pytest.mark.parametrize(
+    ("engine", "bits"), [(name, bits) for name, target in TARGETS.items() for bits in target.wanted]
+)
+def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
+    given = with_engine_defaults(engine, {"engine": engine, "bits": bits})
+    assert "bits" not in given
+    if given["format"] not in MODULE_FORMATS:
+        assert given["type"].startswith(f"Q{bits}_")
+        return
+    tensor = planned("mlp.up_proj", given["scheme"])
+    found = layer_verdicts(
+        format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)]
+    )
+    said = check(engine, ALONE, [tensor], found, given["format"])
+    assert said[-1].startswith("serve it with: ")
+    assert "OUT" in said[-1]
+
+
+def test_an_engine_takes_the_bits_of_every_recipe_that_is_made_for_it():
+    for name, path in builtin_recipes().items():
+        recipe, named = read_recipe(path), re.fullmatch(r"(.+)-(\d)bit", name)
+        if recipe.engine is None or named is None:
+            continue
+        made = build_recipe(None, engine=recipe.engine, bits=int(named[2]))
+        if made.format == recipe.format:
+            assert (made.type, made.scheme) == (recipe.type, recipe.scheme)
+
+
+def test_bits_that_an_engine_is_not_fast_with_are_answered_with_the_nearest():
+    with pytest.raises(UsageError, match="2, 3, 4, 5, 6 or 8 bits") as caught:
+        build_recipe(None, engine="mlx", bits=7)
+    assert caught.value.hint == "--bits 6"
+
+
+def test_what_an_engine_does_not_load_is_refused():
+    for engine, key, text in (
+        ("llama.cpp", "compressed-tensors", "int4:g128:sym"),
+        ("tensorrt-llm", "bnb", "nf4"),
+        ("vllm", "gptq", "int4:g128:asym"),
+        ("vllm", "compressed-tensors", "fp8:g64"),
+        ("tensorrt-llm", "compressed-tensors", "FP8_STATIC"),
+        ("tensorrt-llm", "compressed-tensors", "nvfp4"),
+        ("tensorrt-llm", "compressed-tensors", "W8A8"),
+        ("mlx", "gptq", "int4:g128:sym"),
+        ("transformers", "mlx", "int4:g64:min"),
+    ):
+        tensor = planned("mlp.up_proj", text)
+        found = layer_verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
+        with pytest.raises(RefusedError, match=engine):
+            check(engine, ALONE, [tensor], found, key)
+
+
+def test_layers_have_to_be_divisible_among_devices():
+    tensors = [planned("mlp.up_proj", "int4:g128:sym"), planned("mlp.down_proj", "int4:g128:sym")]
+    assert check("vllm", Serving(devices=4), tensors, (), "compressed-tensors")
+    with pytest.raises(RefusedError, match=r"down_proj.*8 devices"):
+        check("vllm", Serving(devices=8), tensors, (), "compressed-tensors")
+    with pytest.raises(RefusedError, match=r"up_proj.*4 devices"):
+        check(
+            "sglang",
+            Serving(devices=4),
+            [planned("mlp.up_proj", "fp8:128x128")],
+            (),
+            "compressed-tensors",
+        )
+    with pytest.raises(RefusedError, match="does not split"):
+        check("mlx", Serving(devices=2), tensors, (), "mlx")
+
+
+def test_what_is_given_wins_and_what_is_unknown_is_named():
+    recipe = build_recipe(None, engine="vllm", bits=8)
+    assert (recipe.format, recipe.scheme, recipe.engine) == (
+        "compressed-tensors",
+        "FP8_DYNAMIC",
+        "vllm",
+    )
+    assert build_recipe(None, engine="vllm", scheme="nvfp4").scheme == "nvfp4"
+    assert build_recipe(None, engine="llama.cpp").type == "Q4_K_M"
+    assert any("not run" in line for line in check("lmdeploy", ALONE, [], (), "awq"))
+    with pytest.raises(UsageError, match="unknown engine"):
+        with_engine_defaults("vlm", {})
+    with pytest.raises(UsageError, match="4 or 8 bits"):
+        with_engine_defaults("vllm", {"bits": 3})
