@@ -51,15 +51,15 @@ TESTS: dict[str, tuple[str, ...]] = {
         "golden/test_ggml_bytes.py", "unit/packers/test_ggml.py", "unit/packers/test_lattices.py",
     ),
     "quantforge.files.safetensors": (
-        "unit/files/test_reader_limits.py", "unit/files/test_safetensors.py",
+        "unit/files/test_checkpoint_limits.py", "unit/files/test_safetensors.py",
         "property/test_safetensors_differential.py",
     ),
     "quantforge.files.opener": (
-        "unit/files/test_reader_limits.py", "unit/files/test_safetensors.py",
+        "unit/files/test_checkpoint_limits.py", "unit/files/test_safetensors.py",
         "unit/files/test_reader.py",
     ),
     "quantforge.files.reader": (
-        "unit/files/test_reader_limits.py", "unit/files/test_reader.py",
+        "unit/files/test_checkpoint_limits.py", "unit/files/test_reader.py",
     ),
     "quantforge.files.writer": (
         "unit/files/test_writer_limits.py", "unit/files/test_writer.py",

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from quantforge.engines import TARGETS, check, with_engine_defaults
+from quantforge.engines import TARGETS, check_engine, with_engine_defaults
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import format_of
 from quantforge.formats.engine_rules import layer_verdicts
@@ -40,7 +40,7 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
     found = layer_verdicts(
         format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)]
     )
-    said = check(engine, ALONE, [tensor], found, given["format"])
+    said = check_engine(engine, ALONE, [tensor], found, given["format"])
     assert said[-1].startswith("serve it with: ")
     assert "OUT" in said[-1]
 
@@ -76,16 +76,16 @@ def test_what_an_engine_does_not_load_is_refused():
         tensor = planned("mlp.up_proj", text)
         found = layer_verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
-            check(engine, ALONE, [tensor], found, key)
+            check_engine(engine, ALONE, [tensor], found, key)
 
 
 def test_layers_have_to_be_divisible_among_devices():
     tensors = [planned("mlp.up_proj", "int4:g128:sym"), planned("mlp.down_proj", "int4:g128:sym")]
-    assert check("vllm", Serving(devices=4), tensors, (), "compressed-tensors")
+    assert check_engine("vllm", Serving(devices=4), tensors, (), "compressed-tensors")
     with pytest.raises(RefusedError, match=r"down_proj.*8 devices"):
-        check("vllm", Serving(devices=8), tensors, (), "compressed-tensors")
+        check_engine("vllm", Serving(devices=8), tensors, (), "compressed-tensors")
     with pytest.raises(RefusedError, match=r"up_proj.*4 devices"):
-        check(
+        check_engine(
             "sglang",
             Serving(devices=4),
             [planned("mlp.up_proj", "fp8:128x128")],
@@ -93,7 +93,7 @@ def test_layers_have_to_be_divisible_among_devices():
             "compressed-tensors",
         )
     with pytest.raises(RefusedError, match="does not split"):
-        check("mlx", Serving(devices=2), tensors, (), "mlx")
+        check_engine("mlx", Serving(devices=2), tensors, (), "mlx")
 
 
 def test_what_is_given_wins_and_what_is_unknown_is_named():
@@ -105,7 +105,7 @@ def test_what_is_given_wins_and_what_is_unknown_is_named():
     )
     assert build_recipe(None, engine="vllm", scheme="nvfp4").scheme == "nvfp4"
     assert build_recipe(None, engine="llama.cpp").type == "Q4_K_M"
-    assert any("not run" in line for line in check("lmdeploy", ALONE, [], (), "awq"))
+    assert any("not run" in line for line in check_engine("lmdeploy", ALONE, [], (), "awq"))
     with pytest.raises(UsageError, match="unknown engine"):
         with_engine_defaults("vlm", {})
     with pytest.raises(UsageError, match="4 or 8 bits"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.unit.checkpoint.test_safetensors import entry, file, one
+from tests.unit.files.test_safetensors import entry, file, one
 
 from quantforge.errors import InputError, IntegrityError
 from quantforge.files.opener import parse_object, read_object
