@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.unit.files.test_safetensors import entry, file, one
 
 from quantforge.errors import InputError, IntegrityError
 from quantforge.files.opener import parse_object, read_object
 from quantforge.files.reader import INDEX, read_weights
 from quantforge.files.safetensors import read_header, read_rows, read_tensor
 from quantforge_files.roles import FileRole
+from tests.unit.files.test_safetensors import entry, file, one
 
 MB_32 = 33_554_432
 
