@@ -20,7 +20,7 @@ from quantforge.errors import RefusedError, UnknownNameError, UsageError, either
 from quantforge.formats import DEFAULT, GGUF, About, format_of
 from quantforge.formats.engine_rules import UNTRIED
 from quantforge.grids import PerGroup, Tile
-from quantforge.plans import EngineVerdict, Serving, TensorPlan
+from quantforge.plans import EngineVerdict, Note, NoteKind, Serving, TensorPlan, kind_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ ENGINE_WORDS: Mapping[str, str] = {
     "exllama exllamav2 exllamav3 tabbyapi onnxruntime openvino":
         "it is not known here; `quantforge formats` lists what each format is loaded by",
 }  # fmt: skip
-_SERVE, _PLACE = "serve it with: ", "OUT"  # of notes
+_PLACE = "OUT"  # stands for the path of the result in the note with the command that serves it
 _UNBOUNDED = "its cache grows with the sequence, no option bounds it"
 # Linears that engines split along their inputs; they split all others along their outputs.
 _ROW_PARALLEL = ("o_proj", "down_proj", "c_proj", "out_proj", "fc2")
@@ -176,7 +176,7 @@ def check_engine(
     verdicts: Iterable[EngineVerdict],
     key: str,
     source: str = "",
-) -> tuple[str, ...]:
+) -> tuple[Note, ...]:
     """Refuse a plan whose result the engine does not load; return notes for the plan otherwise.
 
     Args:
@@ -213,11 +213,15 @@ def check_engine(
         )
     unbounded = serving.context is not None and not target.context
     needed = format_of(key).ABOUT.packages.get(engine, "")
+    facts = (
+        target.note,
+        f"{key} files need pip install {needed}" if needed else "",
+        f"--context changes nothing: {_UNBOUNDED}" if unbounded else "",
+    )
+    command = command_of(engine, _PLACE, serving, tokenizer=source if key == GGUF else "")
     return (
-        *([f"{engine}: {target.note}"] if target.note else []),
-        *([f"{engine}: {key} files need pip install {needed}"] if needed else []),
-        *([f"{engine}: --context changes nothing: {_UNBOUNDED}"] if unbounded else []),
-        f"{_SERVE}{command_of(engine, _PLACE, serving, tokenizer=source if key == GGUF else '')}",
+        *(Note(f"{engine}: {fact}", NoteKind.ENGINE) for fact in facts if fact),
+        Note(f"serve it with: {command}", NoteKind.SERVE),
     )
 
 
@@ -255,14 +259,9 @@ def command_of(
     )
 
 
-def is_engine_note(note: str) -> bool:
-    """Return whether a note of a plan is about the engine that the result is made for."""
-    return note.startswith((_SERVE, *(f"{engine}: " for engine in TARGETS)))
-
-
 def with_output_path(note: str, out: object) -> str:
     """Fill the path of the result into the note with the command that serves it; return other notes unchanged."""
-    if not note.startswith(_SERVE):
+    if kind_of(note) is not NoteKind.SERVE:
         return note
 
     def filled_in(found: re.Match[str]) -> str:

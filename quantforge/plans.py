@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Self
 
 from quantforge.arguments import strict_fields
 from quantforge.events import Event
@@ -159,6 +160,42 @@ class EngineVerdict:
         return "not tried" if self.loads is None else ("yes" if self.loads else "no")
 
 
+class NoteKind(StrEnum):
+    """Kinds of notes; programs sort notes by kind, never by their text."""
+
+    FACT = "fact"
+    CHOICE = "choice"  # an option that was left open and how it was set
+    SOURCE = "source"  # the source is read with changes: an adapter, fewer experts, a rotation
+    EMBEDDING = "embedding"  # the share of embedding and head in the bytes
+    TEMPLATE = "template"  # chat templates that a format changes or leaves out
+    ENGINE = "engine"  # about the engine that the result is made for
+    SERVE = "serve"  # the command that serves the result, with a placeholder for its path
+    NOT_READ_BACK = "not-read-back"  # `eval` and `verify` cannot read the result
+
+
+class Note(str):
+    """One sentence for the user about a plan, with its kind."""
+
+    __slots__ = ("kind",)
+    kind: NoteKind
+
+    def __new__(cls, text: str, kind: NoteKind = NoteKind.FACT) -> Self:
+        """Return a note of a kind."""
+        note = super().__new__(cls, text)
+        note.kind = kind
+        return note
+
+
+def choice(text: str) -> Note:
+    """Return the note about an option that was left open: which value was chosen, and why."""
+    return Note(f"chosen: {text}", NoteKind.CHOICE)
+
+
+def kind_of(note: str) -> NoteKind:
+    """Return the kind of a note; plain text is a fact."""
+    return note.kind if isinstance(note, Note) else NoteKind.FACT
+
+
 @dataclass(frozen=True, slots=True)
 class RunningNames:
     """Names that modules of a result have when transformers runs it.
@@ -257,13 +294,15 @@ def _bits(tensors: Sequence[TensorPlan]) -> float:
     return 8 * sum(tensor.output_bytes for tensor in tensors) / weights if weights else math.nan
 
 
-CHOSEN = "chosen: "  # how a note about what was left open begins
 _NAMED = 3  # plans by name before the others are counted
 
 
 def decisions(plan: Plan) -> list[str]:
     """Return what a plan chose for a user who left it open, and what it substitutes."""
-    return [*(note for note in plan.notes if note.startswith(CHOSEN)), *substituted(plan)]
+    return [
+        *(note for note in plan.notes if kind_of(note) is NoteKind.CHOICE),
+        *substituted(plan),
+    ]
 
 
 def decisions_of(plans: Mapping[str, Plan]) -> list[str]:

@@ -12,20 +12,22 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.number_text import size
 from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import from_here, typed_adapter
-from quantforge.engines import is_engine_note, with_output_path
+from quantforge.engines import with_output_path
 from quantforge.files.hub import repository_name
 from quantforge.files.output_names import MODELFILE, projector_name
-from quantforge.formats.gguf.tokenizer import TEMPLATE_NOTE
 from quantforge.planning.coverage import coverage
-from quantforge.planning.embedding_choice import TOLD
 from quantforge.planning.format_choice import format_of_name
-from quantforge.planning.gguf_draft import UNREAD
-from quantforge.planning.notes import is_change
-from quantforge.plans import CHOSEN
+from quantforge.plans import NoteKind, kind_of
 
 if TYPE_CHECKING:
     from quantforge.api import Exported, Outcome
     from quantforge.events import Event
+
+
+# Kinds of notes of a plan that are repeated beside its result.
+_SHOWN = {
+    NoteKind.SOURCE, NoteKind.EMBEDDING, NoteKind.TEMPLATE, NoteKind.ENGINE, NoteKind.SERVE,
+}  # fmt: skip
 
 
 def show_quantized(console: Console, outcome: Outcome, model: str, seconds: float) -> None:
@@ -66,14 +68,15 @@ def show_quantized(console: Console, outcome: Outcome, model: str, seconds: floa
         )
     console.note(str(coverage(plan.tensors)))
     for note in plan.notes:
-        if is_engine_note(note) or note.startswith((TOLD, TEMPLATE_NOTE)) or is_change(note):
+        if kind_of(note) in _SHOWN:
             console.note(with_output_path(note, out))
     for note in plan.left_behind:
         console.note(note)
     _list_events(console, outcome.events)
-    if UNREAD in plan.notes:
-        console.note(UNREAD)
-    else:
+    not_read_back = [note for note in plan.notes if kind_of(note) is NoteKind.NOT_READ_BACK]
+    for note in not_read_back:
+        console.note(note)
+    if not not_read_back:
         compared = f"quantforge eval {shlex.quote(model)} {shlex.quote(str(out))}"
         console.note(f"next: {compared}{typed_adapter(outcome.adapter)}")
     console.note(upload(out))
@@ -94,7 +97,7 @@ def show_exported(console: Console, result: Exported) -> None:
         console.note(str(result.coverage))
     _list_events(console, result.events)
     for note in result.notes:
-        if not note.startswith(CHOSEN):  # said before the work
+        if kind_of(note) is not NoteKind.CHOICE:  # shown before the work
             console.note(with_output_path(note, out))
     console.note(upload(out))
 

@@ -46,7 +46,7 @@ from quantforge.planning.embedding_choice import bytes_of, check_not_quantized, 
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.planning.notes import facts, left_behind
 from quantforge.planning.planner import check_alone, tower_beside, with_judged_names
-from quantforge.plans import CHOSEN, Action, FilePlan, Plan, Serving, StoredTensor, TensorPlan
+from quantforge.plans import Action, FilePlan, Plan, Serving, StoredTensor, TensorPlan, choice
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 
@@ -202,7 +202,7 @@ def plan_export(
         notes=(
             *first,
             *(
-                f"{CHOSEN}{item.name}: {rounded_words(item)}"
+                choice(f"{item.name}: {rounded_words(item)}")
                 for item in to_round
                 if not recipe.embedding
             ),

@@ -34,7 +34,7 @@ from quantforge.model.statistics import Statistic
 from quantforge.notation import parse_layer
 from quantforge.planning.format_choice import base_scheme
 from quantforge.planning.gradient_options import quantized_linears, refuse_guide, refuse_tune
-from quantforge.plans import CHOSEN, TensorPlan
+from quantforge.plans import TensorPlan, choice
 from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.scheme import Scheme
@@ -68,7 +68,7 @@ def chosen_method(
     if not reason:
         method = AWQ_GPTQ if _absorbs(matched) and all(map(_is_integer, grids)) else GPTQ
         reason = f"what measured best; --method {RTN} is faster, and worse"
-    return method, (f"{CHOSEN}--method {method}: {reason}",)
+    return method, (choice(f"--method {method}: {reason}"),)
 
 
 def _method_obstacle(
@@ -169,15 +169,15 @@ def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]
     recipe = replace(recipe, guide=recipe.guide or 0, tune=recipe.tune or 0)
     if recipe.effort == DEFAULTS.effort:
         faster = "; --tune 0 is faster, and worse"
-        return recipe, (f"{CHOSEN}{', '.join(done)}: --effort {recipe.effort}{faster}",) * bool(
+        return recipe, (choice(f"{', '.join(done)}: --effort {recipe.effort}{faster}"),) * bool(
             done
         )
-    said = f"{CHOSEN}{', '.join(done) or 'nothing'}: --effort {recipe.effort}"
+    said = f"{', '.join(done) or 'nothing'}: --effort {recipe.effort}"
     if named:
         said += f"; named already: {', '.join(named)}"
     if off:
         said += f"; switched off: {', '.join(off)}"
-    return recipe, (f"{said}; left out: {'; '.join(left_out)}" if left_out else said,)
+    return recipe, (choice(f"{said}; left out: {'; '.join(left_out)}" if left_out else said),)
 
 
 def _with(recipe: Recipe, key: str, value: int) -> Recipe:

@@ -16,7 +16,7 @@ from quantforge.architectures.match import Matched, Role
 from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats import KEEP, Format
-from quantforge.plans import CHOSEN, FilePlan, StoredTensor, TensorPlan
+from quantforge.plans import FilePlan, Note, NoteKind, StoredTensor, TensorPlan, choice
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 LARGE = 1 / 3  # of the bytes
 NARROW = 4  # bits
 _ROWS = "int8:row"
-TOLD = "embedding and head"  # how the note about them begins
 _OUTER = (Role.EMBEDDING, Role.HEAD)
 
 
@@ -59,7 +58,7 @@ def chosen_embedding(
     nbytes: int,
     matched: Matched,
     drafted: Callable[[Recipe], Draft],
-) -> tuple[Recipe, Draft, str]:
+) -> tuple[Recipe, Draft, Note]:
     """Choose the scheme of the embedding: as asked for, or in 8 bits beside few.
 
     Args:
@@ -74,10 +73,10 @@ def chosen_embedding(
         The recipe with that scheme, or ``recipe`` itself; its draft; and a note.
     """
     part = _outer_bytes(draft, matched) / max(nbytes, 1)
-    told = f"{TOLD}: {part:.0%} of the bytes"
+    share = f"embedding and head: {part:.0%} of the bytes"
     quantized = any(item.scheme for item in draft.tensors)
     if part <= LARGE or recipe.embedding or matched.draft or not quantized:
-        return recipe, draft, told
+        return recipe, draft, Note(share, NoteKind.EMBEDDING)
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads is not False}
     narrow = recipe.bits is not None and recipe.bits <= NARROW
     lost: tuple[str, str] | None = None
@@ -91,15 +90,27 @@ def chosen_embedding(
             which = ", ".join(sorted(missing))
             lost = lost or (scheme, f"{saved}, but then {which} would not load it")
         elif narrow:
-            reason = f"{told} without it, {saved}; --embedding keep leaves it"
-            return lean_recipe, lean, f"{CHOSEN}--embedding {scheme}: {reason}"
+            reason = f"{share} without it, {saved}; --embedding keep leaves it"
+            return lean_recipe, lean, choice(f"--embedding {scheme}: {reason}")
         else:
-            return recipe, draft, f"{told}; --embedding {scheme} takes {saved}"
+            return (
+                recipe,
+                draft,
+                Note(f"{share}; --embedding {scheme} takes {saved}", NoteKind.EMBEDDING),
+            )
     if lost:
-        return recipe, draft, f"{told}; --embedding {lost[0]} takes {lost[1]}"
+        return (
+            recipe,
+            draft,
+            Note(f"{share}; --embedding {lost[0]} takes {lost[1]}", NoteKind.EMBEDDING),
+        )
     unties = matched.tied and not form.ABOUT.rounds_tied_embedding
     tied = ": the head is tied to it, and would be stored on its own" if unties else ""
-    return recipe, draft, f"{told}; no --embedding makes {form.KEY} files smaller{tied}"
+    return (
+        recipe,
+        draft,
+        Note(f"{share}; no --embedding makes {form.KEY} files smaller{tied}", NoteKind.EMBEDDING),
+    )
 
 
 def _smaller(

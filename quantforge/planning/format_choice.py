@@ -17,7 +17,7 @@ from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, fo
 from quantforge.formats.convert import fit_of_schemes
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
-from quantforge.plans import CHOSEN
+from quantforge.plans import choice
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
@@ -68,9 +68,9 @@ def _stated(
     """Return the format that an option implies which it alone has, or that the name of the result states."""
     for option, value in (("--type", mixture), ("--pre", pre)):
         if value is not None:
-            return GGUF, (f"{CHOSEN}--format {GGUF}: {option} {value} is of GGUF files",)
+            return GGUF, (choice(f"--format {GGUF}: {option} {value} is of GGUF files"),)
     if stated := format_of_name(out):
-        return stated, (f"{CHOSEN}--format {stated}: by the name of the result",)
+        return stated, (choice(f"--format {stated}: by the name of the result"),)
     return None
 
 
@@ -83,8 +83,8 @@ def _chosen(wanted: Recipe) -> tuple[str, tuple[str, ...]]:
     if key == DEFAULT:
         return key, ()
     if key in preferred:
-        return key, (f"{CHOSEN}--format {key}: {engine} is fast with it",)
-    return key, (f"{CHOSEN}--format {key}: {DEFAULT} files do not hold what is asked for",)
+        return key, (choice(f"--format {key}: {engine} is fast with it"),)
+    return key, (choice(f"--format {key}: {DEFAULT} files do not hold what is asked for"),)
 
 
 def _holds_all(wanted: Recipe, key: str) -> bool:

@@ -46,7 +46,7 @@ from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
 from quantforge.planning.format_choice import holders
 from quantforge.planning.naming import first_recipe
-from quantforge.plans import Action, FilePlan, TensorPlan
+from quantforge.plans import Action, FilePlan, Note, NoteKind, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, Scheme
 
@@ -236,7 +236,7 @@ def _draft(
             f"{label}: {_summary(targets)}",
             *choices.notes,
             *(_of_towers(checkpoint, tower) if len(matched.foreign) > len(matched.draft_heads) else ()),
-            *([] if family.arch in model_types_read() else [UNREAD]),
+            *([] if family.arch in model_types_read() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
             *tokens.notes,
         ),
         late=tuple(

@@ -31,7 +31,7 @@ from quantforge.planning.coverage import asked
 from quantforge.planning.draft import Draft
 from quantforge.planning.embedding_choice import rounded_words, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.plans import CHOSEN, Action, StoredTensor, TensorPlan
+from quantforge.plans import Action, StoredTensor, TensorPlan, choice
 from quantforge.quantizers import is_sparse
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
@@ -98,7 +98,7 @@ def draft_by_module(
             *builder.choices.notes,
             *([UNTIED] if builder.unties else []),
             *(
-                f"{CHOSEN}{item.name}: {rounded_words(item)}"
+                choice(f"{item.name}: {rounded_words(item)}")
                 for item in tensors
                 if item.scheme and item.rule.startswith(tied_rule(form))
             ),

@@ -20,7 +20,7 @@ from quantforge.files.opener import FILES
 from quantforge.files.reader import CARD, CONFIG, INDEX, QUANTIZATION, Checkpoint, is_licence
 from quantforge.files.without_experts import DROPPED_HEADS
 from quantforge.formats import GGUF
-from quantforge.plans import Action
+from quantforge.plans import Action, Note, NoteKind
 from quantforge.recipe import Recipe
 from quantforge_calibration.chat_templates import FOLDER
 
@@ -73,14 +73,15 @@ def check_heads(recipe: Recipe, matched: Matched) -> None:
         )
 
 
-def is_change(note: str) -> bool:
-    """Return whether a note says how the whole source is read: with adapters, fewer experts, another declaration."""
-    return note.startswith(tuple(f"source {subject}: " for subject in (*CHANGES, QUANTIZATION)))
-
-
-def facts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what there is to say of the source itself."""
-    return tuple(f"source {subject}: {said}" for subject, said in checkpoint.facts.items())
+def facts(checkpoint: Checkpoint) -> tuple[Note, ...]:
+    """Return the notes about the source itself; those on how it is read with changes have a kind of their own."""
+    return tuple(
+        Note(
+            f"source {subject}: {message}",
+            NoteKind.SOURCE if subject in (*CHANGES, QUANTIZATION) else NoteKind.FACT,
+        )
+        for subject, message in checkpoint.facts.items()
+    )
 
 
 def _heads(matched: Matched, draft: Draft) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from quantforge.execution.progress import Progress
 from quantforge.files.disk import no_space
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.notation import share_of
+from quantforge.plans import Note, NoteKind
 from quantforge_calibration.readers import RowReader, read_hub
 from quantforge_calibration.source_error import SourceError
 from tests.runs import command, copied
@@ -83,9 +84,10 @@ def test_a_release_has_a_place_of_its_own(tmp_path: Path, capsys) -> None:
 
 
 def test_a_file_that_an_engine_reads_a_name_from_is_said_to_lie_there() -> None:
-    note = "serve it with: printf 'FROM OUT' > Modelfile"
+    note = Note("serve it with: printf 'FROM OUT' > Modelfile", NoteKind.SERVE)
     assert "FROM ./x.gguf" in with_output_path(note, "x.gguf")
     assert "FROM /a/x.gguf" in with_output_path(note, "/a/x.gguf")
+    assert with_output_path(str(note), "x.gguf") == note  # the kind counts, not how the text begins
 
 
 def test_bytes_that_do_not_fit_have_a_unit(tmp_path: Path) -> None:

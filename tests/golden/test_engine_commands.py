@@ -15,13 +15,12 @@ from quantforge.engines import (
     TARGETS,
     check_engine,
     command_of,
-    is_engine_note,
     snippets,
     with_output_path,
 )
 from quantforge.errors import RefusedError, UsageError, either
 from quantforge.formats import format_of
-from quantforge.plans import EngineVerdict, Serving
+from quantforge.plans import EngineVerdict, NoteKind, Serving, kind_of
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("engine_options.toml").read_text(encoding="utf-8")
@@ -115,8 +114,8 @@ def test_what_an_engine_does_not_read_is_refused():
 
 def test_notes_about_the_engine_are_told_at_the_end_of_a_run():
     said = check_engine("lmdeploy", Serving(), [], (), "awq")
-    assert all(map(is_engine_note, said))
-    assert not is_engine_note("linears as declared for llama")
+    assert all(kind_of(note) in {NoteKind.ENGINE, NoteKind.SERVE} for note in said)
+    assert kind_of("linears as declared for llama") is NoteKind.FACT
     with pytest.raises(UsageError, match="'int5'"):
         check_engine("vllm", Serving(cache="int5"), [], (), "plain")
 

@@ -13,12 +13,12 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.files.opener import read_object
+from quantforge.plans import Note, NoteKind
 from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import SETTINGS
 
 SPACE = "\u2581"  # how sentencepiece writes a space
-TEMPLATE_NOTE = "chat template: "  # how each note on a template begins
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
@@ -307,7 +307,7 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
         if called not in {"", name}:
             notes.append(f"{name!a} is called {called} in the file")
         found[called] = text
-    return found, [TEMPLATE_NOTE + note for note in notes]
+    return found, [Note(f"chat template: {note}", NoteKind.TEMPLATE) for note in notes]
 
 
 def template_key(name: str) -> str:
