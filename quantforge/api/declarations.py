@@ -68,10 +68,10 @@ def derive_declarations(
     place = None if out is None else Path(out)
     if place is not None:
         check_new(place)
-    matched = derived_match(open_plain_source(resolve(str(model), offline)))
-    assert matched.architecture is not None
-    assert matched.dimensions is not None
-    found = Declarations(matched.architecture, matched.dimensions)
+    model_layout = derived_match(open_plain_source(resolve(str(model), offline)))
+    assert model_layout.architecture is not None
+    assert model_layout.dimensions is not None
+    found = Declarations(model_layout.architecture, model_layout.dimensions)
     if place is not None:
         save(place, json_bytes(found.document()))
     return found
@@ -102,12 +102,12 @@ def _input(
     found: dict[str, Any] = {"linears": list(shared.linears), "within": shared.within}
     if shared.each:
         found["experts"] = shared.each
-    absorber = shared.absorber
-    if absorber is not None:
-        found["absorber"] = {"kind": str(absorber.kind), "module": absorber.module}
+    scale_fold = shared.scale_fold
+    if scale_fold is not None:
+        found["absorber"] = {"kind": str(scale_fold.kind), "module": scale_fold.module}
         found["absorber"]["heads"] = shared.heads
-        if absorber.rows:
-            rows = architecture.rows(dimensions, absorber.module, absorber.rows)
+        if scale_fold.rows:
+            rows = architecture.rows(dimensions, scale_fold.module, scale_fold.rows)
             listed = [rows.start, rows.stop] if isinstance(rows, slice) else list(rows)
             found["absorber"]["rows"] = listed
     return found

@@ -425,8 +425,8 @@ def _carry_out(
     digested, origin = digest_source(checkpoint, before, settings)
     conversion = replace(conversion, checkpoint=digested)
     with phase("reading", 0.4):
-        if conversion.matched.tied_twice:
-            drop_tied_copy(conversion.matched, digested)  # refuses two that differ
+        if conversion.model_layout.tied_twice:
+            drop_tied_copy(conversion.model_layout, digested)  # refuses two that differ
         checked = check_values(conversion, allow_inexact=allow_inexact)
         rounded = round_plain(conversion, workers_of(settings))
     checked = replace(checked, events=(*checked.events, *rounded.events))

@@ -60,7 +60,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     wanted = replace(recipe, method=RTN, scales="search")
     checkpoint = single_experts(checkpoint, chosen_format(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
-    planned = replace(planned, matched=drop_tied_copy(planned.matched, checkpoint))
+    planned = replace(planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint))
     with followed(settings.progress), reproducible():
         calibrated = calibrated_for(checkpoint, planned, settings)
         place = Path(out).absolute().parent if settings.activations == "disk" else None

@@ -113,7 +113,7 @@ class Job:
         from quantforge.execution.importance import known_importance
         from quantforge.numerics.threads import reproducible
 
-        if planned.matched.architecture is None and not planned.matched.draft:
+        if planned.model_layout.architecture is None and not planned.model_layout.draft:
             from quantforge.model.weight_mapping import check_whole
 
             check_whole(self.source)
@@ -135,8 +135,10 @@ class Job:
                 removed = removed_experts(checkpoint, recipe, calibrated, settings, scratch)
         checkpoint = transformed_source(checkpoint, recipe, removed)
         source = {**source, **checkpoint.facts, "files": source["files"]}
-        if planned.matched.tied_twice:
-            planned = replace(planned, matched=drop_tied_copy(planned.matched, checkpoint))
+        if planned.model_layout.tied_twice:
+            planned = replace(
+                planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint)
+            )
         importance = known_importance(planned, settings.imatrix) if settings.imatrix else {}
         fingerprint = fingerprint_of(
             recipe.to_toml(), source, calibrated, settings.device, settings.imatrix

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.arguments import check_arguments
 from quantforge.errors import InputError
 from quantforge.files.hub import resolve
@@ -89,19 +89,19 @@ def capacity(
     if target is not None or like is not None or candidates:
         size = asked_size(target, like, candidates, recipe, options)
         planned = search_of(model, size, settings, Path(out) if out else None).likely_plan()
-        return planned.plan, of_plan(planned.plan, planned.matched, load or Load())
+        return planned.plan, of_plan(planned.plan, planned.model_layout, load or Load())
     chosen = (value for key, value in options.items() if key not in _SERVED)
     asked = recipe is not None or any(value not in {None, False, ()} for value in chosen)
     opened = None if asked else open_model(resolve(str(model), settings.offline))
     if opened is not None and isinstance(opened.config.get("quantization_config"), Mapping):
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
-        made, matched = _as_it_is(opened, engine, parallel or 1, settings.serving)
+        made, model_layout = _as_it_is(opened, engine, parallel or 1, settings.serving)
     else:
         if options.get("engine") is None:  # the devices are those of the load then
             options["tensor_parallel"] = None
         planned = planned_for(model, recipe, settings, out, options)
-        made, matched = planned.plan, planned.matched
-    return made, of_plan(made, matched, load or Load())
+        made, model_layout = planned.plan, planned.model_layout
+    return made, of_plan(made, model_layout, load or Load())
 
 
 def planned_for(
@@ -121,7 +121,7 @@ def planned_for(
 
 def _as_it_is(
     checkpoint: Checkpoint, engine: str | None, parallel: int, serving: Serving
-) -> tuple[Plan, Matched]:
+) -> tuple[Plan, ModelLayout]:
     """Return the plan of an export that changes nothing, for an engine if one is named, and the model."""
     try:
         form = detect(checkpoint.config)

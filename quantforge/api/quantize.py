@@ -175,7 +175,7 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
 
     checkpoint, planned, settings = inputs.checkpoint, inputs.planned, inputs.settings
     plan, source = planned.plan, inputs.source
-    units = units_of(plan, planned.matched.blocks)
+    units = units_of(plan, planned.model_layout.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
     journal = open_journal(stage, claims, inputs.fingerprint, settings)
     try:
@@ -214,7 +214,7 @@ def _outcome(stage: Stage, run: Run) -> Outcome:
 
 def _check_shareable(job: Job) -> None:
     """Refuse a run that several processes cannot share; errors as `check_shareable`."""
-    planned, family = job.planned, job.planned.matched.architecture
+    planned, family = job.planned, job.planned.model_layout.architecture
     check_shareable(
         planned.plan,
         overwrite=job.settings.overwrite,
@@ -231,7 +231,7 @@ def _join(job: Job) -> Outcome:
     from quantforge.numerics.threads import reproducible
 
     stage, settings, planned = job.stage, job.settings, job.planned
-    units = claimed_units(units_of(planned.plan, planned.matched.blocks))
+    units = claimed_units(units_of(planned.plan, planned.model_layout.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # ranks hand on hidden states in files
     needed = planned.plan.output_bytes + space(job.checkpoint, planned, waiting)

@@ -259,8 +259,8 @@ def _share_pass(first: RunInputs, other: RunInputs) -> bool:
     return (
         one.recipe.calibration == two.recipe.calibration
         and first.source == other.source
-        and [tensor.header for tensor in one.matched.tensors]
-        == [tensor.header for tensor in two.matched.tensors]
+        and [tensor.header for tensor in one.model_layout.tensors]
+        == [tensor.header for tensor in two.model_layout.tensors]
         and all(
             inputs.checkpoint.facts.keys() <= {QUANTIZATION}
             and inputs.planned.recipe.prune_experts is None

@@ -37,22 +37,22 @@ from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.draft_heads import is_draft
 from quantforge.architectures.families import declared_families
 from quantforge.architectures.layer_kind import (
-    Absorber,
-    Absorbs,
+    FoldKind,
     LayerKind,
     Parameter,
     Place,
+    ScaleFold,
     SharedInput,
     Stack,
 )
 
 __all__ = [
-    "Absorber",
-    "Absorbs",
     "Architecture",
+    "FoldKind",
     "LayerKind",
     "Parameter",
     "Place",
+    "ScaleFold",
     "SharedInput",
     "Stack",
     "architecture_of",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.dimensions import Dimensions, dimensions_of
-from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
+from quantforge.architectures.layer_kind import FoldKind, LayerKind, Parameter
 from quantforge.architectures.layer_windows import NONE, WindowRule
 from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import InputError
@@ -173,8 +173,8 @@ class Architecture:
     @property
     def norm_offset(self) -> float:
         """Return the constant that norms add to their weights: 1.0 for gemma and the like, else 0.0."""
-        absorbers = (shared.absorber for kind in self.kinds for shared in kind.inputs)
-        return float(any(item and item.kind is Absorbs.NORM_PLUS_ONE for item in absorbers))
+        scale_folds = (shared.scale_fold for kind in self.kinds for shared in kind.inputs)
+        return float(any(item and item.kind is FoldKind.NORM_PLUS_ONE for item in scale_folds))
 
     @property
     def own_graph(self) -> DecoderGraph | None:

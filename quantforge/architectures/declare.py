@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from typing import overload
 
 from quantforge.architectures import (
-    Absorber,
-    Absorbs,
     Architecture,
+    FoldKind,
     LayerKind,
     Parameter,
+    ScaleFold,
     SharedInput,
     Stack,
 )
 from quantforge.architectures.layer_kind import LayerState, keys_and_values
 
 ALWAYS = "always"  # a bias that every checkpoint of the family has
-BEFORE_ATTENTION = Absorber(Absorbs.NORM, "input_layernorm")
-BEFORE_MLP = Absorber(Absorbs.NORM, "post_attention_layernorm")
+BEFORE_ATTENTION = ScaleFold(FoldKind.NORM, "input_layernorm")
+BEFORE_MLP = ScaleFold(FoldKind.NORM, "post_attention_layernorm")
 GATE_UP = "mlp.gate_up_proj"
 FUSED_SLICES = {GATE_UP: ("ffn", "ffn")}
 FUSED_LABELS = {GATE_UP: ("gate", "up")}
@@ -124,7 +124,7 @@ def attention(
     bias: str = "",
     output_bias: str | None = None,
     *,
-    norm: Absorber | None = BEFORE_ATTENTION,
+    norm: ScaleFold | None = BEFORE_ATTENTION,
     module: str = "self_attn",
     output: str = "o_proj",
     q_rows: str = "q",
@@ -152,7 +152,7 @@ def attention(
         ),
         (
             SharedInput((q, k, v), module, norm),
-            SharedInput((out,), out, Absorber(Absorbs.ROWS, v), heads=True),
+            SharedInput((out,), out, ScaleFold(FoldKind.ROWS, v), heads=True),
         ),
         states=keys_and_values(),
     )
@@ -171,7 +171,7 @@ def fused_attention(module: str, names: tuple[str, str], bias: str = "") -> Mixe
         (*linear(qkv, "qkv", "hidden", bias), *linear(out, "hidden", "q", bias)),
         (
             SharedInput((qkv,), module, BEFORE_ATTENTION),
-            SharedInput((out,), out, Absorber(Absorbs.ROWS, qkv, "v"), heads=True),
+            SharedInput((out,), out, ScaleFold(FoldKind.ROWS, qkv, "v"), heads=True),
         ),
         states=keys_and_values(),
     )
@@ -180,7 +180,7 @@ def fused_attention(module: str, names: tuple[str, str], bias: str = "") -> Mixe
 def gated_mlp(
     bias: str = "",
     *,
-    norm: Absorber | None = BEFORE_MLP,
+    norm: ScaleFold | None = BEFORE_MLP,
     module: str = "mlp",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     width: str = "ffn",
@@ -203,7 +203,7 @@ def gated_mlp(
         ),
         (
             SharedInput((gate, up), module, norm),
-            SharedInput((down,), down, Absorber(Absorbs.ROWS, up)),
+            SharedInput((down,), down, ScaleFold(FoldKind.ROWS, up)),
         ),
         inner_copies=3,
     )
@@ -212,7 +212,7 @@ def gated_mlp(
 def plain_mlp(
     bias: str = "",
     *,
-    norm: Absorber | None = BEFORE_MLP,
+    norm: ScaleFold | None = BEFORE_MLP,
     module: str = "mlp",
     names: tuple[str, str] = ("up_proj", "down_proj"),
     width: str = "ffn",
@@ -234,14 +234,14 @@ def plain_mlp(
     )
 
 
-def fused_mlp(*, norm: Absorber | None = BEFORE_MLP) -> Mixer:
+def fused_mlp(*, norm: ScaleFold | None = BEFORE_MLP) -> Mixer:
     """Declare gate and up as rows of one matrix; the family says where in ``slices``: `FUSED_SLICES`."""
     down = "mlp.down_proj"
     return Mixer(
         (*linear(GATE_UP, "gate_up", "hidden"), *linear(down, "hidden", "ffn")),
         (
             SharedInput((GATE_UP,), "mlp", norm),
-            SharedInput((down,), down, Absorber(Absorbs.ROWS, GATE_UP, "up")),
+            SharedInput((down,), down, ScaleFold(FoldKind.ROWS, GATE_UP, "up")),
         ),
         inner_copies=4,
     )
@@ -251,7 +251,7 @@ def side_by_side(attention: Mixer, mlp: Mixer) -> Mixer:
     """Join attention and an MLP that read the same norm, that of ``attention``."""
     first, *rest = attention.inputs
     other, *more = mlp.inputs
-    both = SharedInput((*first.linears, *other.linears), WHOLE_LAYER, first.absorber)
+    both = SharedInput((*first.linears, *other.linears), WHOLE_LAYER, first.scale_fold)
     return Mixer(
         (*attention.parameters, *mlp.parameters),
         (both, *rest, *more),

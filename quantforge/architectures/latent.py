@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
+from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput
 from quantforge.architectures.architecture import SizePlace
 from quantforge.architectures.declare import BEFORE_ATTENTION, Mixer, linear, norms
 from quantforge.architectures.layer_kind import latent
@@ -59,8 +59,8 @@ def latent_attention(bias: str = "", *, queries: bool = True, indexer: bool = Fa
         *linear(OUT, "hidden", "heads*v_head", bias),
     ]
     inputs = [
-        SharedInput((KV_B,), KV_B, Absorber(Absorbs.NORM, KV_NORM)),
-        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, KV_B, "v")),
+        SharedInput((KV_B,), KV_B, ScaleFold(FoldKind.NORM, KV_NORM)),
+        SharedInput((OUT,), OUT, ScaleFold(FoldKind.ROWS, KV_B, "v")),
     ]
     if queries:
         parameters += linear(Q_A, "q_rank", "hidden", bias)
@@ -70,7 +70,7 @@ def latent_attention(bias: str = "", *, queries: bool = True, indexer: bool = Fa
         parameters += linear(Q, wide, "hidden")
     made = (Q_B, INDEX_Q) if indexer else (Q_B,)
     if queries:
-        inputs.insert(0, SharedInput(made, HERE, Absorber(Absorbs.NORM, Q_NORM)))
+        inputs.insert(0, SharedInput(made, HERE, ScaleFold(FoldKind.NORM, Q_NORM)))
     if indexer:
         parameters += linear(INDEX_Q, "index_heads*index_head", "q_rank")
         parameters += linear(INDEX_K, "index_head", "hidden")

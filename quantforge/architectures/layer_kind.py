@@ -54,7 +54,7 @@ class Parameter:
         )
 
 
-class Absorbs(StrEnum):
+class FoldKind(StrEnum):
     """Ways to fold a per-channel factor into the module that produces an activation."""
 
     NORM = "norm"  # weight (and bias, if any) divided by the factor
@@ -63,10 +63,10 @@ class Absorbs(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Absorber:
+class ScaleFold:
     """The module that produces an activation, relative to the block; ``rows`` names a slice of a fused linear."""
 
-    kind: Absorbs
+    kind: FoldKind
     module: str
     rows: str = ""  # "v" or "up" in a fused projection; "" is the whole of it
 
@@ -78,7 +78,7 @@ class SharedInput:
     Attributes:
         linears: names relative to the block; they always get one scheme, because engines load them as one matrix.
         within: the sub-block whose output tells whether a transform helped (relative to the block).
-        absorber: what can absorb a scale, or None (an activation function that is not linear lies between).
+        scale_fold: what can absorb a scale, or None (an activation function that is not linear lies between).
         heads: the activation is the concatenation of attention heads, and the absorber's rows are key/value heads:
             a factor is constant over the query heads that share a key/value head.
         each: the dimension that counts such inputs; the names of the linears have ``{}`` for the number.
@@ -88,7 +88,7 @@ class SharedInput:
 
     linears: tuple[str, ...]
     within: str
-    absorber: Absorber | None = None
+    scale_fold: ScaleFold | None = None
     heads: bool = False
     each: str = ""
     expert: int = -1
@@ -106,11 +106,11 @@ class SharedInput:
 
     def of_expert(self, number: int) -> SharedInput:
         """Return the shared input of one expert, from the declaration for all experts."""
-        absorber = self.absorber and replace(
-            self.absorber, module=self.absorber.module.format(number)
+        scale_fold = self.scale_fold and replace(
+            self.scale_fold, module=self.scale_fold.module.format(number)
         )
         linears = tuple(name.format(number) for name in self.linears)
-        return replace(self, linears=linears, absorber=absorber, each="", expert=number)
+        return replace(self, linears=linears, scale_fold=scale_fold, each="", expert=number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ follows every row of ``W_in``. The convolution, the decays ``A``, their offsets 
 
 from __future__ import annotations
 
-from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
+from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput
 from quantforge.architectures.declare import Mixer, linear, norms
 from quantforge.architectures.layer_kind import convolution, recurrent
 
@@ -20,7 +20,7 @@ CONV = "ssm+2*ssm_groups*ssm_state"
 
 def mamba2(
     module: str,
-    norm: Absorber | None,
+    norm: ScaleFold | None,
     *,
     bias: str,
     conv_bias: str,
@@ -50,7 +50,7 @@ def mamba2(
         ),
         (
             SharedInput((first,), module, norm),
-            SharedInput((last,), module, Absorber(Absorbs.NORM, inner) if inner_norm else None),
+            SharedInput((last,), module, ScaleFold(FoldKind.NORM, inner) if inner_norm else None),
         ),
         states=(*convolution(CONV), *recurrent("ssm", "ssm_state")),
     )

@@ -90,7 +90,7 @@ class Role(StrEnum):
     FOREIGN = "foreign"  # of another tower, or of a head that predicts further tokens
 
 
-class Declared(NamedTuple):
+class DerivedDeclarations(NamedTuple):
     """Declarations of one model.
 
     Attributes:
@@ -129,7 +129,7 @@ class MatchedTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Matched:
+class ModelLayout:
     """A checkpoint whose every tensor has a known place in the model.
 
     Attributes:
@@ -190,11 +190,11 @@ class Matched:
         return tuple(tensor for tensor in self.tensors if tensor.role is Role.FOREIGN)
 
 
-def match(
+def match_tensors(
     config: Mapping[str, Any],
     entries: Iterable[StoredTensor],
-    found: Declared | None = None,
-) -> Matched:
+    found: DerivedDeclarations | None = None,
+) -> ModelLayout:
     """Match the tensors of a checkpoint against its configuration.
 
     Without declarations for the ``model_type``, or where its configuration asks for something that they do not cover,
@@ -232,58 +232,58 @@ def match(
     )
 
 
-def needs_architecture(matched: Matched, method: str, reason: str = "") -> InputError:
+def needs_architecture(model_layout: ModelLayout, method: str, reason: str = "") -> InputError:
     """Return the error for a method that needs declarations on a model that has none.
 
     Args:
-        matched: the model.
+        model_layout: the model.
         method: what needs them.
         reason: why none could be derived.
     """
     asked = f"rounding {method}" if " " in method else f"--method {method}"
     plain = "--method rtn works on any decoder"
     hint = "dynamic inputs, and no --kv-cache, measure nothing" if method == MEASURED else plain
-    if matched.draft:
+    if model_layout.draft:
         return InputError(
-            f"{asked}: {matched.draft} heads alone read no text, so that nothing of theirs is observed",
+            f"{asked}: {model_layout.draft} heads alone read no text, so that nothing of theirs is observed",
             hint.replace("any decoder", "weights alone"),
         )
     tried = f", and its declarations could not be derived: {reason}" if reason else ""
     return InputError(
         f"{asked} needs to know which linears read the same activation; model_type"
-        f" {matched.model_type!r} is not declared{tried}",
+        f" {model_layout.model_type!r} is not declared{tried}",
         hint,
     )
 
 
-def declared(
-    matched: Matched, method: str = "with calibration data"
+def require_declarations(
+    model_layout: ModelLayout, method: str = "with calibration data"
 ) -> tuple[Architecture, Dimensions]:
     """Return the declarations and sizes of a model; raise InputError, which names ``method``, if it has none."""
-    if matched.architecture is None or matched.dimensions is None:
-        raise needs_architecture(matched, method)
-    return matched.architecture, matched.dimensions
+    if model_layout.architecture is None or model_layout.dimensions is None:
+        raise needs_architecture(model_layout, method)
+    return model_layout.architecture, model_layout.dimensions
 
 
-def resolve_tied(matched: Matched, equal: Callable[[str, str], bool]) -> Matched:
+def resolve_tied(model_layout: ModelLayout, equal: Callable[[str, str], bool]) -> ModelLayout:
     """Drop a tied head that is stored twice; ``equal`` compares the bytes of two stored tensors by name.
 
     Raises:
         InputError: they differ, so that the configuration and the tensors contradict each other.
     """
-    if not matched.tied_twice or matched.architecture is None:
-        return matched
+    if not model_layout.tied_twice or model_layout.architecture is None:
+        return model_layout
     embedding, head = (
-        matched.by_name[f"{name}.weight"]
-        for name in (matched.architecture.embedding, matched.architecture.head)
+        model_layout.by_name[f"{name}.weight"]
+        for name in (model_layout.architecture.embedding, model_layout.architecture.head)
     )
     if embedding.header.dtype != head.header.dtype or not equal(
         embedding.header.name, head.header.name
     ):
         raise no_tie(embedding.header.name, head.header.name)
-    kept = tuple(tensor for tensor in matched.tensors if tensor is not head)
-    dropped = (*matched.dropped, (head.header, SAME))
-    return replace(matched, tensors=kept, dropped=dropped, tied_twice=False)
+    kept = tuple(tensor for tensor in model_layout.tensors if tensor is not head)
+    dropped = (*model_layout.dropped, (head.header, SAME))
+    return replace(model_layout, tensors=kept, dropped=dropped, tied_twice=False)
 
 
 def _check_stored(headers: list[StoredTensor]) -> None:
@@ -317,7 +317,7 @@ def _declared(
     tower: Mapping[str, Any],
     headers: list[StoredTensor],
     names: Mapping[str, str],
-) -> Matched:
+) -> ModelLayout:
     dimensions = architecture.dimensions(tower)
     if dimensions.layers > len(headers):
         raise InputError(
@@ -337,7 +337,7 @@ def _declared(
     ]
     problems += slots.twice(found)
     _raise(problems, "a complete checkpoint holds every tensor once, and no other")
-    return Matched(
+    return ModelLayout(
         architecture=architecture,
         model_type=architecture.model_type,
         config=tower,
@@ -560,7 +560,7 @@ def _role(item: Parameter, linears: Mapping[str, object], matrices: frozenset[st
 
 def _matched_by_names(
     config: Mapping[str, Any], tower: Mapping[str, Any], headers: list[StoredTensor], reason: str
-) -> Matched:
+) -> ModelLayout:
     """Match the tensors of a model by their names alone.
 
     Args:
@@ -585,7 +585,7 @@ def _matched_by_names(
         shared = _first_sibling(tensor.name, names) if role is Role.LINEAR else ""
         tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))
     has_head = any(tensor.role is Role.HEAD for tensor in tensors)
-    return Matched(
+    return ModelLayout(
         architecture=None,
         model_type=str(tower.get("model_type", "")),
         config=tower,
@@ -647,7 +647,7 @@ def _head_tensors(
     }
 
 
-def _match_draft(config: Mapping[str, Any], headers: list[StoredTensor]) -> Matched:
+def _match_draft(config: Mapping[str, Any], headers: list[StoredTensor]) -> ModelLayout:
     """Match the tensors of a directory of draft heads.
 
     Raises:
@@ -659,7 +659,7 @@ def _match_draft(config: Mapping[str, Any], headers: list[StoredTensor]) -> Matc
         raise InputError(
             f"{kind} heads without a linear: no tensor has the name of one", "fetch them again"
         )
-    return Matched(
+    return ModelLayout(
         architecture=None,
         model_type=kind,
         config=config,

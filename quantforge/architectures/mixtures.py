@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, LayerKind, Parameter, SharedInput, Stack
+from quantforge.architectures import FoldKind, LayerKind, Parameter, ScaleFold, SharedInput, Stack
 from quantforge.architectures.declare import Mixer, gated_mlp, layer
 from quantforge.errors import InputError
 
@@ -139,7 +139,7 @@ def experts_one_by_one(
         ),
         (
             SharedInput((gate, up), module, each="experts"),
-            SharedInput((down,), module, Absorber(Absorbs.ROWS, up), each="experts"),
+            SharedInput((down,), module, ScaleFold(FoldKind.ROWS, up), each="experts"),
         ),
         (Stack(f"{module}.gate_up_proj", (gate, up)), Stack(f"{module}.down_proj", (down,))),
         inner_copies=3,
@@ -185,7 +185,7 @@ def experts_in_one(
     first, last = single.inputs
     return Mixer(
         (*stacks, *(added if biases else ()), *single.parameters),
-        (first, replace(last, absorber=None) if biases else last),
+        (first, replace(last, scale_fold=None) if biases else last),
         tuple(
             replace(
                 stack, transposed=transposed, interleaved=interleaved and stack.parameter == gate_up

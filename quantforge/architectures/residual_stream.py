@@ -15,8 +15,8 @@ from typing import NoReturn
 
 from quantforge.architectures.architecture import Architecture
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.layer_kind import Absorbs, LayerKind, Parameter
-from quantforge.architectures.match import Matched
+from quantforge.architectures.layer_kind import FoldKind, LayerKind, Parameter
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import RefusedError
 
 _HINT = "leave it out: the rest of the method works without it"
@@ -48,24 +48,24 @@ class ResidualStream:
     norms: tuple[str, ...]
 
 
-def residual_stream(matched: Matched, asked: str) -> ResidualStream:
+def residual_stream(model_layout: ModelLayout, asked: str) -> ResidualStream:
     """Return the residual stream of a declared model.
 
     Args:
-        matched: the model.
+        model_layout: the model.
         asked: what needs to know, for refusals.
 
     Raises:
         RefusedError: it is not proven that all readers and writers are known; names the tensor or the structure.
     """
-    return _Proof(matched, asked).stream()
+    return _Proof(model_layout, asked).stream()
 
 
 class _Proof:
     """Proof, for one model, that all readers and writers of the residual stream are known."""
 
-    def __init__(self, matched: Matched, asked: str) -> None:
-        self._matched, self._asked = matched, asked
+    def __init__(self, model_layout: ModelLayout, asked: str) -> None:
+        self._model_layout, self._asked = model_layout, asked
 
     def stream(self) -> ResidualStream:
         """Return the stream, or refuse."""
@@ -73,7 +73,7 @@ class _Proof:
         places: dict[str, Channels] = {}
         norms: list[str] = [f"{architecture.final_norm}.weight"]
         places[f"{architecture.embedding}.weight"] = Channels(1)
-        if not self._matched.tied:
+        if not self._model_layout.tied:
             places[f"{architecture.head}.weight"] = Channels(1, norms[0])
         outer = {*places, *norms, f"{architecture.head}.weight"}
         for item in architecture.outer:
@@ -82,8 +82,8 @@ class _Proof:
                     item.name,
                     "has channels of the residual stream, and is neither embedding, last norm nor head",
                 )
-        for index, kind in enumerate(self._matched.layers):
-            block = self._matched.block_name(index)
+        for index, kind in enumerate(self._model_layout.layers):
+            block = self._model_layout.block_name(index)
             before = _norms(graph)
             norms += [f"{block}.{norm}.weight" for norm in dict.fromkeys(before.values())]
             for item in kind.parameters:
@@ -96,10 +96,10 @@ class _Proof:
         return ResidualStream(places, tuple(norms))
 
     def _graph(self) -> tuple[DecoderGraph, Architecture]:
-        architecture = self._matched.architecture
+        architecture = self._model_layout.architecture
         if architecture is None or architecture.derived is not None:
-            self._refuse(self._matched.model_type, "is not declared")
-        for tensor in self._matched.foreign:
+            self._refuse(self._model_layout.model_type, "is not declared")
+        for tensor in self._model_layout.foreign:
             self._refuse(
                 tensor.header.name,
                 "lies outside of the decoder, and may read or write its residual stream",
@@ -142,9 +142,9 @@ class _Proof:
         half = next((half for half in before if item.name.startswith(f"{half}.")), None)
         norm = before.get(half or "")
         told = {
-            shared.absorber.module
+            shared.scale_fold.module
             for shared in kind.inputs
-            if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS
+            if shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS
             if item.name.removesuffix(".weight") in shared.readers
         }
         if found[0] != reads or norm is None or not told <= {norm}:
@@ -152,7 +152,7 @@ class _Proof:
         return Channels(reads, f"{block}.{norm}.weight")
 
     def _has(self, name: str) -> bool:
-        return name in self._matched.by_name
+        return name in self._model_layout.by_name
 
     def _refuse(self, what: str, why: str, hint: str = _HINT) -> NoReturn:
         raise RefusedError(f"{self._asked}: {what} {why}", hint)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from quantforge.execution.guide import GuidedRounding
     from quantforge.execution.rounding import MatrixRounding
     from quantforge.execution.unit_output import UnitOutput
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
@@ -61,7 +61,9 @@ class Observed:
     statistics: dict[str, Statistics]
 
 
-def observe(block: BlockPart, rounders: Sequence[BlockRounder], *, advance: bool) -> list[Observed]:
+def observe(
+    block: DecoderBlock, rounders: Sequence[BlockRounder], *, advance: bool
+) -> list[Observed]:
     """Pass the rows through a block once for several runs; return what each would have observed alone.
 
     Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
@@ -99,7 +101,7 @@ def observe(block: BlockPart, rounders: Sequence[BlockRounder], *, advance: bool
 
 
 def _pass_rows(
-    block: BlockPart,
+    block: DecoderBlock,
     wanted: Mapping[str, frozenset[Statistic]],
     peaks: Iterable[CachePeaks | None],
     *,
@@ -159,7 +161,7 @@ class BlockRounder:
         """Return of how many rows the states have to stay as they were, for transforms that run the block on them."""
         return self.recipe.awq.rows if self.changes else 0
 
-    def wants(self, block: BlockPart) -> Observed:
+    def wants(self, block: DecoderBlock) -> Observed:
         """Return what is to be observed of a block.
 
         Guided statistics are observed strip by strip (`GuidedRounding`); the transforms alone look at others then.
@@ -185,7 +187,7 @@ class BlockRounder:
         """Return whether the rows may advance while a block is observed: it is not observed again."""
         return not observed.twice and self.guided is None
 
-    def _cache_scales(self, block: BlockPart) -> list[TensorPlan]:
+    def _cache_scales(self, block: DecoderBlock) -> list[TensorPlan]:
         """Return the scales of a KV cache that are measured in a block: those of keys and of values."""
         return [
             tensor
@@ -194,7 +196,7 @@ class BlockRounder:
         ]
 
     def round_block(
-        self, block: BlockPart, observed: Observed, do_expert: DoExpert, *, advance: bool
+        self, block: DecoderBlock, observed: Observed, do_expert: DoExpert, *, advance: bool
     ) -> Record:
         """Transform, round and write a block that was observed; return its record. Errors as `execute.execute`.
 
@@ -237,7 +239,7 @@ class BlockRounder:
                 self.rounding.output.write(tensor.name, value)
         return record
 
-    def _write_kept(self, block: BlockPart) -> None:
+    def _write_kept(self, block: DecoderBlock) -> None:
         """Write what is not quantized: as the source has it, or as a transform left it; tuning may change it later."""
         for local, tensor in self.tensors.kept(block).items():
             if tensor.expert >= 0:
@@ -253,7 +255,7 @@ class BlockRounder:
     # Transforms, zeros and guides
 
     def _transform(
-        self, block: BlockPart, observed: Observed
+        self, block: DecoderBlock, observed: Observed
     ) -> tuple[Record, dict[str, Statistics]]:
         """Apply the transforms to a block in place; return their record, and the statistics that hold afterwards."""
         tell(f"block {block.index}: {'+'.join(self.plan.transforms)}", share=0.4)
@@ -270,7 +272,7 @@ class BlockRounder:
 
     def _round_guided(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         statistics: Mapping[str, Statistics],
         guided: GuidedRounding,
         *,
@@ -284,7 +286,7 @@ class BlockRounder:
 
     def transformed(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> tuple[Record, dict[str, Statistics]]:
@@ -313,7 +315,7 @@ class BlockRounder:
     def _with_zeros(
         self,
         method: str,
-        block: BlockPart,
+        block: DecoderBlock,
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> Record:
@@ -348,12 +350,12 @@ class BlockTensors:
         self._by_name = {tensor.name: tensor for tensor in plan.tensors}
         self._output = output
 
-    def quantized(self, block: BlockPart) -> dict[str, TensorPlan]:
+    def quantized(self, block: DecoderBlock) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized, by their names inside of it."""
         plans = self.changed(block)
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
-    def changed(self, block: BlockPart) -> dict[str, TensorPlan]:
+    def changed(self, block: DecoderBlock) -> dict[str, TensorPlan]:
         """Return the linears of a block that are quantized or get zeros, by their names inside of it."""
         plans = {name: self._by_name[block.stored_name(f"{name}.weight")] for name in block.linears}
         return {
@@ -362,12 +364,12 @@ class BlockTensors:
             if plan.sparse or plan.action is Action.QUANTIZE
         }
 
-    def kept(self, block: BlockPart) -> dict[str, TensorPlan]:
+    def kept(self, block: DecoderBlock) -> dict[str, TensorPlan]:
         """Return the parameters of a block that are kept, by their names inside of it, those of experts included."""
         plans = {local: self._by_name[block.stored_name(local)] for local in block.parameters()}
         return {local: plan for local, plan in plans.items() if plan.action is Action.KEEP}
 
-    def load_kept(self, block: BlockPart) -> None:
+    def load_kept(self, block: DecoderBlock) -> None:
         """Let the kept parameters of a block, but those of its experts, be what was written of them."""
         for local, tensor in self.kept(block).items():
             if tensor.expert >= 0 or block.is_outside_module(local):

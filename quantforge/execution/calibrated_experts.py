@@ -20,7 +20,7 @@ from quantforge.numerics.allocator import trim
 
 if TYPE_CHECKING:
     from quantforge.execution.calibrated_block import BlockRounder, DoExpert, Observed
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
 
 LISTED = 8  # experts that an event names
 HESSIAN = frozenset({Statistic.HESSIAN})
@@ -37,7 +37,7 @@ class ExpertRounder:
     """
 
     def __init__(
-        self, rounder: BlockRounder, block: BlockPart, observed: Observed, *, add: bool
+        self, rounder: BlockRounder, block: DecoderBlock, observed: Observed, *, add: bool
     ) -> None:
         assert block.experts is not None
         self._rounder, self._block, self._experts = rounder, block, block.experts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.configuration import embedding_rows
-from quantforge.architectures.match import declared
+from quantforge.architectures.match import require_declarations
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.files.reader import Checkpoint
@@ -67,7 +67,7 @@ def calibrated_for(checkpoint: Checkpoint, planned: Planned, settings: Settings)
     check_towers(named_image(options, settings.calibration), checkpoint.config)
     found = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
-        vocabulary=declared(planned.matched)[1].vocab,
+        vocabulary=require_declarations(planned.model_layout)[1].vocab,
         offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
     )  # fmt: skip
     for note in found.notes:

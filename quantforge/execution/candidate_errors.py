@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
     from quantforge.execution.execute import RunInputs
     from quantforge.execution.journal import Journal, Record
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
     from quantforge.planning.planner import Planned
     from quantforge.quantizers import Rounder
     from quantforge.recipe import Recipe
@@ -65,14 +65,14 @@ def candidate_errors(
         RefusedError: gradients of the model are not computed.
     """
     first = planned[0]
-    targets = [quantized_linears(one.plan.tensors, one.matched) for one in planned]
+    targets = [quantized_linears(one.plan.tensors, one.model_layout) for one in planned]
     schemes = [
         {name: tensor.scheme.weight for name, tensor in one.items() if tensor.scheme}
         for one in targets
     ]
     few = slice(None, None, max(1, len(sample.ids) // GRADIENT_ROWS))
     weighed = sample.part(few)
-    units = [f"block {index}" for index in range(first.matched.blocks)]
+    units = [f"block {index}" for index in range(first.model_layout.blocks)]
     if all(unit in work.done for unit in units):
         return _joined(work.done[unit] for unit in units)
     directory, made = work.directory, work.done.get(GRADIENTS)
@@ -93,7 +93,7 @@ def candidate_errors(
                 if units[block.index] in work.done:
                     block.advance()
                     continue
-                with phase("", 0.5 / first.matched.blocks):
+                with phase("", 0.5 / first.model_layout.blocks):
                     found = errors.of(block, schemes)
                 work.commit(units[block.index], {"nats": found})
     return _joined(work.done[unit] for unit in units)
@@ -128,7 +128,7 @@ class LinearErrors:
     recipe: Recipe
 
     def of(
-        self, block: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+        self, block: DecoderBlock, schemes: Sequence[Mapping[str, Scheme]]
     ) -> dict[str, list[float]]:
         """Return the errors of one block under the schemes of each candidate, and advance it."""
         found: dict[str, list[float]] = {}
@@ -160,7 +160,7 @@ class LinearErrors:
         return found
 
     def _experts(
-        self, block: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+        self, block: DecoderBlock, schemes: Sequence[Mapping[str, Scheme]]
     ) -> dict[str, list[float]]:
         """Return likewise the errors of the experts of a block whose tokens are collected."""
         found: dict[str, list[float]] = {}
@@ -197,7 +197,7 @@ class LinearErrors:
 
     def _rounded(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         plain: Statistics,
         own: Mapping[str, Statistics],
         schemes: Sequence[Mapping[str, Scheme]],
@@ -237,7 +237,7 @@ class LinearErrors:
 
 
 def _asked(
-    shared: SharedInput, block: BlockPart, schemes: Sequence[Mapping[str, Scheme]]
+    shared: SharedInput, block: DecoderBlock, schemes: Sequence[Mapping[str, Scheme]]
 ) -> list[str]:
     """Return the linears of an input that are rounded."""
     return [one for one in shared.linears if f"{block.name}.{one}" in schemes[0]]

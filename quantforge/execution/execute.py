@@ -144,7 +144,7 @@ def _streaming(
 def shares_pass(planned: Planned) -> bool:
     """Return whether a run may share a pass: it reads a block only before it changes that."""
     plan = planned.plan
-    stacks = any(kind.stacks for kind in planned.matched.layers)
+    stacks = any(kind.stacks for kind in planned.model_layout.layers)
     return not (stacks or plan.guide or observes_twice(plan))
 
 
@@ -190,7 +190,7 @@ class RunInputs:
         options, settings = self.planned.recipe.calibration, self.settings
         on_disk = directory if settings.activations == "disk" else None
         return ModelStream(
-            self.checkpoint, self.planned.matched, sample, micro_batch=options.micro_batch,
+            self.checkpoint, self.planned.model_layout, sample, micro_batch=options.micro_batch,
             device=settings.device, activations=states or on_disk, precision=options.precision,
         )  # fmt: skip
 
@@ -224,7 +224,7 @@ class Run:
             journal: of the run, or of the interrupted one that it resumes.
             finished: units that other processes have done, by name: they are only copied.
         """
-        plan, blocks = inputs.planned.plan, inputs.planned.matched.blocks
+        plan, blocks = inputs.planned.plan, inputs.planned.model_layout.blocks
         self.inputs, self.journal = inputs, journal
         self.units = {unit.name: unit for unit in units_of(plan, blocks)}
         self._shares = shares_of(self.units.values())
@@ -247,7 +247,7 @@ class Run:
         """Return the last block that has to be run; -1 for none."""
         if self.inputs.sample is None:
             return -1
-        blocks, done = self.inputs.planned.matched.blocks, self.journal.done
+        blocks, done = self.inputs.planned.model_layout.blocks, self.journal.done
         if self.late:
             return blocks
         missing = (i for i in range(blocks) if block_unit(i) not in done or self.tuning.follows(i))

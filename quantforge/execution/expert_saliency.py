@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.files.without_experts import Removed, pruning_of
 
 if TYPE_CHECKING:
@@ -70,13 +70,13 @@ def expert_saliency(
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
     stored = [entry.header() for entry in source.entries.values()]
-    matched = match(source.config, stored)
-    mixtures = [index for index, kind in enumerate(matched.layers) if kind.stacks]
+    model_layout = match_tensors(source.config, stored)
+    mixtures = [index for index, kind in enumerate(model_layout.layers) if kind.stacks]
     found: dict[int, list[float]] = {}
     with (
         torch.inference_mode(),
         ModelStream(
-            source, matched, rows, micro_batch=options.micro_batch, device=device,
+            source, model_layout, rows, micro_batch=options.micro_batch, device=device,
             activations=activations, precision=options.precision,
         ) as stream,
     ):  # fmt: skip

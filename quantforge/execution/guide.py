@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
     from quantforge.execution.execute import RunInputs
     from quantforge.execution.rounding import MatrixRounding
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
     from quantforge.model.expert_statistics import ExpertStatistics
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
@@ -68,7 +68,7 @@ def token_weights(
     Raises:
         IntegrityError: the file of the interrupted run is not what its record says.
     """
-    linears = quantized_linears(planned.plan.tensors, planned.matched)
+    linears = quantized_linears(planned.plan.tensors, planned.model_layout)
     experts = {name for name, tensor in linears.items() if tensor.expert >= 0}
     every = [name for name in linears if name not in experts]
     runs = None if record is None else record.get("runs", {})
@@ -110,7 +110,7 @@ def observe_gradients(
         weights(seen)
 
     backward(
-        inputs.checkpoint, inputs.planned.matched, sample, visit, seed=options.seed,
+        inputs.checkpoint, inputs.planned.model_layout, sample, visit, seed=options.seed,
         micro_batch=options.micro_batch, device=inputs.settings.device, activations=directory,
     )  # fmt: skip
     missing = [name for name in weights.linears if weights.rows_seen[name] != len(sample.ids)]
@@ -158,7 +158,7 @@ class GuidedRounding:
 
     def work(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
         *,
@@ -181,7 +181,7 @@ class GuidedRounding:
 
     def expert(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         statistics: ExpertStatistics,
         inputs: Sequence[SharedInput],
         observed: Mapping[str, Statistics],
@@ -208,7 +208,7 @@ class GuidedRounding:
 
     def _work(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         inputs: Sequence[SharedInput],
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
@@ -257,7 +257,7 @@ class GuidedRounding:
                     yield from (Strip(shared.key, (name,), index, count) for index in range(count))
 
     def _token_weights(
-        self, block: BlockPart, strip: Strip, targets: Mapping[str, TensorPlan], record: Record
+        self, block: DecoderBlock, strip: Strip, targets: Mapping[str, TensorPlan], record: Record
     ) -> Tensor | None:
         """Return the weights of the tokens for a strip ``[rows, length]``, None with an event where all are 0."""
         rows = [targets[name].matrix[0] for name in strip.linears]
@@ -278,7 +278,7 @@ class GuidedRounding:
 
     def _rounded(
         self,
-        block: BlockPart,
+        block: DecoderBlock,
         strip: Strip,
         statistics: Statistics,
         targets: Mapping[str, TensorPlan],
@@ -296,7 +296,7 @@ class GuidedRounding:
         return RoundedStrip(self._rounding.round(weights, statistics), sizes)
 
 
-def _passes(block: BlockPart, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
+def _passes(block: DecoderBlock, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
     """Yield strips together whose Hessians take no more than those of the shared inputs; one at least."""
     widths = {shared.key: block.weight(shared.linears[0]).shape[1] for shared in block.inputs}
     limit = sum(widths[key] ** 2 for key in {strip.key for strip in strips})

@@ -43,14 +43,14 @@ def observe_importance(
     """
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
-    matched, options = planned.matched, planned.recipe.calibration
-    if any(tensor.expert >= 0 for tensor in matched.tensors):
+    model_layout, options = planned.model_layout, planned.recipe.calibration
+    if any(tensor.expert >= 0 for tensor in model_layout.tensors):
         raise RefusedError(
             f"{planned.plan.model}: it has experts, what each of them reads is not observed for an importance file,"
             " and one without them is not complete",
             "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
-    named = places(planned.plan.tensors, planned.matched)
+    named = places(planned.plan.tensors, planned.model_layout)
     entries: dict[str, Entry] = {}
 
     def add(weight: str, found: Statistics) -> None:
@@ -58,11 +58,11 @@ def observe_importance(
             entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
 
     with ModelStream(
-        checkpoint, matched, sample, micro_batch=options.micro_batch, device=device,
+        checkpoint, model_layout, sample, micro_batch=options.micro_batch, device=device,
         activations=activations, precision=options.precision,
     ) as stream:  # fmt: skip
         for block in stream:
-            tell(f"block {block.index}: observing", block.index, matched.blocks)
+            tell(f"block {block.index}: observing", block.index, model_layout.blocks)
             seen = block.observe({shared.key: _WANTED for shared in block.inputs}, advance=True)
             for shared in block.inputs:
                 for linear in shared.linears:
@@ -72,8 +72,11 @@ def observe_importance(
         total = Accumulator(_WANTED)
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))
-    if matched.architecture is not None and not matched.tied:
-        add(matched.by_name[f"{matched.architecture.head}.weight"].header.name, total.result())
+    if model_layout.architecture is not None and not model_layout.tied:
+        add(
+            model_layout.by_name[f"{model_layout.architecture.head}.weight"].header.name,
+            total.result(),
+        )
     return Imatrix(entries, options.source, len(sample.ids), options.length)
 
 
@@ -97,7 +100,7 @@ def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     Raises:
         InputError: damaged, or with another number of columns than a weight.
     """
-    named = places(planned.plan.tensors, planned.matched)
+    named = places(planned.plan.tensors, planned.model_layout)
     columns = [tensor for tensor in planned.plan.quantized() if tensor.name in named]
     known: dict[str, Tensor] = {}
     found = read_imatrix(path, values_of(columns, named))

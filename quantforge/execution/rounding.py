@@ -25,7 +25,7 @@ from quantforge.quantizers import Rounded, rounder_of
 from quantforge.settings import workers_of
 
 if TYPE_CHECKING:
-    from quantforge.architectures.match import Matched
+    from quantforge.architectures.match import ModelLayout
     from quantforge.execution.execute import RunInputs
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.files.reader import Checkpoint
@@ -48,7 +48,7 @@ class MatrixRounding:
     def __init__(self, inputs: RunInputs, output: UnitOutput) -> None:
         planned, settings = inputs.planned, inputs.settings
         self.planned, self.output, self.importance = planned, output, inputs.importance
-        self.source = SourceTensors(inputs.checkpoint, planned.matched, settings.device)
+        self.source = SourceTensors(inputs.checkpoint, planned.model_layout, settings.device)
         self.workers = workers_of(settings)
         self._recipe, self._rounder = planned.recipe, planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
@@ -149,8 +149,8 @@ class SourceTensors:
         device: where weights are put.
     """
 
-    def __init__(self, checkpoint: Checkpoint, matched: Matched, device: str) -> None:
-        self._checkpoint, self._matched = checkpoint, matched
+    def __init__(self, checkpoint: Checkpoint, model_layout: ModelLayout, device: str) -> None:
+        self._checkpoint, self._model_layout = checkpoint, model_layout
         self.device = device
 
     def whole(self, tensor: TensorPlan) -> Tensor:
@@ -180,9 +180,9 @@ class SourceTensors:
         """Return the name of a tensor in the source; a head that is untied from now on is read from the embedding."""
         if tensor.name in self._checkpoint.entries:
             return tensor.name
-        architecture = self._matched.architecture
+        architecture = self._model_layout.architecture
         assert architecture is not None  # only declared models have tied heads to untie
-        return self._matched.by_name[f"{architecture.embedding}.weight"].header.name
+        return self._model_layout.by_name[f"{architecture.embedding}.weight"].header.name
 
 
 def with_input(

@@ -33,7 +33,7 @@ from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
     from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
     from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
     from quantforge_calibration.sampler import Sample
@@ -54,7 +54,7 @@ class Tuning:
     def units(self) -> list[str]:
         """Return the names of its units, in order: the blocks, then the whole model where there are epochs for it."""
         epochs = self._planned.plan.tune
-        blocks = [tune_unit(index) for index in range(self._planned.matched.blocks)]
+        blocks = [tune_unit(index) for index in range(self._planned.model_layout.blocks)]
         return [*blocks, *([TUNE] if whole_epochs(epochs) else [])] if epochs else []
 
     @property
@@ -80,13 +80,13 @@ class Tuning:
         while they are rounded.
         """
         plain = self._planned.recipe.calibration.precision == "float32"
-        mixed = any(kind.stacks for kind in self._planned.matched.layers)
+        mixed = any(kind.stacks for kind in self._planned.model_layout.layers)
         return self._alone and plain and not mixed and tune_unit(index) in self.missing
 
     @property
     def follows_any(self) -> bool:
         """Return whether blocks are to be tuned, each right after its rounding."""
-        return any(map(self.follows, range(self._planned.matched.blocks)))
+        return any(map(self.follows, range(self._planned.model_layout.blocks)))
 
     def stream(self, sample: Sample) -> TuningStream:
         """Return the blocks with the rows that reach them, in the source and in the result."""
@@ -95,12 +95,12 @@ class Tuning:
 
         settings = self._settings
         return TuningStream(
-            self._run.inputs.checkpoint, self._planned.matched, sample, device=settings.device,
+            self._run.inputs.checkpoint, self._planned.model_layout, sample, device=settings.device,
             micro_batch=self._planned.recipe.calibration.micro_batch,
             activations=self._journal.directory if settings.activations == "disk" else None,
         )  # fmt: skip
 
-    def learn_block(self, stream: TuningStream, part: BlockPart) -> None:
+    def learn_block(self, stream: TuningStream, part: DecoderBlock) -> None:
         """Tune a block that the rows have just passed in the source, unless that is done; errors as `learn_missing`.
 
         The rows of the result pass it then. All earlier blocks were handed over, too.
@@ -194,7 +194,7 @@ class Tuning:
                 self._output.rewrite(name, value)
         self._output.finish()
 
-    def _read(self, part: BlockPart) -> Written:
+    def _read(self, part: DecoderBlock) -> Written:
         """Return what was written of a block."""
         from quantforge.quantizers.tuning.tuned_block import Written
 

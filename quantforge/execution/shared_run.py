@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from quantforge.execution.claims import Claim, Claims
     from quantforge.execution.execute import RunInputs
     from quantforge.files.stage import Stage
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
     from quantforge.model.stream import ModelStream
     from quantforge_calibration.sampler import Sample
 
@@ -131,7 +131,7 @@ class Worker:
         if self._claims.run is None:
             return
         handed = HandedStates(self._claims.run / "states")
-        blocks = [block_unit(index) for index in range(self._inputs.planned.matched.blocks)]
+        blocks = [block_unit(index) for index in range(self._inputs.planned.model_layout.blocks)]
         names = [name for name in [*blocks, HEAD] if self._units[name].tensors]
         place = self._claims.directory
         with closing(handed), self._inputs.stream(sample, place, handed) as stream:
@@ -148,7 +148,7 @@ class Worker:
                     else:
                         block = stream.block(handed.block)
 
-                        def passes(block: BlockPart = block) -> None:
+                        def passes(block: DecoderBlock = block) -> None:
                             block.advance()
                             handed.flush()
 
@@ -210,9 +210,9 @@ class Worker:
     def _without_data(self, unit: Unit, rounding: MatrixRounding) -> Record:
         return DataFreeRounder(rounding).work(unit)
 
-    def _block(self, block: BlockPart, handed: HandedStates, rounding: MatrixRounding) -> Record:
+    def _block(self, block: DecoderBlock, handed: HandedStates, rounding: MatrixRounding) -> Record:
         planned, output = self._inputs.planned, rounding.output
-        last = block.index == planned.matched.blocks - 1
+        last = block.index == planned.model_layout.blocks - 1
         advance = not last or bool(self._units[HEAD].tensors)
         inside: dict[str, Record] = {}
 

@@ -18,7 +18,7 @@ from quantforge.files.safetensors import TensorEntry
 if TYPE_CHECKING:
     import torch
 
-    from quantforge.architectures.match import Declared
+    from quantforge.architectures.match import DerivedDeclarations
 
 ADAPTER = "adapter"  # the subject of what is said of one that is merged as it is read
 KEPT_EXPERTS = "kept experts"  # likewise, where others are removed
@@ -42,7 +42,7 @@ class PreparedCheckpoint(Checkpoint):
     inner: Checkpoint
     computed: Mapping[str, Rows]
     own_facts: Mapping[str, str]
-    own_declared: Declared | None
+    own_declared: DerivedDeclarations | None
 
     def read(self, name: str) -> torch.Tensor:
         """Read or compute a tensor."""
@@ -62,7 +62,7 @@ class PreparedCheckpoint(Checkpoint):
         return {**self.inner.facts, **self.own_facts}
 
     @property
-    def declared(self) -> Declared | None:
+    def declared(self) -> DerivedDeclarations | None:
         """Return the declarations by which this view, or one below, was made (as `Checkpoint`)."""
         return self.own_declared or self.inner.declared
 
@@ -84,7 +84,7 @@ def prepared_checkpoint(
     added: Mapping[str, TensorEntry] | None = None,
     left_out: Collection[str] = (),
     facts: Mapping[str, str] | None = None,
-    declared: Declared | None = None,
+    declared: DerivedDeclarations | None = None,
 ) -> PreparedCheckpoint:
     """Return a checkpoint with computed tensors.
 

@@ -36,7 +36,7 @@ from quantforge_files.roles import FileRole
 if TYPE_CHECKING:
     import torch
 
-    from quantforge.architectures.match import Declared
+    from quantforge.architectures.match import DerivedDeclarations
 
 CONFIG = "config.json"
 QUANTIZATION = "quantization"  # the subject of what is said of a declaration that is left over, see `Checkpoint.facts`
@@ -118,7 +118,7 @@ class Checkpoint:
         return {QUANTIZATION: self.declaration_note} if self.declaration_note else {}
 
     @property
-    def declared(self) -> Declared | None:
+    def declared(self) -> DerivedDeclarations | None:
         """Return derived declarations of this model if a view was made with them, else None."""
         return None
 

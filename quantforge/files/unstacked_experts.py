@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.architectures import LayerKind, Place, architecture_of, text_config
-from quantforge.architectures.match import Declared
+from quantforge.architectures.match import DerivedDeclarations
 from quantforge.architectures.towers import BLOCK
 from quantforge.files.computed_tensors import Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
@@ -72,7 +72,7 @@ class _Matrix(NamedTuple):
     canonical: str = ""
 
 
-def unstacked(checkpoint: Checkpoint, derived: Declared | None = None) -> Checkpoint:
+def unstacked(checkpoint: Checkpoint, derived: DerivedDeclarations | None = None) -> Checkpoint:
     """Return a view of a checkpoint with experts one by one; itself where its files hold no stacks of them.
 
     Args:
@@ -121,7 +121,7 @@ def _declared(checkpoint: Checkpoint) -> Iterator[_Matrix]:
                 yield _Matrix(block + stacks[place.stack.parameter], block + names[linear], place)
 
 
-def _derived(found: Declared) -> Iterator[_Matrix]:
+def _derived(found: DerivedDeclarations) -> Iterator[_Matrix]:
     """Yield every matrix of the stacks that a model with derived declarations has."""
     stored = {canonical: name for name, canonical in found.names.items()}
     architecture = found.architecture

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.draft_heads import without_heads
-from quantforge.architectures.match import Matched, match
+from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.computed_tensors import KEPT_EXPERTS, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
@@ -79,14 +79,14 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
         UsageError: no expert would go, or the model has none.
         RefusedError: fewer would stay than a token is sent to, or the model is none that can be shrunk.
     """
-    matched = _matched(source)
-    assert matched.architecture is not None
-    assert matched.dimensions is not None
-    layers = tuple(index for index, kind in enumerate(matched.layers) if kind.stacks)
+    model_layout = _model_layout(source)
+    assert model_layout.architecture is not None
+    assert model_layout.dimensions is not None
+    layers = tuple(index for index, kind in enumerate(model_layout.layers) if kind.stacks)
     if not layers:
-        raise UsageError(f"--prune-experts: {matched.model_type} has no experts here", _HINT)
-    stated = {**matched.architecture.defaults, **matched.config}
-    experts, groups = matched.dimensions.own[_EXPERTS], stated.get("n_group") or 1
+        raise UsageError(f"--prune-experts: {model_layout.model_type} has no experts here", _HINT)
+    stated = {**model_layout.architecture.defaults, **model_layout.config}
+    experts, groups = model_layout.dimensions.own[_EXPERTS], stated.get("n_group") or 1
     if type(groups) is not int or groups < 1 or experts % groups:
         raise InputError(f"config.json: n_group = {str(groups)[:40]!r} for {experts} experts")
     size = experts // groups
@@ -94,7 +94,7 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
     if not removed:
         of = f"each of {groups} groups of {size}" if groups > 1 else f"{experts}"
         raise UsageError(f"--prune-experts {asked}: that is none of {of} experts", "a larger share")
-    family = matched.architecture.gguf
+    family = model_layout.architecture.gguf
     key = family.used if family else "num_experts_per_tok"
     used = stated.get(key) or 1
     active = max(_numbers(key, used if isinstance(used, list) else [used]))
@@ -126,15 +126,15 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
     Raises:
         RefusedError: the family is not declared, or its files hold experts in a way that cannot be shrunk.
     """
-    matched = _matched(source)
-    assert matched.dimensions is not None
-    experts = matched.dimensions.own[_EXPERTS]
+    model_layout = _model_layout(source)
+    assert model_layout.dimensions is not None
+    experts = model_layout.dimensions.own[_EXPERTS]
     computed: dict[str, Rows] = {}
     added: dict[str, TensorEntry] = {}
     left_out: set[str] = set()
     for layer, gone in removed.items():
         kept = tuple(number for number in range(experts) if number not in gone)
-        singles, wholes = _parameters(matched, layer, matched.dimensions)
+        singles, wholes = _parameters(model_layout, layer, model_layout.dimensions)
         for names in singles:
             left_out |= {names[number] for number in range(experts)}
             for new, old in enumerate(kept):
@@ -152,7 +152,7 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
     return prepared_checkpoint(
         source,
         computed,
-        config=_counting(source, matched, count),
+        config=_counting(source, model_layout, count),
         added=added,
         left_out=left_out,
         facts=facts,
@@ -185,46 +185,50 @@ def from_text(text: str) -> Removed:
     return found
 
 
-def _matched(source: Checkpoint) -> Matched:
+def _model_layout(source: Checkpoint) -> ModelLayout:
     """Match a source; refuse what cannot be shrunk."""
-    matched = match(source.config, [entry.header() for entry in source.entries.values()])
-    family, why = matched.architecture, ""
-    if family is None or matched.dimensions is None:
+    model_layout = match_tensors(
+        source.config, [entry.header() for entry in source.entries.values()]
+    )
+    family, why = model_layout.architecture, ""
+    if family is None or model_layout.dimensions is None:
         why = "is not declared, so that nothing says which tensors count its experts"
-    elif any(".experts." in tensor.name for tensor in matched.foreign):
+    elif any(".experts." in tensor.name for tensor in model_layout.foreign):
         why = "holds experts behind its last layer, or in another tower, which no calibration row reaches"
     elif callable(family.sizes.get(_EXPERTS)):
         why = "counts its experts in several keys"
     if why:
-        raise RefusedError(f"--prune-experts: {matched.model_type} {why}", _HINT)
-    return matched
+        raise RefusedError(f"--prune-experts: {model_layout.model_type} {why}", _HINT)
+    return model_layout
 
 
 def _parameters(
-    matched: Matched, layer: int, dimensions: Dimensions
+    model_layout: ModelLayout, layer: int, dimensions: Dimensions
 ) -> tuple[list[tuple[str, ...]], dict[str, int]]:
     """Return the stored names of each part of the experts, by number, and the axis of experts in other tensors."""
-    assert matched.architecture is not None
-    kind = next(k for k in matched.architecture.kinds if k.name == matched.layers[layer].name)
-    block = matched.block_name(layer)
+    assert model_layout.architecture is not None
+    kind = next(
+        k for k in model_layout.architecture.kinds if k.name == model_layout.layers[layer].name
+    )
+    block = model_layout.block_name(layer)
     singles: list[tuple[str, ...]] = []
     wholes: dict[str, int] = {}
     for item in kind.parameters:
         if item.each == _EXPERTS:
             names = [f"{block}.{item.name.format(n)}" for n in range(dimensions.own[_EXPERTS])]
-            if all(name in matched.by_name for name in names):
-                singles.append(tuple(matched.by_name[name].header.name for name in names))
-        elif f"{block}.{item.name}" in matched.by_name and _EXPERTS in item.shape:
+            if all(name in model_layout.by_name for name in names):
+                singles.append(tuple(model_layout.by_name[name].header.name for name in names))
+        elif f"{block}.{item.name}" in model_layout.by_name and _EXPERTS in item.shape:
             axis = item.shape.index(_EXPERTS)
-            wholes[matched.by_name[f"{block}.{item.name}"].header.name] = axis
+            wholes[model_layout.by_name[f"{block}.{item.name}"].header.name] = axis
     return singles, wholes
 
 
-def _counting(source: Checkpoint, matched: Matched, count: int) -> dict[str, Any]:
+def _counting(source: Checkpoint, model_layout: ModelLayout, count: int) -> dict[str, Any]:
     """Return the configuration with another number of experts."""
-    assert matched.architecture is not None
-    keys = matched.architecture.sizes[_EXPERTS]
-    assert not callable(keys)  # `_matched` refuses such a family
+    assert model_layout.architecture is not None
+    keys = model_layout.architecture.sizes[_EXPERTS]
+    assert not callable(keys)  # `_model_layout` refuses such a family
     config = deepcopy(source.config)
     nested = config.get("text_config")
     tower = nested if isinstance(nested, dict) else config
@@ -267,7 +271,7 @@ def fewer_heads(source: Checkpoint) -> Checkpoint:
         UsageError: it has none.
     """
     stored = [entry.header() for entry in source.entries.values()]
-    heads = match(source.config, stored, source.declared).draft_heads
+    heads = match_tensors(source.config, stored, source.declared).draft_heads
     if not heads:
         raise UsageError("--mtp drop: no tensor here predicts further tokens", "leave --mtp out")
     size = sum(tensor.header.nbytes for tensor in heads)

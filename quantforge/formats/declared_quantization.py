@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.match import Matched, Role, holds_codes
+from quantforge.architectures.match import ModelLayout, Role, holds_codes
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.reader import CONFIG, Checkpoint
@@ -259,18 +259,18 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
 
 
 def check_declared(
-    config: Mapping[str, Any], matched: Matched, layouts: Mapping[str, ModuleLayout]
+    config: Mapping[str, Any], model_layout: ModelLayout, layouts: Mapping[str, ModuleLayout]
 ) -> None:
     """Check that exactly those linears in blocks are packed that the configuration declares as quantized.
 
     Raises:
         InputError: all readers would take a packed linear for an unpacked one, or the other way around.
     """
-    answers = declared(config) if layouts and matched.architecture is not None else None
+    answers = declared(config) if layouts and model_layout.architecture is not None else None
     if answers is None:
         return
     wrong: dict[bool, list[str]] = {}
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         if tensor.role is Role.LINEAR and tensor.block >= 0 and not tensor.draft_head:
             module = tensor.header.name.removesuffix(".weight")
             packed = module in layouts

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quantforge.architectures import Architecture, architecture_of
-from quantforge.architectures.match import Matched, match, resolve_tied
+from quantforge.architectures.match import ModelLayout, match_tensors, resolve_tied
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import ModuleLayout, kv_scales
@@ -24,32 +24,32 @@ def match_quantized(
     headers: Mapping[str, StoredTensor],
     *,
     derive: bool = False,
-) -> Matched:
-    """Match a checkpoint; errors as `quantforge.architectures.match.match`.
+) -> ModelLayout:
+    """Match a checkpoint; errors as `quantforge.architectures.match.match_tensors`.
 
     ``derive``: of a family that is not declared, derive the declarations where that can be done.
     """
     entries = _plain(checkpoint, layouts, headers, architecture_of(checkpoint.config))
-    matched = match(checkpoint.config, entries, checkpoint.declared)
-    if derive and matched.architecture is None:
-        matched = _derived(checkpoint.config, entries) or matched
-    return drop_tied_copy(matched, checkpoint)
+    model_layout = match_tensors(checkpoint.config, entries, checkpoint.declared)
+    if derive and model_layout.architecture is None:
+        model_layout = _derived(checkpoint.config, entries) or model_layout
+    return drop_tied_copy(model_layout, checkpoint)
 
 
 def match_headers(
     checkpoint: Checkpoint,
     layouts: Mapping[str, ModuleLayout],
     headers: Mapping[str, StoredTensor],
-) -> Matched:
+) -> ModelLayout:
     """Match a checkpoint by its headers alone; a tied head that is stored twice is not compared.
 
     Raises:
         InputError: as `match` and `check_declared`.
     """
     entries = _plain(checkpoint, layouts, headers, architecture_of(checkpoint.config))
-    matched = match(checkpoint.config, entries, checkpoint.declared)
-    check_declared(checkpoint.config, matched, layouts)
-    return matched
+    model_layout = match_tensors(checkpoint.config, entries, checkpoint.declared)
+    check_declared(checkpoint.config, model_layout, layouts)
+    return model_layout
 
 
 def _plain(
@@ -70,17 +70,17 @@ def _plain(
     return entries
 
 
-def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> Matched | None:
+def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> ModelLayout | None:
     """Return a match by derived declarations; None where there are none."""
     from quantforge.model.derive.derive import derive_for
 
     try:
-        return match(config, entries, derive_for(config, entries))
+        return match_tensors(config, entries, derive_for(config, entries))
     except (InputError, RefusedError):
         return None
 
 
-def drop_tied_copy(matched: Matched, checkpoint: Checkpoint) -> Matched:
+def drop_tied_copy(model_layout: ModelLayout, checkpoint: Checkpoint) -> ModelLayout:
     """Drop a tied head that is stored twice, after reading both; raise `InputError` if it is not the embedding."""
 
     def equal(first: str, second: str) -> bool:
@@ -96,4 +96,4 @@ def drop_tied_copy(matched: Matched, checkpoint: Checkpoint) -> Matched:
                 return False
         return True
 
-    return resolve_tied(matched, equal)
+    return resolve_tied(model_layout, equal)

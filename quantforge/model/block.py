@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import SharedInput
 from quantforge.architectures.architecture import Rows
-from quantforge.architectures.match import Matched, declared
+from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.block_inputs import Call, Passage, states_of
@@ -92,7 +92,7 @@ class BlockRows(NamedTuple):
     store: Callable[[int], TokenStates]
 
 
-class BlockPart:
+class DecoderBlock:
     """A block with the rows that pass it; see `quantforge.model.stream.ModelStream`.
 
     Attributes:
@@ -109,7 +109,7 @@ class BlockPart:
         self,
         index: int,
         module: nn.Module,
-        matched: Matched,
+        model_layout: ModelLayout,
         stored: Mapping[str, StoredTensor],
         rows: BlockRows,
         experts: Experts | None = None,
@@ -122,7 +122,7 @@ class BlockPart:
         Args:
             index: its position.
             module: its transformers module.
-            matched: of the model.
+            model_layout: of the model.
             stored: its parameters by canonical name relative to it.
             rows: that pass it.
             experts: those that it has, which are read one at a time; None where the module holds them.
@@ -130,10 +130,10 @@ class BlockPart:
             bfloat16: matrix products of observing and advancing take their operands in that type.
         """
         self.index = index
-        self.name = matched.block_name(index)
+        self.name = model_layout.block_name(index)
         self.module = module
-        self.architecture, self.dimensions = declared(matched)
-        self.kind = matched.layers[index]
+        self.architecture, self.dimensions = require_declarations(model_layout)
+        self.kind = model_layout.layers[index]
         self.inputs: tuple[SharedInput, ...] = self.kind.inputs
         self.experts = experts
         self.advanced = False
@@ -421,17 +421,17 @@ class BlockPart:
             )
 
 
-def refuse_experts(part: BlockPart) -> None:
+def refuse_experts(block: DecoderBlock) -> None:
     """Refuse a block with experts: the running model holds several of them in one parameter.
 
     Raises:
         RefusedError: naming the block.
     """
-    if any(shared.expert >= 0 for shared in part.inputs):
+    if any(shared.expert >= 0 for shared in block.inputs):
         raise RefusedError(
-            f"{part.name}: no gradients of single experts are observed",
+            f"{block.name}: no gradients of single experts are observed",
             "methods that use gradients take dense models; --method gptq for instance",
-            tensor=part.name,
+            tensor=block.name,
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block_inputs import Call
 from quantforge.model.hidden_states import LeafStore
@@ -95,7 +95,7 @@ class _ReachedError(Exception):
 
 def decoder_calls(
     checkpoint: TensorSource,
-    matched: Matched,
+    model_layout: ModelLayout,
     rows: Sample,
     decoder: nn.Module,
     leaves: LeafStore,
@@ -105,7 +105,7 @@ def decoder_calls(
 
     Args:
         checkpoint: gives tensors by stored name.
-        matched: of the same checkpoint.
+        model_layout: of the same checkpoint.
         rows: with images.
         decoder: the tower that will run on what is noted.
         leaves: keeps what is noted.
@@ -121,13 +121,13 @@ def decoder_calls(
     found = decoder_of(whole, blocks_of(whole))
     if type(found) is not type(decoder):
         raise RefusedError(
-            f"{matched.model_type}: its text tower is {type(decoder).__name__} alone and {type(found).__name__} in the"
-            " whole model: rows with images cannot reach it",
+            f"{model_layout.model_type}: its text tower is {type(decoder).__name__} alone and"
+            f" {type(found).__name__} in the whole model: rows with images cannot reach it",
             "give rows of text alone",
         )
     with ExitStack() as held, torch.no_grad():
         held.callback(found.register_forward_pre_hook(_reach, with_kwargs=True).remove)
-        _fill(whole, checkpoint, matched, ids, device, held)
+        _fill(whole, checkpoint, model_layout, ids, device, held)
 
         def noted(row: int) -> Call:
             given = {name: value.to(device) for name, value in _inputs(inputs, row).items()}
@@ -180,13 +180,13 @@ def _run(model: PreTrainedModel, row: int, ids: Tensor, given: Mapping[str, Tens
 def _fill(
     model: PreTrainedModel,
     checkpoint: TensorSource,
-    matched: Matched,
+    model_layout: ModelLayout,
     rows: Tensor,
     device: torch.device,
     held: ExitStack,
 ) -> None:
     """Fill a whole model but for its blocks and its head; of embeddings only the rows of tokens that occur."""
-    names = WeightMapping(model, [tensor.header for tensor in matched.tensors])
+    names = WeightMapping(model, [tensor.header for tensor in model_layout.tensors])
     weights = WholeWeights(checkpoint, names, device)
     blocks, head = f"{blocks_of(model)}.", head_of(model)
     table = model.get_input_embeddings()

@@ -15,47 +15,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Absorber, Absorbs, SharedInput
+from quantforge.architectures import FoldKind, ScaleFold, SharedInput
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 
 
-def fold(part: BlockPart, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
+def fold(block: DecoderBlock, shared: SharedInput, scale: Tensor) -> tuple[str, ...]:
     """Divide the producer of an activation by ``scale`` and multiply the columns of its readers.
 
     Args:
-        part: the block; it is changed in place.
-        shared: the activation; its absorber must not be None.
+        block: the block; it is changed in place.
+        shared: the activation; its ``scale_fold`` must not be None.
         scale: ``[in_features]``, positive; constant over the query heads of a key/value head where ``shared.heads``.
 
     Returns:
-        Names (relative to the block) of all parameters that changed, absorber first.
+        Names (relative to the block) of all parameters that changed, those of the scale fold first.
     """
-    absorber = _absorber(shared)
-    _check(part, shared, scale)
-    channels = shrink_heads(part.dimensions, scale) if shared.heads else scale
-    changed = _divide(part, absorber, channels)
+    scale_fold = _required_fold(shared)
+    _check(block, shared, scale)
+    channels = shrink_heads(block.dimensions, scale) if shared.heads else scale
+    changed = _divide(block, scale_fold, channels)
     for linear in shared.readers:
-        part.set_weight(linear, part.weight(linear) * scale)
+        block.set_weight(linear, block.weight(linear) * scale)
         changed.append(f"{linear}.weight")
     return tuple(changed)
 
 
-def representable(part: BlockPart, shared: SharedInput, scale: Tensor) -> Tensor:
+def representable(block: DecoderBlock, shared: SharedInput, scale: Tensor) -> Tensor:
     """Return the factor nearest to ``scale`` that leaves the absorbing norm in its stored type.
 
     A norm stored in bfloat16 is rounded after the division; with ``s' = w / round(w / s)`` the fold is exact although
     the norm is rounded. Channels whose weight is zero keep their factor. Linears are about to be quantized: for them
     the factor is returned as it is.
     """
-    absorber = _absorber(shared)
-    if absorber.kind is Absorbs.ROWS:
+    scale_fold = _required_fold(shared)
+    if scale_fold.kind is FoldKind.ROWS:
         return scale
-    name = f"{absorber.module}.weight"
-    offset = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
-    weight = part.parameter(name)
+    name = f"{scale_fold.module}.weight"
+    offset = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
+    weight = block.parameter(name)
     gain = weight + offset
-    rounded = part.as_stored(name, gain / scale - offset) + offset
+    rounded = block.as_stored(name, gain / scale - offset) + offset
     exact = gain / rounded
     return torch.where(torch.isfinite(exact) & (exact > 0), exact, scale)
 
@@ -72,38 +72,40 @@ def shrink_heads(dimensions: Dimensions, scale: Tensor) -> Tensor:
     return scale.reshape(dimensions.kv_heads, groups, dimensions.head)[:, 0].reshape(-1)
 
 
-def _absorber(shared: SharedInput) -> Absorber:
-    if shared.absorber is None:
+def _required_fold(shared: SharedInput) -> ScaleFold:
+    if shared.scale_fold is None:
         raise ValueError(f"{shared.key}: nothing absorbs a scale of its input")
-    return shared.absorber
+    return shared.scale_fold
 
 
-def _check(part: BlockPart, shared: SharedInput, scale: Tensor) -> None:
-    width = part.weight(shared.key).shape[1]
+def _check(block: DecoderBlock, shared: SharedInput, scale: Tensor) -> None:
+    width = block.weight(shared.key).shape[1]
     if scale.shape != (width,) or not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise ValueError(f"{part.name}.{shared.key}: {width} positive factors are needed")
+        raise ValueError(f"{block.name}.{shared.key}: {width} positive factors are needed")
     if shared.heads:
-        spread = expand_heads(part.dimensions, shrink_heads(part.dimensions, scale))
+        spread = expand_heads(block.dimensions, shrink_heads(block.dimensions, scale))
         if not torch.equal(spread, scale):
             raise ValueError(
-                f"{part.name}.{shared.key}: query heads of one value head need one factor"
+                f"{block.name}.{shared.key}: query heads of one value head need one factor"
             )
 
 
-def _divide(part: BlockPart, absorber: Absorber, channels: Tensor) -> list[str]:
-    weight, bias = f"{absorber.module}.weight", f"{absorber.module}.bias"
+def _divide(block: DecoderBlock, scale_fold: ScaleFold, channels: Tensor) -> list[str]:
+    weight, bias = f"{scale_fold.module}.weight", f"{scale_fold.module}.bias"
     rows = (
-        part.rows(absorber.module, absorber.rows) if absorber.kind is Absorbs.ROWS else slice(None)
+        block.rows(scale_fold.module, scale_fold.rows)
+        if scale_fold.kind is FoldKind.ROWS
+        else slice(None)
     )
-    if absorber.kind is Absorbs.NORM:
-        part.set_parameter(weight, part.parameter(weight) / channels)
-    elif absorber.kind is Absorbs.NORM_PLUS_ONE:
-        part.set_parameter(weight, (part.parameter(weight) + 1) / channels - 1)
+    if scale_fold.kind is FoldKind.NORM:
+        block.set_parameter(weight, block.parameter(weight) / channels)
+    elif scale_fold.kind is FoldKind.NORM_PLUS_ONE:
+        block.set_parameter(weight, (block.parameter(weight) + 1) / channels - 1)
     else:
-        made = part.weight(absorber.module)
+        made = block.weight(scale_fold.module)
         made[rows] = made[rows] / channels[:, None]
-    if not part.has(bias):
+    if not block.has(bias):
         return [weight]
-    offset = part.parameter(bias)
+    offset = block.parameter(bias)
     offset[rows] = offset[rows] / channels
     return [weight, bias]

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Matched, Role, declared
+from quantforge.architectures.match import ModelLayout, Role, require_declarations
 from quantforge.errors import InputError
-from quantforge.model.block import Batch, BlockPart, BlockRows
+from quantforge.model.block import Batch, BlockRows, DecoderBlock
 from quantforge.model.block_inputs import Call, Passage, Replay, ShapeCalls, StandIn
 from quantforge.model.decoder_calls import DecoderCalls, decoder_calls
 from quantforge.model.experts import Experts
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 
 class ModelStream:
-    """Iterator over the blocks of a model as `BlockPart`; each has to be advanced before the next.
+    """Iterator over the blocks of a model as `DecoderBlock`; each has to be advanced before the next.
 
     Args:
         checkpoint: gives tensors by stored name; a caller may wrap it to hand out changed tensors.
-        matched: of the same checkpoint, with declarations (``matched.architecture`` is not None).
+        model_layout: of the same checkpoint, with declarations (``model_layout.architecture`` is not None).
         rows: token ids ``[rows, length]``, or rows with images.
         micro_batch: rows of one forward; sums depend on it, so that it belongs to the recipe.
         device: where blocks are run.
@@ -78,7 +78,7 @@ class ModelStream:
     def __init__(
         self,
         checkpoint: TensorSource,
-        matched: Matched,
+        model_layout: ModelLayout,
         rows: Tensor | Sample,
         *,
         micro_batch: int = 8,
@@ -89,14 +89,14 @@ class ModelStream:
         self._precision = precision
         self._images = None if isinstance(rows, Tensor) or rows.images is None else rows
         rows = rows if isinstance(rows, Tensor) else rows.ids
-        self._architecture, self._dimensions = declared(matched)
+        self._architecture, self._dimensions = require_declarations(model_layout)
         _check_rows(rows, self._dimensions, self._architecture)
-        self._checkpoint, self._matched, self._rows = checkpoint, matched, rows
+        self._checkpoint, self._model_layout, self._rows = checkpoint, model_layout, rows
         self._micro_batch = micro_batch
         self._device = torch.device(device)
         self._model = build(checkpoint.config)
         self._inner = find_base_model(self._model) or self._model
-        self._weights = ModuleWeights(checkpoint, matched, device, self._names())
+        self._weights = ModuleWeights(checkpoint, model_layout, device, self._names())
         self._directory = activations if isinstance(activations, Path) else None
         self._given = None if isinstance(activations, Path) else activations
         self._stores: list[HiddenStates] = []
@@ -115,7 +115,7 @@ class ModelStream:
         blocks = self._model.get_submodule(self._architecture.blocks)
         assert isinstance(blocks, nn.ModuleList)  # for the type checker
         self._blocks = list(blocks)
-        kinds = zip(self._blocks, matched.layers, strict=True)
+        kinds = zip(self._blocks, model_layout.layers, strict=True)
         self._standins = [StandIn(block, kind.returned) for block, kind in kinds]
         for index, standin in enumerate(self._standins):
             blocks[index] = standin
@@ -132,7 +132,7 @@ class ModelStream:
         for store in self._stores:
             store.close()
 
-    def __iter__(self) -> Iterator[BlockPart]:
+    def __iter__(self) -> Iterator[DecoderBlock]:
         """Embed all rows, then yield each block, filled from the checkpoint."""
         self.embed()
         for index in range(len(self._blocks)):
@@ -150,7 +150,7 @@ class ModelStream:
         if self._images is not None:
             self._decoder_calls = decoder_calls(
                 self._checkpoint,
-                self._matched,
+                self._model_layout,
                 self._images,
                 decoder_of(self._model, self._architecture.blocks),
                 self._leaves,
@@ -172,22 +172,22 @@ class ModelStream:
             self._held.close()
             self._standins[-1].answer = self._final_states
 
-    def block(self, index: int) -> BlockPart:
+    def block(self, index: int) -> DecoderBlock:
         """Return a block, filled from the checkpoint; the hidden states are taken for those in front of it."""
         module = self._blocks[index]
         refill = partial(self._weights.fill_block, module, index)
         stored = refill()
-        kind = self._matched.layers[index]
+        kind = self._model_layout.layers[index]
         experts, bfloat16 = None, self._precision == "bfloat16"
         if kind.stacks:
             load = partial(self._weights.expert, module, index)
-            name = self._matched.block_name(index)
+            name = self._model_layout.block_name(index)
             experts = Experts(name, module, kind, load, bfloat16=bfloat16)
         count, length = self._rows.shape
-        return BlockPart(
+        return DecoderBlock(
             index,
             module,
-            self._matched,
+            self._model_layout,
             stored,
             BlockRows((count, length), partial(self._batches, index), self._write, self._store),
             experts,
@@ -210,14 +210,14 @@ class ModelStream:
 
     def _fill(self) -> None:
         """Load everything outside the blocks except the head and towers; of embeddings only rows that occur."""
-        own = {item.name for item in self._matched.tensors if item.role is not Role.FOREIGN}
+        own = {item.name for item in self._model_layout.tensors if item.role is not Role.FOREIGN}
         head, main = self._architecture.head, self._architecture.embedding
         tokens = torch.unique(self._rows)
         for name in self._model.state_dict():
             path = name.rpartition(".")[0]
             module = self._model.get_submodule(path)
             large = is_lookup(module) and module.weight.numel() > LARGE
-            if path == main or (large and name in self._matched.by_name):
+            if path == main or (large and name in self._model_layout.by_name):
                 occurring = tokens if path == main else tokens[:0]
                 EmbeddingRows(module, partial(self._weights.rows, name), occurring, self._held)
             elif path != head and (name in own or not self._architecture.text_config):
@@ -284,11 +284,11 @@ class ModelStream:
     @contextmanager
     def _filled_head(self) -> Iterator[None]:
         """Hold the weight of the head, and its bias where it has one."""
-        name = self._architecture.embedding if self._matched.tied else self._architecture.head
+        name = self._architecture.embedding if self._model_layout.tied else self._architecture.head
         head = self._model.get_submodule(self._architecture.head)
         head.weight = parameter(self._weights.read(f"{name}.weight"))
         bias = f"{self._architecture.head}.bias"
-        if bias in self._matched.by_name:
+        if bias in self._model_layout.by_name:
             head.bias = parameter(self._weights.read(bias))
         try:
             yield
@@ -317,7 +317,7 @@ class ModelStream:
         """Return the mapping for tensors that files hold in another form; None if the declarations need none."""
         if self._architecture.derived is None and not self._architecture.converted:
             return None
-        return WeightMapping(self._model, [tensor.header for tensor in self._matched.tensors])
+        return WeightMapping(self._model, [tensor.header for tensor in self._model_layout.tensors])
 
     def _ends(self) -> Iterator[tuple[int, int]]:
         """Yield the spans of rows that go through the end of the model together."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind, Place
-from quantforge.architectures.match import Matched, declared
+from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.files.finite_values import scan_finite
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.allocator import CHUNK_BYTES
@@ -46,16 +46,16 @@ class ModuleWeights:
     def __init__(
         self,
         source: TensorSource,
-        matched: Matched,
+        model_layout: ModelLayout,
         device: str | torch.device = "cpu",
         names: WeightMapping | None = None,
     ) -> None:
         """Read from a checkpoint to a device; ``names`` converts parameters that its files hold in another form."""
         self._source = source
         self._names = names
-        self._matched = matched
+        self._model_layout = model_layout
         self._device = torch.device(device)
-        self._architecture, _ = declared(matched)
+        self._architecture, _ = require_declarations(model_layout)
 
     def fill(self, model: nn.Module, name: str) -> None:
         """Fill a tensor outside of the blocks; ``name`` is its canonical one."""
@@ -69,12 +69,12 @@ class ModuleWeights:
 
         Experts are left empty: they are read one at a time, by `expert`.
         """
-        block = self._matched.block_name(index)
-        kind = self._matched.layers[index]
+        block = self._model_layout.block_name(index)
+        kind = self._model_layout.layers[index]
         stored = {
-            item.name: self._matched.by_name[f"{block}.{item.name}"].header
+            item.name: self._model_layout.by_name[f"{block}.{item.name}"].header
             for item in kind.parameters
-            if f"{block}.{item.name}" in self._matched.by_name
+            if f"{block}.{item.name}" in self._model_layout.by_name
         }
         stacked = _stacked(kind, module)
         state = {
@@ -91,39 +91,39 @@ class ModuleWeights:
 
         ``places``: where its linears lie in the stacks.
         """
-        block, kind = self._matched.block_name(index), self._matched.layers[index]
+        block, kind = self._model_layout.block_name(index), self._model_layout.layers[index]
         found = {}
         for key, empty in _stacked(kind, module).items():
             name = f"{block}.{key}"
-            if name in self._matched.by_name:
+            if name in self._model_layout.by_name:
                 found[key] = self._read_rows(name, number)
             else:
                 found[key] = torch.full((1, *empty.shape[1:]), torch.nan, device=self._device)
         for linear, place in places.items():
-            if f"{block}.{linear}.weight" in self._matched.by_name:
+            if f"{block}.{linear}.weight" in self._model_layout.by_name:
                 matrix = place.stack.matrix(found[place.stack.parameter], place.position, 0)
                 matrix.copy_(self.read(f"{block}.{linear}.weight"))
         return found
 
     def _read_rows(self, name: str, row: int) -> Tensor:
         """Return one row of a tensor as float32, with its dimension; errors as `read`."""
-        stored = self._matched.by_name[name].header.name
+        stored = self._model_layout.by_name[name].header.name
         tensor = self._source.read_rows(stored, row, row + 1)
         scan_finite(stored, tensor)
         return tensor.to(self._device, torch.float32, copy=True)
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by its canonical name as float32 (integers stay); raise InputError where it is not finite."""
-        if name not in self._matched.by_name and self._names is not None:
+        if name not in self._model_layout.by_name and self._names is not None:
             return self._names.make(self._names.sources[name], self._read_stored)[name]
-        return self._read_stored(self._matched.by_name[name].header.name)
+        return self._read_stored(self._model_layout.by_name[name].header.name)
 
     def _read_stored(self, stored: str) -> Tensor:
         return _read(self._source, stored, self._device)
 
     def rows(self, name: str, rows: Tensor) -> Tensor:
         """Gather rows of a matrix as float32, ``rows`` ascending, reading it in strips."""
-        stored = self._matched.by_name[name].header
+        stored = self._model_layout.by_name[name].header
         return _gathered(self._source, stored.name, stored.shape, rows).to(self._device)
 
 

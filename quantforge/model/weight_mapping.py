@@ -29,7 +29,7 @@ from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from quantforge.architectures import Place, Stack
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import ModelLayout, Role
 from quantforge.errors import InputError
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
@@ -114,14 +114,16 @@ class WeightMapping:
         places: where the stored matrices of experts lie in stacks of the running model, by stored name.
     """
 
-    def __init__(self, model: PreTrainedModel, stored: Iterable[StoredTensor] | Matched) -> None:
+    def __init__(
+        self, model: PreTrainedModel, stored: Iterable[StoredTensor] | ModelLayout
+    ) -> None:
         self._model = model
         self._wanted = {name: tuple(value.shape) for name, value in model.state_dict().items()}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._runtime: dict[str, str] = {}
         self.sources: dict[str, WeightSource] = {}
         self.places: dict[str, Place] = {}
-        if isinstance(stored, Matched):
+        if isinstance(stored, ModelLayout):
             self._follow_declarations(stored)
         else:
             self._apply_rules(stored)
@@ -207,21 +209,21 @@ class WeightMapping:
         for source in self.distinct():
             self.places |= source.places()
 
-    def _follow_declarations(self, matched: Matched) -> None:
+    def _follow_declarations(self, model_layout: ModelLayout) -> None:
         """Find the parameter of each stored tensor by the family's declarations; of tensors of towers by rules."""
         if getattr(self._model.config, "text_config", None) is not None:
-            towers = WeightMapping(self._model, [tensor.header for tensor in matched.foreign])
+            towers = WeightMapping(self._model, [tensor.header for tensor in model_layout.foreign])
             self.sources |= towers.sources
             self._runtime |= towers._runtime
             self._shapes |= {name: towers.shape(name) for name in towers._runtime}
         stacks: dict[str, list[str]] = defaultdict(list)
-        for tensor in matched.tensors:
+        for tensor in model_layout.tensors:
             if tensor.role is Role.FOREIGN:
                 continue
             self._shapes[tensor.header.name] = tensor.header.shape
             if tensor.expert >= 0:
-                place = self.places[tensor.header.name] = matched.place(tensor)
-                block = matched.block_name(tensor.block)
+                place = self.places[tensor.header.name] = model_layout.place(tensor)
+                block = model_layout.block_name(tensor.block)
                 stacks[f"{block}.{place.stack.parameter}"].append(tensor.header.name)
             elif tensor.name in self._wanted:
                 self._add(tensor.name, None, [tensor.header.name], [""])

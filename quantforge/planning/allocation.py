@@ -96,7 +96,7 @@ class MixtureSearch:
     def tables(self) -> Mapping[str, Mapping[str, TensorPlan]]:
         """Return the plan of every linear of blocks under each candidate."""
         return {
-            name: quantized_linears(one.plan.tensors, one.matched)
+            name: quantized_linears(one.plan.tensors, one.model_layout)
             for name, one in self.plans.items()
         }
 
@@ -249,10 +249,10 @@ class MixtureSearch:
             for name in group
             if one.scheme != base
         }
-        matched, linears = self.first.matched, self.linears
+        model_layout, linears = self.first.model_layout, self.linears
         places = {}
         for name in schemes:
-            block = matched.block_name(linears[name].block)
+            block = model_layout.block_name(linears[name].block)
             before, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
             after = re.escape(_kind(name.removeprefix(block), linears[name].expert))
             places[name] = (re.escape(before), number, after.replace(re.escape(_ANY), "[0-9]+"))
@@ -326,13 +326,13 @@ def search_of(
     )
     first = plans[next(iter(plans))]
     if other is not None:
-        target = size_like(other, first.matched)
+        target = size_like(other, first.model_layout)
     assert target is not None
     # An engine that the format does not list loads none of its mixtures: `check_mixed` says so.
     loader = format_of(key).ABOUT.engines.get(read.engine or "")
     alike = loader is not None and bool(loader.mixed_experts)
     groups: dict[object, list[str]] = {}
-    for linear, tensor in quantized_linears(first.plan.tensors, first.matched).items():
+    for linear, tensor in quantized_linears(first.plan.tensors, first.model_layout).items():
         groups.setdefault(_group(linear, tensor, together, alike), []).append(linear)
     search = MixtureSearch(
         asked,
@@ -398,7 +398,8 @@ def plan_candidates(
                 left_out[text] = error.message
                 continue
             schemes = [
-                one.scheme for one in quantized_linears(found.plan.tensors, found.matched).values()
+                one.scheme
+                for one in quantized_linears(found.plan.tensors, found.model_layout).values()
             ]
             if not together and any(one and one.weight.joint for one in schemes):
                 # Matrices that share parameters may get others, and errors would not add up.
@@ -406,7 +407,7 @@ def plan_candidates(
                     f"--candidates {name}: matrices share its parameters",
                     "a scheme by rows or groups",
                 )
-            plans[name] = replace(found, matched=drop_tied_copy(found.matched, source))
+            plans[name] = replace(found, model_layout=drop_tied_copy(found.model_layout, source))
             left_out = {other: why for other, why in left_out.items() if other not in texts}
             break
     if len(plans) < 2:
@@ -416,13 +417,13 @@ def plan_candidates(
         1,
         (GPTQ,),
         first.plan.tensors,
-        first.matched,
+        first.model_layout,
         "allocate",
         "one width for all: quantforge quantize MODEL --bits 4",
     )
-    linears = quantized_linears(first.plan.tensors, first.matched).keys()
+    linears = quantized_linears(first.plan.tensors, first.model_layout).keys()
     for name, one in plans.items():
-        if quantized_linears(one.plan.tensors, one.matched).keys() != linears:
+        if quantized_linears(one.plan.tensors, one.model_layout).keys() != linears:
             raise RefusedError(
                 f"{name}: it rounds other linears than the other candidates", "leave it out"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures.configuration import positions_in
-from quantforge.architectures.match import Matched, Role, declared
+from quantforge.architectures.match import ModelLayout, Role, require_declarations
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
 from quantforge.formats.open_model import tokenizer_folder
@@ -57,12 +57,12 @@ def random_share(recipe: Recipe, words: Sequence[str], tensors: Sequence[TensorP
     return 0.0 if elsewhere else RANDOM_ROWS
 
 
-def own_text(run: RunSizes, matched: Matched) -> tuple[str, ...]:
+def own_text(run: RunSizes, model_layout: ModelLayout) -> tuple[str, ...]:
     """Say what it costs to let the model write its calibration text."""
     if not run.needs or not run.calibration.writes_own_text:
         return ()
     tokens = run.calibration.samples * run.calibration.length
-    size = whole_model(matched)
+    size = whole_model(model_layout)
     return (
         f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
         f" in memory as float32 ({size:,} bytes)",
@@ -141,15 +141,17 @@ def check_towers(named: str | None, config: Mapping[str, Any]) -> None:
 
 
 def with_images(
-    peak: int, matched: Matched, options: CalibrationOptions, *, in_memory: bool
+    peak: int, model_layout: ModelLayout, options: CalibrationOptions, *, in_memory: bool
 ) -> tuple[int, str]:
     """Return the peak of a run whose rows have images, and what a plan says of them.
 
     Beside what text takes, each row keeps what its text tower is given: states and masks.
     """
-    _, sizes = declared(matched)
+    _, sizes = require_declarations(model_layout)
     towers = 4 * sum(
-        math.prod(tensor.header.shape) for tensor in matched.tensors if tensor.role is Role.FOREIGN
+        math.prod(tensor.header.shape)
+        for tensor in model_layout.tensors
+        if tensor.role is Role.FOREIGN
     )
     rows, length = options.samples if in_memory else options.micro_batch, options.length
     kept = rows * length * (4 * sizes.hidden + 2 * length)

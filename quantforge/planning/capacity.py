@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS, VALUES, LayerState, StateType
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.arguments import strict_fields
 from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge.errors import InputError, RefusedError, UsageError
@@ -98,26 +98,26 @@ def rows_of(kind: str) -> RowBytes:
     return row
 
 
-def cache_size(matched: Matched, row: RowBytes, devices: int = 1) -> CacheSize:
+def cache_size(model_layout: ModelLayout, row: RowBytes, devices: int = 1) -> CacheSize:
     """Return what one device holds of a sequence of a model.
 
     Args:
-        matched: the model.
+        model_layout: the model.
         row: bytes of a row of channels, see `rows_of`.
         devices: that share the model by tensors: each holds its share of the heads, one at least, and all of a latent.
 
     Raises:
         InputError: what the layers of the family keep is not declared.
     """
-    family, sizes = matched.architecture, matched.dimensions
-    kinds = [kind.states for kind in matched.layers]
+    family, sizes = model_layout.architecture, model_layout.dimensions
+    kinds = [kind.states for kind in model_layout.layers]
     if family is None or sizes is None or None in kinds:
         raise InputError(
-            f"model_type {matched.model_type!r} is not declared: what its layers keep of a sequence is not known",
+            f"model_type {model_layout.model_type!r} is not declared: what its layers keep of a sequence is not known",
             "leave --context, --batch, --memory and what belongs to them out; quantforge help plan",
         )
     layers = []
-    windows = family.windows.of_layers(matched.config, len(kinds))
+    windows = family.windows.of_layers(model_layout.config, len(kinds))
     for states, window in zip(kinds, windows, strict=True):
         sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence whatever its length
         for state in states or ():
@@ -277,20 +277,20 @@ class Capacity:
         )
 
 
-def capacity(plan: Plan, matched: Matched, load: Load) -> Capacity:
+def capacity(plan: Plan, model_layout: ModelLayout, load: Load) -> Capacity:
     """Return a planned result under a load.
 
     Args:
         plan: of the result.
-        matched: the model.
+        model_layout: the model.
         load: what is planned for.
 
     Raises:
         UsageError: no such type of cache, or more tokens than the model has positions.
         InputError: what the layers of the family keep is not declared, or its sizes are not known.
     """
-    cache = cache_size(matched, rows_of(load.cache), load.devices)
-    sizes = matched.dimensions
+    cache = cache_size(model_layout, rows_of(load.cache), load.devices)
+    sizes = model_layout.dimensions
     assert sizes is not None  # as `cache_size` has seen
     load = replace(load, context=load.context or min(CONTEXT, sizes.positions))
     if load.context > sizes.positions:
@@ -298,7 +298,7 @@ def capacity(plan: Plan, matched: Matched, load: Load) -> Capacity:
             f"--context {load.context}: the model has {sizes.positions} positions",
             f"--context {sizes.positions}, or fewer",
         )
-    traffic = weight_traffic(plan, matched)
+    traffic = weight_traffic(plan, model_layout)
     return Capacity(load, sizes.positions, traffic, cache, sizes.vocab, sizes.hidden)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from quantforge.architectures import Architecture, architecture_of, text_config
 from quantforge.architectures.configuration import SAME
 from quantforge.architectures.draft_heads import is_draft, type_of
-from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.engines import check_engine
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
 from quantforge.events import Event
@@ -85,7 +85,7 @@ class Conversion:
         plan: of the result.
         files: of the result.
         layers: what has codes in the source, by the name of the weight.
-        matched: the source.
+        model_layout: the source.
         to_round: tensors that the source holds plainly and the result in codes: the embedding, or none.
         events: that headers tell.
         asked_type: of decoded weights; rounding to it is accepted. None where none is asked for.
@@ -97,7 +97,7 @@ class Conversion:
     plan: Plan
     files: tuple[FilePlan, ...]
     layers: Mapping[str, ConvertedLayer]
-    matched: Matched
+    model_layout: ModelLayout
     to_round: tuple[TensorPlan, ...]
     events: tuple[Event, ...]
     asked_type: str | None
@@ -143,7 +143,7 @@ def plan_export(
     # What has codes, and what becomes of it.
     headers = checkpoint.headers()
     layouts = source.layouts(checkpoint.config, headers)
-    matched = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
+    model_layout = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
     family = _family(checkpoint)
     expressed = [_plan_layer(layout, checkpoint, family, source, target) for layout in layouts]
     split, split_notes = _with_one_group(expressed, target)
@@ -163,17 +163,17 @@ def plan_export(
 
     # What becomes of every tensor.
     if target.ABOUT.rounds_tied_embedding:
-        matched = drop_tied_copy(matched, checkpoint)
+        model_layout = drop_tied_copy(model_layout, checkpoint)
     draft: Draft
     if recipe.format == GGUF:
         from quantforge.planning.gguf_draft import draft_gguf_export  # with all that its files hold
 
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
-        draft = draft_gguf_export(recipe, checkpoint, matched, schemes, tower)
+        draft = draft_gguf_export(recipe, checkpoint, model_layout, schemes, tower)
     else:
         draft = _draft_safetensors(checkpoint, split, target, asked_type)
         if target.ABOUT.rounds_tied_embedding:
-            draft = _with_embedding(draft, recipe, checkpoint, matched, layers)
+            draft = _with_embedding(draft, recipe, checkpoint, model_layout, layers)
     tensors = _with_recorded_rules(draft.tensors, naming.first_recipe(checkpoint))
     engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
     draft = replace(draft, tensors=tensors, engines=engines)
@@ -220,7 +220,7 @@ def plan_export(
         *plan.substitutions,
     )
     return Conversion(
-        checkpoint, source.KEY, plan, files, layers, matched, to_round, events, asked_type, recipe.rounding,
+        checkpoint, source.KEY, plan, files, layers, model_layout, to_round, events, asked_type, recipe.rounding,
     )  # fmt: skip
 
 
@@ -378,7 +378,7 @@ def _with_embedding(
     draft: Draft,
     recipe: Recipe,
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
     layers: Mapping[str, ConvertedLayer],
 ) -> Draft:
     """Return a draft with the embedding rounded, where it is the head too or ``--embedding`` names a scheme.
@@ -387,7 +387,7 @@ def _with_embedding(
         draft: with everything that is not quantized kept.
         recipe: the format, and what is asked for the embedding.
         checkpoint: the source.
-        matched: its tensors.
+        model_layout: its tensors.
         layers: what has codes already, by name: the embedding gets the scheme that most of these have in the result.
 
     Raises:
@@ -400,10 +400,10 @@ def _with_embedding(
         return draft
     common = counts.most_common(1)[0][0]
     wanted = Recipe(scheme=str(common), embedding=recipe.embedding)
-    terms = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
-    choices = Choices(wanted, matched.tensors, terms, together=False)
+    terms = LayerSchemes(form, wanted, checkpoint.dtype, tied=model_layout.tied)
+    choices = Choices(wanted, model_layout.tensors, terms, together=False)
     plans = {tensor.name: tensor for tensor in draft.tensors}
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         if tensor.role is not Role.EMBEDDING:
             continue
         plan = plans[tensor.header.name]
@@ -414,7 +414,7 @@ def _with_embedding(
             plans[plan.name] = replace(
                 plan, action=Action.QUANTIZE, rule=decision.rule, scheme=layer, outputs=outputs
             )
-            for item, reason in matched.dropped:
+            for item, reason in model_layout.dropped:
                 if reason == SAME:
                     plans[item.name] = replace(
                         plans[item.name], action=Action.DROP, rule=f"dropped: {reason}", outputs=()

@@ -25,7 +25,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import QuantForgeError
 from quantforge.formats import GGUF, KEEP, Format
 from quantforge.formats.gguf import mixture
@@ -58,15 +58,15 @@ NEARLY_LOSSLESS = 8  # bits: with as many, any method loses next to nothing
 
 
 def chosen_method(
-    recipe: Recipe, form: Format, checkpoint: Checkpoint, matched: Matched
+    recipe: Recipe, form: Format, checkpoint: Checkpoint, model_layout: ModelLayout
 ) -> tuple[str, tuple[str, ...]]:
     """Return the method for a recipe that names none, and notes on the choice."""
     grids = _schemes_of(recipe, form)
     if not grids:  # a mere conversion
         return RTN, ()
-    method, reason = RTN, _method_obstacle(grids, recipe, checkpoint, matched)
+    method, reason = RTN, _method_obstacle(grids, recipe, checkpoint, model_layout)
     if not reason:
-        method = AWQ_GPTQ if _absorbs(matched) and all(map(_is_integer, grids)) else GPTQ
+        method = AWQ_GPTQ if _absorbs(model_layout) and all(map(_is_integer, grids)) else GPTQ
         reason = f"what measured best; --method {RTN} is faster, and worse"
     return method, (choice(f"--method {method}: {reason}"),)
 
@@ -75,7 +75,7 @@ def _method_obstacle(
     grids: Sequence[Scheme],
     recipe: Recipe,
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
 ) -> str:
     """Return why nothing but plain rounding comes into question, "" where something does."""
     if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
@@ -88,9 +88,9 @@ def _method_obstacle(
         return "an importance matrix holds what plain rounding asks for, and no more"
     if recipe.scales != DEFAULTS.scales:
         return f"--scales {recipe.scales} looks at the weights alone"
-    if matched.architecture is None:
+    if model_layout.architecture is None:
         undeclared = f"not declared; --method {AWQ_GPTQ} derives what reads the same activation"
-        return f"{matched.model_type} is {'no model: it reads no text' if matched.draft else undeclared}"
+        return f"{model_layout.model_type} is {'no model: it reads no text' if model_layout.draft else undeclared}"
     if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
         return "there is no tokenizer, and so no calibration text"
     return ""
@@ -101,9 +101,9 @@ def _is_text(name: str) -> bool:
     return next(roles, None) in {TOKENIZER, VOCABULARY}
 
 
-def _absorbs(matched: Matched) -> bool:
-    kinds = matched.architecture.kinds if matched.architecture else ()
-    return any(shared.absorber is not None for kind in kinds for shared in kind.inputs)
+def _absorbs(model_layout: ModelLayout) -> bool:
+    kinds = model_layout.architecture.kinds if model_layout.architecture else ()
+    return any(shared.scale_fold is not None for kind in kinds for shared in kind.inputs)
 
 
 def _is_integer(scheme: Scheme) -> bool:
@@ -128,23 +128,27 @@ class Asked(NamedTuple):
     Attributes:
         words: the transforms and the rounder.
         tensors: of the draft.
-        matched: the model.
+        model_layout: the model.
         needs: the statistics that are observed.
     """
 
     words: tuple[str, ...]
     tensors: Sequence[TensorPlan]
-    matched: Matched
+    model_layout: ModelLayout
     needs: frozenset[Statistic]
 
     def refuse(self, recipe: Recipe) -> None:
         """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
         if recipe.guide:
             everyone = recipe.calibration.experts == "all"
-            refuse_guide(recipe.guide, self.words, self.tensors, self.matched, everyone=everyone)
+            refuse_guide(
+                recipe.guide, self.words, self.tensors, self.model_layout, everyone=everyone
+            )
         if recipe.tune:
             rows = recipe.calibration.samples
-            refuse_tune(recipe.tune, self.words, recipe.format, self.tensors, self.matched, rows)
+            refuse_tune(
+                recipe.tune, self.words, recipe.format, self.tensors, self.model_layout, rows
+            )
 
 
 def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]:
@@ -208,7 +212,7 @@ def _key_obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
         asked.refuse(_with(recipe, key, value))
     except QuantForgeError as error:
         return error.message.removeprefix(f"--{key} {value}: ")
-    family = asked.matched.architecture
+    family = asked.model_layout.architecture
     if family is not None and family.replayed:
         return (
             "blocks read more than the hidden states, and maybe of earlier blocks: name it to try"
@@ -218,11 +222,11 @@ def _key_obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
 
 def _gains_little(recipe: Recipe, asked: Asked) -> str:
     """Return why tuning is not worth its time or memory, or not known to work, "" where it is."""
-    if asked.matched.architecture is None or asked.matched.architecture.derived:
+    if asked.model_layout.architecture is None or asked.model_layout.architecture.derived:
         return "what blocks read was derived"
     if recipe.calibration.samples < TUNED_ROWS:
         return f"fewer than {TUNED_ROWS} rows teach little"
-    linears = quantized_linears(asked.tensors, asked.matched).values()
+    linears = quantized_linears(asked.tensors, asked.model_layout).values()
     bits = [one.scheme.weight.weight_bits for one in linears if one.scheme is not None]
     if min(bits, default=0) > TUNED_BITS:
         return f"more than {TUNED_BITS} bits lose little"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import ModelLayout, Role
 from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.formats import KEEP, Format
@@ -56,7 +56,7 @@ def chosen_embedding(
     recipe: Recipe,
     draft: Draft,
     nbytes: int,
-    matched: Matched,
+    model_layout: ModelLayout,
     drafted: Callable[[Recipe], Draft],
 ) -> tuple[Recipe, Draft, Note]:
     """Choose the scheme of the embedding: as asked for, or in 8 bits beside few.
@@ -66,16 +66,16 @@ def chosen_embedding(
         recipe: how tensors are to be stored.
         draft: by that recipe.
         nbytes: of its files.
-        matched: the model.
+        model_layout: the model.
         drafted: returns the draft by a recipe with another scheme of the embedding.
 
     Returns:
         The recipe with that scheme, or ``recipe`` itself; its draft; and a note.
     """
-    part = _outer_bytes(draft, matched) / max(nbytes, 1)
+    part = _outer_bytes(draft, model_layout) / max(nbytes, 1)
     share = f"embedding and head: {part:.0%} of the bytes"
     quantized = any(item.scheme for item in draft.tensors)
-    if part <= LARGE or recipe.embedding or matched.draft or not quantized:
+    if part <= LARGE or recipe.embedding or model_layout.draft or not quantized:
         return recipe, draft, Note(share, NoteKind.EMBEDDING)
     loaded = {verdict.engine for verdict in draft.engines if verdict.loads is not False}
     narrow = recipe.bits is not None and recipe.bits <= NARROW
@@ -104,7 +104,7 @@ def chosen_embedding(
             draft,
             Note(f"{share}; --embedding {lost[0]} takes {lost[1]}", NoteKind.EMBEDDING),
         )
-    unties = matched.tied and not form.ABOUT.rounds_tied_embedding
+    unties = model_layout.tied and not form.ABOUT.rounds_tied_embedding
     tied = ": the head is tied to it, and would be stored on its own" if unties else ""
     return (
         recipe,
@@ -128,9 +128,9 @@ def _smaller(
             yield lean_recipe, lean, saved
 
 
-def _outer_bytes(draft: Draft, matched: Matched) -> int:
+def _outer_bytes(draft: Draft, model_layout: ModelLayout) -> int:
     """Return the bytes of a result that embedding and head take."""
-    names = {tensor.header.name for tensor in matched.tensors if tensor.role in _OUTER}
+    names = {tensor.header.name for tensor in model_layout.tensors if tensor.role in _OUTER}
     return sum(item.output_bytes for item in draft.tensors if item.name in names)
 
 

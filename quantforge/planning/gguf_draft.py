@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
 from quantforge.architectures.configuration import SAME
-from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.artifacts.manifest import adapter_name, experts_word
 from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
@@ -116,7 +116,7 @@ class _Contents:
 
     Attributes:
         checkpoint: the source.
-        matched: its tensors.
+        model_layout: its tensors.
         kept: those that the file holds.
         named: their names in the file, by canonical name.
         parameters: what the configuration becomes.
@@ -124,7 +124,7 @@ class _Contents:
     """
 
     checkpoint: Checkpoint
-    matched: Matched
+    model_layout: ModelLayout
     kept: Sequence[MatchedTensor]
     named: Mapping[str, Named]
     parameters: Parameters
@@ -134,7 +134,7 @@ class _Contents:
 def draft_gguf(
     recipe: Recipe,
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
     *,
     observed: bool,
     tower: ProjectorFile | None,
@@ -144,7 +144,7 @@ def draft_gguf(
     Args:
         recipe: its type or scheme, and rules.
         checkpoint: the source.
-        matched: its tensors.
+        model_layout: its tensors.
         observed: whether the importance of columns will be known.
         tower: of pictures, which is written into a file of its own beside this one.
 
@@ -152,7 +152,7 @@ def draft_gguf(
         RefusedError: a family, configuration, tokenizer or scheme that GGUF does not hold.
         InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
     """
-    contents = _contents(checkpoint, matched, observed=observed)
+    contents = _contents(checkpoint, model_layout, observed=observed)
     types = MixtureTypes(recipe, contents.named, contents.kept, contents.shape)
     linears = sum(tensor.role is Role.LINEAR for tensor in contents.kept)
 
@@ -168,7 +168,7 @@ def draft_gguf(
 def draft_gguf_export(
     recipe: Recipe,
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
     schemes: Mapping[str, Scheme],
     tower: ProjectorFile | None,
 ) -> GgufDraft:
@@ -177,12 +177,12 @@ def draft_gguf_export(
     Args:
         recipe: how the embedding is rounded, and the pre-tokenizer.
         checkpoint: the quantized source.
-        matched: its tensors.
+        model_layout: its tensors.
         schemes: of each module that is quantized, in the terms of the file.
         tower: as of `draft_gguf`, as the errors.
     """
-    contents = _contents(checkpoint, matched, observed=False)
-    types = GivenTypes(schemes, tied=matched.tied)
+    contents = _contents(checkpoint, model_layout, observed=False)
+    types = GivenTypes(schemes, tied=model_layout.tied)
     wanted = Recipe(embedding=recipe.embedding, pre=recipe.pre)
 
     def made_by(_: Recipe) -> Metadata:
@@ -191,12 +191,12 @@ def draft_gguf_export(
     return _draft(wanted, contents, types, made_by, tower)
 
 
-def _contents(checkpoint: Checkpoint, matched: Matched, *, observed: bool) -> _Contents:
-    found = parameters(_with_vision(matched.config, checkpoint.config))
-    kept, sizes = _written(matched), found.dimensions
+def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
+    found = parameters(_with_vision(model_layout.config, checkpoint.config))
+    kept, sizes = _written(model_layout), found.dimensions
     named = names(found.family, sizes.layers, [tensor.name for tensor in kept])
     shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
-    return _Contents(checkpoint, matched, kept, named, found, shape)
+    return _Contents(checkpoint, model_layout, kept, named, found, shape)
 
 
 def _draft(
@@ -207,13 +207,17 @@ def _draft(
     tower: ProjectorFile | None,
 ) -> GgufDraft:
     """Return the draft of a file whose tensors get ``types``; ``made_by`` returns the keys that state the recipe."""
-    checkpoint, matched, found = contents.checkpoint, contents.matched, contents.parameters
+    checkpoint, model_layout, found = (
+        contents.checkpoint,
+        contents.model_layout,
+        contents.parameters,
+    )
     kept, named, family = contents.kept, contents.named, contents.parameters.family
-    choices = Choices(_tied(recipe, matched, kept), kept, types, together=False)
+    choices = Choices(_tied(recipe, model_layout, kept), kept, types, together=False)
     targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
     types.check(targets)
     rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
-    tokens = _tokens(checkpoint, rows, matched.config, recipe.pre)
+    tokens = _tokens(checkpoint, rows, model_layout.config, recipe.pre)
     table = _tensor_table(targets, found)
     weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(targets, types)
     held = {tensor.name: (tensor.type, tensor.shape) for tensor in table}
@@ -228,14 +232,14 @@ def _draft(
         )
 
     return GgufDraft(
-        tensors=(*(_tensor_plan(item, found) for item in targets), *_dropped(matched, kept, tower)),
+        tensors=(*(_tensor_plan(item, found) for item in targets), *_dropped(model_layout, kept, tower)),
         engines=layer_verdicts(gguf.ABOUT.engines, ()),
         label=label,
         substitutions=(*choices.substitutions, *found.events, *tokens.events),
         notes=(
             f"{label}: {_summary(targets)}",
             *choices.notes,
-            *(_of_towers(checkpoint, tower) if len(matched.foreign) > len(matched.draft_heads) else ()),
+            *(_of_towers(checkpoint, tower) if len(model_layout.foreign) > len(model_layout.draft_heads) else ()),
             *([] if family.arch in model_types_read() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
             *tokens.notes,
         ),
@@ -286,24 +290,24 @@ def _name(checkpoint: Checkpoint) -> str:
     return "-".join((name, *read))
 
 
-def _written(matched: Matched) -> list[MatchedTensor]:
+def _written(model_layout: ModelLayout) -> list[MatchedTensor]:
     """Return the tensors that the file holds: of the language model, a tied head once."""
-    kept = [tensor for tensor in matched.tensors if tensor.role is not Role.FOREIGN]
-    if matched.tied_twice and matched.architecture is not None:
-        head = f"{matched.architecture.head}.weight"
+    kept = [tensor for tensor in model_layout.tensors if tensor.role is not Role.FOREIGN]
+    if model_layout.tied_twice and model_layout.architecture is not None:
+        head = f"{model_layout.architecture.head}.weight"
         kept = [tensor for tensor in kept if tensor.name != head]
     return kept
 
 
 def _dropped(
-    matched: Matched, kept: Sequence[MatchedTensor], tower: ProjectorFile | None
+    model_layout: ModelLayout, kept: Sequence[MatchedTensor], tower: ProjectorFile | None
 ) -> list[TensorPlan]:
     """Return what is left out, and why."""
     written = {tensor.header.name for tensor in kept}
-    reasons = [*((item, f"dropped: {reason}") for item, reason in matched.dropped)]
+    reasons = [*((item, f"dropped: {reason}") for item, reason in model_layout.dropped)]
     reasons += [
         (tensor.header, _left_out(tensor))
-        for tensor in matched.tensors
+        for tensor in model_layout.tensors
         if tensor.header.name not in written
     ]
     beside = tower.tensors if tower is not None else {}
@@ -322,13 +326,13 @@ def _left_out(tensor: MatchedTensor) -> str:
     return "of another tower" if tensor.role is Role.FOREIGN else SAME
 
 
-def _tied(wanted: Recipe, matched: Matched, kept: Sequence[MatchedTensor]) -> Recipe:
+def _tied(wanted: Recipe, model_layout: ModelLayout, kept: Sequence[MatchedTensor]) -> Recipe:
     """Return what is wanted of the tensors of a file, in which a tied head and the embedding are one.
 
     Raises:
         InputError: another scheme is asked for the head than for the embedding.
     """
-    if not matched.tied or any(tensor.role is Role.HEAD for tensor in kept):
+    if not model_layout.tied or any(tensor.role is Role.HEAD for tensor in kept):
         return wanted
     if wanted.head not in {KEEP, wanted.embedding}:
         raise InputError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import DEFAULT, format_of
 from quantforge.planning.weight_traffic import expert_share
@@ -23,20 +23,22 @@ HINT = "leave --tune out"
 DENSE, MIXED = 5, 7  # forward passes that take as long as an epoch of tuning
 
 
-def quantized_linears(tensors: Iterable[TensorPlan], matched: Matched) -> Mapping[str, TensorPlan]:
+def quantized_linears(
+    tensors: Iterable[TensorPlan], model_layout: ModelLayout
+) -> Mapping[str, TensorPlan]:
     """Return the linears of blocks that are quantized, by canonical name, block after block."""
     plans = {
         tensor.name: tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None
     }
     return {
         tensor.name.removesuffix(".weight"): plans[tensor.header.name]
-        for tensor in matched.tensors
+        for tensor in model_layout.tensors
         if tensor.block >= 0 and tensor.header.name in plans
     }
 
 
 def learnable(
-    said: str, hint: str, tensors: Iterable[TensorPlan], matched: Matched
+    said: str, hint: str, tensors: Iterable[TensorPlan], model_layout: ModelLayout
 ) -> Mapping[str, TensorPlan]:
     """Return what `quantized_linears` does for an option that takes gradients.
 
@@ -44,16 +46,18 @@ def learnable(
         said: the option, in messages.
         hint: what to type instead.
         tensors: of the draft.
-        matched: the model.
+        model_layout: the model.
 
     Raises:
         UsageError: there is none.
         RefusedError: some are of experts that the model does not compute in stacks.
     """
-    linears = quantized_linears(tensors, matched)
+    linears = quantized_linears(tensors, model_layout)
     if not linears:
         raise UsageError(f"{said}: no matrix of a block is quantized", hint)
-    if any(one.expert >= 0 and not matched.layers[one.block].stacks for one in linears.values()):
+    if any(
+        one.expert >= 0 and not model_layout.layers[one.block].stacks for one in linears.values()
+    ):
         raise RefusedError(
             f"{said}: the model has experts, which it computes otherwise than as one stack", hint
         )
@@ -63,7 +67,7 @@ def learnable(
 def disk_bytes(
     strips: int,
     tensors: Sequence[TensorPlan],
-    matched: Matched,
+    model_layout: ModelLayout,
     calibration: CalibrationOptions,
 ) -> int:
     """Return the bytes that the backward pass of a guide takes on the disk.
@@ -71,15 +75,15 @@ def disk_bytes(
     These are the file of weights, the hidden states in front of some blocks (`guidance.backward`) and of one
     run of blocks between two of these, and the gradients.
     """
-    if matched.dimensions is None:
+    if model_layout.dimensions is None:
         return 0
-    tokens, step = calibration.samples * calibration.length, 1 + math.isqrt(matched.blocks - 1)
-    states = -(-matched.blocks // step) + step + 1
-    linears = [tensor.expert >= 0 for tensor in quantized_linears(tensors, matched).values()]
+    tokens, step = calibration.samples * calibration.length, 1 + math.isqrt(model_layout.blocks - 1)
+    states = -(-model_layout.blocks // step) + step + 1
+    linears = [tensor.expert >= 0 for tensor in quantized_linears(tensors, model_layout).values()]
     experts = sum(linears)
     # With its weights lies the number of a token that is sent to an expert.
-    sent = expert_share(matched, tensors) * experts * (strips + 1) if experts else 0.0
-    width = strips * (len(linears) - experts) + states * matched.dimensions.hidden
+    sent = expert_share(model_layout, tensors) * experts * (strips + 1) if experts else 0.0
+    width = strips * (len(linears) - experts) + states * model_layout.dimensions.hidden
     return FLOAT * math.ceil(tokens * (width + sent))
 
 
@@ -96,7 +100,7 @@ def refuse_guide(
     strips: int,
     words: tuple[str, ...],
     tensors: Iterable[TensorPlan],
-    matched: Matched,
+    model_layout: ModelLayout,
     option: str = "",
     hint: str = "leave --guide out",
     *,
@@ -108,7 +112,7 @@ def refuse_guide(
         strips: of output rows.
         words: the transforms and the rounder.
         tensors: of the draft.
-        matched: the model.
+        model_layout: the model.
         option: what asks for it; ``--guide`` when left out.
         hint: what to type instead.
         everyone: whether every token passes every expert.
@@ -124,7 +128,7 @@ def refuse_guide(
             f"{said}: --method {'+'.join(words)} does not take guided statistics",
             f"--method {GPTQ}, or {hint}",
         )
-    linears = learnable(said, hint, tensors, matched)
+    linears = learnable(said, hint, tensors, model_layout)
     if everyone and any(tensor.expert >= 0 for tensor in linears.values()):
         raise UsageError(
             f"{said}: --experts all sends every token through every expert, and only those that the router"
@@ -137,16 +141,16 @@ def refuse_guide(
         raise UsageError(f"--guide {strips}: {name} has {least} rows", f"--guide {least} at most")
 
 
-def epoch_passes(matched: Matched) -> int:
+def epoch_passes(model_layout: ModelLayout) -> int:
     """Return how many forward passes take as long as an epoch: blocks with experts run as far as these first."""
-    return MIXED if any(kind.stacks for kind in matched.layers) else DENSE
+    return MIXED if any(kind.stacks for kind in model_layout.layers) else DENSE
 
 
-def tune_note(epochs: int, calibration: CalibrationOptions, matched: Matched) -> str:
+def tune_note(epochs: int, calibration: CalibrationOptions, model_layout: ModelLayout) -> str:
     """Say what tuning takes."""
     tokens = calibration.samples * calibration.length
     many, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
-    passes = f"{each}about as long as {epoch_passes(matched)} forward passes"
+    passes = f"{each}about as long as {epoch_passes(model_layout)} forward passes"
     whole = whole_epochs(epochs)
     then = (
         f"; then {whole} over the whole model, whose codes are in memory meanwhile" if whole else ""
@@ -160,7 +164,7 @@ def refuse_tune(
     words: Sequence[str],
     key: str,
     tensors: Iterable[TensorPlan],
-    matched: Matched,
+    model_layout: ModelLayout,
     rows: int,
 ) -> None:
     """Refuse tuning where nothing can be tuned, or where it is not known how.
@@ -170,7 +174,7 @@ def refuse_tune(
         words: the transforms and the rounder.
         key: of the format.
         tensors: of the draft.
-        matched: the model.
+        model_layout: the model.
         rows: of calibration text; one cannot be held out of itself.
 
     Raises:
@@ -190,7 +194,7 @@ def refuse_tune(
         )
     if rows == 1:
         raise UsageError(f"{said}: one calibration row", "--samples 8, or more")
-    for name, tensor in learnable(said, HINT, tensors, matched).items():
+    for name, tensor in learnable(said, HINT, tensors, model_layout).items():
         assert tensor.scheme is not None
         scheme = tensor.scheme.weight
         if tensor.scheme.input is not None:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.formats.gguf.families import Named, family_of, names
@@ -25,28 +25,28 @@ _OTHER = "it belongs to another model"
 
 
 def compare_importance(
-    path: Path, tensors: Sequence[TensorPlan], matched: Matched, model: str
+    path: Path, tensors: Sequence[TensorPlan], model_layout: ModelLayout, model: str
 ) -> tuple[tuple[Event, ...], tuple[str, ...]]:
     """Return what the importance in a file lacks, as an event, and what it has too much, as a note.
 
     Args:
         path: of the file.
         tensors: of the plan.
-        matched: the model.
+        model_layout: the model.
         model: its place.
 
     Raises:
         InputError: the file is of another model: by layers that this one has not, by widths, or by all of its names.
         RefusedError: the type of a tensor needs an importance, and the file has none.
     """
-    named = places(tensors, matched)
+    named = places(tensors, model_layout)
     rounded = {
         tensor.name: tensor
         for tensor in tensors
         if tensor.action is Action.QUANTIZE and tensor.name in named
     }
     known = check_form(path, values_of(rounded.values(), named))
-    _refuse_another(path, known, matched, {named[name].name for name in rounded})
+    _refuse_another(path, known, model_layout, {named[name].name for name in rounded})
     lacking = [
         tensor
         for name, tensor in rounded.items()
@@ -66,15 +66,17 @@ def compare_importance(
     return tuple(events), tuple(notes)
 
 
-def places(tensors: Iterable[TensorPlan], matched: Matched) -> dict[str, Named]:
+def places(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> dict[str, Named]:
     """Return the places of matrices in a GGUF file by the names of the source.
 
     Raises:
         RefusedError: GGUF has no names for the family.
     """
     linears = {tensor.name for tensor in tensors if len(tensor.shape) == 2}
-    held = [tensor for tensor in matched.tensors if tensor.header.name in linears]
-    found = names(family_of(matched.config), matched.blocks, [tensor.name for tensor in held])
+    held = [tensor for tensor in model_layout.tensors if tensor.header.name in linears]
+    found = names(
+        family_of(model_layout.config), model_layout.blocks, [tensor.name for tensor in held]
+    )
     return {tensor.header.name: found[tensor.name] for tensor in held}
 
 
@@ -84,12 +86,14 @@ def values_of(tensors: Collection[TensorPlan], named: Mapping[str, Named]) -> di
     return {named[one.name].name: matrices[named[one.name].name] * one.matrix[1] for one in tensors}
 
 
-def _refuse_another(path: Path, known: Set[str], matched: Matched, wanted: Set[str]) -> None:
+def _refuse_another(
+    path: Path, known: Set[str], model_layout: ModelLayout, wanted: Set[str]
+) -> None:
     numbers = [int(found[1]) + 1 for name in known if (found := _LAYER.match(name))]
     layers = max(numbers, default=0)
-    if layers > matched.blocks and not matched.draft_heads:
+    if layers > model_layout.blocks and not model_layout.draft_heads:
         raise InputError(
-            f"--imatrix {path}: it has the importance of {layers} layers, the model has {matched.blocks}",
+            f"--imatrix {path}: it has the importance of {layers} layers, the model has {model_layout.blocks}",
             _OTHER,
             file=str(path),
         )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.configuration import SAME
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
-from quantforge.architectures.match import Matched, MatchedTensor, Role
+from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.files.computed_tensors import RUNNING
@@ -48,7 +48,7 @@ _NO_USE_OF_ZEROS = (
 
 def draft_by_module(
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
     recipe: Recipe,
 ) -> Draft:
     """Return the draft of a result that is stored module by module.
@@ -59,8 +59,8 @@ def draft_by_module(
         RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
     """
     form = format_of(recipe.format)
-    builder = _ModuleDraft(recipe, checkpoint, matched, form)
-    tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, matched)]
+    builder = _ModuleDraft(recipe, checkpoint, model_layout, form)
+    tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, model_layout)]
     if recipe.zeros is not None and not any(tensor.sparse for tensor in tensors):
         raise InputError(
             f"--sparsity {recipe.zeros}: no linear is left that could have it", "check --ignore"
@@ -75,10 +75,10 @@ def draft_by_module(
         if tensor.scheme is not None
     }
     _refuse_mixture(form, layers)
-    family = matched.architecture
+    family = model_layout.architecture
     model = ModelToLoad(
         layers,
-        (matched.model_type, str(checkpoint.config.get("model_type"))),
+        (model_layout.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
         turned=any(tensor.turned for tensor in tensors),
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
@@ -86,9 +86,9 @@ def draft_by_module(
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
         running=RUNNING in checkpoint.facts,
         unmapped=unmapped(
-            family, checkpoint.config, (item.header.name for item in matched.tensors)
+            family, checkpoint.config, (item.header.name for item in model_layout.tensors)
         ),
-        draft=matched.draft,
+        draft=model_layout.draft,
     )
     return Draft(
         tensors=tuple(tensors),
@@ -164,15 +164,15 @@ class _ModuleDraft:
     """Builder that gives every tensor its plan, one shared input at a time."""
 
     def __init__(
-        self, wanted: Recipe, checkpoint: Checkpoint, matched: Matched, form: Format
+        self, wanted: Recipe, checkpoint: Checkpoint, model_layout: ModelLayout, form: Format
     ) -> None:
-        self.matched, self.form = matched, form
+        self.model_layout, self.form = model_layout, form
         self._zeros, self._method = wanted.zeros, wanted.method
         self.without_zeros: list[Event] = []
-        self._head = _tied_head(matched)
-        once = [self._head] if self._head and not matched.tied_twice else []
-        self._layers = [*matched.tensors, *once]
-        self._schemes = LayerSchemes(form, wanted, checkpoint.dtype, tied=matched.tied)
+        self._head = _tied_head(model_layout)
+        once = [self._head] if self._head and not model_layout.tied_twice else []
+        self._layers = [*model_layout.tensors, *once]
+        self._schemes = LayerSchemes(form, wanted, checkpoint.dtype, tied=model_layout.tied)
         self.rounds = self._schemes.base is not None
         self.choices = Choices(wanted, self._layers, self._schemes, together=True)
         self._schemes.share_groups(
@@ -191,7 +191,7 @@ class _ModuleDraft:
             shared = rounded.get(Role.EMBEDDING)
             self.unties = self._head is not None and rounded.get(Role.HEAD, shared) != shared
             return
-        if self.rounds_embedding and matched.tied and self._head is None:
+        if self.rounds_embedding and model_layout.tied and self._head is None:
             embedding = next(item for item in self._layers if item.role is Role.EMBEDDING)
             raise RefusedError(
                 f"{embedding.header.name}: the head of this undeclared family is tied to it",
@@ -201,11 +201,11 @@ class _ModuleDraft:
 
     def tensors(self) -> list[TensorPlan]:
         """Plan every tensor, and the head that a tied model has from now on if either is quantized."""
-        dropped = list(self.matched.dropped)
+        dropped = list(self.model_layout.dropped)
         layers = self._layers
         if self._head is not None and not self.unties:
             layers = [tensor for tensor in layers if tensor is not self._head]
-            if self.matched.tied_twice:
+            if self.model_layout.tied_twice:
                 dropped.append((self._head.header, SAME))
         planned = [self._plan(tensor) for tensor in layers]
         self._schemes.check_groups()
@@ -253,23 +253,23 @@ class _ModuleDraft:
         return replace(plan, sparse=True, rule=f"{self._method}, sparsity {zeros}")
 
 
-def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
+def _cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
     """Plan scales of the KV cache: tensors that the source does not have."""
-    dimensions = matched.dimensions
+    dimensions = model_layout.dimensions
     if kind == kv_scales.NONE or dimensions is None:  # the latter is refused later
         return []
     inside = f".{kv_scales.ATTENTION}."
     attention = {
         tensor.block: tensor.header.name.partition(inside)[0] + inside[:-1]
-        for tensor in matched.tensors
+        for tensor in model_layout.tensors
         if tensor.role is Role.LINEAR and inside in tensor.header.name
     }
-    if len(attention) < matched.blocks:
+    if len(attention) < model_layout.blocks:
         raise RefusedError(
             f"--kv-cache {kind}: no {kv_scales.ATTENTION} in every block of this family",
             "engines look for the scales there: drop --kv-cache",
         )
-    heads = _key_heads(matched, dimensions)
+    heads = _key_heads(model_layout, dimensions)
     if 0 in heads:
         raise RefusedError(
             f"--kv-cache {kind}: block {heads.index(0)} reads keys and values of an earlier one, and has no scales",
@@ -295,13 +295,13 @@ def _cache_scales(kind: str, matched: Matched) -> list[TensorPlan]:
     ]
 
 
-def _key_heads(matched: Matched, sizes: Dimensions) -> list[int]:
+def _key_heads(model_layout: ModelLayout, sizes: Dimensions) -> list[int]:
     """Return how many heads of keys every layer keeps, 0 where it reads those of another one."""
     found = []
-    for kind in matched.layers:
+    for kind in model_layout.layers:
         keys = next((state for state in kind.states or () if state.part == KEYS), None)
         found.append(sizes.size(keys.rows) if keys else 0 if kind.states == () else sizes.kv_heads)
-    return found or [sizes.kv_heads] * matched.blocks
+    return found or [sizes.kv_heads] * model_layout.blocks
 
 
 def check_zeros(recipe: Recipe) -> None:
@@ -333,15 +333,15 @@ def check_zeros(recipe: Recipe) -> None:
         )
 
 
-def _tied_head(matched: Matched) -> MatchedTensor | None:
+def _tied_head(model_layout: ModelLayout) -> MatchedTensor | None:
     """Return the head of a tied model, stored a second time or as it will be stored; None where none is tied."""
-    architecture = matched.architecture
-    if not matched.tied or architecture is None:
+    architecture = model_layout.architecture
+    if not model_layout.tied or architecture is None:
         return None
     name = f"{architecture.head}.weight"
-    if matched.tied_twice:
-        return matched.by_name[name]
-    embedding = matched.by_name[f"{architecture.embedding}.weight"]
+    if model_layout.tied_twice:
+        return model_layout.by_name[name]
+    embedding = model_layout.by_name[f"{architecture.embedding}.weight"]
     places = (  # the prefix of the embedding, where it applies to the head too
         prefix + name.removeprefix(canonical)
         for prefix, canonical in architecture.prefixes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.match import MEASURED, Matched, needs_architecture
+from quantforge.architectures.match import MEASURED, ModelLayout, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.model.statistics import Statistic, of_inputs
@@ -52,7 +52,7 @@ class Observation:
         """Return whether the importance of columns is known from a file."""
         return self.recipe.calibration.importance_file is not None
 
-    def of_method(self, matched: Matched) -> frozenset[Statistic]:
+    def of_method(self, model_layout: ModelLayout) -> frozenset[Statistic]:
         """Return what the method needs to be observed, as far as this model and this recipe let it be.
 
         Raises:
@@ -60,9 +60,9 @@ class Observation:
             UsageError: an importance matrix is given, and does not help.
         """
         wanted = needs(self.recipe.method, importance=self.recipe.rounding.weighs)
-        if matched.architecture is None:
+        if model_layout.architecture is None:
             if self.words != _RTN_ALONE:
-                raise needs_architecture(matched, self.recipe.method)
+                raise needs_architecture(model_layout, self.recipe.method)
             wanted = frozenset()  # nothing is known of activations
         if self.words == _RTN_ALONE and (
             self.is_known or self.recipe.calibration.source == NO_DATA
@@ -73,7 +73,7 @@ class Observation:
         return wanted
 
     def of_draft(
-        self, matched: Matched, draft: Draft, of_method: frozenset[Statistic]
+        self, model_layout: ModelLayout, draft: Draft, of_method: frozenset[Statistic]
     ) -> frozenset[Statistic]:
         """Return what has to be observed for a draft: what the method needs if anything is rounded, and ranges.
 
@@ -84,9 +84,9 @@ class Observation:
             RefusedError: there is no text to measure them on; or each token would pass several experts whose inputs the
                 router weighs.
         """
-        observed = self._if_rounded(draft, of_method) | self._of_ranges(matched, draft)
-        chosen = chosen_experts(matched)
-        if (observed or self.recipe.prune_experts) and chosen > 1 and spread_experts(matched):
+        observed = self._if_rounded(draft, of_method) | self._of_ranges(model_layout, draft)
+        chosen = chosen_experts(model_layout)
+        if (observed or self.recipe.prune_experts) and chosen > 1 and spread_experts(model_layout):
             raise RefusedError(
                 f"config.json: a token is sent to {chosen} experts (num_experts_per_tok), each of which reads what its"
                 " router has weighed: they are calibrated where a token has one",
@@ -117,7 +117,7 @@ class Observation:
             )
         return wanted
 
-    def _of_ranges(self, matched: Matched, draft: Draft) -> frozenset[Statistic]:
+    def _of_ranges(self, model_layout: ModelLayout, draft: Draft) -> frozenset[Statistic]:
         """Return what static ranges, outlier columns and the KV cache need, whatever the method needs."""
         inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
         wanted = of_inputs(inputs) if any(item.measured for item in inputs if item) else frozenset()
@@ -125,8 +125,8 @@ class Observation:
             wanted |= {Statistic.CACHE}
         if not wanted:
             return wanted
-        if matched.architecture is None:
-            raise needs_architecture(matched, MEASURED)
+        if model_layout.architecture is None:
+            raise needs_architecture(model_layout, MEASURED)
         if self.recipe.calibration.source == NO_DATA:
             raise RefusedError(
                 f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.artifacts.card import carried_fields
 from quantforge.artifacts.manifest import NAME as MANIFEST
 from quantforge.errors import RefusedError, UsageError
@@ -41,19 +41,19 @@ _NAMED = 8
 
 
 def notes(
-    sparsity: str | None, checkpoint: Checkpoint, matched: Matched, draft: Draft
+    sparsity: str | None, checkpoint: Checkpoint, model_layout: ModelLayout, draft: Draft
 ) -> tuple[str, ...]:
     """Return the notes of a plan, those of its draft included."""
     return (
         *facts(checkpoint),
-        matched.rule,
+        model_layout.rule,
         *draft.notes,
         *_zeros(sparsity),
-        *_heads(matched, draft),
+        *_heads(model_layout, draft),
     )
 
 
-def check_heads(recipe: Recipe, matched: Matched) -> None:
+def check_heads(recipe: Recipe, model_layout: ModelLayout) -> None:
     """Refuse to round heads that predict further tokens where there are none, or no place for them.
 
     Raises:
@@ -67,7 +67,7 @@ def check_heads(recipe: Recipe, matched: Matched) -> None:
             f"--mtp quantize: {GGUF} files have no place for heads that predict further tokens",
             "leave --mtp out, or take --format compressed-tensors",
         )
-    if not matched.draft_heads:
+    if not model_layout.draft_heads:
         raise UsageError(
             "--mtp quantize: no tensor here predicts further tokens", "leave --mtp out"
         )
@@ -84,13 +84,13 @@ def facts(checkpoint: Checkpoint) -> tuple[Note, ...]:
     )
 
 
-def _heads(matched: Matched, draft: Draft) -> tuple[str, ...]:
+def _heads(model_layout: ModelLayout, draft: Draft) -> tuple[str, ...]:
     """Say what becomes of heads that predict further tokens."""
-    names = {tensor.header.name for tensor in matched.draft_heads}
+    names = {tensor.header.name for tensor in model_layout.draft_heads}
     heads = [tensor for tensor in draft.tensors if tensor.name in names]
     if not heads:
         return ()
-    before = sum(tensor.header.nbytes for tensor in matched.draft_heads)
+    before = sum(tensor.header.nbytes for tensor in model_layout.draft_heads)
     after = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
     rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
     done = (

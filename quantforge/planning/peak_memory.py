@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
-from quantforge.architectures.match import Matched, MatchedTensor, Role, declared
+from quantforge.architectures.match import MatchedTensor, ModelLayout, Role, require_declarations
 from quantforge.model.statistics import EXPERT_TOKENS, Statistic
 from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.allocator import CHUNK_BYTES
@@ -109,28 +109,30 @@ class RunSizes:
         return self.rows if self.in_memory else min(self.rows, 2 * self.micro_batch)
 
 
-def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
+def peak_bytes(model_layout: ModelLayout, tensors: tuple[TensorPlan, ...], run: RunSizes) -> int:
     """Predict the peak of a run above its imports, in bytes, from the plans of its tensors."""
-    streamed = bool(run.needs) and matched.dimensions is not None
+    streamed = bool(run.needs) and model_layout.dimensions is not None
     groups = groups_of(tensors, together=streamed)
     moments: list[float] = [_copied_tensor(tensors)]
     if run.needs and run.calibration.writes_own_text:
-        moments.append(whole_model(matched))
-    if not run.needs or matched.dimensions is None:
+        moments.append(whole_model(model_layout))
+    if not run.needs or model_layout.dimensions is None:
         moments += [_rounding_workspace(group, run) for group in groups.values()]
     else:
-        states = state_copies(matched) + bool(run.tune)  # of source and result
-        outside = _hidden_states(run, matched) * states + _replayed_inputs(run, matched)
-        outside += _routing_bytes(matched, run.rows * run.length)
-        held: float = _block_bytes(matched) + outside
+        states = state_copies(model_layout) + bool(run.tune)  # of source and result
+        outside = _hidden_states(run, model_layout) * states + _replayed_inputs(run, model_layout)
+        outside += _routing_bytes(model_layout, run.rows * run.length)
+        held: float = _block_bytes(model_layout) + outside
         hessians = _hessian_bytes(groups.values(), run)
         judged = Statistic.HESSIAN in run.needs or bool(run.words[:-1])
-        apart = _expert_bytes(groups.values(), matched.dimensions, hessians=judged)
+        apart = _expert_bytes(groups.values(), model_layout.dimensions, hessians=judged)
         moments += [
-            _embedding_bytes(matched, matched.dimensions, run),
-            held + hessians + _activation_bytes(matched, matched.dimensions, run),
+            _embedding_bytes(model_layout, model_layout.dimensions, run),
+            held + hessians + _activation_bytes(model_layout, model_layout.dimensions, run),
             *(
-                held + hessians + _search_workspace(group, matched, matched.dimensions, run)
+                held
+                + hessians
+                + _search_workspace(group, model_layout, model_layout.dimensions, run)
                 for (part, _), group in groups.items()
                 if run.words[:-1] and part >= 0
             ),
@@ -141,13 +143,13 @@ def peak_bytes(matched: Matched, tensors: tuple[TensorPlan, ...], run: RunSizes)
             ),
         ]
         if run.tune:
-            moments += _tuning(tensors, matched, run, held + apart)
+            moments += _tuning(tensors, model_layout, run, held + apart)
     return OVERHEAD + int(max(moments))
 
 
-def whole_model(matched: Matched) -> int:
+def whole_model(model_layout: ModelLayout) -> int:
     """Return the bytes of all weights in float32, as they are held while the model writes its own text."""
-    return FLOAT * sum(math.prod(tensor.header.shape) for tensor in matched.tensors)
+    return FLOAT * sum(math.prod(tensor.header.shape) for tensor in model_layout.tensors)
 
 
 def groups_of(
@@ -197,14 +199,14 @@ def _rounding_workspace(group: list[TensorPlan], run: RunSizes) -> float:
 
 
 def _search_workspace(
-    group: list[TensorPlan], matched: Matched, sizes: Dimensions, run: RunSizes
+    group: list[TensorPlan], model_layout: ModelLayout, sizes: Dimensions, run: RunSizes
 ) -> float:
     """Return the workspace in bytes of a transform on one shared input: matrices, captured inputs and outputs."""
     elements = sum(math.prod(tensor.shape) for tensor in group)
     copies = max(METHODS[name].workspace.matrices for name in run.words[:-1])
     rows = min(run.rows, -(-run.searched // run.micro_batch) * run.micro_batch)
     captured = rows * run.length * (group[0].matrix[1] + 2 * sizes.hidden)
-    return FLOAT * (copies * elements + captured) + _activation_bytes(matched, sizes, run)
+    return FLOAT * (copies * elements + captured) + _activation_bytes(model_layout, sizes, run)
 
 
 def _hessian_bytes(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
@@ -220,50 +222,52 @@ def _hessian_bytes(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
     return max(blocks.values(), default=0)
 
 
-def _hidden_states(run: RunSizes, matched: Matched) -> int:
-    architecture, sizes = declared(matched)
+def _hidden_states(run: RunSizes, model_layout: ModelLayout) -> int:
+    architecture, sizes = require_declarations(model_layout)
     return FLOAT * run.held_rows * run.length * sizes.hidden * architecture.streams
 
 
-def _replayed_inputs(run: RunSizes, matched: Matched) -> int:
+def _replayed_inputs(run: RunSizes, model_layout: ModelLayout) -> int:
     """Return the bytes kept for families whose per-row inputs are computed again for each block; 0 for others.
 
     They are the rows of the embedding that occur, and one hidden state of every held token for the extra outputs of
     earlier blocks.
     """
-    architecture, sizes = declared(matched)
+    architecture, sizes = require_declarations(model_layout)
     if not architecture.replayed:
         return 0
-    rows = _embedded(matched, sizes) * min(sizes.vocab, run.rows * run.length)
+    rows = _embedded(model_layout, sizes) * min(sizes.vocab, run.rows * run.length)
     return FLOAT * (rows + sizes.hidden * run.held_rows * run.length)
 
 
-def _activation_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
+def _activation_bytes(model_layout: ModelLayout, sizes: Dimensions, run: RunSizes) -> int:
     """Return the bytes of one micro-batch inside a block, at its widest: in attention or in the MLP.
 
     Beside the residual stream and its normalised copy, attention holds q, k, v, their rotated copies with two
     temporaries, and the output; the MLP holds several of its inner activations, and what q, k and v and the output
     projection have read is kept until the micro-batch has passed.
     """
-    width = _widest(matched, sizes)
+    width = _widest(model_layout, sizes)
     attention = 3 * sizes.hidden + 5 * width.q + 4 * width.kv
-    family = matched.architecture
+    family = model_layout.architecture
     assert family is not None  # nothing is observed of others
     if not family.fused_attention:
         attention = 2 * sizes.hidden + 6 * width.q + 2 * sizes.heads * run.length
-    copies = max(kind.inner_copies for kind in matched.layers)
+    copies = max(kind.inner_copies for kind in model_layout.layers)
     mlp = 4 * sizes.hidden + width.q + copies * width.ffn
-    spread = SPREAD * spread_experts(matched) * sizes.hidden
+    spread = SPREAD * spread_experts(model_layout) * sizes.hidden
     at_once = min(run.tokens, run.workers * run.length)  # a thread passes one row to its experts
     return FLOAT * max(run.tokens * max(attention, mlp), int(at_once * spread))
 
 
-def _embedding_bytes(matched: Matched, sizes: Dimensions, run: RunSizes) -> int:
+def _embedding_bytes(model_layout: ModelLayout, sizes: Dimensions, run: RunSizes) -> int:
     tokens = min(sizes.vocab, run.rows * run.length)
-    embedding = next(tensor.header for tensor in matched.tensors if tensor.role is Role.EMBEDDING)
+    embedding = next(
+        tensor.header for tensor in model_layout.tensors if tensor.role is Role.EMBEDDING
+    )
     chunk = min(embedding.nbytes, CHUNK_BYTES)
     micro_batch = 2 * FLOAT * run.tokens * sizes.hidden
-    return FLOAT * tokens * sizes.hidden + _hidden_states(run, matched) + chunk + micro_batch
+    return FLOAT * tokens * sizes.hidden + _hidden_states(run, model_layout) + chunk + micro_batch
 
 
 def _copied_tensor(tensors: Iterable[TensorPlan]) -> int:
@@ -278,11 +282,11 @@ def _copied_tensor(tensors: Iterable[TensorPlan]) -> int:
     )
 
 
-def _block_bytes(matched: Matched) -> int:
+def _block_bytes(model_layout: ModelLayout) -> int:
     """Return the bytes of the largest block in float32, with one of its experts."""
     dense: dict[int, int] = {}
     experts: dict[tuple[int, int], int] = {}
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         if tensor.block < 0:
             continue
         size = FLOAT * math.prod(tensor.header.shape)
@@ -290,7 +294,7 @@ def _block_bytes(matched: Matched) -> int:
             key = tensor.block, tensor.expert
             experts[key] = experts.get(key, 0) + size
         else:
-            share = tensor.header.shape[0] if _is_stack(matched, tensor) else 1
+            share = tensor.header.shape[0] if _is_stack(model_layout, tensor) else 1
             dense[tensor.block] = dense.get(tensor.block, 0) + size // share
     one: dict[int, int] = {}
     for (block, _), size in experts.items():
@@ -298,32 +302,32 @@ def _block_bytes(matched: Matched) -> int:
     return max((size + one.get(block, 0) for block, size in dense.items()), default=0)
 
 
-def _is_stack(matched: Matched, tensor: MatchedTensor) -> bool:
+def _is_stack(model_layout: ModelLayout, tensor: MatchedTensor) -> bool:
     """Return whether a tensor stacks parameters of all experts."""
-    if not matched.layers or not matched.layers[tensor.block].stacks:
+    if not model_layout.layers or not model_layout.layers[tensor.block].stacks:
         return False
-    stacks = matched.layers[tensor.block].stacks
+    stacks = model_layout.layers[tensor.block].stacks
     parents = {stack.parameter.rpartition(".")[0] for stack in stacks}
-    inside = tensor.name.removeprefix(f"{matched.block_name(tensor.block)}.")
+    inside = tensor.name.removeprefix(f"{model_layout.block_name(tensor.block)}.")
     return inside.rpartition(".")[0] in parents
 
 
-def state_copies(matched: Matched) -> int:
+def state_copies(model_layout: ModelLayout) -> int:
     """Return how many copies of the hidden states of all rows are held; a mixture adds its input and its outputs."""
-    return 3 if any(kind.stacks for kind in matched.layers) else 1
+    return 3 if any(kind.stacks for kind in model_layout.layers) else 1
 
 
-def spread_experts(matched: Matched) -> int:
+def spread_experts(model_layout: ModelLayout) -> int:
     """Return the number of experts for which the layer copies every token before they run; 0 if it does not."""
-    spread = (kind for kind in matched.layers if any(stack.spread for stack in kind.stacks))
+    spread = (kind for kind in model_layout.layers if any(stack.spread for stack in kind.stacks))
     return max((shared.expert + 1 for kind in spread for shared in kind.inputs), default=0)
 
 
-def _routing_bytes(matched: Matched, tokens: int) -> int:
+def _routing_bytes(model_layout: ModelLayout, tokens: int) -> int:
     """Return the bytes of the expert indices and weights of so many tokens; 0 without experts."""
-    if state_copies(matched) == 1:
+    if state_copies(model_layout) == 1:
         return 0
-    chosen = matched.config.get("num_experts_per_tok")
+    chosen = model_layout.config.get("num_experts_per_tok")
     return tokens * (2 * ROUTING + ROUTING * (chosen if type(chosen) is int else 8))
 
 
@@ -343,17 +347,19 @@ def _expert_bytes(groups: Iterable[list[TensorPlan]], sizes: Dimensions, *, hess
 
 
 def _tuning(
-    tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, held: float
+    tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes, held: float
 ) -> tuple[float, float]:
     """Return the bytes of tuning at two moments: a block's forward passes, and a learning step."""
-    sizes = declared(matched)[1]
-    passing = held + _block_bytes(matched) / FLOAT + _activation_bytes(matched, sizes, run)
-    return passing, _tuning_step(tensors, matched, run) + 2 * _hidden_states(run, matched)
+    sizes = require_declarations(model_layout)[1]
+    passing = (
+        held + _block_bytes(model_layout) / FLOAT + _activation_bytes(model_layout, sizes, run)
+    )
+    return passing, _tuning_step(tensors, model_layout, run) + 2 * _hidden_states(run, model_layout)
 
 
-def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes) -> float:
+def _tuning_step(tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes) -> float:
     """Return the bytes of a learning step, without the hidden states of all rows."""
-    sizes, whole = declared(matched)[1], whole_epochs(run.tune)
+    sizes, whole = require_declarations(model_layout)[1], whole_epochs(run.tune)
     linears = [tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None]
     parts = {tensor.block for tensor in linears}
     by_part = [[one for one in linears if one.block == part] for part in parts]
@@ -361,20 +367,20 @@ def _tuning_step(tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes)
     codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
     learned = max(sum(_learned_scales(tensor) for tensor in some) for some in held)
     count, length = min(run.rows, ROWS if whole else 1), run.length
-    kinds = max(kind.inner_copies + 1 for kind in matched.layers)
-    width = _widest(matched, sizes)
+    kinds = max(kind.inner_copies + 1 for kind in model_layout.layers)
+    width = _widest(model_layout, sizes)
     passing = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn
     side = min(count, run.workers)
     states = side * length * max(passing, COPIES * sizes.vocab if whole else 0)
-    states += count * length * sizes.hidden * (matched.blocks + 1 if whole else 1)
+    states += count * length * sizes.hidden * (model_layout.blocks + 1 if whole else 1)
     states += count * length * max(sum(map(_saved_values, some)) for some in by_part)
-    block = _block_bytes(matched) * (1 + 2 * side + FREED)
+    block = _block_bytes(model_layout) * (1 + 2 * side + FREED)
     if whole != 1:
         codes *= 1 + CODE_BYTES
-    if state_copies(matched) > 1:
+    if state_copies(model_layout) > 1:
         states += MIXED * count * length * sizes.hidden
         states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
-        block += _routing_bytes(matched, count * length)
+        block += _routing_bytes(model_layout, count * length)
     return (
         codes
         + block
@@ -411,11 +417,11 @@ class _Widths:
     ffn: int
 
 
-def _widest(matched: Matched, sizes: Dimensions) -> _Widths:
+def _widest(model_layout: ModelLayout, sizes: Dimensions) -> _Widths:
     """Return the widths of a model."""
     keys = [
         (sizes.size(state.rows), sizes.size(state.width))
-        for kind in matched.layers
+        for kind in model_layout.layers
         for state in kind.states or ()
         if state.part == KEYS
     ]
@@ -426,11 +432,11 @@ def _widest(matched: Matched, sizes: Dimensions) -> _Widths:
     )
 
 
-def _embedded(matched: Matched, sizes: Dimensions) -> int:
+def _embedded(model_layout: ModelLayout, sizes: Dimensions) -> int:
     """Return how many numbers all embeddings have for a token: the usual one, and those of each layer."""
     others = (
         tensor.header.shape[-1]
-        for tensor in matched.tensors
+        for tensor in model_layout.tensors
         if tensor.role is Role.OTHER and tensor.block < 0 and len(tensor.header.shape) > 1
         if "embed" in tensor.name
     )

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.configuration import embedding_rows, untied
 from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.architectures.expert_sets import check_experts
-from quantforge.architectures.match import Matched, match, needs_architecture
+from quantforge.architectures.match import ModelLayout, match_tensors, needs_architecture
 from quantforge.engines import check_engine
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
@@ -63,7 +63,7 @@ class Planned:
     """A plan with the recipe and the matched checkpoint that it was made from."""
 
     plan: Plan
-    matched: Matched
+    model_layout: ModelLayout
     files: tuple[FilePlan, ...]
     recipe: Recipe  # with its format and method
 
@@ -100,31 +100,31 @@ def make_plan(
     """
     settings = settings or Settings(threads=1)
     recipe, choice_notes = chosen_format(recipe, out)
-    matched = _matched(checkpoint, recipe)
+    model_layout = _model_layout(checkpoint, recipe)
     file_format = format_of(recipe.format)
     tower = tower_beside(checkpoint, file_format) if settings.mmproj else None
     if not recipe.method:
-        method, method_notes = chosen_method(recipe, file_format, checkpoint, matched)
+        method, method_notes = chosen_method(recipe, file_format, checkpoint, model_layout)
         recipe = replace(recipe, method=method)
         choice_notes = (*choice_notes, *method_notes)
     observation = Observation(recipe)
     check_zeros(recipe)
     if observation.needs_declarations:
-        matched = _with_declarations(checkpoint, matched, observation.declaring)
+        model_layout = _with_declarations(checkpoint, model_layout, observation.declaring)
 
     # What becomes of every tensor.
     def drafted(recipe: Recipe) -> tuple[Draft, frozenset[Statistic]]:
-        return _drafted(recipe, checkpoint, matched, observation, tower)
+        return _drafted(recipe, checkpoint, model_layout, observation, tower)
 
     draft, observed = drafted(recipe)
     needs = observed or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    asked = Asked(observation.words, draft.tensors, matched, needs)
+    asked = Asked(observation.words, draft.tensors, model_layout, needs)
     recipe, effort_notes = apply_effort(recipe, asked)  # tuning after gptq at few bits, by default
     share = random_share(recipe, observation.words, draft.tensors)
     recipe = replace(recipe, calibration=replace(recipe.calibration, random=share))
     files = draft.files(recipe)
     chosen, draft, embedding_note = chosen_embedding(
-        file_format, recipe, draft, bytes_of(files), matched, lambda lean: drafted(lean)[0]
+        file_format, recipe, draft, bytes_of(files), model_layout, lambda lean: drafted(lean)[0]
     )
     if chosen is not recipe:
         recipe, files = chosen, draft.files(chosen)
@@ -135,7 +135,7 @@ def make_plan(
     engine_notes = check_engine(
         recipe.engine, serving, tensors, draft.engines, recipe.format, place
     )
-    source_notes = notes(recipe.sparsity, checkpoint, matched, draft)
+    source_notes = notes(recipe.sparsity, checkpoint, model_layout, draft)
     if not name:
         name = naming.derived(
             checkpoint, recipe.method, recipe.format, tensors, draft.label, recipe.zeros
@@ -155,22 +155,24 @@ def make_plan(
     )
     substitutions = (
         *draft.substitutions,
-        *_family_events(matched, checkpoint),
-        *coverage.events(tensors, matched.config),
+        *_family_events(model_layout, checkpoint),
+        *coverage.events(tensors, model_layout.config),
     )
-    guide_bytes = disk_bytes(run.guide, tensors, matched, run.calibration) if run.guide else 0
+    guide_bytes = disk_bytes(run.guide, tensors, model_layout, run.calibration) if run.guide else 0
     run_notes = [
-        *own_text(run, matched),
+        *own_text(run, model_layout),
         *(row_notes(run.calibration, checkpoint.path) if needs else ()),
-        *(check_length(run.calibration, matched.config) if needs else ()),
+        *(check_length(run.calibration, model_layout.config) if needs else ()),
         *([guide_note(run.guide, run.calibration, guide_bytes)] if run.guide else []),
-        *([tune_note(run.tune, run.calibration, matched)] if run.tune else []),
+        *([tune_note(run.tune, run.calibration, model_layout)] if run.tune else []),
     ]
-    peak = peak_bytes(matched, tensors, run)
+    peak = peak_bytes(model_layout, tensors, run)
     _refuse_growth(checkpoint, tensors)
     source_bytes = sum(file.stat().st_size for file in checkpoint.opened.shards)
     written = bytes_of(files) + (tower.plan.size if tower else 0)
-    work = run_work(matched, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes)
+    work = run_work(
+        model_layout, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes
+    )
     if measured:
         work = with_measuring(work, tensors, run.rows, measured)
 
@@ -180,17 +182,19 @@ def make_plan(
     if settings.calibration:
         check_text(recipe, checkpoint, settings, observes=bool(observed))
         if observed and named_image(recipe.calibration, settings.calibration) is not None:
-            peak, note = with_images(peak, matched, recipe.calibration, in_memory=run.in_memory)
+            peak, note = with_images(
+                peak, model_layout, recipe.calibration, in_memory=run.in_memory
+            )
             late_notes.append(note)
     importance: tuple[Event, ...] = ()
     if settings.imatrix is not None and observation.is_known:
-        importance, strange = compare_importance(settings.imatrix, tensors, matched, place)
+        importance, strange = compare_importance(settings.imatrix, tensors, model_layout, place)
         late_notes += strange
 
     plan = Plan(
         model=place,
         name=name,
-        model_type=matched.model_type,
+        model_type=model_layout.model_type,
         method=recipe.method,
         transforms=observation.words[:-1],
         rounder=observation.words[-1],
@@ -219,10 +223,10 @@ def make_plan(
         untie=draft.untie,
         work=work,
     )
-    return Planned(plan, matched, files, recipe)
+    return Planned(plan, model_layout, files, recipe)
 
 
-def _matched(checkpoint: Checkpoint, recipe: Recipe) -> Matched:
+def _model_layout(checkpoint: Checkpoint, recipe: Recipe) -> ModelLayout:
     """Account for every tensor of a model that is not quantized yet; errors as `match` and `check_alone`."""
     found = checkpoint.config.get("quantization_config")
     if isinstance(found, Mapping):
@@ -234,11 +238,11 @@ def _matched(checkpoint: Checkpoint, recipe: Recipe) -> Matched:
             " `quantforge plan` with --context N looks at it as it is",
         )
     stored = [entry.header() for entry in checkpoint.entries.values()]
-    matched = match(checkpoint.config, stored, checkpoint.declared)
-    own = [item.header for item in matched.tensors if item.block >= 0 or item.draft_head]
-    check_experts(matched.config, own)
-    check_alone(matched.draft, recipe)
-    return matched
+    model_layout = match_tensors(checkpoint.config, stored, checkpoint.declared)
+    own = [item.header for item in model_layout.tensors if item.block >= 0 or item.draft_head]
+    check_experts(model_layout.config, own)
+    check_alone(model_layout.draft, recipe)
+    return model_layout
 
 
 def check_alone(draft: str, recipe: Recipe) -> None:
@@ -284,28 +288,28 @@ def tower_beside(checkpoint: Checkpoint, form: Format) -> ProjectorFile:
     return projector_file(checkpoint, "")
 
 
-def _with_declarations(checkpoint: Checkpoint, matched: Matched, what: str) -> Matched:
+def _with_declarations(checkpoint: Checkpoint, model_layout: ModelLayout, what: str) -> ModelLayout:
     """Return a match with declarations: the same, or one by derived ones.
 
     Args:
         checkpoint: the model.
-        matched: of it.
+        model_layout: of it.
         what: needs them, as in ``--method WHAT``.
 
     Raises:
         InputError: none can be derived; the message says why.
     """
-    if matched.architecture is not None:
-        return matched
-    if matched.draft:
-        raise needs_architecture(matched, what)
+    if model_layout.architecture is not None:
+        return model_layout
+    if model_layout.draft:
+        raise needs_architecture(model_layout, what)
     try:
         return derived_match(checkpoint)
     except (InputError, RefusedError) as error:
-        raise needs_architecture(matched, what, error.message) from error
+        raise needs_architecture(model_layout, what, error.message) from error
 
 
-def derived_match(checkpoint: Checkpoint) -> Matched:
+def derived_match(checkpoint: Checkpoint) -> ModelLayout:
     """Match a checkpoint by declarations that are derived from the code of transformers.
 
     Raises:
@@ -320,12 +324,12 @@ def derived_match(checkpoint: Checkpoint) -> Matched:
         raise RefusedError(
             f"its files hold {min(found.turned)} the other way around", "--method rtn"
         )
-    return match(checkpoint.config, entries, found)
+    return match_tensors(checkpoint.config, entries, found)
 
 
-def _family_events(matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...]:
+def _family_events(model_layout: ModelLayout, checkpoint: Checkpoint) -> tuple[Event, ...]:
     """Return the event of a model that was derived as one of another ``model_type``, if it was."""
-    if matched.architecture is None or matched.architecture.derived is None:
+    if model_layout.architecture is None or model_layout.architecture.derived is None:
         return ()
     from quantforge.model.model_class import known_type
 
@@ -336,13 +340,13 @@ def _family_events(matched: Matched, checkpoint: Checkpoint) -> tuple[Event, ...
 def _drafted(
     recipe: Recipe,
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
     observation: Observation,
     tower: ProjectorFile | None,
 ) -> tuple[Draft, frozenset[Statistic]]:
     """Return the draft of the format, and what has to be observed for it; refuse what files have no place for."""
-    check_heads(recipe, matched)
-    wanted = observation.of_method(matched)
+    check_heads(recipe, model_layout)
+    wanted = observation.of_method(model_layout)
     if recipe.format != GGUF and (recipe.type or recipe.pre) is not None:
         raise UsageError(
             f"--type and --pre belong to GGUF files, not to {recipe.format}",
@@ -354,13 +358,13 @@ def _drafted(
             "add --format compressed-tensors, or drop --kv-cache",
         )
     if recipe.format != GGUF:
-        draft = draft_by_module(checkpoint, matched, recipe)
+        draft = draft_by_module(checkpoint, model_layout, recipe)
     else:
         from quantforge.planning.gguf_draft import draft_gguf  # with all that its files hold
 
         known = observation.is_known or bool(wanted)
-        draft = draft_gguf(recipe, checkpoint, matched, observed=known, tower=tower)
-    return draft, observation.of_draft(matched, draft, wanted)
+        draft = draft_gguf(recipe, checkpoint, model_layout, observed=known, tower=tower)
+    return draft, observation.of_draft(model_layout, draft, wanted)
 
 
 def with_judged_names(checkpoint: Checkpoint, draft: Draft) -> Draft:

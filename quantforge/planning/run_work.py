@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.grids import GRIDS, Zero
 from quantforge.model.statistics import Statistic
 from quantforge.planning.gradient_options import epoch_passes
@@ -55,7 +55,7 @@ def seconds_of(work: RunWork, threads: int) -> dict[str, float]:
 
 
 def run_work(
-    matched: Matched,
+    model_layout: ModelLayout,
     tensors: tuple[TensorPlan, ...],
     run: RunSizes,
     rounding: Rounding,
@@ -65,31 +65,31 @@ def run_work(
     """Count the work of a run.
 
     Args:
-        matched: the model.
+        model_layout: the model.
         tensors: of the plan.
         run: rows, method and statistics.
         rounding: options of the methods.
         files: bytes of the source's weight files, and of the output's.
         guide_bytes: see `RunWork`.
     """
-    streamed = bool(run.needs) and matched.dimensions is not None
+    streamed = bool(run.needs) and model_layout.dimensions is not None
     routed = run.calibration.experts == "routed"
-    share = expert_share(matched, tensors) if routed else 1.0
+    share = expert_share(model_layout, tensors) if routed else 1.0
     counts = dict.fromkeys(("pass", "observe", "search", "round"), 0.0)
     for group in groups_of(tensors, together=streamed).values():
         if streamed and group[0].block >= 0:
-            counts["observe"] += _observe_operations(group, matched, run, share)
+            counts["observe"] += _observe_operations(group, model_layout, run, share)
             counts["search"] += _search_operations(group, run, rounding)
         counts["round"] += _rounding_operations(group, run, rounding)
     if streamed:
-        counts["pass"] = _pass_operations(tensors, matched, run, share)
+        counts["pass"] = _pass_operations(tensors, model_layout, run, share)
     counts["round"] += NEAREST * sum(
         math.prod(tensor.shape) for tensor in tensors if tensor.action is Action.KEEP
     )
     changed = sum(METHODS[word].work.weights for word in run.whole)
     counts["round"] += changed * sum(math.prod(tensor.shape) for tensor in tensors)
-    reads = 2 + 2 * bool(run.guide) + _tuning_reads(matched, run)
-    states = states_bytes(matched, run) if streamed else 0
+    reads = 2 + 2 * bool(run.guide) + _tuning_reads(model_layout, run)
+    states = states_bytes(model_layout, run) if streamed else 0
     steps = {step: count for step, count in counts.items() if count}
     return RunWork(files[0], reads, files[1], states, guide_bytes, steps)
 
@@ -112,19 +112,19 @@ def with_measuring(
     return replace(work, reads=work.reads + 3, operations={**work.operations, "measure": measured})
 
 
-def _tuning_reads(matched: Matched, run: RunSizes) -> int:
+def _tuning_reads(model_layout: ModelLayout, run: RunSizes) -> int:
     """Return how often tuning reads the source: blocks are tuned behind their rounding where that is possible."""
-    mixed = any(kind.stacks for kind in matched.layers)
+    mixed = any(kind.stacks for kind in model_layout.layers)
     apart = mixed or bool(run.words[:-1])
     return (bool(run.tune) and apart) + bool(whole_epochs(run.tune))
 
 
-def states_bytes(matched: Matched, run: RunSizes) -> int:
+def states_bytes(model_layout: ModelLayout, run: RunSizes) -> int:
     """Return the bytes of the hidden states of all calibration rows, as often as they are held."""
-    if matched.dimensions is None:
+    if model_layout.dimensions is None:
         return 0
-    states = 4 * run.rows * run.length * matched.dimensions.hidden
-    return states * (state_copies(matched) + bool(run.tune))
+    states = 4 * run.rows * run.length * model_layout.dimensions.hidden
+    return states * (state_copies(model_layout) + bool(run.tune))
 
 
 def _tokens_seen(tensor: TensorPlan, run: RunSizes, share: float) -> float:
@@ -133,28 +133,28 @@ def _tokens_seen(tensor: TensorPlan, run: RunSizes, share: float) -> float:
 
 
 def _pass_operations(
-    tensors: Iterable[TensorPlan], matched: Matched, run: RunSizes, share: float
+    tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes, share: float
 ) -> float:
     """Return the operations of all passes through all blocks."""
-    sizes = matched.dimensions
+    sizes = model_layout.dimensions
     assert sizes is not None
     inside = [tensor for tensor in tensors if tensor.block >= 0]
     weights = sum(2 * math.prod(one.shape) * _tokens_seen(one, run, share) for one in inside)
     tokens = run.rows * run.length
     rows = ATTENDED * run.length * sizes.q + TOKEN * (sizes.hidden + sizes.q)
-    once = weights + tokens * matched.blocks * rows
-    return once * (1.0 + BACKWARD * bool(run.guide) + epoch_passes(matched) * run.tune)
+    once = weights + tokens * model_layout.blocks * rows
+    return once * (1.0 + BACKWARD * bool(run.guide) + epoch_passes(model_layout) * run.tune)
 
 
 def _observe_operations(
-    group: list[TensorPlan], matched: Matched, run: RunSizes, share: float
+    group: list[TensorPlan], model_layout: ModelLayout, run: RunSizes, share: float
 ) -> float:
     """Return the operations of the statistics of one shared input."""
     judged = group[0].expert >= 0 and bool(run.words[:-1])  # transforms look at an expert's own
     if Statistic.HESSIAN not in run.needs and not judged:
         return 0.0
     columns, seen = group[0].matrix[1], _tokens_seen(group[0], run, share)
-    sizes = matched.dimensions
+    sizes = model_layout.dimensions
     if group[0].expert < 0 or sizes is None or columns == sizes.hidden:
         return 2 * seen * columns**2
     # What an expert reads inside is sampled too: tokens that it did not get pass its first matrices.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import ModelLayout, Role
 from quantforge.artifacts.number_text import UNITS, size
 from quantforge.engines import target_of
 from quantforge.errors import InputError, RefusedError, UsageError
@@ -229,7 +229,7 @@ def budget_of(target: SizeTarget, planned: Planned) -> SizeBudget:
         UsageError: more tokens than the model has positions, or no such type of cache.
         InputError: a target of memory, and what the layers of the family keep is not declared.
     """
-    linears = quantized_linears(planned.plan.tensors, planned.matched).values()
+    linears = quantized_linears(planned.plan.tensors, planned.model_layout).values()
     own = sum(one.output_bytes for one in linears)
     if target.bits is not None:
         return SizeBudget(target, 0.0, sum(math.prod(one.shape) for one in linears) / 8)
@@ -242,7 +242,7 @@ def budget_of(target: SizeTarget, planned: Planned) -> SizeBudget:
 
 def capacity_at_load(target: SizeTarget, planned: Planned) -> Capacity:
     """Return a plan under the load of a target of memory; errors as `budget_of`."""
-    load, sizes = target.load, planned.matched.dimensions
+    load, sizes = target.load, planned.model_layout.dimensions
     assert load is not None
     if sizes is not None and load.context > sizes.positions:
         raise UsageError(
@@ -250,24 +250,24 @@ def capacity_at_load(target: SizeTarget, planned: Planned) -> Capacity:
             f"a context of {sizes.positions} tokens, or fewer",
         )
     try:
-        return capacity(planned.plan, planned.matched, load)
+        return capacity(planned.plan, planned.model_layout, load)
     except InputError as error:
         raise InputError(f"{target.text}: {error.message}", "a target in bpw or bytes") from error
 
 
-def size_like(opened: Checkpoint, matched: Matched) -> SizeTarget:
+def size_like(opened: Checkpoint, model_layout: ModelLayout) -> SizeTarget:
     """Return the bytes of the weight files of somebody's model.
 
     Args:
         opened: theirs.
-        matched: the model that is to be as large.
+        model_layout: the model that is to be as large.
 
     Raises:
         RefusedError: it is of another model; the message names the first tensor that differs.
         InputError: its format is not read.
     """
     name, _ = source_name(opened.path)
-    different = next(_differences(_shapes(opened), matched), None)
+    different = next(_differences(_shapes(opened), model_layout), None)
     if different:
         said = f"--like {name}: it is another model: {different}"
         raise RefusedError(said, "a file of this model; --target 18GB takes any size")
@@ -284,10 +284,10 @@ def _shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     return plain | {f"{layout.module}.weight": layout.shape for layout in layouts}
 
 
-def _differences(theirs: Mapping[str, tuple[int, ...]], matched: Matched) -> Iterator[str]:
+def _differences(theirs: Mapping[str, tuple[int, ...]], model_layout: ModelLayout) -> Iterator[str]:
     """Yield in what matrices differ: those of the blocks and the embedding. A head that is tied may be there or not."""
     ours: set[str] = set()
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         header, names = tensor.header, (tensor.header.name, tensor.name)
         ours |= {*names}
         block = tensor.role is Role.LINEAR and tensor.block >= 0

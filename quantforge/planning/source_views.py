@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError, RefusedError, UsageError
@@ -67,10 +67,12 @@ def single_experts(source: Checkpoint, key: str, recipe: Recipe) -> Checkpoint:
         return source
     if key == GGUF:
         return view  # its files stack them again
-    matched = match(view.config, [entry.header() for entry in view.entries.values()], view.declared)
-    rules = Rules(recipe, matched.tensors)
+    model_layout = match_tensors(
+        view.config, [entry.header() for entry in view.entries.values()], view.declared
+    )
+    rules = Rules(recipe, model_layout.tensors)
     plain = base_scheme(format_of(key), recipe) == KEEP
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         if tensor.expert >= 0:
             choice = rules.choose(tensor)
             if not plain if choice is None else choice.scheme is not None:

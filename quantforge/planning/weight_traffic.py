@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import ModelLayout, Role
 from quantforge.plans import Action, Plan, TensorPlan
 
 COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -49,12 +49,12 @@ class WeightTraffic:
         return self.dense_weights + self.routed_weights * self.share
 
 
-def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
+def weight_traffic(plan: Plan, model_layout: ModelLayout) -> WeightTraffic:
     """Count the weights of a planned result."""
     tensors = [tensor for tensor in plan.tensors if tensor.action is not Action.DROP]
-    roles = {tensor.header.name: tensor.role for tensor in matched.tensors}
-    count = _expert_count(matched, tensors)
-    chosen = chosen_experts(matched)
+    roles = {tensor.header.name: tensor.role for tensor in model_layout.tensors}
+    count = _expert_count(model_layout, tensors)
+    chosen = chosen_experts(model_layout)
     dense, routed = [0, 0], [0, 0]
     for tensor in tensors:
         role = roles.get(tensor.name, Role.OTHER)
@@ -62,33 +62,35 @@ def weight_traffic(plan: Plan, matched: Matched) -> WeightTraffic:
             continue
         kind = routed if _is_expert(tensor, count) else dense
         embeds = role is Role.EMBEDDING
-        kind[0] += _embedding_read(tensor, tied=matched.tied) if embeds else tensor.output_bytes
-        if len(tensor.shape) >= _MATRIX and (matched.tied or not embeds):
+        kind[0] += (
+            _embedding_read(tensor, tied=model_layout.tied) if embeds else tensor.output_bytes
+        )
+        if len(tensor.shape) >= _MATRIX and (model_layout.tied or not embeds):
             kind[1] += math.prod(tensor.shape)
-    share = expert_share(matched, tensors)
+    share = expert_share(model_layout, tensors)
     held = sum(tensor.output_bytes for tensor in tensors)
-    inputs = {tensor.header.name: tensor.shared for tensor in matched.tensors}
+    inputs = {tensor.header.name: tensor.shared for tensor in model_layout.tensors}
     widest = _widest(tensors, inputs, count, chosen)
     return WeightTraffic(held, dense[0], dense[1], routed[0], routed[1], share, widest)
 
 
-def expert_share(matched: Matched, tensors: Iterable[TensorPlan]) -> float:
+def expert_share(model_layout: ModelLayout, tensors: Iterable[TensorPlan]) -> float:
     """Return the share of a layer's tokens that a router sends to one expert; 1 where it is not known."""
-    count, chosen = _expert_count(matched, tensors), chosen_experts(matched)
+    count, chosen = _expert_count(model_layout, tensors), chosen_experts(model_layout)
     return min(1.0, chosen / count) if chosen and count else 1.0
 
 
-def chosen_experts(matched: Matched) -> int:
+def chosen_experts(model_layout: ModelLayout) -> int:
     """Return how many experts a token is sent to, 0 where that is not known."""
-    defaults = matched.architecture.defaults if matched.architecture else {}
-    stated = {**defaults, **matched.config}
+    defaults = model_layout.architecture.defaults if model_layout.architecture else {}
+    stated = {**defaults, **model_layout.config}
     found = (stated.get(key) for key in COUNTS)
     return next((value for value in found if type(value) is int and value > 0), 0)
 
 
-def _expert_count(matched: Matched, tensors: Iterable[TensorPlan]) -> int:
+def _expert_count(model_layout: ModelLayout, tensors: Iterable[TensorPlan]) -> int:
     """Return the number of experts of a layer, 0 without any."""
-    own = matched.dimensions.own.get("experts", 0) if matched.dimensions else 0
+    own = model_layout.dimensions.own.get("experts", 0) if model_layout.dimensions else 0
     return own if own > 1 else 1 + max((tensor.expert for tensor in tensors), default=-1)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from quantforge.files.reader import Checkpoint
-    from quantforge.model.block import BlockPart
+    from quantforge.model.block import DecoderBlock
     from quantforge.model.statistics import Statistics
     from quantforge.packers.tensor import QuantizedTensor
     from quantforge.recipe import Rounding
@@ -225,7 +225,7 @@ class Transform(Protocol):
 
     def apply(
         self,
-        part: BlockPart,
+        part: DecoderBlock,
         statistics: Mapping[str, Statistics],
         layers: Mapping[str, LayerScheme],
         rounding: Rounding,

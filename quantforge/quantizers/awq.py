@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from quantforge.architectures import SharedInput
 from quantforge.grids import ScaleType
 from quantforge.model.accumulator import Accumulator
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 from quantforge.model.block_inputs import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul
@@ -61,7 +61,7 @@ PANEL = 256  # columns of a Hessian
 
 @torch.no_grad()
 def apply(
-    part: BlockPart,
+    part: DecoderBlock,
     statistics: Mapping[str, Statistics],
     layers: Mapping[str, LayerScheme],
     rounding: Rounding,
@@ -81,7 +81,7 @@ def apply(
     changed, events, figures = dict(statistics), [], {}
     moments: dict[str, Tensor] = {}
     for shared in part.inputs:
-        if shared.absorber is None or not any(name in layers for name in shared.linears):
+        if shared.scale_fold is None or not any(name in layers for name in shared.linears):
             continue
         found = _Pair(part, shared, layers, statistics[shared.key], rounding, moments).search()
         if found.family != "none":
@@ -111,7 +111,7 @@ class _Pair:
 
     def __init__(
         self,
-        part: BlockPart,
+        part: DecoderBlock,
         shared: SharedInput,
         layers: Mapping[str, LayerScheme],
         statistics: Statistics,
@@ -305,7 +305,7 @@ class OutputError:
 
     def __init__(
         self,
-        part: BlockPart,
+        part: DecoderBlock,
         shared: SharedInput,
         statistics: Statistics,
         rows: int,
@@ -380,11 +380,11 @@ class OutputError:
         return found
 
 
-def _linears_in(part: BlockPart, module: str) -> Iterator[str]:
+def _linears_in(part: DecoderBlock, module: str) -> Iterator[str]:
     """Yield the inputs whose errors need no forward, of linears that a module runs."""
     for shared in part.inputs:
         inside = shared.key.startswith(f"{module}.")
-        if inside and shared.absorber is not None and shared.linears == (shared.within,):
+        if inside and shared.scale_fold is not None and shared.linears == (shared.within,):
             yield shared.key
 
 

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.configuration import no_tie, untied
-from quantforge.architectures.match import match, needs_architecture
+from quantforge.architectures.match import match_tensors, needs_architecture
 from quantforge.architectures.residual_stream import residual_stream
 from quantforge.errors import RefusedError
 from quantforge.files.computed_tensors import ROTATION, Rows, prepared_checkpoint
@@ -39,14 +39,20 @@ def prepare(source: Checkpoint) -> Checkpoint:
         RefusedError: it is not proven that all readers and writers of the residual stream are known, or no
             Hadamard matrix of its size is.
     """
-    matched = match(source.config, [entry.header() for entry in source.entries.values()])
-    if matched.architecture is None or matched.dimensions is None:
-        raise needs_architecture(matched, NAME)
-    stream = residual_stream(matched, f"--method {NAME}")
-    rotation, offset = _rotation(matched.dimensions.hidden), matched.architecture.norm_offset
-    stored = {name: tensor.header.name for name, tensor in matched.by_name.items()}
+    model_layout = match_tensors(
+        source.config, [entry.header() for entry in source.entries.values()]
+    )
+    if model_layout.architecture is None or model_layout.dimensions is None:
+        raise needs_architecture(model_layout, NAME)
+    stream = residual_stream(model_layout, f"--method {NAME}")
+    rotation, offset = (
+        _rotation(model_layout.dimensions.hidden),
+        model_layout.architecture.norm_offset,
+    )
+    stored = {name: tensor.header.name for name, tensor in model_layout.by_name.items()}
     head, embedding = (
-        f"{name}.weight" for name in (matched.architecture.head, matched.architecture.embedding)
+        f"{name}.weight"
+        for name in (model_layout.architecture.head, model_layout.architecture.embedding)
     )
     rotated = partial(Rotated, rotation=rotation, offset=offset, last=Last())
     computed: dict[str, Rows] = {
@@ -58,10 +64,10 @@ def prepare(source: Checkpoint) -> Checkpoint:
         f"residual stream ({rotation.size}) by a Hadamard matrix under signs of seed {SEED};"
         f" {len(stream.norms)} norms in their readers"
     )
-    if not matched.tied:
+    if not model_layout.tied:
         return prepared_checkpoint(source, computed, facts={ROTATION: said})
-    base = matched.by_name[embedding].header
-    twice = stored[head] if matched.tied_twice else ""
+    base = model_layout.by_name[embedding].header
+    twice = stored[head] if model_layout.tied_twice else ""
     computed[head] = rotated(base.name, 1, stored[stream.norms[0]], twice=twice)
     added = {head: replace(source.entries[base.name], name=head)}
     said += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Absorbs, SharedInput
+from quantforge.architectures import FoldKind, SharedInput
 from quantforge.events import Event
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 from quantforge.model.scale_folding import expand_heads, fold, representable, shrink_heads
 from quantforge.model.statistics import Statistics
 
@@ -24,7 +24,7 @@ TOLERANCE = 2.0**-20  # relative, of a stored value: float32 arithmetic, not a r
 
 
 def folded(
-    part: BlockPart, shared: SharedInput, quantized: Collection[str], scale: Tensor
+    part: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> Event | None:
     """Fold factors into a pair; where they could not be stored, change nothing and return the event."""
     if problem := obstacle(part, shared, quantized, scale):
@@ -34,7 +34,7 @@ def folded(
 
 
 def tied(
-    part: BlockPart, shared: SharedInput, values: Tensor, join: Callable[[Tensor], Tensor]
+    part: DecoderBlock, shared: SharedInput, values: Tensor, join: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return for each column what ``join`` makes of ``values`` ``[in]`` of the columns that share a factor with it.
 
@@ -58,7 +58,7 @@ def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
     )
 
 
-def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -> Tensor:
+def storable(part: DecoderBlock, shared: SharedInput, logs: Tensor, powers: bool) -> Tensor:
     """Return storable factors ``[in]`` near ``2^logs`` over their geometric mean; ``powers``: powers of two."""
     logs = logs - logs.mean()
     scale = torch.exp2(logs.round() if powers else logs).clamp(1 / LIMIT, LIMIT)
@@ -66,7 +66,7 @@ def storable(part: BlockPart, shared: SharedInput, logs: Tensor, powers: bool) -
 
 
 def obstacle(
-    part: BlockPart, shared: SharedInput, quantized: Collection[str], scale: Tensor
+    part: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> str:
     """Return which parameter that stays unquantized could not store its value after the fold; "" if there is none."""
     for name, value, offset in _kept(part, shared, quantized, scale):
@@ -76,27 +76,27 @@ def obstacle(
     return ""
 
 
-def powers_of_two(part: BlockPart, shared: SharedInput, quantized: Collection[str]) -> bool:
+def powers_of_two(part: DecoderBlock, shared: SharedInput, quantized: Collection[str]) -> bool:
     """Return whether anything but a norm's weight has to store its product with the factors."""
     ones = part.weight(shared.key).new_ones(part.weight(shared.key).shape[1])
     kept = sum(1 for _ in _kept(part, shared, quantized, ones))
-    return kept > (shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS)
+    return kept > (shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS)
 
 
 def _kept(
-    part: BlockPart, shared: SharedInput, quantized: Collection[str], scale: Tensor
+    part: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> Iterator[tuple[str, Tensor, float]]:
     """Yield name, new value, and what is added to it in use, of each unquantized parameter that takes a factor."""
-    absorber = shared.absorber
-    assert absorber is not None
+    scale_fold = shared.scale_fold
+    assert scale_fold is not None
     channels = shrink_heads(part.dimensions, scale) if shared.heads else scale
-    weight, bias = f"{absorber.module}.weight", f"{absorber.module}.bias"
-    rows = part.rows(absorber.module, absorber.rows)
-    if absorber.kind is not Absorbs.ROWS:
-        offset = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
+    weight, bias = f"{scale_fold.module}.weight", f"{scale_fold.module}.bias"
+    rows = part.rows(scale_fold.module, scale_fold.rows)
+    if scale_fold.kind is not FoldKind.ROWS:
+        offset = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
         yield weight, (part.parameter(weight) + offset) / channels - offset, offset
-    elif absorber.module not in quantized:
-        yield weight, part.weight(absorber.module)[rows] / channels[:, None], 0.0
+    elif scale_fold.module not in quantized:
+        yield weight, part.weight(scale_fold.module)[rows] / channels[:, None], 0.0
     if part.has(bias):
         yield bias, part.parameter(bias)[rows] / channels, 0.0
     for linear in shared.readers:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantforge.architectures import SharedInput
 from quantforge.grids import ScaleType
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.values import total
@@ -48,7 +48,7 @@ class _Smoothed:
 
 @torch.no_grad()
 def apply(
-    part: BlockPart,
+    part: DecoderBlock,
     statistics: Mapping[str, Statistics],
     layers: Mapping[str, LayerScheme],
     rounding: Rounding,
@@ -68,7 +68,7 @@ def apply(
     changed, events, figures = dict(statistics), [], {}
     for shared in part.inputs:
         readers = [name for name in shared.linears if name in layers]
-        if shared.absorber is None or not readers:
+        if shared.scale_fold is None or not readers:
             continue
         schemes = {name: layers[name].weight for name in readers}
         pair = _SmoothPair(part, shared, schemes, layers[readers[0]].input)
@@ -89,7 +89,7 @@ class _SmoothPair:
 
     def __init__(
         self,
-        part: BlockPart,
+        part: DecoderBlock,
         shared: SharedInput,
         schemes: Mapping[str, Scheme],
         activation: Activation | None,

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import Architecture
 from quantforge.architectures.expert_sets import has_single_experts
-from quantforge.architectures.match import Matched, match
+from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.files.finite_values import scan_finite
@@ -142,14 +142,16 @@ def load(
     form = detect(checkpoint.config)
     stored = checkpoint.headers()
     layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
-    matched = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
-    bits, total, size = _sizes(checkpoint, matched, layouts, stored)
+    model_layout = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
+    bits, total, size = _sizes(checkpoint, model_layout, layouts, stored)
     model = build(checkpoint.config)
-    mapping = _mapping_of(model, matched, checkpoint.config)
-    decoded = weights_to_decode(model, mapping, layouts, matched.architecture)
+    mapping = _mapping_of(model, model_layout, checkpoint.config)
+    decoded = weights_to_decode(model, mapping, layouts, model_layout.architecture)
     where = torch.device(device)
-    cuts = {} if share is None else cuts_of(model, matched, layouts, share)
-    check_weights(*most_held(matched, layouts, stored, dtype, decoded, cuts), free_bytes(where))
+    cuts = {} if share is None else cuts_of(model, model_layout, layouts, share)
+    check_weights(
+        *most_held(model_layout, layouts, stored, dtype, decoded, cuts), free_bytes(where)
+    )
     filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
     filler.fill(model, mapping, decoded)
     if input_bits != EXACT:
@@ -157,7 +159,7 @@ def load(
     cache = kv_scales.found(checkpoint.config, stored)
     scales = read_scales(checkpoint, cache, where, share) if cache.names else None
     if scales is not None:
-        _round_cache(model, matched, scales)
+        _round_cache(model, model_layout, scales)
     return Loaded(
         model=model,
         path=checkpoint.path,
@@ -179,7 +181,7 @@ def load(
 
 
 def _mapping_of(
-    model: PreTrainedModel, matched: Matched, config: Mapping[str, Any]
+    model: PreTrainedModel, model_layout: ModelLayout, config: Mapping[str, Any]
 ) -> WeightMapping:
     """Return the bridge of a checkpoint: by its declarations, or by transformers' rules where it has none.
 
@@ -189,35 +191,35 @@ def _mapping_of(
         InputError: tensors have no place in the model.
         RefusedError: no declarations can be derived; the message says why.
     """
-    stored = [tensor.header for tensor in matched.tensors]
-    if matched.architecture is None or matched.architecture.converted:
+    stored = [tensor.header for tensor in model_layout.tensors]
+    if model_layout.architecture is None or model_layout.architecture.converted:
         mapping = WeightMapping(model, stored)
         if not has_single_experts(mapping.left_over):
             return mapping
         from quantforge.model.derive.derive import derive_for
 
-        matched = match(config, stored, derive_for(config, stored))
-    return WeightMapping(model, matched)
+        model_layout = match_tensors(config, stored, derive_for(config, stored))
+    return WeightMapping(model, model_layout)
 
 
 def _sizes(
     checkpoint: Checkpoint,
-    matched: Matched,
+    model_layout: ModelLayout,
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
 ) -> tuple[float, float, int]:
     """Return `stored_sizes`, by the files where these hold less than what is read of them."""
-    bits, total, size = stored_sizes(matched, layouts, stored)
+    bits, total, size = stored_sizes(model_layout, layouts, stored)
     if PRECISION in checkpoint.facts:
         size = sum(entry.nbytes for entry in checkpoint.opened.entries.values())
         bits = total = total * size / sum(item.nbytes for item in stored.values())
     return bits, total, size
 
 
-def _round_cache(model: PreTrainedModel, matched: Matched, scales: LayerScales) -> None:
+def _round_cache(model: PreTrainedModel, model_layout: ModelLayout, scales: LayerScales) -> None:
     """Let attention layers compute with keys and values rounded by the scales of each."""
     for block, pair in scales.items():
-        attention = f"{matched.block_name(block)}.{kv_scales.ATTENTION}"
+        attention = f"{model_layout.block_name(block)}.{kv_scales.ATTENTION}"
         listen(model.get_submodule(attention), RoundedCache(*pair))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures.match import Matched, Role
+from quantforge.architectures.match import ModelLayout, Role
 from quantforge.formats import ModuleLayout
 from quantforge.model.model_parts import head_of
 from quantforge.plans import StoredTensor
@@ -29,11 +29,13 @@ PACKING = 1.1  # most that kernels add to the bytes of the files
 
 
 def stored_sizes(
-    matched: Matched, layouts: Mapping[str, ModuleLayout], stored: Mapping[str, StoredTensor]
+    model_layout: ModelLayout,
+    layouts: Mapping[str, ModuleLayout],
+    stored: Mapping[str, StoredTensor],
 ) -> tuple[float, float, int]:
     """Return bits per quantized weight, bits per weight, and bytes, as stored."""
     weights = packed_weights = size = packed_size = 0
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         count = math.prod(tensor.header.shape)
         layout = layouts.get(tensor.header.name.removesuffix(".weight"))
         parts = layout.tensor_names if layout else (tensor.header.name,)
@@ -46,7 +48,7 @@ def stored_sizes(
 
 
 def most_held(
-    matched: Matched,
+    model_layout: ModelLayout,
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
@@ -59,7 +61,7 @@ def most_held(
     """
     needed = weights = 0
     cuts = cuts or {}
-    for tensor in matched.tensors:
+    for tensor in model_layout.tensors:
         count = math.prod(tensor.header.shape)
         layout = layouts.get(tensor.header.name.removesuffix(".weight"))
         weights += count

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind, Parameter
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import supports
 from quantforge.runtime.linear import KernelWeight, SummedLinear
@@ -170,7 +170,7 @@ def _total(part: Tensor) -> Tensor:
 
 def cuts_of(
     model: PreTrainedModel,
-    matched: Matched,
+    model_layout: ModelLayout,
     layouts: Mapping[str, ModuleLayout],
     share: Share,
 ) -> dict[str, Cut]:
@@ -178,27 +178,27 @@ def cuts_of(
 
     Args:
         model: the skeleton.
-        matched: its checkpoint.
+        model_layout: its checkpoint.
         layouts: the quantized linears, by the stored name of their module.
         share: of this process.
 
     Raises:
         RefusedError: a model that is not shared, with the reason.
     """
-    family, sizes = matched.architecture, matched.dimensions
+    family, sizes = model_layout.architecture, model_layout.dimensions
     if family is None or sizes is None or family.own_graph is None or not supports(model):
-        raise _refused(f"model_type {matched.model_type!r} is not computed by the own decoder")
+        raise _refused(f"model_type {model_layout.model_type!r} is not computed by the own decoder")
     share.of(sizes.kv_heads, "key/value heads")
     found = {}
-    for index, kind in enumerate(matched.layers):
+    for index, kind in enumerate(model_layout.layers):
         if kind.stacks:
-            raise _refused(f"{matched.block_name(index)}: experts of a mixture are not split")
+            raise _refused(f"{model_layout.block_name(index)}: experts of a mixture are not split")
         for item in kind.parameters:
-            name = f"{matched.block_name(index)}.{item.name}"
-            held = matched.by_name.get(name)
+            name = f"{model_layout.block_name(index)}.{item.name}"
+            held = model_layout.by_name.get(name)
             if held is None:
                 continue
-            cut = _cut(matched, kind, item, name.rpartition(".")[0], share)
+            cut = _cut(model_layout, kind, item, name.rpartition(".")[0], share)
             if cut is None:
                 continue
             layout = layouts.get(held.header.name.removesuffix(".weight"))
@@ -209,10 +209,10 @@ def cuts_of(
 
 
 def _cut(
-    matched: Matched, kind: LayerKind, item: Parameter, module: str, share: Share
+    model_layout: ModelLayout, kind: LayerKind, item: Parameter, module: str, share: Share
 ) -> Cut | None:
     """Return how a parameter of a block is cut; None: every process holds all of it."""
-    family, sizes = matched.architecture, matched.dimensions
+    family, sizes = model_layout.architecture, model_layout.dimensions
     assert family is not None
     assert sizes is not None
     graph = family.own_graph

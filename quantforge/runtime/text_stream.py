@@ -58,13 +58,13 @@ class TextStream:
             SourceError: the tokenizer cannot decode.
         """
         self._ids.append(token)
-        return self._matched(self._piece(whole=True))
+        return self._model_layout(self._piece(whole=True))
 
     def rest(self) -> str:
         """Return the text that is left when no token follows; errors as `add`."""
-        return self._matched(self._piece(whole=False)) + self._matcher.rest()
+        return self._model_layout(self._piece(whole=False)) + self._matcher.rest()
 
-    def _matched(self, piece: str) -> str:
+    def _model_layout(self, piece: str) -> str:
         sure = self._matcher.add(piece)
         self.decoded += len(piece)
         self.sure += len(sure)

@@ -66,7 +66,7 @@ def check_within(report: Report, artifact: Artifact) -> None:
     except InputError as error:
         report.add("unreadable", error.file or "", error.message)
         return
-    rows = [t.header.shape[0] for t in artifact.matched.tensors if t.role is Role.EMBEDDING]
+    rows = [t.header.shape[0] for t in artifact.model_layout.tensors if t.role is Role.EMBEDDING]
     find_contradictions(report, own, min(rows, default=0))
     try:
         for text in _doubts(artifact):

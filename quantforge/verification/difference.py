@@ -97,7 +97,7 @@ class Difference:
 def difference(first: Path, second: Path) -> Difference:
     """Compare two models of any format that is read; errors as `open_source`."""
     one, other = open_source(first, one_by_one=True), open_source(second, one_by_one=True)
-    names = [model.matched.by_name.keys() for model in (one, other)]
+    names = [model.model_layout.by_name.keys() for model in (one, other)]
     common = sorted(names[0] & names[1])
     tensors = {}
     for done, name in enumerate(common):
@@ -132,7 +132,7 @@ def _alone(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
 
 def _alike(one: Original, other: Original, name: str) -> bool:
     """Return whether a tensor, decoded, has the same type, shape and values in both."""
-    tensors = [(model, model.matched.by_name[name].header) for model in (one, other)]
+    tensors = [(model, model.model_layout.by_name[name].header) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
     first, second = (model.checkpoint.read(stored.name) for model, stored in tensors)

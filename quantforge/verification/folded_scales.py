@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Absorbs, SharedInput
-from quantforge.architectures.match import Matched, declared
+from quantforge.architectures import FoldKind, SharedInput
+from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.model.scale_folding import expand_heads
 
 MIN_SPREAD = 0.02  # standard deviation of log factors from which they are more than noise
@@ -80,12 +80,12 @@ class Folds:
 
 
 def folds_of(
-    matched: Matched, index: int, source: Weight, stored: Weight, tuning: float = TUNING
+    model_layout: ModelLayout, index: int, source: Weight, stored: Weight, tuning: float = TUNING
 ) -> Folds:
     """Find the factors of one block.
 
     Args:
-        matched: says which linears read what, and what can take a factor.
+        model_layout: says which linears read what, and what can take a factor.
         index: of the block.
         source: weights of the source.
         stored: weights of the artifact, decoded.
@@ -98,23 +98,23 @@ def folds_of(
             return None
         return before, after
 
-    folds, block = Folds(), matched.block_name(index)
-    for norm, shared in absorbing_norms(matched, index):
+    folds, block = Folds(), model_layout.block_name(index)
+    for norm, shared in absorbing_norms(model_layout, index):
         _find_norm_factors(folds, norm, shared, block, pair, tuning)
-    for shared in matched.layers[index].inputs:
-        if shared.absorber is not None and shared.absorber.kind is Absorbs.ROWS:
-            _find_row_factors(folds, matched, shared, block, pair)
+    for shared in model_layout.layers[index].inputs:
+        if shared.scale_fold is not None and shared.scale_fold.kind is FoldKind.ROWS:
+            _find_row_factors(folds, model_layout, shared, block, pair)
     return folds
 
 
-def absorbing_norms(matched: Matched, index: int) -> list[tuple[str, SharedInput]]:
+def absorbing_norms(model_layout: ModelLayout, index: int) -> list[tuple[str, SharedInput]]:
     """Return the norms of a block that can take a factor, each with an input that it makes."""
-    if not 0 <= index < len(matched.layers):
+    if not 0 <= index < len(model_layout.layers):
         return []
     return [
-        (f"{matched.block_name(index)}.{shared.absorber.module}", shared)
-        for shared in matched.layers[index].inputs
-        if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS
+        (f"{model_layout.block_name(index)}.{shared.scale_fold.module}", shared)
+        for shared in model_layout.layers[index].inputs
+        if shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS
     ]
 
 
@@ -122,10 +122,10 @@ def _find_norm_factors(
     folds: Folds, norm: str, shared: SharedInput, block: str, pair: Pairs, tuning: float
 ) -> None:
     """Compare the gains of a norm, and check that the columns of its readers agree with the quotient."""
-    assert shared.absorber is not None
+    assert shared.scale_fold is not None
     if (gains := pair(norm)) is None:
         return
-    offset = 1.0 if shared.absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
+    offset = 1.0 if shared.scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
     before, after = (gain + offset for gain in gains)
     same = (before - after).abs() <= UNCHANGED * torch.maximum(before.abs(), after.abs())
     if bool(same.all()):
@@ -159,13 +159,13 @@ def _find_norm_factors(
 
 
 def _find_row_factors(
-    folds: Folds, matched: Matched, shared: SharedInput, block: str, pair: Pairs
+    folds: Folds, model_layout: ModelLayout, shared: SharedInput, block: str, pair: Pairs
 ) -> None:
     """Fit both sides of a factor between a linear and its reader."""
-    assert shared.absorber is not None
-    architecture, dimensions = declared(matched)
-    producer, reader = f"{block}.{shared.absorber.module}", f"{block}.{shared.key}"
-    rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
+    assert shared.scale_fold is not None
+    architecture, dimensions = require_declarations(model_layout)
+    producer, reader = f"{block}.{shared.scale_fold.module}", f"{block}.{shared.key}"
+    rows = architecture.rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
     made, read, own, other = pair(producer), pair(reader), None, None
     if made is not None:
         own = _fit(folds.applied(producer, made[0])[rows], made[1][rows], dim=1)

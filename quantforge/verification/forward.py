@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation.divergence import Estimate
 from quantforge.evaluation.text_windows import cut_windows
@@ -35,7 +35,7 @@ from quantforge.formats import kv_scales
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decoded
 from quantforge.formats.read_checks import positive
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 from quantforge.model.model_class import class_of
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
@@ -120,11 +120,11 @@ class Inputs:
 class ChangedWeights:
     """A checkpoint some of whose tensors are taken from elsewhere, as a `ModelStream` reads it."""
 
-    def __init__(self, checkpoint: Checkpoint, matched: Matched, values: Values) -> None:
+    def __init__(self, checkpoint: Checkpoint, model_layout: ModelLayout, values: Values) -> None:
         """Take what ``values`` returns; where it returns None the checkpoint is read."""
         self.config: Mapping[str, Any] = checkpoint.config
         self._checkpoint, self._values = checkpoint, values
-        self._places = {tensor.header.name: tensor for tensor in matched.tensors}
+        self._places = {tensor.header.name: tensor for tensor in model_layout.tensors}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by its stored name."""
@@ -176,26 +176,26 @@ class ForwardPass:
         if not run:
             return
         own = decoded(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
-        weights = ChangedWeights(own, artifact.matched, stored)
+        weights = ChangedWeights(own, artifact.model_layout, stored)
         if source is None:
-            self._ids = spread(artifact.matched)
-            self._open("artifact", weights, artifact.matched)
+            self._ids = spread(artifact.model_layout)
+            self._open("artifact", weights, artifact.model_layout)
             return
-        own_blocks, blocks = len(artifact.matched.layers), len(source.matched.layers)
+        own_blocks, blocks = len(artifact.model_layout.layers), len(source.model_layout.layers)
         if own_blocks != blocks:
             report.skip(f"the source has {blocks} blocks, the artifact {own_blocks}", "logits")
             return
         self._ids = windows_of(source)
-        self._open("source", source.checkpoint, source.matched)
+        self._open("source", source.checkpoint, source.model_layout)
         if "source" not in self._streams:
             return
-        self._open("artifact", weights, artifact.matched)
+        self._open("artifact", weights, artifact.model_layout)
         if not _same_configuration(artifact, source):
-            weights = ChangedWeights(source.checkpoint, source.matched, self._stored)
-            self._open("decoded", weights, source.matched)
+            weights = ChangedWeights(source.checkpoint, source.model_layout, self._stored)
+            self._open("decoded", weights, source.model_layout)
         if artifact.layouts:
-            weights = ChangedWeights(source.checkpoint, source.matched, plain)
-            self._open("rounded", weights, source.matched)
+            weights = ChangedWeights(source.checkpoint, source.model_layout, plain)
+            self._open("rounded", weights, source.model_layout)
 
     def begin(self) -> None:
         """Embed the tokens."""
@@ -249,7 +249,7 @@ class ForwardPass:
 
     def _stored(self, name: str) -> Tensor | None:
         """Return a weight of the artifact: its head in place of the embedding where only the source ties the two."""
-        own, family = self._artifact.matched, self._artifact.matched.architecture
+        own, family = self._artifact.model_layout, self._artifact.model_layout.architecture
         if self._at_head and family and not own.tied and name == f"{family.embedding}.weight":
             name = f"{family.head}.weight"
         return self._values(name)
@@ -282,14 +282,14 @@ class ForwardPass:
                 f" {rounded.mean:.3g}",
             )
 
-    def _open(self, name: str, weights: TensorSource, matched: Matched) -> None:
-        if matched.architecture is None:
+    def _open(self, name: str, weights: TensorSource, model_layout: ModelLayout) -> None:
+        if model_layout.architecture is None:
             self._failed(name, RefusedError("the blocks of this family are not declared"))
             return
         try:
             _check_cache_class(weights.config)
             self._streams[name] = ModelStream(
-                weights, matched, self._ids, micro_batch=2, device=self._device
+                weights, model_layout, self._ids, micro_batch=2, device=self._device
             )
         except (InputError, RefusedError) as error:
             self._failed(name, error)
@@ -345,7 +345,7 @@ class ForwardPass:
         )
 
     def _ended(self, stream: ModelStream) -> None:
-        family = self._source.matched.architecture if self._source else None
+        family = self._source.model_layout.architecture if self._source else None
         assert family is not None  # else the source is not run
         states = torch.cat([item.cpu() for item in stream.final_hidden()]).flatten(0, -2)
         seen = Statistics(len(states), peaks=states.abs().amax(0), sample=states)
@@ -383,36 +383,38 @@ def window_divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
 def windows_of(source: Original) -> Tensor:
     """Return token ids ``[windows, length]`` of the text, or spread ones where the tokenizer gives none that fit."""
-    matched = source.matched
-    ids = spread(matched)
+    model_layout = source.model_layout
+    ids = spread(model_layout)
     count, length = ids.shape
     try:
         text = "\n".join(builtin("evaluation"))[:CHARACTERS]
         words = cut_windows(tokenizer_of(source.checkpoint), text, count, length).ids
     except InputError:
         return ids
-    return words if len(words) > 1 and int(words.max()) < _vocabulary(matched) else ids
+    return words if len(words) > 1 and int(words.max()) < _vocabulary(model_layout) else ids
 
 
-def spread(matched: Matched) -> Tensor:
+def spread(model_layout: ModelLayout) -> Tensor:
     """Return token ids ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
     length = LENGTH
-    slides = matched.config.get("sliding_window")
+    slides = model_layout.config.get("sliding_window")
     if isinstance(slides, int) and 2 <= slides < length:
         length = slides
     count = WINDOWS * LENGTH // length
     steps = torch.arange(count * length) * 2654435761 % 4294967296
-    return (steps * _vocabulary(matched) // 4294967296).view(count, length)
+    return (steps * _vocabulary(model_layout) // 4294967296).view(count, length)
 
 
-def _vocabulary(matched: Matched) -> int:
+def _vocabulary(model_layout: ModelLayout) -> int:
     return (
-        matched.dimensions.vocab if matched.dimensions else int(matched.config.get("vocab_size", 1))
+        model_layout.dimensions.vocab
+        if model_layout.dimensions
+        else int(model_layout.config.get("vocab_size", 1))
     )
 
 
 def _advanced(stream: ModelStream, index: int) -> None:
-    part: BlockPart = stream.block(index)
+    part: DecoderBlock = stream.block(index)
     part.advance()
     part.close()
 

@@ -116,9 +116,9 @@ def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Par
     checkpoint = source.checkpoint
     if isinstance(checkpoint, GgufCheckpoint):
         return {key: value.value for key, value in checkpoint.file.metadata.items()}, None
-    config = source.matched.config
+    config = source.model_layout.config
     found = parameters(config)
-    rows = next(t.header.shape[0] for t in source.matched.tensors if t.role is Role.EMBEDDING)
+    rows = next(t.header.shape[0] for t in source.model_layout.tensors if t.role is Role.EMBEDDING)
     try:
         words = vocabulary(checkpoint.path, rows, config)
     except RefusedError:

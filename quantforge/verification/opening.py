@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantforge.architectures.draft_heads import type_of
 from quantforge.architectures.expert_sets import has_single_experts
-from quantforge.architectures.match import Matched, MatchedTensor
+from quantforge.architectures.match import MatchedTensor, ModelLayout
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
 from quantforge.files import without_experts
@@ -93,14 +93,14 @@ class Artifact:
         checkpoint: the tensors as stored.
         form: the format.
         layouts: the quantized weights, by module name as stored.
-        matched: the tensors by the names of the family, quantized weights as if they were plain.
+        model_layout: the tensors by the names of the family, quantized weights as if they were plain.
         running: by its manifest, tensors are stored in the shapes that transformers' modules hold.
     """
 
     checkpoint: Checkpoint
     form: Format
     layouts: Mapping[str, ModuleLayout]
-    matched: Matched
+    model_layout: ModelLayout
     running: bool = False
 
     def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
@@ -118,17 +118,17 @@ class Original:
     """The model that an artifact is compared with; if it is quantized, it is decoded when it is read."""
 
     checkpoint: Checkpoint
-    matched: Matched
+    model_layout: ModelLayout
 
     def weight(self, name: str) -> Tensor | None:
         """Return a weight by its name in the family, float32, linears as ``[out, in]``; None if there is none."""
-        family = self.matched.architecture
+        family = self.model_layout.architecture
         head, embedding = (
             (family.head, family.embedding) if family else ("lm_head", "model.embed_tokens")
         )
-        found = self.matched.by_name.get(name)
-        if found is None and self.matched.tied and name == f"{head}.weight":
-            found = self.matched.by_name.get(f"{embedding}.weight")
+        found = self.model_layout.by_name.get(name)
+        if found is None and self.model_layout.tied and name == f"{head}.weight":
+            found = self.model_layout.by_name.get(f"{embedding}.weight")
         if found is None:
             return None
         value = self.checkpoint.read(found.header.name).float()
@@ -160,12 +160,12 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         return None
     try:
         derive = derive or has_single_experts(stored)
-        matched = match_quantized(checkpoint, layouts, stored, derive=derive)
+        model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
     except InputError as error:
         _stop(report, "incomplete", error)
         return None
     running = DeclaredChanges.of(manifest.read(path)).running
-    return Artifact(checkpoint, form, layouts, matched, running)
+    return Artifact(checkpoint, form, layouts, model_layout, running)
 
 
 def open_source(
@@ -194,7 +194,7 @@ def open_source(
     before, merged = DeclaredChanges.of(document), manifest.declared_adapter(document)
     checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
     stored, layouts = _headers(checkpoint)
-    matched = match_quantized(checkpoint, layouts, stored, derive=derive)
+    model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decoded(checkpoint) if layouts else checkpoint
     view = running_form(plain) if declared.running else plain
     if one_by_one:
@@ -206,8 +206,8 @@ def open_source(
     if declared.transforms and not before.transforms:
         view = prepared(view, declared.transforms)
     if view is not plain:
-        matched = match_quantized(view, {}, _entries(view), derive=derive)
-    return Original(view, matched)
+        model_layout = match_quantized(view, {}, _entries(view), derive=derive)
+    return Original(view, model_layout)
 
 
 def folds_factors(document: Mapping[str, Any] | None) -> bool:

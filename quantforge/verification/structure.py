@@ -89,11 +89,11 @@ def _linears(artifact: Artifact) -> dict[str, bool | None]:
     """Return whether each linear is quantized, by module as stored; None for a tied head, which has no tensor."""
     found: dict[str, bool | None] = {}
     head = head_of(artifact.checkpoint.config)
-    for tensor in artifact.matched.tensors:
+    for tensor in artifact.model_layout.tensors:
         module, packed = _module(tensor), artifact.layout(tensor) is not None
         if packed or tensor.role is Role.LINEAR or module == head:
             found[module] = packed
-    return {head: None, **found} if artifact.matched.tied else found
+    return {head: None, **found} if artifact.model_layout.tied else found
 
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
@@ -102,7 +102,7 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
         report.skip("engines of the format load every matrix separately", "siblings")
         return
     schemes: dict[str, dict[str, str]] = {}
-    for tensor in artifact.matched.tensors:
+    for tensor in artifact.model_layout.tensors:
         if tensor.role is Role.LINEAR and tensor.shared:
             layout = artifact.layout(tensor)
             scheme = str(layout.scheme) if layout else "not quantized"
@@ -140,8 +140,10 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
         else:
             report.warn("vocabulary", path.name, f"its tokens cannot be read: {error.message}")
         return
-    found = [t for t in artifact.matched.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
-    if artifact.matched.architecture is None:  # names alone cannot tell it from tables of positions
+    found = [t for t in artifact.model_layout.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
+    if (
+        artifact.model_layout.architecture is None
+    ):  # names alone cannot tell it from tables of positions
         most = max((tensor.header.shape[0] for tensor in found), default=0)
         found = [tensor for tensor in found if tensor.header.shape[0] == most]
     for tensor in found:
@@ -181,15 +183,15 @@ def _check_towers(report: Report, artifact: Artifact, source: Original | None) -
 
     Their tensors are those of the source; without a source, those that transformers expects.
     """
-    foreign = artifact.matched.foreign
+    foreign = artifact.model_layout.foreign
     whole = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
     own = {_short(tensor.name) for tensor in foreign}
     towers = {_tower(name) for name in own}
     unclear = {
-        _tower(t.header.name) for t in artifact.matched.tensors if t.role is not Role.FOREIGN
+        _tower(t.header.name) for t in artifact.model_layout.tensors if t.role is not Role.FOREIGN
     }
     if source is not None:
-        expected = {tensor.name: tensor.draft_head for tensor in source.matched.foreign}
+        expected = {tensor.name: tensor.draft_head for tensor in source.model_layout.foreign}
         unclear |= {_tower(name) for name in own - {*map(_short, expected)}}  # renamed by a tool
     elif whole:
         plain = _plain(artifact)
@@ -221,18 +223,20 @@ def _plain(artifact: Artifact) -> list[StoredTensor]:
 
 
 def _model_of(artifact: Artifact) -> ModelToLoad:
-    matched, family = artifact.matched, artifact.matched.architecture
+    model_layout, family = artifact.model_layout, artifact.model_layout.architecture
     layouts = artifact.layouts
     return ModelToLoad(
         {module: (layout.scheme, layout.shape) for module, layout in layouts.items()},
-        (matched.model_type, str(artifact.checkpoint.config.get("model_type"))),
+        (model_layout.model_type, str(artifact.checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
         turned=any(layout.turned for layout in layouts.values()),
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
-        kept=tuple(t.header.name for t in matched.tensors if artifact.layout(t) is None),
-        embedding=any(t.role is Role.EMBEDDING and artifact.layout(t) for t in matched.tensors),
+        kept=tuple(t.header.name for t in model_layout.tensors if artifact.layout(t) is None),
+        embedding=any(
+            t.role is Role.EMBEDDING and artifact.layout(t) for t in model_layout.tensors
+        ),
         running=artifact.running,
-        draft=matched.draft,
+        draft=model_layout.draft,
     )
 
 

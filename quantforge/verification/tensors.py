@@ -130,15 +130,15 @@ class TensorChecks:
 
     def check(self) -> None:
         """Check all tensors, and the logits."""
-        matched = self._artifact.matched
-        outer = [t for t in matched.tensors if t.block < 0]
+        model_layout = self._artifact.model_layout
+        outer = [t for t in model_layout.tensors if t.block < 0]
         self._check([t for t in outer if t.role is not Role.HEAD], -1)
         self._pass.begin()
         self._forget()
-        for index in range(matched.blocks):
-            tell(matched.block_name(index), index + 1, matched.blocks + 1)
+        for index in range(model_layout.blocks):
+            tell(model_layout.block_name(index), index + 1, model_layout.blocks + 1)
             self._pass.source_block(index)
-            self._check([t for t in matched.tensors if t.block == index], index)
+            self._check([t for t in model_layout.tensors if t.block == index], index)
             self._pass.other_blocks(index)
             self._forget()
         self._pass.end_source()
@@ -157,7 +157,7 @@ class TensorChecks:
         """Return a weight of the artifact in float32 by canonical name, linears as ``[out, in]``; None without it."""
         if name in self._values:
             return self._values[name]
-        tensor = self._artifact.matched.by_name.get(name)
+        tensor = self._artifact.model_layout.by_name.get(name)
         if tensor is None or tensor.header.name in self._unreadable:
             return None
         found = self._unpacked(tensor)
@@ -174,7 +174,7 @@ class TensorChecks:
         """Return a weight of the source, rounded plainly as the artifact's is; None where it is stored as it is."""
         if name in self._plain:
             return self._plain[name]
-        tensor = self._artifact.matched.by_name.get(name)
+        tensor = self._artifact.model_layout.by_name.get(name)
         layout = None if tensor is None else self._artifact.layout(tensor)
         target = None if layout is None else self._target(name)
         if layout is None or target is None or target.shape != layout.shape:
@@ -213,9 +213,11 @@ class TensorChecks:
             self._check_alone(tensor)
         if self._source is None:
             return
-        matched, self._folds = self._artifact.matched, Folds()
-        if block >= 0 and self._may_fold and matched.architecture is not None:
-            self._folds = folds_of(matched, block, self._source.weight, self.stored, self._tuning)
+        model_layout, self._folds = self._artifact.model_layout, Folds()
+        if block >= 0 and self._may_fold and model_layout.architecture is not None:
+            self._folds = folds_of(
+                model_layout, block, self._source.weight, self.stored, self._tuning
+            )
         for module, text in self._folds.problems.items():
             self._report.warn("fold", f"{module}.weight", text)
         self.folded += [*self._folds.norms, *self._folds.rows]
@@ -256,7 +258,7 @@ class TensorChecks:
 
     def _similar(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are alike, as in copied blocks, so that their codes may be equal."""
-        names = {t.header.name: t.name for t in self._artifact.matched.tensors}
+        names = {t.header.name: t.name for t in self._artifact.model_layout.tensors}
         first, second = (
             self._source.weight(names.get(f"{one}.weight", "")) if self._source else None
             for one in (module, other)
@@ -362,7 +364,7 @@ class TensorChecks:
         Those that may have been swapped are tried: of the same block first, then the same one of other blocks.
         """
         assert self._source is not None
-        alike = [t for t in self._artifact.matched.tensors if t.role is tensor.role]
+        alike = [t for t in self._artifact.model_layout.tensors if t.role is tensor.role]
         leaf = tensor.name.partition(f".{tensor.block}.")[2]
         near = [t for t in alike if t.block == tensor.block and t is not tensor]
         far = [t for t in alike if t.block != tensor.block and t.name.endswith(f".{leaf}")]
@@ -422,11 +424,11 @@ class TensorChecks:
 
     def _may_be_tuned(self, tensor: MatchedTensor, value: Tensor, target: Tensor) -> bool:
         """Return whether gains of a norm, or its bias, differ by no more than tuning changes gains."""
-        matched, (module, _, leaf) = self._artifact.matched, tensor.name.rpartition(".")
-        norms = [norm for norm, _ in absorbing_norms(matched, tensor.block)]
+        model_layout, (module, _, leaf) = self._artifact.model_layout, tensor.name.rpartition(".")
+        norms = [norm for norm, _ in absorbing_norms(model_layout, tensor.block)]
         if module not in self._folds.norms and (leaf != "weight" or module not in norms):
             return False
-        offset = matched.architecture.norm_offset if matched.architecture else 0.0
+        offset = model_layout.architecture.norm_offset if model_layout.architecture else 0.0
         most = (self._tuning + UNCHANGED) * (target + offset).abs() + TINY
         return bool(((value.float() - target).abs() <= most).all())
 
@@ -453,7 +455,7 @@ class TensorChecks:
 
     def _report_unrelated(self) -> None:
         """Report tensors that resemble neither the source's nor others: once where they are most of the model."""
-        linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
+        linears = sum(t.role is Role.LINEAR for t in self._artifact.model_layout.tensors)
         if 2 * len(self._unrelated) > linears:
             text = (
                 f"this and {len(self._unrelated) - 1} more tensors do not resemble the source's: the model is in"
@@ -466,7 +468,7 @@ class TensorChecks:
 
     def _report_approximate(self) -> None:
         """Report unquantized matrices that differ everywhere: once where nearly all do, as in a decoded result."""
-        linears = sum(t.role is Role.LINEAR for t in self._artifact.matched.tensors)
+        linears = sum(t.role is Role.LINEAR for t in self._artifact.model_layout.tensors)
         first, count = next(iter(self._approximate), ""), len(self._approximate)
         if count > max(1, 0.9 * linears):
             text = f"this and {count - 1} more matrices are only near the source's: the model was quantized and"
@@ -479,12 +481,14 @@ class TensorChecks:
 
     def _check_absent(self, source: Original) -> None:
         """Report tensors of the source that the artifact does not have."""
-        matched = self._artifact.matched
-        head = f"{matched.architecture.head if matched.architecture else 'lm_head'}.weight"
-        for name, tensor in source.matched.by_name.items():
-            if name in matched.by_name or tensor.role is Role.FOREIGN:
+        model_layout = self._artifact.model_layout
+        head = (
+            f"{model_layout.architecture.head if model_layout.architecture else 'lm_head'}.weight"
+        )
+        for name, tensor in source.model_layout.by_name.items():
+            if name in model_layout.by_name or tensor.role is Role.FOREIGN:
                 continue
-            if name == head and matched.tied:
+            if name == head and model_layout.tied:
                 text = "tie_word_embeddings is true, and the source has a head of its own"
                 self._report.add("configuration", name, text)
             else:

@@ -84,7 +84,7 @@ def verify(
         if match is SourceMatch.SWAPPED:
             return report
         if match is SourceMatch.COMPARABLE:
-            single = any(tensor.expert >= 0 for tensor in artifact.matched.tensors)
+            single = any(tensor.expert >= 0 for tensor in artifact.model_layout.tensors)
             original = open_source(
                 source,
                 declared,

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge import api
 from quantforge.architectures import SharedInput
-from quantforge.architectures.match import Matched, MatchedTensor, Role, match
+from quantforge.architectures.match import MatchedTensor, ModelLayout, Role, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
 from quantforge.model.derive import derive
@@ -61,31 +61,33 @@ UNPROVEN = {
 }
 
 
-def derived(path: Path) -> Matched:
+def derived(path: Path) -> ModelLayout:
     checkpoint = open_checkpoint(path)
     stored = [entry.header() for entry in checkpoint.entries.values()]
-    return match(checkpoint.config, stored, derive_for(checkpoint.config, stored, whole=True))
+    return match_tensors(
+        checkpoint.config, stored, derive_for(checkpoint.config, stored, whole=True)
+    )
 
 
-def facts(matched: Matched, shared: SharedInput) -> object:
+def facts(model_layout: ModelLayout, shared: SharedInput) -> object:
     """What a declaration says of one shared input, without words that only it has."""
-    absorber, architecture = shared.absorber, matched.architecture
+    scale_fold, architecture = shared.scale_fold, model_layout.architecture
     assert architecture is not None
-    assert matched.dimensions is not None
+    assert model_layout.dimensions is not None
     produced = None
-    if absorber is not None:
-        rows = architecture.rows(matched.dimensions, absorber.module, absorber.rows)
-        produced = (absorber.kind, absorber.module, str(rows))
+    if scale_fold is not None:
+        rows = architecture.rows(model_layout.dimensions, scale_fold.module, scale_fold.rows)
+        produced = (scale_fold.kind, scale_fold.module, str(rows))
     # Of one linear that a norm precedes, the sub-block that is compared is a matter of taste, too.
     within = shared.within if len(shared.linears) > 1 else ""
     linears = tuple(name for name in shared.linears if not name.endswith(KEPT))
     return linears, within, shared.heads, shared.expert, produced
 
 
-def inner(matched: Matched, tensor: MatchedTensor) -> str:
+def inner(model_layout: ModelLayout, tensor: MatchedTensor) -> str:
     """Return the name of a tensor in its block; outside of the blocks the decoder's own, without the whole model's."""
     if tensor.block >= 0:
-        return tensor.name.removeprefix(f"{matched.block_name(tensor.block)}.")
+        return tensor.name.removeprefix(f"{model_layout.block_name(tensor.block)}.")
     return tensor.name.replace("model.language_model.", "model.").replace("language_model.", "")
 
 
@@ -113,7 +115,7 @@ def test_what_is_derived_is_what_is_declared(tiny: Tiny, family: str) -> None:
                 continue
             if (family, key) in ANY_SLICE:
                 assert shared.linears == other[key].linears
-                assert shared.absorber is not None
+                assert shared.scale_fold is not None
                 continue
             if (family, key) in UNPROVEN:
                 continue
@@ -165,14 +167,14 @@ def test_the_stream_of_a_derived_family_is_the_model(undeclared: Tiny, family: s
 
 @pytest.mark.parametrize("family", DENSE)
 def test_folding_every_derived_pair_preserves_the_function(undeclared: Tiny, family: str) -> None:
-    matched = derived(undeclared(family))
+    model_layout = derived(undeclared(family))
     model = whole_model(undeclared(family), torch.float64)
     folded = 0
     with InFloat64():
         expected = model(FEW).logits
-        for block in blocks_of(model, matched):
+        for block in blocks_of(model, model_layout):
             for number, shared in enumerate(block.inputs):
-                if shared.absorber is not None:
+                if shared.scale_fold is not None:
                     fold(block, shared, random_scale(block, shared, number))
                     folded += 1
                     changed = (model(FEW).logits - expected).abs().max()
@@ -202,8 +204,8 @@ def test_a_kind_of_layers_that_cuts_a_linear_otherwise_folds_nothing_into_it(
     undeclared: Tiny,
 ) -> None:
     """Heads of its last layer have no positions, and are wider."""
-    matched = derived(undeclared("mistral_large4"))
-    architecture, dimensions = matched.architecture, matched.dimensions
+    model_layout = derived(undeclared("mistral_large4"))
+    architecture, dimensions = model_layout.architecture, model_layout.dimensions
     assert architecture is not None
     assert dimensions is not None
     absorbs = []
@@ -212,9 +214,9 @@ def test_a_kind_of_layers_that_cuts_a_linear_otherwise_folds_nothing_into_it(
             item.name: [dimensions.size(text) for text in item.shape] for item in kind.parameters
         }
         (shared,) = (item for item in kind.inputs if "self_attn.o_proj" in item.linears)
-        absorbs.append(shared.absorber is not None)
-        if shared.absorber is not None:
-            rows = architecture.rows(dimensions, shared.absorber.module, shared.absorber.rows)
+        absorbs.append(shared.scale_fold is not None)
+        if shared.scale_fold is not None:
+            rows = architecture.rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
             assert isinstance(rows, list)
             assert len(rows) == shapes["self_attn.o_proj.weight"][1]
             assert max(rows) + 1 == shapes["self_attn.kv_b_proj.weight"][0]

@@ -73,9 +73,9 @@ def observed(
     micro_batch: int = 2,
     activations: Path | None = None,
 ) -> list[dict[str, Statistics]]:
-    checkpoint, matched = opened(path)
+    checkpoint, model_layout = opened(path)
     with ModelStream(
-        checkpoint, matched, ROWS, micro_batch=micro_batch, activations=activations
+        checkpoint, model_layout, ROWS, micro_batch=micro_batch, activations=activations
     ) as stream:
         for part in stream:
             if part.index == BLOCK:
@@ -199,8 +199,8 @@ def test_the_input_of_a_mixture_is_observed_where_the_weights_of_its_experts_are
 ) -> None:
     """Tokens are kept in the memory of the host, whatever the device."""
     lonely(tiny, monkeypatch, 3)
-    checkpoint, matched = opened(tiny("mixtral"))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    checkpoint, model_layout = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         for part in stream:
             if part.index == BLOCK:
                 part.observe({})
@@ -244,8 +244,8 @@ def test_neither_threads_nor_micro_batch_nor_place_change_a_bit(tiny: Tiny, tmp_
 
 
 def test_an_expert_that_overflows_is_named(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("mixtral"))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    checkpoint, model_layout = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         part = next(iter(stream))
         part.observe({})
         assert part.experts is not None
@@ -256,8 +256,8 @@ def test_an_expert_that_overflows_is_named(tiny: Tiny) -> None:
 
 
 def test_a_call_of_another_kind_is_refused(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("mixtral"))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    checkpoint, model_layout = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         part = next(iter(stream))
         mlp = part.module.get_submodule("mlp")
         mlp.register_forward_pre_hook(lambda module, args: module.experts(*args, args[0], args[0]))
@@ -267,8 +267,8 @@ def test_a_call_of_another_kind_is_refused(tiny: Tiny) -> None:
 
 def test_tokens_that_are_spread_over_several_experts_each_are_refused(tmp_path: Path) -> None:
     """Their inputs, multiplied by the weights of the router, would differ by expert."""
-    checkpoint, matched = opened(make_tiny("llama4", tmp_path / "m", num_experts_per_tok=2))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    checkpoint, model_layout = opened(make_tiny("llama4", tmp_path / "m", num_experts_per_tok=2))
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         parts = iter(stream)
         for _ in range(BLOCK):
             next(parts).advance()
@@ -295,8 +295,8 @@ def test_a_plan_refuses_what_would_observe_such_experts(
 
 
 def test_spread_tokens_that_are_not_finite_are_told(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("llama4"))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    checkpoint, model_layout = opened(tiny("llama4"))
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         parts = iter(stream)
         for _ in range(BLOCK):
             next(parts).advance()
@@ -309,8 +309,8 @@ def test_spread_tokens_that_are_not_finite_are_told(tiny: Tiny) -> None:
 
 
 def test_products_that_are_not_known_are_refused(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("mixtral"))
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    checkpoint, model_layout = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         part = next(iter(stream))
         part.observe({})
         assert part.experts is not None

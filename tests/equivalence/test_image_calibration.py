@@ -90,14 +90,17 @@ def test_files_reach_the_blocks_as_transformers_hands_them_over(
             for name, value in given.items()
         }
         whole(**cut)  # its attention mask included
-    checkpoint, matched = opened(model)
-    with torch.inference_mode(), ModelStream(checkpoint, matched, sample, micro_batch=2) as stream:
+    checkpoint, model_layout = opened(model)
+    with (
+        torch.inference_mode(),
+        ModelStream(checkpoint, model_layout, sample, micro_batch=2) as stream,
+    ):
         for part in stream:
             part.advance()
         assert torch.equal(stream._states.read(0, 2), torch.cat(last))
     draw_image(tmp_path / "images" / "0.png", 77)
     with (
-        ModelStream(checkpoint, matched, sample) as stream,
+        ModelStream(checkpoint, model_layout, sample) as stream,
         pytest.raises(InputError, match="calibration row 0 changed meanwhile"),
     ):
         stream.embed()

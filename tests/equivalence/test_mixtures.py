@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge.architectures.match import Matched, Role, match
+from quantforge.architectures.match import ModelLayout, Role, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint, open_checkpoint
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 from quantforge.model.scale_folding import fold
 from quantforge.model.stream import ModelStream
 from quantforge.plans import StoredTensor
@@ -51,9 +51,11 @@ BESIDE = (
 )
 
 
-def opened(path: Path) -> tuple[Checkpoint, Matched]:
+def opened(path: Path) -> tuple[Checkpoint, ModelLayout]:
     checkpoint = open_checkpoint(path)
-    return checkpoint, match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
+    return checkpoint, match_tensors(
+        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+    )
 
 
 def whole_model(path: Path) -> Any:
@@ -69,17 +71,19 @@ def whole_logits(model: Any, micro_batch: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("family", one_of_each(MIXTURES))
 def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
-    checkpoint, matched = opened(tiny(family))
-    assert {tensor.header.name for tensor in matched.tensors} == set(checkpoint.entries)
-    experts = [tensor for tensor in matched.tensors if tensor.expert >= 0]
+    checkpoint, model_layout = opened(tiny(family))
+    assert {tensor.header.name for tensor in model_layout.tensors} == set(checkpoint.entries)
+    experts = [tensor for tensor in model_layout.tensors if tensor.expert >= 0]
     assert all(tensor.role is Role.LINEAR for tensor in experts)
     stacked = STACKED.get(family, 0)
-    mixtures = [i for i, kind in enumerate(matched.layers) if kind.stacks]
+    mixtures = [i for i, kind in enumerate(model_layout.layers) if kind.stacks]
     assert mixtures == EXPECTED.get(family, [0, 1, 2])
     assert {(t.block, t.expert) for t in experts} == (
         set() if stacked else {(block, number) for block in mixtures for number in range(4)}
     )
-    kept = {t.name for t in matched.tensors if t.role is Role.OTHER and len(t.header.shape) > 1}
+    kept = {
+        t.name for t in model_layout.tensors if t.role is Role.OTHER and len(t.header.shape) > 1
+    }
     routers = {name for name in kept if name.endswith(ROUTERS)}
     kept -= {name for name in kept if name.endswith(BESIDE)}
     assert len(routers) == len(mixtures)
@@ -88,8 +92,8 @@ def test_every_tensor_has_its_place(tiny: Tiny, family: str) -> None:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
-    checkpoint, matched = opened(tiny(family))
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    checkpoint, model_layout = opened(tiny(family))
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         for part in stream:
             part.advance()
         streamed = torch.cat(list(stream.logits()))
@@ -101,9 +105,9 @@ def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
 @pytest.mark.parametrize("family", one_of_each(MIXTURES))
 def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
     """Every expert is read and set by its declared name, in one orientation, wherever the module holds it."""
-    checkpoint, matched = opened(tiny(family))
+    checkpoint, model_layout = opened(tiny(family))
     model = whole_model(tiny(family))
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         for part in stream:
             block = model.get_submodule(part.name)
             names = ("mlp", "feed_forward", "block_sparse_moe")
@@ -137,19 +141,20 @@ def test_a_changed_expert_changes_what_follows(tiny: Tiny, family: str) -> None:
 @pytest.mark.parametrize("family", one_of_each(MIXTURES))
 def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
     """Routers, inner norms of latent attention, the values of every head, what else reads a norm."""
-    _, matched = opened(tiny(family))
+    _, model_layout = opened(tiny(family))
     model = whole_model(tiny(family)).double()
     with InFloat64():
         expected = whole_logits(model, len(ROWS))
-        for index, kind in enumerate(matched.layers):
-            name = matched.block_name(index)
+        for index, kind in enumerate(model_layout.layers):
+            name = model_layout.block_name(index)
             known = {
-                item.name: matched.by_name.get(f"{name}.{item.name}") for item in kind.parameters
+                item.name: model_layout.by_name.get(f"{name}.{item.name}")
+                for item in kind.parameters
             }
             stored = {key: tensor.header for key, tensor in known.items() if tensor}
-            block = BlockPart(index, model.get_submodule(name), matched, stored, NO_ROWS)
+            block = DecoderBlock(index, model.get_submodule(name), model_layout, stored, NO_ROWS)
             for number, shared in enumerate(block.inputs):
-                if shared.absorber is None:
+                if shared.scale_fold is None:
                     continue
                 changed = fold(block, shared, random_scale(block, shared, number))
                 assert set(changed) >= {f"{name}.weight" for name in shared.readers}
@@ -159,8 +164,8 @@ def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: 
 
 def test_parameters_are_the_stored_ones(tiny: Tiny) -> None:
     """What is written of a block that stays is read by the names under which its files hold it."""
-    checkpoint, matched = opened(tiny("mixtral"))
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    checkpoint, model_layout = opened(tiny("mixtral"))
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         part = next(iter(stream))
         names = {part.stored_name(name): name for name in part.parameters()}
         assert set(names) == {name for name in checkpoint.entries if ".layers.0." in name}
@@ -179,10 +184,10 @@ def test_a_missing_expert_is_named_as_it_is_stored(tiny: Tiny, gone: str, words:
     checkpoint, _ = opened(tiny("mixtral"))
     stored = [entry.header() for name, entry in checkpoint.entries.items() if name != gone]
     with pytest.raises(InputError) as caught:
-        match(checkpoint.config, stored)
+        match_tensors(checkpoint.config, stored)
     assert words in caught.value.message
     with pytest.raises(InputError, match=r"experts.4.w1.weight: missing"):
-        match({**checkpoint.config, "num_local_experts": 5}, stored)
+        match_tensors({**checkpoint.config, "num_local_experts": 5}, stored)
     extra = StoredTensor("model.layers.0.block_sparse_moe.experts.4.w1.weight", "BF16", (128, 64))
     with pytest.raises(InputError, match=r"experts.4.w1.weight: not a tensor of mixtral"):
-        match(checkpoint.config, [*stored, extra])
+        match_tensors(checkpoint.config, [*stored, extra])

@@ -21,7 +21,7 @@ from quantforge import api
 from quantforge.api.reproduce import reproduce
 from quantforge.architectures import Parameter, architecture_of
 from quantforge.architectures.families import declared_families
-from quantforge.architectures.match import Role, match
+from quantforge.architectures.match import Role, match_tensors
 from quantforge.architectures.residual_stream import residual_stream
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
@@ -63,8 +63,10 @@ REFUSED = {
 
 
 def logits(checkpoint: Checkpoint) -> Tensor:
-    matched = match(checkpoint.config, [entry.header() for entry in checkpoint.entries.values()])
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    model_layout = match_tensors(
+        checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
+    )
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         for part in stream:
             part.advance()
         return torch.cat(list(stream.logits()))
@@ -76,13 +78,15 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     rotated = prepared(source, ["rotate"])
     before, after = logits(source), logits(rotated)
     assert float((after - before).norm() / before.norm()) <= 3e-6
-    matched = match(source.config, [entry.header() for entry in source.entries.values()])
-    stream = residual_stream(matched, "this")
+    model_layout = match_tensors(
+        source.config, [entry.header() for entry in source.entries.values()]
+    )
+    stream = residual_stream(model_layout, "this")
     for name in stream.norms:
-        gain = rotated.read(matched.by_name[name].header.name)
+        gain = rotated.read(model_layout.by_name[name].header.name)
         assert torch.equal(gain, torch.full_like(gain, 0.0 if family == "gemma" else 1.0)), name
     for name in stream.places:
-        stored = matched.by_name[name].header.name
+        stored = model_layout.by_name[name].header.name
         assert not torch.allclose(source.read(stored).float(), rotated.read(stored), atol=1e-3)
 
 
@@ -120,20 +124,24 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
     tiny: Tiny, item: Parameter, said: str
 ) -> None:
     source = open_checkpoint(tiny("llama"))
-    matched = match(source.config, [entry.header() for entry in source.entries.values()])
-    kinds = tuple(replace(k, parameters=(*k.parameters, item)) for k in matched.layers)
-    first = replace(matched.tensors[0], name=f"{matched.block_name(0)}.{item.name}")
-    changed = replace(matched, layers=kinds, tensors=(*matched.tensors, first))
+    model_layout = match_tensors(
+        source.config, [entry.header() for entry in source.entries.values()]
+    )
+    kinds = tuple(replace(k, parameters=(*k.parameters, item)) for k in model_layout.layers)
+    first = replace(model_layout.tensors[0], name=f"{model_layout.block_name(0)}.{item.name}")
+    changed = replace(model_layout, layers=kinds, tensors=(*model_layout.tensors, first))
     with pytest.raises(RefusedError, match=re.escape(first.name) + f".*{said}"):
         residual_stream(changed, "this")
 
 
 def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
     source = open_checkpoint(tiny("glm4-moe"))
-    matched = match(source.config, [entry.header() for entry in source.entries.values()])
-    head = replace(matched.tensors[0], name="further", role=Role.FOREIGN, draft_head=True)
+    model_layout = match_tensors(
+        source.config, [entry.header() for entry in source.entries.values()]
+    )
+    head = replace(model_layout.tensors[0], name="further", role=Role.FOREIGN, draft_head=True)
     with pytest.raises(RefusedError, match="lies outside of the decoder") as refused:
-        residual_stream(replace(matched, tensors=(*matched.tensors, head)), "this")
+        residual_stream(replace(model_layout, tensors=(*model_layout.tensors, head)), "this")
     assert refused.value.hint == "--mtp drop leaves heads for further tokens out"
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from quantforge.architectures.match import Matched, match
+from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint, open_checkpoint
-from quantforge.model.block import Batch, BlockPart, BlockRows
+from quantforge.model.block import Batch, BlockRows, DecoderBlock
 from quantforge.model.hidden_states import InMemory
 from quantforge.model.scale_folding import expand_heads, fold, representable
 from quantforge.model.statistics import Statistic
@@ -52,9 +52,11 @@ class Changed:
         return self.read(name)[first:last]
 
 
-def opened(path: Path) -> tuple[Checkpoint, Matched]:
+def opened(path: Path) -> tuple[Checkpoint, ModelLayout]:
     checkpoint = open_checkpoint(path)
-    return checkpoint, match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
+    return checkpoint, match_tensors(
+        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+    )
 
 
 def whole_model(path: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -81,8 +83,8 @@ def threads(count: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES_BESIDE_TOWERS])
 def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
-    checkpoint, matched = opened(tiny(family))
-    with ModelStream(checkpoint, matched, FEW, micro_batch=2) as stream:
+    checkpoint, model_layout = opened(tiny(family))
+    with ModelStream(checkpoint, model_layout, FEW, micro_batch=2) as stream:
         for part in stream:
             part.advance()
         streamed = torch.cat(list(stream.logits()))
@@ -93,12 +95,12 @@ def test_logits_equal_those_of_the_whole_model(tiny: Tiny, family: str) -> None:
 
 @pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
 def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: str) -> None:
-    checkpoint, matched = opened(tiny(family))
+    checkpoint, model_layout = opened(tiny(family))
     model = whole_model(tiny(family))
     seen: dict[str, list[Tensor]] = {}
     keys = {
-        f"{matched.block_name(index)}.{shared.key}"
-        for index, kind in enumerate(matched.layers)
+        f"{model_layout.block_name(index)}.{shared.key}"
+        for index, kind in enumerate(model_layout.layers)
         for shared in kind.inputs
     }
     for name, module in model.named_modules():
@@ -109,7 +111,7 @@ def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: st
                 )
             )
     whole_logits(model, some=FEW)
-    with ModelStream(checkpoint, matched, FEW, micro_batch=2) as stream:
+    with ModelStream(checkpoint, model_layout, FEW, micro_batch=2) as stream:
         for part in stream:
             observed = part.observe({shared.key: ALL for shared in part.inputs})
             assert list(observed) == [shared.key for shared in part.inputs]
@@ -123,11 +125,11 @@ def test_statistics_are_those_of_hooks_on_the_whole_model(tiny: Tiny, family: st
 
 
 def test_statistics_do_not_depend_on_threads(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("llama"))
+    checkpoint, model_layout = opened(tiny("llama"))
 
     def hessians() -> list[Tensor]:
         found = []
-        with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
             for part in stream:
                 observed = part.observe({shared.key: ALL for shared in part.inputs})
                 found += [
@@ -148,8 +150,8 @@ def test_statistics_do_not_depend_on_threads(tiny: Tiny) -> None:
 # Rounding knows no family; a state and scores that are not divided carry more of it on.
 @pytest.mark.parametrize("family", ["llama", "falcon-h1", "gemma4"])
 def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family: str) -> None:
-    checkpoint, matched = opened(tiny(family))
-    recurrent = any("A_log" in tensor.name for tensor in matched.tensors)
+    checkpoint, model_layout = opened(tiny(family))
+    recurrent = any("A_log" in tensor.name for tensor in model_layout.tensors)
     most = 0.06 if recurrent else 0.02  # a state carries what was lost to later tokens
     if family.startswith("gemma4"):
         most *= (
@@ -157,7 +159,9 @@ def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family
         )
     found = {}
     for precision in ("float32", "bfloat16"):
-        with ModelStream(checkpoint, matched, FEW, micro_batch=2, precision=precision) as stream:
+        with ModelStream(
+            checkpoint, model_layout, FEW, micro_batch=2, precision=precision
+        ) as stream:
             for part in stream:
                 observed = part.observe(
                     {s.key: ALL for s in part.inputs}, advance=part.index % 2 == 0
@@ -175,10 +179,12 @@ def test_products_in_bfloat16_give_nearly_the_same_statistics(tiny: Tiny, family
 
 
 def test_hidden_states_on_disk_are_the_same_and_leave_nothing(tiny: Tiny, tmp_path: Path) -> None:
-    checkpoint, matched = opened(tiny("mistral"))
+    checkpoint, model_layout = opened(tiny("mistral"))
     results = []
     for directory in (None, tmp_path):
-        with ModelStream(checkpoint, matched, ROWS, micro_batch=2, activations=directory) as stream:
+        with ModelStream(
+            checkpoint, model_layout, ROWS, micro_batch=2, activations=directory
+        ) as stream:
             for part in stream:
                 part.advance()
             results.append(torch.cat(list(stream.final_hidden())))
@@ -187,22 +193,22 @@ def test_hidden_states_on_disk_are_the_same_and_leave_nothing(tiny: Tiny, tmp_pa
 
 
 def test_one_block_has_weights_at_a_time(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("opt"))
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    checkpoint, model_layout = opened(tiny("opt"))
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         parts = []
         for part in stream:
             parts.append(part)
             real = [not any(p.is_meta for p in each.module.parameters()) for each in parts]
             assert real == [False] * part.index + [True]
             part.advance()
-        assert len(parts) == matched.blocks
+        assert len(parts) == model_layout.blocks
         assert all(p.is_meta for each in parts for p in each.module.parameters())
 
 
 def test_a_block_that_was_not_advanced_is_a_bug(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("opt"))
+    checkpoint, model_layout = opened(tiny("opt"))
     with (
-        ModelStream(checkpoint, matched, ROWS) as stream,
+        ModelStream(checkpoint, model_layout, ROWS) as stream,
         pytest.raises(RuntimeError, match="advanced"),
     ):
         for _ in stream:
@@ -212,9 +218,9 @@ def test_a_block_that_was_not_advanced_is_a_bug(tiny: Tiny) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
 def test_a_changed_weight_changes_what_follows(tiny: Tiny, family: str) -> None:
     """What a method puts in is what the rest of the model sees, in the right orientation."""
-    checkpoint, matched = opened(tiny(family))
+    checkpoint, model_layout = opened(tiny(family))
     model = whole_model(tiny(family))
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         for part in stream:
             for shared in part.inputs:
                 for linear in shared.linears:
@@ -233,8 +239,8 @@ def test_a_changed_weight_changes_what_follows(tiny: Tiny, family: str) -> None:
 
 
 def test_captured_inputs_reproduce_the_sub_block(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("gemma3"))
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    checkpoint, model_layout = opened(tiny("gemma3"))
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         for part in stream:
             outputs: list[Tensor] = []
             module = part.module.get_submodule("self_attn")
@@ -258,7 +264,7 @@ def test_an_activation_that_is_not_finite_is_an_error(
 ) -> None:
     if together:
         monkeypatch.setattr(Batch, "rows", lambda batch: [batch])
-    checkpoint, matched = opened(tiny("gpt2"))
+    checkpoint, model_layout = opened(tiny("gpt2"))
     rows = ROWS.clamp(min=8)
     rows[3, 5] = 7
     name = "transformer.wte.weight"
@@ -266,18 +272,18 @@ def test_an_activation_that_is_not_finite_is_an_error(
     table[7] = 3e38
     changed = Changed(checkpoint, {name: table})
     with (
-        ModelStream(changed, matched, rows, micro_batch=2) as stream,
+        ModelStream(changed, model_layout, rows, micro_batch=2) as stream,
         pytest.raises(InputError, match=r"transformer.h.0.attn.c_attn: .* calibration row 3"),
     ):
         next(iter(stream)).observe({"attn.c_attn": ALL})
 
 
 def test_a_weight_that_is_not_finite_is_an_error(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("llama"))
+    checkpoint, model_layout = opened(tiny("llama"))
     name = "model.layers.1.mlp.up_proj.weight"
     weight = checkpoint.read(name).clone()
     weight[3, 4] = torch.nan
-    with ModelStream(Changed(checkpoint, {name: weight}), matched, ROWS) as stream:
+    with ModelStream(Changed(checkpoint, {name: weight}), model_layout, ROWS) as stream:
         parts = iter(stream)
         next(parts).advance()
         with pytest.raises(InputError, match=r"model.layers.1.mlp.up_proj.weight.*\[3, 4\]"):
@@ -295,16 +301,16 @@ def test_a_weight_that_is_not_finite_is_an_error(tiny: Tiny) -> None:
     ],
 )
 def test_impossible_rows_are_refused(tiny: Tiny, rows: Tensor, message: str) -> None:
-    checkpoint, matched = opened(tiny("gpt2"))
+    checkpoint, model_layout = opened(tiny("gpt2"))
     with pytest.raises(InputError, match=message):
-        ModelStream(checkpoint, matched, rows)
+        ModelStream(checkpoint, model_layout, rows)
 
 
 def test_a_short_last_micro_batch_and_few_tokens(tiny: Tiny) -> None:
     """Only the embedding rows of tokens that occur are read; the result is the same."""
-    checkpoint, matched = opened(tiny("gemma2"))
+    checkpoint, model_layout = opened(tiny("gemma2"))
     rows = ROWS % 3
-    with ModelStream(checkpoint, matched, rows, micro_batch=4) as stream:
+    with ModelStream(checkpoint, model_layout, rows, micro_batch=4) as stream:
         for part in stream:
             part.advance()
         streamed = list(stream.logits())
@@ -325,17 +331,19 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def blocks_of(model: Any, matched: Matched) -> list[BlockPart]:
+def blocks_of(model: Any, model_layout: ModelLayout) -> list[DecoderBlock]:
     found = []
-    for index in range(matched.blocks):
-        prefix = matched.block_name(index)
+    for index in range(model_layout.blocks):
+        prefix = model_layout.block_name(index)
         module = model.get_submodule(prefix)
-        stored = {key: matched.by_name[f"{prefix}.{key}"].header for key in module.state_dict()}
-        found.append(BlockPart(index, module, matched, stored, NO_ROWS))
+        stored = {
+            key: model_layout.by_name[f"{prefix}.{key}"].header for key in module.state_dict()
+        }
+        found.append(DecoderBlock(index, module, model_layout, stored, NO_ROWS))
     return found
 
 
-def random_scale(block: BlockPart, shared: Any, seed: int) -> Tensor:
+def random_scale(block: DecoderBlock, shared: Any, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     width = block.dimensions.kv if shared.heads else block.weight(shared.key).shape[1]
     scale = torch.exp(torch.randn(width, generator=generator, dtype=torch.float64))
@@ -344,15 +352,15 @@ def random_scale(block: BlockPart, shared: Any, seed: int) -> Tensor:
 
 @pytest.mark.parametrize("family", one_of_each(TEXT_FAMILIES))
 def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: str) -> None:
-    _, matched = opened(tiny(family))
+    _, model_layout = opened(tiny(family))
     model = whole_model(tiny(family), torch.float64)
     with InFloat64():
         expected = whole_logits(model, len(FEW), FEW)
         assert expected.dtype == torch.float64
-        for block in blocks_of(model, matched):
+        for block in blocks_of(model, model_layout):
             for number, shared in enumerate(block.inputs):
                 scale = random_scale(block, shared, 10 * block.index + number)
-                if shared.absorber is None:
+                if shared.scale_fold is None:
                     with pytest.raises(ValueError, match="nothing absorbs"):
                         fold(block, shared, scale)
                     continue
@@ -373,7 +381,7 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
     without: dict[str, set[str]] = defaultdict(set)
     for family in TEXT_FAMILIES:
         for kind in opened(tiny(family))[1].layers:
-            without[family] |= {shared.key for shared in kind.inputs if shared.absorber is None}
+            without[family] |= {shared.key for shared in kind.inputs if shared.scale_fold is None}
     no_norm = {"self_attn.q_proj", "mlp.gate_proj"}
     assert {family: keys for family, keys in without.items() if keys} == {
         "gpt2": {"mlp.c_proj"},
@@ -395,9 +403,9 @@ def test_every_family_folds_what_it_can(tiny: Tiny) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_representable_factor_leaves_the_norm_in_its_stored_type(tiny: Tiny, family: str) -> None:
-    _, matched = opened(tiny(family))
+    _, model_layout = opened(tiny(family))
     model = whole_model(tiny(family), torch.float64)
-    block = blocks_of(model, matched)[0]
+    block = blocks_of(model, model_layout)[0]
     shared = block.inputs[0]
     wanted = random_scale(block, shared, 3)
     with InFloat64():
@@ -412,8 +420,8 @@ def test_a_representable_factor_leaves_the_norm_in_its_stored_type(tiny: Tiny, f
 
 
 def test_factors_that_would_break_the_model_are_refused(tiny: Tiny) -> None:
-    _, matched = opened(tiny("llama"))
-    block = blocks_of(whole_model(tiny("llama")), matched)[0]
+    _, model_layout = opened(tiny("llama"))
+    block = blocks_of(whole_model(tiny("llama")), model_layout)[0]
     reads_heads = block.inputs[1]
     assert reads_heads.heads
     for scale in (
@@ -427,11 +435,11 @@ def test_factors_that_would_break_the_model_are_refused(tiny: Tiny) -> None:
 
 
 def test_observing_and_advancing_in_one_pass_is_the_same(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("llama"))
+    checkpoint, model_layout = opened(tiny("llama"))
 
     def run(*, together: bool) -> tuple[list[Tensor], list[Tensor], Tensor]:
         hessians, captured = [], []
-        with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+        with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
             for part in stream:
                 wanted = {shared.key: ALL for shared in part.inputs}
                 found = part.observe(wanted, advance=together, keep=2 if together else 0)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import RefusedError, UsageError
 from quantforge.files.reader import open_checkpoint
 from quantforge.model.stream import ModelStream
@@ -44,8 +44,11 @@ def whole(path: Path) -> Any:
     return kind.from_pretrained(path, dtype=torch.float32).eval().requires_grad_(False)
 
 
-def streamed(path: Path, matched: Matched, **options: Any) -> Tensor:
-    with torch.inference_mode(), ModelStream(open_checkpoint(path), matched, ROWS, **options) as s:
+def streamed(path: Path, model_layout: ModelLayout, **options: Any) -> Tensor:
+    with (
+        torch.inference_mode(),
+        ModelStream(open_checkpoint(path), model_layout, ROWS, **options) as s,
+    ):
         for part in s:
             # A block passes its rows more often than it advances: what it returned then has to be forgotten.
             part.observe({}, whole=True)
@@ -54,21 +57,21 @@ def streamed(path: Path, matched: Matched, **options: Any) -> Tensor:
 
 
 def test_a_stream_is_the_whole_model(path: Path) -> None:
-    matched = derived(path)
-    assert matched.architecture is not None
-    assert matched.architecture.replayed
-    assert matched.architecture.streams == (4 if path.name == "hy_v4" else 1)
+    model_layout = derived(path)
+    assert model_layout.architecture is not None
+    assert model_layout.architecture.replayed
+    assert model_layout.architecture.streams == (4 if path.name == "hy_v4" else 1)
     model = whole(path)
     with torch.inference_mode():
         expected = torch.cat([model(row[None]).logits for row in ROWS])
-    found = streamed(path, matched, micro_batch=2)
+    found = streamed(path, model_layout, micro_batch=2)
     if any(
-        kind.stacks for kind in matched.layers
+        kind.stacks for kind in model_layout.layers
     ):  # an expert takes the tokens of all rows at once
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     else:
         assert torch.equal(found, expected)
-    assert torch.equal(streamed(path, matched, micro_batch=3, activations=path), found)
+    assert torch.equal(streamed(path, model_layout, micro_batch=3, activations=path), found)
 
 
 @pytest.mark.thorough

@@ -71,9 +71,9 @@ def test_a_stream_with_images_is_the_whole_model(family: str, tmp_path: Path) ->
     ]
     blind = whole(input_ids=rows.ids[1:2]).logits
     assert (blind - expected[1]).abs().max() > 0.1
-    checkpoint, matched = opened(path)
+    checkpoint, model_layout = opened(path)
     for options in ({"micro_batch": 2}, {"micro_batch": 3, "activations": tmp_path}):
-        with ModelStream(checkpoint, matched, rows, **options) as stream:
+        with ModelStream(checkpoint, model_layout, rows, **options) as stream:
             for part in stream:
                 for batch in stream._batches(part.index):
                     for row in batch.rows() if part.index == 0 else ():
@@ -90,9 +90,9 @@ def test_images_that_do_not_fit_their_tokens_are_refused_with_the_row(tmp_path: 
     path = make_tiny("qwen2.5-vl", tmp_path, **QWEN)
     rows = Rows("qwen2.5-vl")
     rows.ids[2, 5] = 7
-    checkpoint, matched = opened(path)
+    checkpoint, model_layout = opened(path)
     with (
-        ModelStream(checkpoint, matched, rows) as stream,
+        ModelStream(checkpoint, model_layout, rows) as stream,
         pytest.raises(
             InputError, match=r"calibration row 2: transformers cannot run it .* tokens: 3"
         ),

@@ -165,11 +165,11 @@ def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, fami
         source, dtype=torch.float32, experts_implementation="eager"
     ).eval()
     decoded = open_source(tmp_path / "q", one_by_one=True)
-    matched = decoded.matched
-    for tensor in (item for item in matched.tensors if item.role is Role.LINEAR):
+    model_layout = decoded.model_layout
+    for tensor in (item for item in model_layout.tensors if item.role is Role.LINEAR):
         if tensor.expert >= 0:
-            place = matched.place(tensor)
-            stack = f"{matched.block_name(tensor.block)}.{place.stack.parameter}"
+            place = model_layout.place(tensor)
+            stack = f"{model_layout.block_name(tensor.block)}.{place.stack.parameter}"
             own = place.view(model.get_parameter(stack).data)
         else:
             own = model.get_parameter(tensor.name).data

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantforge import api
 from quantforge.api.reproduce import reproduce
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.execution.progress import Progress
@@ -39,8 +39,10 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def logits(checkpoint: Checkpoint) -> Tensor:
-    matched = match(checkpoint.config, [entry.header() for entry in checkpoint.entries.values()])
-    with ModelStream(checkpoint, matched, ROWS) as stream:
+    model_layout = match_tensors(
+        checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
+    )
+    with ModelStream(checkpoint, model_layout, ROWS) as stream:
         for part in stream:
             part.advance()
         return torch.cat(list(stream.logits()))

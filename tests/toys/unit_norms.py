@@ -11,9 +11,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from quantforge.architectures import Absorbs
+from quantforge.architectures import FoldKind
 from quantforge.architectures.configuration import untied
-from quantforge.architectures.match import Matched, match, needs_architecture
+from quantforge.architectures.match import ModelLayout, match_tensors, needs_architecture
 from quantforge.errors import InputError
 from quantforge.files.computed_tensors import Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
@@ -31,47 +31,50 @@ class Norm(NamedTuple):
 
 def prepare(source: Checkpoint) -> Checkpoint:
     """Return a source whose norms have gain 1."""
-    matched = match(source.config, [entry.header() for entry in source.entries.values()])
-    if matched.architecture is None:
-        raise needs_architecture(matched, "unit-norms")
+    model_layout = match_tensors(
+        source.config, [entry.header() for entry in source.entries.values()]
+    )
+    if model_layout.architecture is None:
+        raise needs_architecture(model_layout, "unit-norms")
     head, embedding = (
-        f"{name}.weight" for name in (matched.architecture.head, matched.architecture.embedding)
+        f"{name}.weight"
+        for name in (model_layout.architecture.head, model_layout.architecture.embedding)
     )
     plus_one = any(
-        shared.absorber is not None and shared.absorber.kind is Absorbs.NORM_PLUS_ONE
-        for kind in matched.layers
+        shared.scale_fold is not None and shared.scale_fold.kind is FoldKind.NORM_PLUS_ONE
+        for kind in model_layout.layers
         for shared in kind.inputs
     )
-    stored = {name: tensor.header.name for name, tensor in matched.by_name.items()}
+    stored = {name: tensor.header.name for name, tensor in model_layout.by_name.items()}
     computed: dict[str, Rows] = {}
-    for norm in norms(matched):
+    for norm in norms(model_layout):
         gain = stored[f"{norm.name}.weight"]
         computed[gain] = partial(_constant, gain, 0.0 if plus_one else 1.0)
         if f"{norm.name}.bias" in stored:
             bias = stored[f"{norm.name}.bias"]
             computed[bias] = partial(_divided, bias, gain)
         for name in norm.readers:
-            turned = name != head and matched.by_name[name].transposed
-            read = stored[embedding if name == head and matched.tied else name]
+            turned = name != head and model_layout.by_name[name].transposed
+            read = stored[embedding if name == head and model_layout.tied else name]
             computed[stored.get(name, head)] = partial(
                 _scaled, read, gain, plus_one=plus_one, turned=turned
             )
-    if not matched.tied:
+    if not model_layout.tied:
         return prepared_checkpoint(source, computed)
     added = {head: replace(source.entries[stored[embedding]], name=head)}
     return prepared_checkpoint(source, computed, config=untied(source.config), added=added)
 
 
-def norms(matched: Matched) -> Iterator[Norm]:
+def norms(model_layout: ModelLayout) -> Iterator[Norm]:
     """Yield the norms that linears read alone."""
-    assert matched.architecture is not None
-    for index, kind in enumerate(matched.layers):
-        block = matched.block_name(index)
+    assert model_layout.architecture is not None
+    for index, kind in enumerate(model_layout.layers):
+        block = model_layout.block_name(index)
         for shared in kind.inputs:
-            if shared.absorber is not None and shared.absorber.kind is not Absorbs.ROWS:
+            if shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS:
                 readers = tuple(f"{block}.{linear}.weight" for linear in shared.linears)
-                yield Norm(f"{block}.{shared.absorber.module}", readers)
-    yield Norm(matched.architecture.final_norm, (f"{matched.architecture.head}.weight",))
+                yield Norm(f"{block}.{shared.scale_fold.module}", readers)
+    yield Norm(model_layout.architecture.final_norm, (f"{model_layout.architecture.head}.weight",))
 
 
 def _constant(gain: str, value: float, source: Checkpoint, first: int, last: int) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures import FoldKind, ScaleFold
 from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, linear, norms
 from quantforge.architectures.families import llama
 from quantforge.architectures.layer_windows import WindowRule
@@ -50,7 +50,7 @@ ARCHITECTURE = replace(
     kinds=dense_or_sparse(
         NORMS,
         GATED,
-        dense=gated_mlp(norm=Absorber(Absorbs.NORM, "pre_mlp_layernorm")),
+        dense=gated_mlp(norm=ScaleFold(FoldKind.NORM, "pre_mlp_layernorm")),
         sparse=(
             router("mlp.router.gate", correction="mlp.expert_bias"),
             experts_one_by_one("inner"),

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import Absorber, Absorbs, Parameter
+from quantforge.architectures import FoldKind, Parameter, ScaleFold
 from quantforge.architectures.declare import HEAD_NORMS, attention, layer, norms, plain_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
@@ -19,8 +19,8 @@ ARCHITECTURE = replace(
             HEAD_NORMS,
             ACTIVATION,
             CONSTANTS,
-            attention("attention_bias", norm=Absorber(Absorbs.NORM, "attention_layernorm")),
-            plain_mlp(norm=Absorber(Absorbs.NORM, "feedforward_layernorm")),
+            attention("attention_bias", norm=ScaleFold(FoldKind.NORM, "attention_layernorm")),
+            plain_mlp(norm=ScaleFold(FoldKind.NORM, "feedforward_layernorm")),
         ),
     ),
     requires={"hidden_act": "xielu"},

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, LayerKind
+from quantforge.architectures import FoldKind, LayerKind, ScaleFold
 from quantforge.architectures.declare import (
     Mixer,
     attention,
@@ -21,13 +21,13 @@ from quantforge.architectures.mamba2 import mamba2
 from quantforge.errors import InputError
 
 NORMED, BARE = "normed", "bare"  # kinds of layers: with and without a norm inside of the mixer
-BEFORE = Absorber(Absorbs.NORM, "input_layernorm")
+BEFORE = ScaleFold(FoldKind.NORM, "input_layernorm")
 MODULE = "feed_forward"
 
 
 def _mlp() -> Mixer:
     """Return the MLP, which computes ``up`` before ``gate``."""
-    mlp = gated_mlp("mlp_bias", norm=Absorber(Absorbs.NORM, "pre_ff_layernorm"), module=MODULE)
+    mlp = gated_mlp("mlp_bias", norm=ScaleFold(FoldKind.NORM, "pre_ff_layernorm"), module=MODULE)
     first, last = mlp.inputs
     return replace(mlp, inputs=(replace(first, linears=first.linears[::-1]), last))
 

@@ -15,7 +15,7 @@ from functools import partial
 from math import isqrt
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, text_config
+from quantforge.architectures import FoldKind, ScaleFold, text_config
 from quantforge.architectures.declare import (
     ALONE,
     HEAD_NORMS,
@@ -49,8 +49,8 @@ NORMS = norms(
     "post_feedforward_layernorm",
 )
 MIXERS = (
-    attention("attention_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")),
-    gated_mlp(norm=Absorber(Absorbs.NORM_PLUS_ONE, "pre_feedforward_layernorm")),
+    attention("attention_bias", norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "input_layernorm")),
+    gated_mlp(norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "pre_feedforward_layernorm")),
 )
 _LAYERS_27B = {"gemma2": 46, "gemma3": 62}  # of the releases whose attention scale is another
 
@@ -121,7 +121,7 @@ GEMMA2 = replace(
 
 
 BEFORE = tuple(
-    Absorber(Absorbs.NORM_PLUS_ONE, name)
+    ScaleFold(FoldKind.NORM_PLUS_ONE, name)
     for name in ("input_layernorm", "post_attention_layernorm")
 )
 GEMMA = replace(

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from quantforge.architectures import (
-    Absorber,
-    Absorbs,
     Architecture,
+    FoldKind,
     Parameter,
+    ScaleFold,
     SharedInput,
     text_config,
 )
@@ -121,7 +121,7 @@ def attention(head: str, kv_heads: str, values_when: str = "", *, shared: bool =
             SharedInput(
                 (q,) if shared else (q, k, v),
                 "self_attn",
-                Absorber(Absorbs.NORM, "input_layernorm"),
+                ScaleFold(FoldKind.NORM, "input_layernorm"),
             ),
             SharedInput((out,), out),
         ),
@@ -129,7 +129,7 @@ def attention(head: str, kv_heads: str, values_when: str = "", *, shared: bool =
     )
 
 
-BEFORE_MLP = Absorber(Absorbs.NORM, "pre_feedforward_layernorm")
+BEFORE_MLP = ScaleFold(FoldKind.NORM, "pre_feedforward_layernorm")
 REST = (
     only(MIXTURE, ROUTER),
     only(MIXTURE, experts_in_one("inner", module="experts")),

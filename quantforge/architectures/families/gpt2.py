@@ -11,11 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import (
-    Absorber,
-    Absorbs,
     Architecture,
+    FoldKind,
     LayerKind,
     Parameter,
+    ScaleFold,
     SharedInput,
 )
 from quantforge.architectures.declare import norms
@@ -59,14 +59,14 @@ GPT2 = Architecture(
                 Parameter("mlp.c_proj.bias", ("hidden",)),
             ),
             inputs=(
-                SharedInput(("attn.c_attn",), "attn", Absorber(Absorbs.NORM, "ln_1")),
+                SharedInput(("attn.c_attn",), "attn", ScaleFold(FoldKind.NORM, "ln_1")),
                 SharedInput(
                     ("attn.c_proj",),
                     "attn.c_proj",
-                    Absorber(Absorbs.ROWS, "attn.c_attn", "v"),
+                    ScaleFold(FoldKind.ROWS, "attn.c_attn", "v"),
                     heads=True,
                 ),
-                SharedInput(("mlp.c_fc",), "mlp", Absorber(Absorbs.NORM, "ln_2")),
+                SharedInput(("mlp.c_fc",), "mlp", ScaleFold(FoldKind.NORM, "ln_2")),
                 SharedInput(("mlp.c_proj",), "mlp.c_proj"),
             ),
             inner_copies=4,
@@ -115,7 +115,7 @@ GPT1 = replace(
         replace(
             GPT2.kinds[0],
             inputs=tuple(
-                shared if shared.heads else replace(shared, absorber=None)
+                shared if shared.heads else replace(shared, scale_fold=None)
                 for shared in GPT2.kinds[0].inputs
             ),
             states=None,  # transformers has no cache for it

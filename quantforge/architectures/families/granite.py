@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, SharedInput
+from quantforge.architectures import FoldKind, ScaleFold, SharedInput
 from quantforge.architectures.declare import (
     BEFORE_ATTENTION,
     BEFORE_MLP,
@@ -97,7 +97,7 @@ SHARED = Mixer(
     (*linear(GATE_UP, "2*shared", "hidden"), *linear(DOWN, "hidden", "shared")),
     (
         SharedInput((GATE_UP,), "shared_mlp"),
-        SharedInput((DOWN,), DOWN, Absorber(Absorbs.ROWS, GATE_UP, "up")),
+        SharedInput((DOWN,), DOWN, ScaleFold(FoldKind.ROWS, GATE_UP, "up")),
     ),
     inner_copies=4,
 )
@@ -151,7 +151,7 @@ MIXERS: Mapping[str, Mixer] = {
     "attention": attention("attention_bias"),
 }
 # Without experts the norm before the shared MLP has no other reader.
-ALONE = replace(SHARED, inputs=(replace(SHARED.inputs[0], absorber=BEFORE_MLP), SHARED.inputs[1]))
+ALONE = replace(SHARED, inputs=(replace(SHARED.inputs[0], scale_fold=BEFORE_MLP), SHARED.inputs[1]))
 CHANNELS = {DENSE: (ALONE,), SPARSE: (ROUTER, SHARED, EXPERTS)}
 
 

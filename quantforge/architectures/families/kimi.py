@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput, latent
+from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput, latent
 from quantforge.architectures.declare import (
     BEFORE_ATTENTION,
     Mixer,
@@ -111,8 +111,8 @@ def delta_attention() -> Mixer:
         ),
         (
             SharedInput((q, k, v, f_a, b, g_a), HERE, BEFORE_ATTENTION),
-            SharedInput((f_b,), f_b, Absorber(Absorbs.ROWS, f_a)),
-            SharedInput((g_b,), g_b, Absorber(Absorbs.ROWS, g_a)),
+            SharedInput((f_b,), f_b, ScaleFold(FoldKind.ROWS, f_a)),
+            SharedInput((g_b,), g_b, ScaleFold(FoldKind.ROWS, g_a)),
             SharedInput((out,), out),
         ),
         states=(*convolution(f"3*{WIDTH}"), *recurrent("kda_heads", "kda_head*kda_head")),

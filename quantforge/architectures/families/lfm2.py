@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, Architecture, Parameter, SharedInput
+from quantforge.architectures import Architecture, FoldKind, Parameter, ScaleFold, SharedInput
 from quantforge.architectures.declare import (
     Mixer,
     attention,
@@ -33,7 +33,7 @@ from quantforge.architectures.mixtures import (
 from quantforge.errors import InputError
 
 IN, OUT = "conv.in_proj", "conv.out_proj"
-BEFORE_MIXER = Absorber(Absorbs.NORM, "operator_norm")
+BEFORE_MIXER = ScaleFold(FoldKind.NORM, "operator_norm")
 NORMS = norms("operator_norm", "ffn_norm")
 HEAD_NORMS = norms("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head")
 NAMES = ("w1", "w3", "w2")  # of gate, up and down in files
@@ -46,12 +46,12 @@ CONVOLUTION = Mixer(
     ),
     (
         SharedInput((IN,), "conv", BEFORE_MIXER),
-        SharedInput((OUT,), OUT, Absorber(Absorbs.ROWS, IN, "c")),
+        SharedInput((OUT,), OUT, ScaleFold(FoldKind.ROWS, IN, "c")),
     ),
     states=convolution("hidden"),
 )
 ATTENTION = attention(norm=BEFORE_MIXER, output="out_proj")
-MLP = gated_mlp(norm=Absorber(Absorbs.NORM, "ffn_norm"), module="feed_forward", names=NAMES)
+MLP = gated_mlp(norm=ScaleFold(FoldKind.NORM, "ffn_norm"), module="feed_forward", names=NAMES)
 
 
 def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures import FoldKind, ScaleFold
 from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
 from quantforge.architectures.families import llama
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
@@ -14,8 +14,10 @@ ARCHITECTURE = replace(
     kinds=(
         layer(
             LAYER_NORMS,
-            attention("attention_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")),
-            plain_mlp("mlp_bias", norm=Absorber(Absorbs.NORM_PLUS_ONE, "post_attention_layernorm")),
+            attention("attention_bias", norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "input_layernorm")),
+            plain_mlp(
+                "mlp_bias", norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "post_attention_layernorm")
+            ),
         ),
     ),
     defaults={"vocab_size": 256000, "partial_rotary_factor": 0.5},

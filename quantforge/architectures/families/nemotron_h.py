@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput, Stack
+from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput, Stack
 from quantforge.architectures.declare import Mixer, attention, layer, norms, plain_mlp
 from quantforge.architectures.families.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
@@ -19,7 +19,7 @@ from quantforge.errors import InputError
 
 HERE = "mixer"
 NORM = norms("norm")
-BEFORE = Absorber(Absorbs.NORM, "norm")
+BEFORE = ScaleFold(FoldKind.NORM, "norm")
 WORDS: Mapping[str, str] = {
     **dict.fromkeys(("M", "mamba", "linear_attention"), "mamba"),
     **dict.fromkeys(("*", "attention", "full_attention"), "attention"),

@@ -5,10 +5,10 @@ input. The 350M model normalises after each sub-block and projects its embedding
 """
 
 from quantforge.architectures import (
-    Absorber,
-    Absorbs,
     Architecture,
+    FoldKind,
     Parameter,
+    ScaleFold,
     SharedInput,
 )
 from quantforge.architectures.declare import ALWAYS, Mixer, attention, layer, linear, norms
@@ -26,13 +26,13 @@ ARCHITECTURE = Architecture(
         layer(
             norms("self_attn_layer_norm", "final_layer_norm", bias=True),
             attention(
-                ALWAYS, norm=Absorber(Absorbs.NORM, "self_attn_layer_norm"), output="out_proj"
+                ALWAYS, norm=ScaleFold(FoldKind.NORM, "self_attn_layer_norm"), output="out_proj"
             ),
             Mixer(
                 (*linear("fc1", "ffn", "hidden", ALWAYS), *linear("fc2", "hidden", "ffn", ALWAYS)),
                 (
-                    SharedInput(("fc1",), "fc1", Absorber(Absorbs.NORM, "final_layer_norm")),
-                    SharedInput(("fc2",), "fc2", Absorber(Absorbs.ROWS, "fc1")),
+                    SharedInput(("fc1",), "fc1", ScaleFold(FoldKind.NORM, "final_layer_norm")),
+                    SharedInput(("fc2",), "fc2", ScaleFold(FoldKind.ROWS, "fc1")),
                 ),
                 inner_copies=2,
             ),

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures import Absorber, Absorbs, Parameter, SharedInput
+from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput
 from quantforge.architectures.declare import (
     QWEN_TOWER,
     Mixer,
@@ -75,7 +75,7 @@ JOINED: Mapping[str, str] = {
 }
 
 
-def gated_delta_net(projections: Mapping[str, str], norm: Absorber | None) -> Mixer:
+def gated_delta_net(projections: Mapping[str, str], norm: ScaleFold | None) -> Mixer:
     """Declare a gated delta net.
 
     Args:
@@ -105,8 +105,8 @@ def gated_delta_net(projections: Mapping[str, str], norm: Absorber | None) -> Mi
 
 
 LINEAR, FULL = "linear_attention", "full_attention"
-BEFORE_TOKENS = Absorber(Absorbs.NORM_PLUS_ONE, "input_layernorm")
-BEFORE_CHANNELS = Absorber(Absorbs.NORM_PLUS_ONE, "post_attention_layernorm")
+BEFORE_TOKENS = ScaleFold(FoldKind.NORM_PLUS_ONE, "input_layernorm")
+BEFORE_CHANNELS = ScaleFold(FoldKind.NORM_PLUS_ONE, "post_attention_layernorm")
 ATTENTION = attention("attention_bias", norm=BEFORE_TOKENS, q_rows="2*heads*head")
 MLP = gated_mlp(norm=BEFORE_CHANNELS)
 MIXTURE = (

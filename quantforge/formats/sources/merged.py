@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from quantforge.architectures.configuration import untied
-from quantforge.architectures.match import Matched, Role, match
+from quantforge.architectures.match import ModelLayout, Role, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.computed_tensors import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
@@ -114,7 +114,9 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
     Raises:
         InputError: the adapter is of another model: a name matches nothing, or a shape is another; lists all of them.
     """
-    found = match(checkpoint.config, [entry.header() for entry in checkpoint.entries.values()])
+    found = match_tensors(
+        checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
+    )
     places = _Places(checkpoint, found)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
     alone = not adapter.ties and places.stand_apart(touched)
@@ -275,7 +277,7 @@ def _described(adapter: Adapter, alone: bool) -> str:
 class _Places:
     """_Places of the modules of a running model in its files."""
 
-    def __init__(self, checkpoint: Checkpoint, found: Matched) -> None:
+    def __init__(self, checkpoint: Checkpoint, found: ModelLayout) -> None:
         self._entries = checkpoint.entries
         self._found = found
         family = found.architecture

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from quantforge.architectures import Architecture, LayerKind, Parameter
 from quantforge.architectures.architecture import Derivation
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.match import Declared
+from quantforge.architectures.match import DerivedDeclarations
 from quantforge.architectures.routers import experts_of
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError, RefusedError
@@ -75,7 +75,7 @@ _Learn = Callable[[int, Tensor, Call], tuple[Any, ...] | None]
 
 def derive_for(
     config: Mapping[str, Any], stored: Iterable[StoredTensor], *, whole: bool = False
-) -> Declared:
+) -> DerivedDeclarations:
     """Derive the declarations of a checkpoint from its configuration and the names of its tensors.
 
     For a multimodal family that is declared, only the decoder is derived, unless ``whole``.
@@ -106,7 +106,7 @@ def derive_for(
     canonical, turned = _canonical(names, found)
     other = [source for source in names.distinct() if source.stored[0] not in canonical]
     found, kept = _as_stored(names, found, other)
-    return Declared(found, {**canonical, **kept, **_one_by_one(names, found)}, turned)
+    return DerivedDeclarations(found, {**canonical, **kept, **_one_by_one(names, found)}, turned)
 
 
 def _tied(names: WeightMapping, found: Architecture) -> bool:
@@ -264,7 +264,10 @@ def _refuse_changed(source: WeightSource, touched: set[str], found: Architecture
     inside = {match[3].rpartition(".")[0] for name in own if (match := BLOCK.match(name))}
     changed = {name for kind in found.kinds for name in kind.linears}
     changed |= {
-        shared.absorber.module for kind in found.kinds for shared in kind.inputs if shared.absorber
+        shared.scale_fold.module
+        for kind in found.kinds
+        for shared in kind.inputs
+        if shared.scale_fold
     }
     changed |= {stack.parameter.rpartition(".")[0] for kind in found.kinds for stack in kind.stacks}
     if touched & source.parameters.keys() or inside & changed:

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from quantforge.architectures import (
-    Absorber,
-    Absorbs,
+    FoldKind,
     LayerKind,
     Parameter,
+    ScaleFold,
     SharedInput,
     Stack,
 )
@@ -124,7 +124,7 @@ def derive_kind(
             if not linears:
                 continue
             earlier = tuple(seen.linears[: seen.linears.index(activation.linears[0])])
-            absorber = proven(
+            scale_fold = proven(
                 block,
                 linears,
                 activation.makers,
@@ -132,9 +132,9 @@ def derive_kind(
                 sizes.dimensions,
                 transposed=sizes.transposed,
             )
-            inputs.append(_input(linears, absorber))
-            if absorber is not None and absorber.sizes:
-                slices[absorber.absorber.module] = absorber
+            inputs.append(_input(linears, scale_fold))
+            if scale_fold is not None and scale_fold.sizes:
+                slices[scale_fold.scale_fold.module] = scale_fold
         mixture = _mixture_of(block, shapes)
     all_linears = {key for key, module in block.module.named_modules() if is_linear(module)}
     observed = {linear for shared in inputs for linear in shared.linears}
@@ -174,8 +174,8 @@ def agreed(derived: Sequence[Derived]) -> list[Derived]:
             or cuts.setdefault(name, (cut.sizes, cut.labels)) != (cut.sizes, cut.labels)
         }
         inputs = tuple(
-            replace(shared, absorber=None, heads=False)
-            if shared.absorber and shared.absorber.rows and shared.absorber.module in odd
+            replace(shared, scale_fold=None, heads=False)
+            if shared.scale_fold and shared.scale_fold.rows and shared.scale_fold.module in odd
             else shared
             for shared in item.kind.inputs
         )
@@ -226,11 +226,11 @@ def _wide(names: Iterable[str], linears: Iterable[str]) -> set[str]:
 
 
 def _input(linears: tuple[str, ...], found: Candidate | None) -> SharedInput:
-    of_norm = found is not None and found.absorber.kind is not Absorbs.ROWS
+    of_norm = found is not None and found.scale_fold.kind is not FoldKind.ROWS
     within = linears[0] if len(linears) == 1 and not of_norm else _within(linears)
     if found is None:
         return SharedInput(linears, within)
-    return SharedInput(linears, within, found.absorber, found.heads)
+    return SharedInput(linears, within, found.scale_fold, found.heads)
 
 
 def _within(linears: Iterable[str]) -> str:
@@ -459,11 +459,11 @@ def _mixture(block: TrialBlock, products: Sequence[_Product], module: str, each:
     *before, last = groups
     stacks: list[Stack] = []
     inputs: list[SharedInput] = []
-    absorbers: list[Absorber] = []
+    scale_folds: list[ScaleFold] = []
     for group in before:
         made = [_stack(block, item, last[0], module) for item in group]
         stacks += [stack for stack, _ in made]
-        absorbers += [absorber for _, absorber in made if absorber is not None]
+        scale_folds += [scale_fold for _, scale_fold in made if scale_fold is not None]
         inputs.append(
             SharedInput(tuple(n for stack, _ in made for n in stack.linears), module, each=each)
         )
@@ -471,7 +471,7 @@ def _mixture(block: TrialBlock, products: Sequence[_Product], module: str, each:
         Stack(item.parameter, (_named(module, item),), transposed=item.transposed) for item in last
     ]
     linears = tuple(name for stack in down for name in stack.linears)
-    inputs.append(SharedInput(linears, module, absorbers[0] if absorbers else None, each=each))
+    inputs.append(SharedInput(linears, module, scale_folds[0] if scale_folds else None, each=each))
     return _Mixture((*stacks, *down), tuple(inputs))
 
 
@@ -481,7 +481,7 @@ def _named(module: str, item: _Product) -> str:
 
 def _stack(
     block: TrialBlock, item: _Product, down: _Product, module: str
-) -> tuple[Stack, Absorber | None]:
+) -> tuple[Stack, ScaleFold | None]:
     """Return the stack of what feeds ``down``, and what of it absorbs a scale of what ``down`` reads."""
     gate, up = (f"{module}.{{}}.{name}" for name in GATED)
     alone = Stack(item.parameter, (_named(module, item),), transposed=item.transposed)
@@ -494,7 +494,7 @@ def _stack(
         ]
     for stack, position in candidates:
         if _folds(block, stack, position, down):
-            return stack, Absorber(Absorbs.ROWS, stack.linears[position])
+            return stack, ScaleFold(FoldKind.ROWS, stack.linears[position])
     return (candidates[0][0] if candidates else alone), None
 
 

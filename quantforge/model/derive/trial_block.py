@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from quantforge.architectures import Absorber, Absorbs
+from quantforge.architectures import FoldKind, ScaleFold
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.model.block_inputs import Call, states_of
 from quantforge.model.scale_folding import expand_heads
@@ -147,13 +147,13 @@ class Candidate:
     """A tensor, or a slice of a fused linear, that may absorb a scale.
 
     Attributes:
-        absorber: the tensor or slice.
+        scale_fold: the tensor or slice.
         sizes, labels: sizes and names of the slices of its linear, in order; empty if it is the whole linear.
         heads: see `SharedInput`.
         repeats: how often the sequence of slices repeats along the rows.
     """
 
-    absorber: Absorber
+    scale_fold: ScaleFold
     sizes: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
     heads: bool = False
@@ -164,7 +164,7 @@ class Candidate:
         """Return the rows of the linear that are the channels of the activation."""
         if not self.sizes:
             return slice(None)
-        index = self.labels.index(self.absorber.rows)
+        index = self.labels.index(self.scale_fold.rows)
         first, last = sum(self.sizes[:index]), sum(self.sizes[: index + 1])
         if self.repeats == 1:
             return slice(first, last)
@@ -199,8 +199,8 @@ def proven(
 def _norms(block: TrialBlock, makers: tuple[str, ...], width: int) -> Iterator[Candidate]:
     for name in makers:
         if block.parameter(f"{name}.weight").shape == (width,):
-            for kind in (Absorbs.NORM, Absorbs.NORM_PLUS_ONE):
-                yield Candidate(Absorber(kind, name))
+            for kind in (FoldKind.NORM, FoldKind.NORM_PLUS_ONE):
+                yield Candidate(ScaleFold(kind, name))
 
 
 def _rows(trial: _Trial, earlier: tuple[str, ...]) -> Iterator[Candidate]:
@@ -210,9 +210,9 @@ def _rows(trial: _Trial, earlier: tuple[str, ...]) -> Iterator[Candidate]:
     for name in reversed(earlier):
         rows, count = trial.rows(name), trial.rows(name) // width
         if heads and rows == sizes.kv:
-            yield Candidate(Absorber(Absorbs.ROWS, name), heads=True)
+            yield Candidate(ScaleFold(FoldKind.ROWS, name), heads=True)
         if rows == width:
-            yield Candidate(Absorber(Absorbs.ROWS, name))
+            yield Candidate(ScaleFold(FoldKind.ROWS, name))
         if heads and rows == sizes.qkv:
             yield _sliced(name, (sizes.q, sizes.kv, sizes.kv), 2, HEADS, heads=True)
         if rows % width == 0 and 1 < count <= MOST:
@@ -243,7 +243,7 @@ def _repeated(name: str, rows: int, width: int, sizes: Dimensions) -> Iterator[C
 def _sliced(
     name: str, sizes: tuple[int, ...], index: int, labels: tuple[str, ...], *, heads: bool = False
 ) -> Candidate:
-    return Candidate(Absorber(Absorbs.ROWS, name, labels[index]), sizes, labels, heads)
+    return Candidate(ScaleFold(FoldKind.ROWS, name, labels[index]), sizes, labels, heads)
 
 
 class _Trial:
@@ -285,13 +285,13 @@ class _Trial:
         return same_after(self._block, divided, multiplied)
 
     def _divided(self, candidate: Candidate, channels: Tensor) -> Mapping[str, Tensor]:
-        module, kind = candidate.absorber.module, candidate.absorber.kind
+        module, kind = candidate.scale_fold.module, candidate.scale_fold.kind
         known = dict(self._block.module.named_parameters())
         weight = known[f"{module}.weight"]
         changed = {}
-        if kind is Absorbs.NORM_PLUS_ONE:
+        if kind is FoldKind.NORM_PLUS_ONE:
             changed[f"{module}.weight"] = (weight + 1) / channels - 1
-        elif kind is Absorbs.NORM:
+        elif kind is FoldKind.NORM:
             changed[f"{module}.weight"] = weight / channels
         else:
             turned = self._weight(module).clone()

@@ -31,9 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block import Batch, BlockPart, refuse_experts
+from quantforge.model.block import Batch, DecoderBlock, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.model.weight_loading import TensorSource
@@ -58,7 +58,7 @@ Visit = Callable[[OutputGradients], None]
 
 def backward(
     checkpoint: TensorSource,
-    matched: Matched,
+    model_layout: ModelLayout,
     rows: Tensor | Sample,
     visit: Visit,
     *,
@@ -71,7 +71,7 @@ def backward(
 
     Args:
         checkpoint: as of `ModelStream`.
-        matched: of the same checkpoint.
+        model_layout: of the same checkpoint.
         rows: as of `ModelStream`.
         visit: called for each linear and micro-batch, on the calling thread, with torch on one thread.
         seed: of the labels, with the number of the row and the position in it.
@@ -90,7 +90,7 @@ def backward(
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(
             checkpoint,
-            matched,
+            model_layout,
             rows,
             micro_batch=micro_batch,
             device=device,
@@ -203,7 +203,7 @@ class _BackwardStream(ModelStream):
         part.close()
 
     def _back_through_experts(
-        self, part: BlockPart, behind: Callable[[Batch], Tensor], visit: Visit
+        self, part: DecoderBlock, behind: Callable[[Batch], Tensor], visit: Visit
     ) -> AbstractContextManager[None]:
         """Call ``visit`` for the experts of a block; return a context for the block's backward pass without them."""
         assert part.experts is not None

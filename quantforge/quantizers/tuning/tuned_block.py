@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures import Absorbs
-from quantforge.model.block import Batch, BlockPart
+from quantforge.architectures import FoldKind
+from quantforge.model.block import Batch, DecoderBlock
 from quantforge.numerics.products import cutting_linears
 from quantforge.numerics.threads import one_thread, side_by_side, threads_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -146,7 +146,7 @@ class TunedBlock:
         experts: of a mixture, None without one.
     """
 
-    part: BlockPart
+    part: DecoderBlock
     matrices: dict[str, TunedMatrix]
     gains: dict[str, Learned]
     linears: TunedLinears
@@ -154,7 +154,7 @@ class TunedBlock:
 
     @classmethod
     def of(
-        cls, part: BlockPart, written: Written, rate: float, device: torch.device = CPU
+        cls, part: DecoderBlock, written: Written, rate: float, device: torch.device = CPU
     ) -> TunedBlock:
         """Start from a block as it was written; frees the weights of its linears.
 
@@ -311,16 +311,16 @@ def _owner(linear: str) -> str:
     return linear.rpartition(".")[0]
 
 
-def gains_of(part: BlockPart) -> Mapping[str, float]:
+def gains_of(part: DecoderBlock) -> Mapping[str, float]:
     """Return the weights of norms before linears, by name, with the offset that the norm adds to its weight."""
     found = {}
     for shared in part.inputs:
-        absorber = shared.absorber
-        if absorber is None or absorber.kind is Absorbs.ROWS:
+        scale_fold = shared.scale_fold
+        if scale_fold is None or scale_fold.kind is FoldKind.ROWS:
             continue
-        name = f"{absorber.module}.weight"
+        name = f"{scale_fold.module}.weight"
         if part.has(name) and not part.is_outside_module(name):
-            found[name] = 1.0 if absorber.kind is Absorbs.NORM_PLUS_ONE else 0.0
+            found[name] = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
     return found
 
 

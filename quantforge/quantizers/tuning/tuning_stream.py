@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, RefusedError, without
-from quantforge.model.block import Batch, BlockPart, refuse_experts
+from quantforge.model.block import Batch, DecoderBlock, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.threads import one_thread, side_by_side
@@ -45,7 +45,7 @@ from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
 
 LOGITS = 1 << 26  # of the rows whose logits are computed at the same time
 
-Read = Callable[[BlockPart], Written]
+Read = Callable[[DecoderBlock], Written]
 Tell = Callable[[float, str], None]
 
 
@@ -101,7 +101,7 @@ class TuningStream(ModelStream):
         if self._ahead is None:
             self._ahead = self._copy()
 
-    def tune_block(self, part: BlockPart, read: Read, seed: int, told: Tell) -> Tuned:
+    def tune_block(self, part: DecoderBlock, read: Read, seed: int, told: Tell) -> Tuned:
         """Tune one block, once the source's rows have passed it; arguments and errors as `tune_blocks`."""
         self._refuse_memory(part)
         count = len(self._rows)
@@ -151,7 +151,7 @@ class TuningStream(ModelStream):
                 total += float(self._distance(block.part, row, outputs).square().sum())
         return total
 
-    def _distance(self, part: BlockPart, row: int, outputs: Tensor) -> Tensor:
+    def _distance(self, part: DecoderBlock, row: int, outputs: Tensor) -> Tensor:
         """Return the output of a block for a row minus that of the source's block."""
         if not finite(outputs):
             raise InputError(
@@ -161,7 +161,7 @@ class TuningStream(ModelStream):
             )
         return outputs - self._states.read(row, row + 1).to(outputs)
 
-    def pass_result(self, part: BlockPart, read: Read) -> None:
+    def pass_result(self, part: DecoderBlock, read: Read) -> None:
         """Move the hidden states of the result through a block as it was written; do nothing for the last block."""
         if part.index + 1 == len(self._blocks):
             return
@@ -173,7 +173,7 @@ class TuningStream(ModelStream):
                 some = block.forward([passing(row) for row in range(start, stop)])
                 self._ahead.write(start, torch.cat(some))
 
-    def pass_source(self, part: BlockPart) -> None:
+    def pass_source(self, part: DecoderBlock) -> None:
         """Move all rows through a block of the source; errors as `tune_blocks`."""
         if part.experts is None:
             refuse_experts(part)
@@ -182,7 +182,7 @@ class TuningStream(ModelStream):
             part.experts.forget_tokens()
         self._refuse_memory(part)
 
-    def _refuse_memory(self, part: BlockPart) -> None:
+    def _refuse_memory(self, part: DecoderBlock) -> None:
         if self._is_read_later(part.index):
             raise RefusedError(
                 f"{part.name}: what it returns is read by more than the next block; tuning does not follow that",
@@ -382,7 +382,7 @@ def _of_row(gradients: Mapping[int, Tensor], row: int, _: Tensor) -> Tensor:
     return gradients[row]
 
 
-def _check(part: BlockPart, gradients: list[Tensor], rows: list[int]) -> None:
+def _check(part: DecoderBlock, gradients: list[Tensor], rows: list[int]) -> None:
     for row, gradient in zip(rows, gradients, strict=True):
         if not finite(gradient):
             raise InputError(

@@ -17,7 +17,13 @@ import pytest
 from quantforge.architectures import architecture_of, families
 from quantforge.architectures.dimensions import dimensions_of
 from quantforge.architectures.families import FILES, declared_families, kimi, lfm2, qwen3_next
-from quantforge.architectures.match import Matched, Role, match, needs_architecture, resolve_tied
+from quantforge.architectures.match import (
+    ModelLayout,
+    Role,
+    match_tensors,
+    needs_architecture,
+    resolve_tied,
+)
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
 from quantforge.model.skeleton import build
@@ -55,13 +61,13 @@ def renamed(stored: Headers, change: Mapping[str, str]) -> list[StoredTensor]:
 
 def refusal(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> str:
     with pytest.raises(InputError) as caught:
-        match(config, stored)
+        match_tensors(config, stored)
     assert caught.value.hint
     return caught.value.message
 
 
-def linears(matched: Matched) -> set[str]:
-    return {tensor.name for tensor in matched.tensors if tensor.role is Role.LINEAR}
+def linears(model_layout: ModelLayout) -> set[str]:
+    return {tensor.name for tensor in model_layout.tensors if tensor.role is Role.LINEAR}
 
 
 TOWERS = "model.visual."  # where transformers has no class for the decoder alone
@@ -71,22 +77,22 @@ OUTSIDE = {"lm_head", "model.per_layer_model_projection"}  # linears of no block
 @pytest.mark.parametrize("family", one_of_each(FAMILIES))
 def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
     config, stored = headers(family)
-    matched = match(config, stored.values())
-    assert {tensor.header.name for tensor in matched.tensors} == set(stored)
-    architecture = matched.architecture
+    model_layout = match_tensors(config, stored.values())
+    assert {tensor.header.name for tensor in model_layout.tensors} == set(stored)
+    architecture = model_layout.architecture
     assert architecture is not None
     sizes = FAMILIES[family][1]
     sizes = sizes.get("text_config", sizes)
     layers = sizes.get("n_layer") or sizes.get("num_hidden_layers")
     layers = layers or len(sizes["hybrid_override_pattern"])
-    assert matched.blocks == layers
-    assert linears(matched) == {
+    assert model_layout.blocks == layers
+    assert linears(model_layout) == {
         f"{architecture.blocks}.{block}.{name}.weight"
-        for block, kind in enumerate(matched.layers)
+        for block, kind in enumerate(model_layout.layers)
         for name in kind.linears
     }
-    shared = {tensor.shared for tensor in matched.tensors if tensor.shared}
-    assert len(shared) == sum(len(kind.inputs) for kind in matched.layers)
+    shared = {tensor.shared for tensor in model_layout.tensors if tensor.shared}
+    assert len(shared) == sum(len(kind.inputs) for kind in model_layout.layers)
     assert all(f"{name}.weight" in stored for name in shared)
 
 
@@ -94,7 +100,7 @@ def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
 def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: str) -> None:
     """Nothing that could be quantized is forgotten, and what is declared has the shape of the module."""
     config, stored = headers(family)
-    matched = match(config, stored.values())
+    model_layout = match_tensors(config, stored.values())
     model = build(config)
     found = {
         f"{name}.weight"
@@ -102,13 +108,13 @@ def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: 
         if type(module).__name__ in {"Linear", "Conv1D"} and name not in OUTSIDE
         if not name.startswith(TOWERS)
     }
-    assert linears(matched) == found
+    assert linears(model_layout) == found
     kept = {name for name, _ in model.named_buffers()} & model.state_dict().keys()
     values = [*model.named_parameters(), *((name, model.get_buffer(name)) for name in kept)]
     shapes = {name: tuple(value.shape) for name, value in values if not name.startswith(TOWERS)}
     own = {
         tensor.name: tensor.header.shape
-        for tensor in matched.tensors
+        for tensor in model_layout.tensors
         if tensor.role is not Role.FOREIGN
     }
     assert own == shapes
@@ -149,10 +155,10 @@ def check_declaration(model_type: str) -> None:
         stacked = {name for stack in kind.stacks for name in stack.linears}
         for shared in kind.inputs:
             assert all(f"{name}.weight" in names or name in stacked for name in shared.linears)
-            if shared.absorber is not None:
-                assert f"{shared.absorber.module}.weight" in names
-                labels = architecture.slice_labels.get(shared.absorber.module, ("",))
-                assert shared.absorber.rows in labels
+            if shared.scale_fold is not None:
+                assert f"{shared.scale_fold.module}.weight" in names
+                labels = architecture.slice_labels.get(shared.scale_fold.module, ("",))
+                assert shared.scale_fold.rows in labels
     for module, sizes in architecture.slices.items():
         assert len(sizes) == len(architecture.slice_labels[module])
 
@@ -180,7 +186,7 @@ def test_the_configuration_says_of_which_kind_a_layer_is(
     assert ("self_attn.out_proj" in layers[1].linears) == (1 in attending)
     assert ("conv.out_proj" in layers[0].linears) != (0 in attending)
     if attending == [1, 3]:
-        assert match(config, stored.values()).layers == layers
+        assert match_tensors(config, stored.values()).layers == layers
     else:
         assert "model.layers.0.conv.in_proj.weight: not a tensor" in refusal(
             config, stored.values()
@@ -267,9 +273,9 @@ def test_weights_that_are_no_floats_are_refused(headers: Any, dtype: str) -> Non
 def test_rotary_buffers_and_masks_are_dropped_by_declaration(headers: Any) -> None:
     config, stored = headers("llama")
     buffer = StoredTensor("model.layers.0.self_attn.rotary_emb.inv_freq", "F32", (8,))
-    matched = match(config, [*stored.values(), buffer])
-    assert [tensor.name for tensor, _ in matched.dropped] == [buffer.name]
-    assert matched.dropped[0][1] == r".*rotary_emb\.inv_freq"
+    model_layout = match_tensors(config, [*stored.values(), buffer])
+    assert [tensor.name for tensor, _ in model_layout.dropped] == [buffer.name]
+    assert model_layout.dropped[0][1] == r".*rotary_emb\.inv_freq"
 
 
 def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
@@ -279,22 +285,22 @@ def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
         for block in range(3)
         for kind in ("bias", "masked_bias")
     ]
-    matched = match(config, [*renamed(stored, {"transformer.": ""}), *masks])
-    assert len(matched.dropped) == 6
+    model_layout = match_tensors(config, [*renamed(stored, {"transformer.": ""}), *masks])
+    assert len(model_layout.dropped) == 6
     assert (
-        matched.by_name["transformer.h.1.attn.c_attn.weight"].header.name
+        model_layout.by_name["transformer.h.1.attn.c_attn.weight"].header.name
         == "h.1.attn.c_attn.weight"
     )
-    assert matched.by_name["transformer.h.1.attn.c_attn.weight"].shared == "h.1.attn.c_attn"
-    assert matched.by_name["transformer.h.1.attn.c_attn.weight"].transposed
-    assert matched.by_name["transformer.h.1.attn.c_attn.bias"].role is Role.BIAS
+    assert model_layout.by_name["transformer.h.1.attn.c_attn.weight"].shared == "h.1.attn.c_attn"
+    assert model_layout.by_name["transformer.h.1.attn.c_attn.weight"].transposed
+    assert model_layout.by_name["transformer.h.1.attn.c_attn.bias"].role is Role.BIAS
 
 
 def test_opt_without_prefix(headers: Any) -> None:
     config, stored = headers("opt")
-    matched = match(config, renamed(stored, {"model.decoder.": "decoder."}))
+    model_layout = match_tensors(config, renamed(stored, {"model.decoder.": "decoder."}))
     assert (
-        matched.by_name["model.decoder.layers.0.fc1.weight"].header.name
+        model_layout.by_name["model.decoder.layers.0.fc1.weight"].header.name
         == "decoder.layers.0.fc1.weight"
     )
 
@@ -311,14 +317,16 @@ def test_a_multimodal_checkpoint_keeps_its_other_tower(
     headers: Any, change: dict[str, str]
 ) -> None:
     config, stored = headers("gemma3-multimodal")
-    matched = match(config, renamed(stored, change))
-    assert matched.model_type == "gemma3"
-    assert matched.tied
-    assert len(linears(matched)) == 21
+    model_layout = match_tensors(config, renamed(stored, change))
+    assert model_layout.model_type == "gemma3"
+    assert model_layout.tied
+    assert len(linears(model_layout)) == 21
     assert (
-        len(matched.foreign) == sum("vision" in name or "projector" in name for name in stored) > 20
+        len(model_layout.foreign)
+        == sum("vision" in name or "projector" in name for name in stored)
+        > 20
     )
-    assert not any(tensor.shared for tensor in matched.foreign)
+    assert not any(tensor.shared for tensor in model_layout.foreign)
 
 
 def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
@@ -333,7 +341,7 @@ def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
         StoredTensor(f"language_model.{name}", "BF16", tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     ]
-    assert match(config, stored).dimensions == dimensions_of(
+    assert match_tensors(config, stored).dimensions == dimensions_of(
         config["text_config"],
         architecture_of(config).defaults,  # type: ignore[arg-type, union-attr]
     )
@@ -342,8 +350,8 @@ def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
 def test_extra_prediction_heads_are_kept(headers: Any) -> None:
     config, stored = headers("qwen3")
     extra = StoredTensor("model.mtp_layers.0.proj.weight", "BF16", (64, 64))
-    matched = match(config, [*stored.values(), extra])
-    assert [tensor.name for tensor in matched.foreign] == [extra.name]
+    model_layout = match_tensors(config, [*stored.values(), extra])
+    assert [tensor.name for tensor in model_layout.foreign] == [extra.name]
 
 
 # ---- tied heads
@@ -352,7 +360,7 @@ def test_extra_prediction_heads_are_kept(headers: Any) -> None:
 def test_a_tied_head_may_be_stored_twice_when_equal(headers: Any) -> None:
     config, stored = headers("llama-tied")
     embedding = stored["model.embed_tokens.weight"]
-    twice = match(config, [*stored.values(), replace(embedding, name="lm_head.weight")])
+    twice = match_tensors(config, [*stored.values(), replace(embedding, name="lm_head.weight")])
     assert twice.tied_twice
     once = resolve_tied(
         twice, lambda first, second: {first, second} == {embedding.name, "lm_head.weight"}
@@ -363,7 +371,7 @@ def test_a_tied_head_may_be_stored_twice_when_equal(headers: Any) -> None:
     assert resolve_tied(once, lambda *_: False) is once
     with pytest.raises(InputError, match=r"lm_head\.weight differs"):
         resolve_tied(twice, lambda *_: False)
-    other = match(
+    other = match_tensors(
         config, [*stored.values(), replace(embedding, name="lm_head.weight", dtype="F32")]
     )
     with pytest.raises(InputError, match=r"lm_head\.weight differs"):
@@ -391,7 +399,7 @@ def test_a_tied_head_alone_is_no_embedding(headers: Any) -> None:
 def test_tying_has_the_default_of_the_family(headers: Any, family: str, expected: bool) -> None:
     config, stored = headers(family)
     config.pop("tie_word_embeddings", None)
-    assert match(config, stored.values()).tied is expected
+    assert match_tensors(config, stored.values()).tied is expected
     assert "tie_word_embeddings" in refusal(
         {**config, "tie_word_embeddings": "yes"}, stored.values()
     )
@@ -402,16 +410,16 @@ def test_tying_has_the_default_of_the_family(headers: Any, family: str, expected
 
 def test_an_unknown_family_is_matched_by_names(headers: Any) -> None:
     config, stored = headers("llama")
-    declared = match(config, stored.values())
-    matched = match({**config, "model_type": "lama"}, stored.values())
-    assert matched.architecture is None
-    assert "'lama'" in matched.rule
-    assert linears(matched) == linears(declared)
-    assert {t.name: t.shared for t in matched.tensors} == {
+    declared = match_tensors(config, stored.values())
+    model_layout = match_tensors({**config, "model_type": "lama"}, stored.values())
+    assert model_layout.architecture is None
+    assert "'lama'" in model_layout.rule
+    assert linears(model_layout) == linears(declared)
+    assert {t.name: t.shared for t in model_layout.tensors} == {
         t.name: t.shared for t in declared.tensors
     }
-    assert matched.blocks == 3
-    error = needs_architecture(matched, "gptq", "blocks are called twice")
+    assert model_layout.blocks == 3
+    error = needs_architecture(model_layout, "gptq", "blocks are called twice")
     assert "--method gptq" in error.message
     assert "'lama' is not declared" in error.message
     assert "could not be derived: blocks are called twice" in error.message
@@ -431,20 +439,20 @@ def test_by_names_leaves_alone_what_is_not_a_linear() -> None:
     }
     taken = {"model.layers.0.attn.out.weight": (8, 8), "h.11.mlp.w1.weight": (8, 8)}
     stored = [StoredTensor(name, "F16", shape) for name, shape in (kept | taken).items()]
-    matched = match({"model_type": "new"}, stored)
-    assert linears(matched) == set(taken)
-    assert {tensor.header.name for tensor in matched.tensors} == set(kept | taken)
-    roles = {tensor.name: tensor.role for tensor in matched.tensors}
+    model_layout = match_tensors({"model_type": "new"}, stored)
+    assert linears(model_layout) == set(taken)
+    assert {tensor.header.name for tensor in model_layout.tensors} == set(kept | taken)
+    roles = {tensor.name: tensor.role for tensor in model_layout.tensors}
     assert roles["lm_head.weight"] is Role.HEAD
     assert roles["model.embed_tokens.weight"] is Role.EMBEDDING
 
 
 def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: Any) -> None:
     config, stored = headers("opt")
-    matched = match({**config, "activation_function": "gelu"}, stored.values())
-    assert matched.architecture is None
-    assert "activation_function = 'gelu'" in matched.rule
-    assert len(linears(matched)) == 18
+    model_layout = match_tensors({**config, "activation_function": "gelu"}, stored.values())
+    assert model_layout.architecture is None
+    assert "activation_function = 'gelu'" in model_layout.rule
+    assert len(linears(model_layout)) == 18
 
 
 # ---- hostile configurations
@@ -480,9 +488,9 @@ def test_kinds_of_layers_are_those_of_every_layer(
     headers: Any, family: str, values: dict[str, Any]
 ) -> None:
     config, stored = headers(family)
-    match(config, stored.values())
+    match_tensors(config, stored.values())
     with pytest.raises(InputError, match=next(iter(values))):
-        match(config | values, stored.values())
+        match_tensors(config | values, stored.values())
 
 
 @each_value(
@@ -534,6 +542,6 @@ def test_configurations_that_no_engine_obeys_are_refused(
 ) -> None:
     checkpoint = open_checkpoint(tiny(family))
     stored = [entry.header() for entry in checkpoint.entries.values()]
-    match(checkpoint.config, stored)
+    match_tensors(checkpoint.config, stored)
     with pytest.raises(InputError, match=said):
-        match({**checkpoint.config, **keys}, stored)
+        match_tensors({**checkpoint.config, **keys}, stored)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.architectures.match import Matched, match
+from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parameters import parameters
@@ -28,8 +28,8 @@ def saved(tiny: Tiny) -> Any:
     return read
 
 
-def readers(matched: Matched, block: int) -> list[tuple[str, ...]]:
-    return [shared.linears for shared in matched.layers[block].inputs]
+def readers(model_layout: ModelLayout, block: int) -> list[tuple[str, ...]]:
+    return [shared.linears for shared in model_layout.layers[block].inputs]
 
 
 @pytest.mark.parametrize("family", ["gemma4-equal", "gemma4-moe"])
@@ -37,45 +37,47 @@ def test_published_keys_say_what_transformers_writes_by_number_of_layer(
     saved: Any, family: str
 ) -> None:
     config, stored = saved(family)
-    written = match(config, stored)
+    written = match_tensors(config, stored)
     del config[KEY]
-    published = match({**config, **PUBLISHED}, stored)
+    published = match_tensors({**config, **PUBLISHED}, stored)
     assert published.layers == written.layers
     assert published.dimensions == written.dimensions
     with pytest.raises(InputError, match="shape"):
-        match({**config, **PUBLISHED, "global_head_dim": 16}, stored)
+        match_tensors({**config, **PUBLISHED, "global_head_dim": 16}, stored)
 
 
 def test_a_linear_that_a_configuration_leaves_out_is_read_by_nobody(saved: Any) -> None:
-    matched = match(*saved("gemma4-equal"))
+    model_layout = match_tensors(*saved("gemma4-equal"))
     q, k, v = (f"self_attn.{name}_proj" for name in "qkv")
-    assert readers(matched, 0)[0] == (q, k, v)
-    assert readers(matched, 1)[0] == (q, k)
-    assert not any(kind.stacks for kind in matched.layers)
-    assert matched.architecture is not None
-    assert not matched.architecture.stacks_experts
-    assert matched.architecture.replayed is False
-    assert all(kind.stacks for kind in match(*saved("gemma4-moe")).layers)
+    assert readers(model_layout, 0)[0] == (q, k, v)
+    assert readers(model_layout, 1)[0] == (q, k)
+    assert not any(kind.stacks for kind in model_layout.layers)
+    assert model_layout.architecture is not None
+    assert not model_layout.architecture.stacks_experts
+    assert model_layout.architecture.replayed is False
+    assert all(kind.stacks for kind in match_tensors(*saved("gemma4-moe")).layers)
 
 
 def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of_them_is_dropped(
     saved: Any,
 ) -> None:
     config, stored = saved("gemma4")
-    matched = match(config, stored)
-    assert readers(matched, 2)[0] == ("self_attn.q_proj",)
-    assert [kind.states == () for kind in matched.layers] == [False, False, True, True]
-    shapes = {tensor.name: tensor.header.shape for tensor in matched.tensors}
+    model_layout = match_tensors(config, stored)
+    assert readers(model_layout, 2)[0] == ("self_attn.q_proj",)
+    assert [kind.states == () for kind in model_layout.layers] == [False, False, True, True]
+    shapes = {tensor.name: tensor.header.shape for tensor in model_layout.tensors}
     up = [shapes[f"model.layers.{block}.mlp.up_proj.weight"][0] for block in range(4)]
     assert up == [128, 128, 256, 256]
-    assert matched.architecture is not None
-    assert matched.architecture.replayed is True
+    assert model_layout.architecture is not None
+    assert model_layout.architecture.replayed is True
     name = "model.layers.{}.self_attn.k_proj.weight"
     more = StoredTensor(name.format(3), "BF16", (64, 64))
-    assert [tensor.name for tensor, _ in match(config, [*stored, more]).dropped] == [more.name]
+    assert [tensor.name for tensor, _ in match_tensors(config, [*stored, more]).dropped] == [
+        more.name
+    ]
     fewer = [tensor for tensor in stored if tensor.name != name.format(1)]
     with pytest.raises(InputError, match=r"layers\.1\.self_attn\.k_proj\.weight: missing"):
-        match(config, [*fewer, more])
+        match_tensors(config, [*fewer, more])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +93,7 @@ def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of
 )
 def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[str, Any]) -> None:
     config, stored = saved("gemma4-equal")
-    found = match({**config, **changes}, stored)
+    found = match_tensors({**config, **changes}, stored)
     assert found.architecture is None
     assert next(iter(changes)) in found.rule
 
@@ -144,7 +146,7 @@ def test_impossible_values_are_refused(
 ) -> None:
     config, stored = saved(family)
     with pytest.raises(InputError, match=said):
-        match({**config, **changes}, stored)
+        match_tensors({**config, **changes}, stored)
 
 
 @pytest.mark.parametrize(
@@ -162,17 +164,17 @@ def test_impossible_values_are_refused(
 )
 def test_what_transformers_runs_is_taken(saved: Any, family: str, changes: dict[str, Any]) -> None:
     config, stored = saved(family)
-    assert match({**config, **changes}, stored).architecture is not None
+    assert match_tensors({**config, **changes}, stored).architecture is not None
 
 
 def test_the_last_layer_is_full_whatever_is_listed(saved: Any) -> None:
     config, stored = saved("gemma4-moe")
     assert MIXTURES["gemma4-moe"][1]["layer_types"][-1] == "full_attention"
     config["layer_types"] = [*config["layer_types"][:-1], "sliding_attention"]
-    matched = match(config, stored)
-    assert matched.layers[-1].name == "full_attention"
-    assert matched.architecture is not None
-    assert matched.architecture.windows.of_layers(config, 3) == (16, 0, 0)
+    model_layout = match_tensors(config, stored)
+    assert model_layout.layers[-1].name == "full_attention"
+    assert model_layout.architecture is not None
+    assert model_layout.architecture.windows.of_layers(config, 3) == (16, 0, 0)
 
 
 LARGE = {
@@ -201,8 +203,8 @@ def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
         for key, value in held.items()
         if key != "lm_head.weight"
     ]
-    matched = match(config, stored)
-    assert {tensor.name for tensor in matched.tensors} == held.keys() - {"lm_head.weight"}
+    model_layout = match_tensors(config, stored)
+    assert {tensor.name for tensor in model_layout.tensors} == held.keys() - {"lm_head.weight"}
     keys = parameters(text).keys
     full = [index for index, word in enumerate(LARGE[name]["layer_types"]) if word == F]
     heads = keys["gemma4.attention.head_count_kv"].value
@@ -232,10 +234,10 @@ def test_what_a_decoder_beside_a_tower_leaves_out_is_that_of_its_own_family(
     stated = {"model_type": "mistral", **config["text_config"]}
     held = build({**config, "text_config": stated}).state_dict()
     assert held["model.layers.0.self_attn.q_proj.weight"].shape[0] == 4 * head
-    matched = match(
+    model_layout = match_tensors(
         config, [StoredTensor(key, "BF16", tuple(value.shape)) for key, value in held.items()]
     )
-    assert matched.dimensions is not None
-    assert matched.dimensions.head == head
-    assert matched.architecture is not None
-    assert matched.architecture.windows.of_layers(matched.config, 3) == windows
+    assert model_layout.dimensions is not None
+    assert model_layout.dimensions.head == head
+    assert model_layout.architecture is not None
+    assert model_layout.architecture.windows.of_layers(model_layout.config, 3) == windows

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.architectures.match import Role, match
+from quantforge.architectures.match import Role, match_tensors
 from quantforge.plans import StoredTensor
 
 H = 64
@@ -17,8 +17,8 @@ def roles(
     config: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, tuple[Role, int]]:
     stored = [StoredTensor(name, "BF16", shape) for name, shape in shapes.items()]
-    matched = match({"model_type": "novel"} | config, stored)
-    return {tensor.header.name: (tensor.role, tensor.block) for tensor in matched.tensors}
+    model_layout = match_tensors({"model_type": "novel"} | config, stored)
+    return {tensor.header.name: (tensor.role, tensor.block) for tensor in model_layout.tensors}
 
 
 def blocks(prefix: str, count: int) -> dict[str, tuple[int, ...]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quantforge import api
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.errors import RefusedError
 from quantforge.files.reader import open_checkpoint
 from quantforge.planning.allocation import Allocated
@@ -82,9 +82,13 @@ def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):
 
 def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(tiny):
     checkpoint = open_checkpoint(tiny("qwen3-moe"))
-    matched = match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
+    model_layout = match_tensors(
+        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+    )
     tensors = api.plan(tiny("qwen3-moe"), method="gptq", scheme=SCHEMES[1], **ROWS).tensors
-    refuse_guide(1, ("gptq",), tensors, matched, "allocate", "no")
-    other = replace(matched, layers=tuple(replace(kind, stacks=()) for kind in matched.layers))
+    refuse_guide(1, ("gptq",), tensors, model_layout, "allocate", "no")
+    other = replace(
+        model_layout, layers=tuple(replace(kind, stacks=()) for kind in model_layout.layers)
+    )
     with pytest.raises(RefusedError, match="allocate: the model has experts"):
         refuse_guide(1, ("gptq",), tensors, other, "allocate", "no")

@@ -18,7 +18,7 @@ from quantforge import export, plan
 from quantforge.errors import IntegrityError, RefusedError, UsageError
 from quantforge.execution import run_tuning as tuning
 from quantforge.files.reader import open_checkpoint
-from quantforge.model.block import BlockPart
+from quantforge.model.block import DecoderBlock
 from quantforge.numerics import products
 from quantforge.quantizers import tuning as tuning_bounds
 from quantforge.quantizers.tuning import tuned_block, tuned_matrix
@@ -127,7 +127,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     reached, wanted, rows = dict[int, torch.Tensor](), dict[int, torch.Tensor](), []
     tune = TuningStream.tune_block
 
-    def noted(self: TuningStream, part: BlockPart, *arguments: Any) -> Any:
+    def noted(self: TuningStream, part: DecoderBlock, *arguments: Any) -> Any:
         reached[part.index] = self._passing(part.index)(3).states.clone()
         wanted[part.index] = self._states.read(3, 4).clone()
         rows.append(self._rows[3:4])

@@ -11,7 +11,7 @@ import torch
 from quantforge import api
 from quantforge.architectures import architecture_of
 from quantforge.architectures.families import declared_families
-from quantforge.architectures.match import Matched
+from quantforge.architectures.match import ModelLayout
 from quantforge.cache_kinds import WORDS
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.capacity import MARGIN, CacheSize, Capacity, Load, cache_size, rows_of
@@ -36,13 +36,13 @@ LLAMA_3_8B = {
 }  # fmt: skip
 
 
-def matched(config: dict[str, Any]) -> Matched:
+def model_layout(config: dict[str, Any]) -> ModelLayout:
     """A model of which there is a configuration alone."""
     family = architecture_of(config)
     assert family is not None
     sizes = family.dimensions(config)
     kinds = family.layers(config, sizes)
-    return Matched(family, config["model_type"], config, sizes, (), layers=kinds)
+    return ModelLayout(family, config["model_type"], config, sizes, (), layers=kinds)
 
 
 def cache(layers: int, heads: int, kv_heads: int, head: int, kind: str = "16bit") -> CacheSize:
@@ -50,7 +50,7 @@ def cache(layers: int, heads: int, kv_heads: int, head: int, kind: str = "16bit"
         **headers.LLAMA, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
         "head_dim": head, "hidden_size": heads * head,
     }  # fmt: skip
-    return cache_size(matched(config), rows_of(kind))
+    return cache_size(model_layout(config), rows_of(kind))
 
 
 def capacity(model: object, load: Load, **options: Any) -> Capacity:
@@ -174,7 +174,7 @@ def test_the_caches_of_transformers_have_these_bytes(family):
     with torch.no_grad():
         model(torch.arange(SEEN)[None], past_key_values=held, use_cache=True)
     found = cache_size(
-        matched(json.loads(json.dumps(config.to_dict(), default=str))), rows_of("16bit")
+        model_layout(json.loads(json.dumps(config.to_dict(), default=str))), rows_of("16bit")
     )
     for layer, theirs in zip(found.layers, held.layers, strict=True):
         # transformers holds a window without the token that comes next.
@@ -257,22 +257,22 @@ def test_a_step_of_many_tokens_reads_nearly_all_experts():
 
 
 def test_devices_share_heads_but_not_latents():
-    heads = matched({**headers.LLAMA, "num_key_value_heads": 8})
+    heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
     whole = cache_size(heads, rows_of("16bit")).token_bytes
     shares = [cache_size(heads, rows_of("16bit"), n).token_bytes / whole for n in (2, 8, 16)]
     assert shares == [1 / 2, 1 / 8, 1 / 8]  # a head at least
     values = MIXTURES["deepseek-v3"][1]
-    latent = matched({"model_type": "deepseek_v3", **values})
+    latent = model_layout({"model_type": "deepseek_v3", **values})
     assert len({cache_size(latent, rows_of("16bit"), n).token_bytes for n in (1, 4)}) == 1
 
 
 def test_keys_and_values_of_different_widths_are_each_counted_and_a_latent_is_neither():
-    heads = matched({**headers.LLAMA, "num_key_value_heads": 8})
+    heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
     keys, values, both = (
         cache_size(heads, rows_of(kind)).token_bytes for kind in ("int8", "int4", "k=int8,v=int4")
     )
     assert both == (keys + values) / 2
-    latent = matched({"model_type": "deepseek_v3", **MIXTURES["deepseek-v3"][1]})
+    latent = model_layout({"model_type": "deepseek_v3", **MIXTURES["deepseek-v3"][1]})
     with pytest.raises(RefusedError, match="one vector"):
         cache_size(latent, rows_of("k=int8,v=int4"))
     assert cache_size(latent, rows_of("k=int8,v=int8")) == cache_size(latent, rows_of("int8"))

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from quantforge import plan, reproduce
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError, UsageError
 from quantforge.files.reader import open_checkpoint
@@ -92,12 +92,15 @@ def test_medium_does_not_tune_blocks_of_more_weights_than_memory_is_likely_to_ho
 
 def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4))
-    family = found.matched.architecture
+    family = found.model_layout.architecture
     assert family is not None
-    derived = replace(found.matched, architecture=replace(family, derived=cast(Any, "found")))
+    derived = replace(found.model_layout, architecture=replace(family, derived=cast(Any, "found")))
     words = ("gptq",)
-    for matched, reason in ((found.matched, ""), (derived, "what blocks read was derived")):
-        asked = effort.Asked(words, found.plan.tensors, matched, frozenset())
+    for model_layout, reason in (
+        (found.model_layout, ""),
+        (derived, "what blocks read was derived"),
+    ):
+        asked = effort.Asked(words, found.plan.tensors, model_layout, frozenset())
         assert effort._gains_little(Recipe(), asked) == reason
 
 
@@ -212,7 +215,7 @@ def test_without_a_matrix_no_runs_are_set() -> None:
 def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     checkpoint = open_checkpoint(tiny("llama"))
     stored = [entry.header() for entry in checkpoint.entries.values()]
-    found = match(checkpoint.config, stored, checkpoint.declared)
+    found = match_tensors(checkpoint.config, stored, checkpoint.declared)
     assert found.architecture is not None
     replayed = replace(found, architecture=replace(found.architecture, replayed=True))
     with pytest.MonkeyPatch.context() as patch:

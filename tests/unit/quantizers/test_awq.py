@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.files.reader import open_checkpoint
-from quantforge.model.block import Batch, BlockPart
+from quantforge.model.block import Batch, DecoderBlock
 from quantforge.model.block_inputs import Call, ShapeCalls
 from quantforge.model.scale_folding import expand_heads, fold
 from quantforge.model.statistics import Statistic, Statistics
@@ -38,22 +38,24 @@ FAMILIES = ("llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "opt")
 
 
 @contextmanager
-def first_block(path: Path) -> Iterator[BlockPart]:
+def first_block(path: Path) -> Iterator[DecoderBlock]:
     checkpoint = open_checkpoint(path)
-    matched = match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
-    with ModelStream(checkpoint, matched, ROWS, micro_batch=2) as stream:
+    model_layout = match_tensors(
+        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+    )
+    with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         yield next(iter(stream))
 
 
-def observed(part: BlockPart) -> dict[str, Statistics]:
+def observed(part: DecoderBlock) -> dict[str, Statistics]:
     return part.observe({shared.key: ALL for shared in part.inputs})
 
 
-def layers_of(part: BlockPart, layer: LayerScheme = LAYER) -> dict[str, LayerScheme]:
+def layers_of(part: DecoderBlock, layer: LayerScheme = LAYER) -> dict[str, LayerScheme]:
     return {name: layer for shared in part.inputs for name in shared.linears}
 
 
-def state(part: BlockPart) -> dict[str, Tensor]:
+def state(part: DecoderBlock) -> dict[str, Tensor]:
     return {name: part.parameter(name).clone() for name in part.parameters()}
 
 
@@ -65,7 +67,7 @@ def doubled(value: Any) -> Any:
     return {key: doubled(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def in_float64(part: BlockPart) -> BlockPart:
+def in_float64(part: DecoderBlock) -> DecoderBlock:
     def wide(passage: ShapeCalls) -> ShapeCalls:
         calls = {
             rows: Call(doubled(c.args), doubled(c.kwargs)) for rows, c in passage.calls.items()
@@ -79,23 +81,23 @@ def in_float64(part: BlockPart) -> BlockPart:
     return found
 
 
-def outputs(part: BlockPart) -> Tensor:
+def outputs(part: DecoderBlock) -> Tensor:
     with InFloat64():
         found = [b.run(part.module) for b in part._rows.batches()]
     return torch.cat(found)
 
 
-def plant(part: BlockPart) -> None:
+def plant(part: DecoderBlock) -> None:
     """Make a few channels of every activation 16 times as large and their readers 16 times as small."""
     for shared in part.inputs:
-        if shared.absorber is not None:
+        if shared.scale_fold is not None:
             width = part.dimensions.kv if shared.heads else part.weight(shared.key).shape[1]
             scale = torch.ones(width)
             scale[3::17] = 1 / 16
             fold(part, shared, expand_heads(part.dimensions, scale) if shared.heads else scale)
 
 
-def own_error(part: BlockPart, key: str, statistics: Statistics) -> float:
+def own_error(part: DecoderBlock, key: str, statistics: Statistics) -> float:
     """Error of the one linear that reads an activation, rounded as the run will round it."""
     weight = part.weight(key)
     rounded = round_shared({key: weight}, statistics, {key: SCHEME}, ROUNDING)[key].tensor.decode()
@@ -115,7 +117,7 @@ def test_the_function_is_preserved_and_so_is_what_is_stored(tiny: Tiny, family: 
         }
         _, events, figures = awq.apply(wide, statistics, layers_of(wide), ROUNDING)
         assert not events
-        assert list(figures) == [s.key for s in wide.inputs if s.absorber is not None]
+        assert list(figures) == [s.key for s in wide.inputs if s.scale_fold is not None]
         changed = {
             name for name, old in before.items() if not torch.equal(old, wide.parameter(name))
         }

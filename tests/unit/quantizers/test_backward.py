@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantforge.architectures.match import Matched, match
+from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.numerics.threads import reproducible
@@ -23,9 +23,11 @@ from tests.conftest import SIZES, VOCABULARY, Tiny, randomise
 ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_seed(1))
 
 
-def opened(path: Path) -> tuple[Checkpoint, Matched]:
+def opened(path: Path) -> tuple[Checkpoint, ModelLayout]:
     checkpoint = open_checkpoint(path)
-    return checkpoint, match(checkpoint.config, [e.header() for e in checkpoint.entries.values()])
+    return checkpoint, match_tensors(
+        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+    )
 
 
 class Collector:
@@ -87,8 +89,8 @@ def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None
             assert own.shape == other.shape
             assert other.norm() > 1e-3
             assert float((own - other).norm() / other.norm()) <= 1e-5, name
-    _, matched = opened(tiny(family))
-    blocks = [matched.by_name.get(f"{name}.weight") for name in found]
+    _, model_layout = opened(tiny(family))
+    blocks = [model_layout.by_name.get(f"{name}.weight") for name in found]
     order = [tensor.block for tensor in blocks[1:] if tensor is not None]
     assert order == sorted(order, reverse=True)  # the head first, then from the last block
 
@@ -160,17 +162,17 @@ def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) 
                 storages[storage.data_ptr()] = storage.nbytes()
         peak = max(peak, sum(storages.values()))
 
-    checkpoint, matched = opened(deep)
+    checkpoint, model_layout = opened(deep)
     gc.collect()
     gc.freeze()  # leaves what is there already out of the objects
     try:
-        backward(checkpoint, matched, ROWS, visit, micro_batch=1)
+        backward(checkpoint, model_layout, ROWS, visit, micro_batch=1)
     finally:
         gc.unfreeze()
     sizes = [
-        sum(4 * t.header.shape[0] * (t.header.shape[1] if len(t.header.shape) > 1 else 1) for t in matched.tensors
+        sum(4 * t.header.shape[0] * (t.header.shape[1] if len(t.header.shape) > 1 else 1) for t in model_layout.tensors
             if t.block == block)
-        for block in range(matched.blocks)
+        for block in range(model_layout.blocks)
     ]  # fmt: skip
     states = 4 * ROWS.numel() * SIZES["hidden_size"]
     row = 4 * ROWS.shape[1] * (4 * SIZES["hidden_size"] + 3 * SIZES["intermediate_size"])
@@ -179,7 +181,7 @@ def test_one_block_is_alive_and_twice_the_root_of_the_hidden_states(deep: Path) 
 
 
 def test_what_overflows_is_named(tiny: Tiny) -> None:
-    checkpoint, matched = opened(tiny("llama"))
+    checkpoint, model_layout = opened(tiny("llama"))
 
     class Overflowing:
         config = checkpoint.config
@@ -192,4 +194,4 @@ def test_what_overflows_is_named(tiny: Tiny) -> None:
             return checkpoint.read_rows(name, first, last)
 
     with pytest.raises(InputError, match="logits are not finite in calibration row 0"):
-        backward(Overflowing(), matched, ROWS, lambda _: None)
+        backward(Overflowing(), model_layout, ROWS, lambda _: None)

@@ -62,10 +62,10 @@ def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None
     rows = ROWS[:3]
     found, labels = streamed(tiny(family), rows)
     model = in_memory(tiny(family), rows, labels)
-    _, matched = opened(tiny(family))
+    _, model_layout = opened(tiny(family))
     compared = 0
-    for index, kind in enumerate(matched.layers):
-        block = f"{matched.block_name(index)}."
+    for index, kind in enumerate(model_layout.layers):
+        block = f"{model_layout.block_name(index)}."
         places = kind.places()
         for name in kind.linears:
             if name in places:
@@ -109,19 +109,19 @@ def test_neither_threads_nor_micro_batch_nor_storage_matter(
 def test_weights_of_tokens_are_of_those_that_are_sent_to_an_expert(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    checkpoint, matched = opened(tiny("qwen3-moe"))
+    checkpoint, model_layout = opened(tiny("qwen3-moe"))
     found, sums = WeightGradients(), defaultdict[str, float | Tensor](float)
 
     def add(seen: OutputGradients) -> None:
         gradients = seen.gradients if seen.tokens is None else seen.gradients[None]
         sums[seen.name] += strip_weights(gradients, 2).sum((0, 1), dtype=torch.float64)
 
-    backward(checkpoint, matched, ROWS, found)
-    backward(checkpoint, matched, ROWS, add)
+    backward(checkpoint, model_layout, ROWS, found)
+    backward(checkpoint, model_layout, ROWS, add)
     dense = "model.layers.1.mlp.up_proj"
     names, shape = [*found.tokens, dense], (*ROWS.shape, 2)
     with TokenWeights(tmp_path / "weights", [dense], shape, found.tokens) as weights:
-        backward(checkpoint, matched, ROWS, weights, micro_batch=2)
+        backward(checkpoint, model_layout, ROWS, weights, micro_batch=2)
         assert weights.count == len(names) * len(ROWS)
         for name in names:
             own = weights.of(name).flatten(0, 1)

@@ -44,13 +44,13 @@ def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
         codes = packer.encode(weight, parameters, torch_scheme)
         made[name] = QuantizedTensor(codes, parameters, torch_scheme)
     kind = SimpleNamespace(value="norm")
-    absorber = SimpleNamespace(kind=kind, module="norm")
+    scale_fold = SimpleNamespace(kind=kind, module="norm")
     part: Any = SimpleNamespace(
         module=module,
         parameter=module.get_parameter,
         has=lambda _: True,
         is_outside_module=lambda _: False,
-        inputs=[SimpleNamespace(absorber=absorber)],
+        inputs=[SimpleNamespace(scale_fold=scale_fold)],
         own_linears=("up", "down"),
         experts=None,
         architecture=SimpleNamespace(transposed=False),

@@ -42,7 +42,9 @@ def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
     scheme = parse_layer("int4:g32:asym")
     one, other = (TensorPlan(name, "F32", (4, 32), Action.QUANTIZE, "", scheme) for name in "ab")
     planned = SimpleNamespace(
-        plan=SimpleNamespace(rounder="rtn", tensors=(one, other)), recipe=Recipe(), matched=None
+        plan=SimpleNamespace(rounder="rtn", tensors=(one, other)),
+        recipe=Recipe(),
+        model_layout=None,
     )
     inputs = SimpleNamespace(
         planned=planned, settings=SimpleNamespace(device="meta"), checkpoint=None,
