@@ -8,6 +8,10 @@ squares: the factor of a row is ``<w_i, q_i> / <w_i, w_i>``, that of a column li
   may differ by as much as tuning changes a gain afterwards.
 * Where a linear took it (v for o, up for down), the rows of the one and the columns of the other vary against each
   other, ``log r ~ -log c``. Otherwise nothing was moved.
+
+A search of scales clips outliers in channels that hardly count. Their fitted factors are then too small, by more than
+the noise, because clipping errs in one direction. A wrong factor changes all weights of a channel, clipping only those
+at the ends of their groups: factors are reported only where they do not cancel among the other weights either.
 """
 
 from __future__ import annotations
@@ -80,7 +84,12 @@ class Folds:
 
 
 def folds_of(
-    model_layout: ModelLayout, index: int, source: Weight, stored: Weight, tuning: float = TUNING
+    model_layout: ModelLayout,
+    index: int,
+    source: Weight,
+    stored: Weight,
+    clipped: Weight,
+    tuning: float = TUNING,
 ) -> Folds:
     """Find the factors of one block.
 
@@ -89,6 +98,7 @@ def folds_of(
         index: of the block.
         source: weights of the source.
         stored: weights of the artifact, decoded.
+        clipped: marks the weights that may have been clipped; None where a weight is not quantized.
         tuning: the largest relative change of a gain that is taken for tuning.
     """
 
@@ -98,12 +108,18 @@ def folds_of(
             return None
         return before, after
 
+    def unclipped(module: str) -> Pair | None:
+        both, mask = pair(module), clipped(f"{module}.weight")
+        if both is None or mask is None:
+            return both
+        return both[0].masked_fill(mask, 0.0), both[1].masked_fill(mask, 0.0)
+
     folds, block = Folds(), model_layout.block_name(index)
     for norm, shared in absorbing_norms(model_layout, index):
         _find_norm_factors(folds, norm, shared, block, pair, tuning)
     for shared in model_layout.layers[index].inputs:
         if shared.scale_fold is not None and shared.scale_fold.kind is FoldKind.ROWS:
-            _find_row_factors(folds, model_layout, shared, block, pair)
+            _find_row_factors(folds, model_layout, shared, block, pair, unclipped)
     return folds
 
 
@@ -159,44 +175,61 @@ def _find_norm_factors(
 
 
 def _find_row_factors(
-    folds: Folds, model_layout: ModelLayout, shared: SharedInput, block: str, pair: Pairs
+    folds: Folds,
+    model_layout: ModelLayout,
+    shared: SharedInput,
+    block: str,
+    pair: Pairs,
+    unclipped: Pairs,
 ) -> None:
-    """Fit both sides of a factor between a linear and its reader."""
+    """Fit both sides of a factor between a linear and its reader, and check that they cancel."""
     assert shared.scale_fold is not None
     architecture, dimensions = require_declarations(model_layout)
     producer, reader = f"{block}.{shared.scale_fold.module}", f"{block}.{shared.key}"
     rows = architecture.rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
-    made, read, own, other = pair(producer), pair(reader), None, None
-    if made is not None:
-        own = _fit(folds.applied(producer, made[0])[rows], made[1][rows], dim=1)
-    if read is not None:
-        other = _fit(*read, dim=0)
-        if shared.heads:
-            heads = (dimensions.kv_heads, dimensions.heads // dimensions.kv_heads, dimensions.head)
-            other = _Fit(
-                *(v.view(heads).nanmean(1).flatten() for v in (other.factor, other.cosine))
-            )
+
+    def fit_rows(made: Pair) -> _Fit:
+        return _fit(folds.applied(producer, made[0])[rows], made[1][rows], dim=1)
+
+    def fit_columns(read: Pair) -> _Fit:
+        fit = _fit(*read, dim=0)
+        if not shared.heads:
+            return fit
+        heads = (dimensions.kv_heads, dimensions.heads // dimensions.kv_heads, dimensions.head)
+        return _Fit(*(v.view(heads).nanmean(1).flatten() for v in (fit.factor, fit.cosine)))
+
+    made, read = pair(producer), pair(reader)
+    own = None if made is None else fit_rows(made)
+    other = None if read is None else fit_columns(read)
     scale = _agreed(own, other)
     if scale is None:
         return
+    if own is not None and other is not None:
+        product = own.log + other.log
+        spread = 1.4826 * float((product - product.median()).abs().median())
+        noise = (NOISES * (own.noise + other.noise)).clamp(min=max(CANCELS, SPREADS * spread))
+
+        def apart(own: _Fit, other: _Fit) -> Tensor:
+            related = (own.cosine >= RELATED) & (other.cosine >= RELATED)
+            return related & ((own.log + other.log).abs() > noise)
+
+        wrong = apart(own, other)
+        if bool(wrong.any()):
+            made_inside, read_inside = unclipped(producer), unclipped(reader)
+            if made_inside is not None and read_inside is not None:
+                wrong &= apart(fit_rows(made_inside), fit_columns(read_inside))
+        if bool(wrong.any()):
+            channel = int((product.abs() * wrong).argmax())
+            folds.problems[producer] = (
+                f"row {channel} of the rows that carry a factor is {float(own.factor[channel]):.3g} times the source's,"
+                f" and the column of {reader} that reads it {float(other.factor[channel]):.3g} times: the two do not"
+                f" cancel ({int(wrong.sum())} of {len(wrong)} channels)"
+            )
     if made is not None:
         folds.rows[producer] = torch.ones(len(made[0]))
         folds.rows[producer][rows] = 1 / scale
     folds.columns[reader] = expand_heads(dimensions, scale) if shared.heads else scale
     folds.fitted |= {producer, reader}
-    if own is None or other is None:
-        return
-    product = own.log + other.log
-    spread = 1.4826 * float((product - product.median()).abs().median())
-    noise = (NOISES * (own.noise + other.noise)).clamp(min=max(CANCELS, SPREADS * spread))
-    wrong = (product.abs() > noise) & (own.cosine >= RELATED) & (other.cosine >= RELATED)
-    if bool(wrong.any()):
-        channel = int((product.abs() * wrong).argmax())
-        folds.problems[producer] = (
-            f"row {channel} of the rows that carry a factor is {float(own.factor[channel]):.3g} times the source's, and"
-            f" the column of {reader} that reads it {float(other.factor[channel]):.3g} times: the two do not cancel"
-            f" ({int(wrong.sum())} of {len(wrong)} channels)"
-        )
 
 
 @dataclass(frozen=True, slots=True)

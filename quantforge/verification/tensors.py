@@ -192,6 +192,15 @@ class TensorChecks:
             self._quantized[tensor.name] = found
         return found
 
+    def _at_ends(self, name: str) -> Tensor | None:
+        """Mark the weights at the ends of their groups, which may have been clipped; None where it is not quantized."""
+        value, found = self.stored(name), self._quantized.get(name)
+        if value is None or found is None:
+            return None
+        groups = value.view(len(value), -1, group_width(rounded_in(found), value.shape[1]))
+        low, high = groups.aminmax(dim=-1, keepdim=True)
+        return ((groups == low) | (groups == high)).view(value.shape)
+
     def _forget(self) -> None:
         for kept in (self._quantized, self._values, self._plain):
             kept.clear()
@@ -216,7 +225,7 @@ class TensorChecks:
         model_layout, self._folds = self._artifact.model_layout, Folds()
         if block >= 0 and self._may_fold and model_layout.architecture is not None:
             self._folds = folds_of(
-                model_layout, block, self._source.weight, self.stored, self._tuning
+                model_layout, block, self._source.weight, self.stored, self._at_ends, self._tuning
             )
         for module, text in self._folds.problems.items():
             self._report.warn("fold", f"{module}.weight", text)

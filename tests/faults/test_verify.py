@@ -484,6 +484,25 @@ def test_folds_of_other_families_are_understood(family, source, tmp_path):
     assert report.tensors
 
 
+def test_a_channel_whose_outliers_were_clipped_still_cancels(made, source, tmp_path):
+    """Its fitted factor is too small. A wrong factor of the same channel is found all the same."""
+    original = copied(source("llama-wide"), tmp_path / "source")
+    model = copied(made("folded"), tmp_path / "m")
+    (model / NAME).unlink()
+    words = load_file(model / "model.safetensors")[f"{DOWN}.weight_packed"]
+    codes = torch.stack([(words >> 4 * place) & 15 for place in range(8)], -1).flatten(1)
+    at_ends = (codes == 0) | (codes == 15)
+    channel = int(at_ends.sum(0).argmax())
+    outliers = at_ends[:, channel]
+    # In the source they are larger than in the artifact, as if a search of scales had clipped them.
+    element(f"{DOWN}.weight", scaled((outliers, channel), 1.4))(original)
+    assert said(look(model, original)) == []
+
+    wrong = copied(model, tmp_path / "wrong")
+    element(f"{UP}.weight_scale", scaled(channel, 0.7))(wrong)
+    assert f"{UP}.weight" in {f.where for f in look(wrong, original).findings if f.check == "fold"}
+
+
 def test_a_model_that_was_trained_passes_at_few_bits(tmp_path):
     model = first_blocks(copied(Path(__file__).parents[2] / "models/demo", tmp_path / "demo"), 2)
     quantize(model, tmp_path / "m", swift("awq", scheme="int3:g64:sym"))
