@@ -1,6 +1,7 @@
 """Engines that results are made for (``--for``): default format, command that serves a result, code for its card.
 
-`TARGETS` is the one table; which packages an engine needs for a format is declared in the format (`About.packages`).
+`TARGETS` is the one table; each format declares the packages that an engine needs for it
+(`FormatInfo.engine_packages`).
 The options of the commands are those of vLLM 0.33, SGLang 0.5.23, LMDeploy 0.18 and mlx-lm 0.32 (read in their
 packages), and of TensorRT-LLM 1.3, llama.cpp b10749 and Ollama 0.14 (read in their documentation and sources), in
 2026-11. ``tests/golden/engine_options.toml`` lists them as they are documented.
@@ -17,7 +18,7 @@ from typing import Any
 
 from quantforge.cache_kinds import PLAIN, kinds_of, name_of
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
-from quantforge.formats import DEFAULT, GGUF, About, format_of
+from quantforge.formats import DEFAULT_FORMAT, GGUF, FormatInfo, load_format
 from quantforge.formats.engine_rules import UNTRIED
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, Note, NoteKind, Serving, TensorPlan, kind_of
@@ -56,7 +57,7 @@ class Target:
 
 
 def _packed(scheme: str) -> dict[str, str]:
-    return {"format": DEFAULT, "scheme": scheme}
+    return {"format": DEFAULT_FORMAT, "scheme": scheme}
 
 
 _TYPES = {2: "Q2_K", 3: "Q3_K_M", 4: "Q4_K_M", 5: "Q5_K_M", 6: "Q6_K", 8: "Q8_0"}
@@ -212,7 +213,7 @@ def check_engine(
             f"--cache {either(target.caches)}" if target.caches else "leave --cache out",
         )
     unbounded = serving.context is not None and not target.context
-    needed = format_of(key).ABOUT.packages.get(engine, "")
+    needed = load_format(key).INFO.engine_packages.get(engine, "")
     facts = (
         target.note,
         f"{key} files need pip install {needed}" if needed else "",
@@ -343,7 +344,7 @@ class Snippet:
 
 
 def snippets(
-    about: About,
+    about: FormatInfo,
     verdicts: Iterable[EngineVerdict],
     place: str,
     *,
@@ -365,7 +366,7 @@ def snippets(
     for engine in (verdict.engine for verdict in verdicts if verdict.loads):
         if engine not in TARGETS:
             continue
-        packages = f"{TARGETS[engine].packages} {about.packages.get(engine, '')}".strip()
+        packages = f"{TARGETS[engine].packages} {about.engine_packages.get(engine, '')}".strip()
         install = f"pip install {packages}\n" if packages else ""
         if repository:
             install += f"hf download {shlex.quote(repository)} {shlex.quote(place)} --local-dir .\n"

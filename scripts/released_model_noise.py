@@ -13,17 +13,19 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 
 
 def add_noise(file: Path, folder: Path, seed: int) -> int:
     """Move every weight of the file's Q4_1 matrices by less than half a step; return the number of matrices."""
     checkpoint, weights = open_model(file), load_file(folder / "model.safetensors")
-    form, generator = detect(checkpoint.config), torch.Generator().manual_seed(seed)
+    form, generator = detect_format(checkpoint.config), torch.Generator().manual_seed(seed)
     headers = checkpoint.headers()
     moved = 0
-    for layout in sorted(form.layouts(checkpoint.config, headers), key=lambda item: item.module):
+    for layout in sorted(
+        form.find_layouts(checkpoint.config, headers), key=lambda item: item.module
+    ):
         if layout.scheme.weight.grid != "q4_1":
             continue
         stored = {name: checkpoint.read(name) for name in layout.tensor_names}

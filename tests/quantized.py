@@ -68,7 +68,7 @@ def quantized_plan(
     form: Format, name: str, scheme: str, shape: tuple[int, int], block: int
 ) -> TensorPlan:
     """Plan one quantized weight as the planner does."""
-    layer = LayerScheme(parse(scheme).with_scale(form.scale_type("BF16")))
+    layer = LayerScheme(parse(scheme).with_scale(form.default_scale_type("BF16")))
     stored = form.packed_tensors(name.removesuffix(".weight"), layer, shape)
     return TensorPlan(name, "BF16", shape, Action.QUANTIZE, "", layer, stored, block)
 

@@ -25,7 +25,7 @@ from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
 from quantforge.execution.progress import followed, phase, tell
 from quantforge.files.hub import resolve
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import readable
@@ -97,7 +97,7 @@ def evaluate(
         _check_engine(options.get("engine", ""), paths)
         checkpoints = [readable(open_model(path)) for path in paths]
         for checkpoint in checkpoints:  # what cannot be read shows before anything is loaded
-            detect(checkpoint.config)
+            detect_format(checkpoint.config)
             if checkpoint.declaration_note:
                 settings.note(f"{checkpoint.path}: quantization: {checkpoint.declaration_note}")
         for checkpoint in checkpoints[1:]:

@@ -41,7 +41,7 @@ from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter
-from quantforge.formats import FORMATS, GGUF, PLAIN, Verdict, detect
+from quantforge.formats import FORMATS, GGUF, PLAIN, Verdict, detect_format
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import plain_source, readable
@@ -257,7 +257,7 @@ def loaded_format(
     checkpoint = open_model(resolve(str(model), offline))
     if not _is_quantized(checkpoint):
         return None
-    source = detect(checkpoint.config).KEY
+    source = detect_format(checkpoint.config).KEY
     formats = dict.fromkeys((source, *preferred_formats(engine), *FORMATS))
     found: list[tuple[int, str]] = []
     reasons = []
@@ -272,7 +272,7 @@ def loaded_format(
             reasons.append(f"{key}: {error.message}")
             continue
         fits = {layer.fit.verdict for layer in plan.layers.values()}
-        rank = 2 if Verdict.INEXACT in fits else int(Verdict.READ in fits)
+        rank = 2 if Verdict.INEXACT in fits else int(Verdict.DEPENDS_ON_VALUES in fits)
         found.append((0 if key == source else rank, key))
     if not found:
         raise RefusedError(

@@ -41,7 +41,7 @@ from quantforge.errors import InputError
 from quantforge.files.disk import save
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import FORMATS, format_of
+from quantforge.formats import FORMATS, load_format
 from quantforge.formats.open_model import open_model, side_data
 from quantforge.planning.capacity import Load
 from quantforge_calibration.chat_templates import DEFAULT, choose
@@ -160,7 +160,7 @@ def write_folder_card(
     name = shown_file(files).name
     shown = next(path for path in paths if path.name == name)
     plan, document = known[shown][0], documents[shown]
-    about = format_of(plan.format).ABOUT
+    about = load_format(plan.format).INFO
     chat = DEFAULT in choose(side_data(open_model(shown)), shown).named
     code = snippets(about, plan.engines, shown.name, chat=chat, repository=repository)
     content = files_part(files, context, code)
@@ -171,7 +171,7 @@ def write_folder_card(
         named = base_model(base, document, source.config)
         fields = front_matter(
             named,
-            about.library,
+            about.hub_library,
             [plan.format],
             carried_fields(source.card),
             tuned=bool(stated_adapters(document)),
@@ -205,7 +205,7 @@ def _results_in(folder: Path) -> list[Path]:
 
     Of numbered files it is the first, with which all are opened.
     """
-    suffixes = {format_of(key).ABOUT.suffix for key in FORMATS} - {""}
+    suffixes = {load_format(key).INFO.file_suffix for key in FORMATS} - {""}
     found = [
         path
         for path in sorted(folder.iterdir())

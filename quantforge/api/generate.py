@@ -11,7 +11,7 @@ from quantforge.arguments import check_arguments
 from quantforge.cache_kinds import kinds_of
 from quantforge.errors import UsageError
 from quantforge.files.hub import resolve
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
 from quantforge.formats.sources.low_precision import readable
@@ -179,7 +179,7 @@ def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mappi
     """
     path = resolve(str(model), settings.offline)
     opened = readable(open_model(path))
-    detect(opened.config)
+    detect_format(opened.config)
     return path, opened.config
 
 

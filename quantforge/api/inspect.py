@@ -19,7 +19,7 @@ from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import read_header
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.importance_file import is_importance, read_imatrix
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
@@ -172,11 +172,11 @@ def _understood(checkpoint: Checkpoint) -> tuple[str, dict[tuple[str, ...], tupl
     """
     config = checkpoint.config
     try:
-        form = detect(config)
+        form = detect_format(config)
     except InputError:
         return f"{config['quantization_config'].get('quant_method')} (not read)", {}
     stored = checkpoint.headers()
-    layouts = form.layouts(config, stored)
+    layouts = form.find_layouts(config, stored)
     match_headers(checkpoint, {layout.module: layout for layout in layouts}, stored)
     return form.KEY, {
         layout.tensor_names: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts

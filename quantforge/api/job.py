@@ -21,7 +21,7 @@ from quantforge.execution.progress import phase, tell
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.without_experts import fewer_heads
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.planning import naming
@@ -86,7 +86,7 @@ class Job:
     @property
     def one_file(self) -> bool:
         """Return whether the result is a file, not a directory."""
-        return format_of(self.planned.plan.format).ABOUT.one_file
+        return load_format(self.planned.plan.format).INFO.is_single_file
 
     def check_text(self) -> None:
         """Refuse a calibration text that the run would refuse at its start; errors as `planner.check_text`."""

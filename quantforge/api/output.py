@@ -12,7 +12,7 @@ from quantforge.artifacts.signing import check_key
 from quantforge.errors import UsageError
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import FileStage, Stage
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.formats.gguf.projector_file import projector_file
 from quantforge.planning import naming
 from quantforge.planning.planner import Planned
@@ -38,7 +38,7 @@ def stage_for(
     source = checkpoint.path
     if settings.sign is not None:
         check_key(settings.sign)
-    one_file = format_of(plan.format).ABOUT.one_file
+    one_file = load_format(plan.format).INFO.is_single_file
     if settings.modelfile and not one_file:
         raise UsageError(
             f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",

@@ -11,7 +11,7 @@ from quantforge.arguments import check_arguments
 from quantforge.errors import InputError
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.match_quantized import match_quantized
 from quantforge.formats.open_model import open_model
 from quantforge.planning.allocation import search_of
@@ -124,12 +124,12 @@ def _as_it_is(
 ) -> tuple[Plan, ModelLayout]:
     """Return the plan of an export that changes nothing, for an engine if one is named, and the model."""
     try:
-        form = detect(checkpoint.config)
+        form = detect_format(checkpoint.config)
     except InputError as unread:
         wanted = "--bits 4 or --format plain: what is to be made of it can be planned"
         raise InputError(unread.message, wanted) from unread
     headers = checkpoint.headers()
-    layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
+    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
     same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)
     made = plan_export(checkpoint, same, serving).plan
     return made, match_quantized(checkpoint, layouts, headers)

@@ -34,7 +34,7 @@ from quantforge.files.hub import resolve
 from quantforge.files.lock import Lock, StaleLockMonitor
 from quantforge.files.reader import QUANTIZATION, Checkpoint
 from quantforge.files.stage import Stage, check_apart
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.formats.open_model import open_model
 from quantforge.planning.format_choice import chosen_format
 from quantforge.planning.local_paths import strip_local_paths
@@ -141,8 +141,8 @@ def _planned(
 ) -> Job:
     recipe, settings = strip_local_paths(recipe, settings)
     key = chosen_format(recipe)[0].format
-    about = format_of(key).ABOUT
-    job = plan_job(source, recipe, place_of(f"{name}{about.suffix}", key), settings)
+    about = load_format(key).INFO
+    job = plan_job(source, recipe, place_of(f"{name}{about.file_suffix}", key), settings)
     if job.one_file and len(job.planned.files) > 1:
         raise RefusedError(
             f"its file would be split into {len(job.planned.files)} (max_shard_bytes)",

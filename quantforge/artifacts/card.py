@@ -23,7 +23,7 @@ from quantforge.engines import snippets
 from quantforge.events import KINDS
 from quantforge.files.hub import is_hub_name
 from quantforge.files.opener import FILES
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.plans import Action, Plan
 from quantforge_files.roles import CARD
 
@@ -46,10 +46,10 @@ def model_card(
         source_card: the source's own card.
         chat: whether the result has a chat template.
     """
-    about = format_of(plan.format).ABOUT
+    about = load_format(plan.format).INFO
     fields = front_matter(
         base,
-        about.library,
+        about.hub_library,
         [plan.format],
         carried_fields(source_card),
         tuned=bool(stated_adapters(document)),
@@ -174,7 +174,7 @@ def loading(plan: Plan, place: str, *, chat: bool) -> str:
     lines = [
         f"{LOADED_FROM}`{place}`; the path of this directory, or its name on the hub, may stand there."
     ]
-    for item in snippets(format_of(plan.format).ABOUT, plan.engines, place, chat=chat):
+    for item in snippets(load_format(plan.format).INFO, plan.engines, place, chat=chat):
         lines += ["", f"### {item.engine}", "", f"```{item.language}", item.code, "```"]
     return "\n".join(lines)
 

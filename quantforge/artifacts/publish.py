@@ -25,7 +25,7 @@ from quantforge.files.previous_output import OF_DIRECTORY, SIGNATURE
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter, index_json
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.open_model import open_model, side_data
 from quantforge.plans import FilePlan, Plan
@@ -77,7 +77,7 @@ def stage_side_files(
         IntegrityError: a file is not the one that was digested.
         RefusedError, InputError: as `ProjectorFile.values`.
     """
-    if format_of(plan.format).ABOUT.one_file:
+    if load_format(plan.format).INFO.is_single_file:
         _write_tower(stage, checkpoint, wanted=settings.mmproj)
         return
     for path in checkpoint.side_files:
@@ -115,7 +115,7 @@ def publish(
         RefusedError: somebody's file lies among those of the result.
         UsageError, InputError: it is to be signed and cannot be; see `quantforge.artifacts.signing`.
     """
-    one_file = format_of(plan.format).ABOUT.one_file
+    one_file = load_format(plan.format).INFO.is_single_file
     if one_file:
         if settings.modelfile:
             _write_modelfile(stage, files[0])
@@ -164,7 +164,7 @@ def _write_directory(
         config = untied(config)
     engines = judged_by_names(plan.engines, config, plan.tensors)
     plan = replace(plan, running=running_names(plan, config), engines=engines)
-    for name, data in format_of(plan.format).side_files(plan, config).items():
+    for name, data in load_format(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)
     if len(files) > 1:
         shards = [[tensor for tensor, _ in file.places] for file in files]

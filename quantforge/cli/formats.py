@@ -10,7 +10,7 @@ from string import ascii_uppercase
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import GAP
-from quantforge.formats import FORMATS, PLAIN, Fit, Verdict, format_of
+from quantforge.formats import FORMATS, PLAIN, Compatibility, Verdict, load_format
 from quantforge.formats.convert import express_layer
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
@@ -35,7 +35,7 @@ class Cell:
     source: str
     scheme: LayerScheme
     target: str
-    fit: Fit
+    fit: Compatibility
 
     @property
     def word(self) -> Word:
@@ -64,7 +64,7 @@ def formats(as_json: options.Json = False) -> None:
     console = Console(as_json=as_json)
     rows = []
     for key in FORMATS:
-        module = format_of(key)
+        module = load_format(key)
         about = (module.__doc__ or "").strip().splitlines()[0]
         try:
             four = module.default_scheme(4)
@@ -120,20 +120,22 @@ def _show(console: Console, rows: list[tuple[str, str, str]], found: list[Cell])
     console.wrapped(", ".join(f"{sign} {ABOUT[word]}" for word, sign in SIGNS.items()))
 
 
-def _fit(scheme: LayerScheme, target: str) -> Fit:
+def _fit(scheme: LayerScheme, target: str) -> Compatibility:
     """Return the verdict on a layer in the format ``target``."""
     if target == PLAIN:
-        return Fit(Verdict.READ, "every decoded weight has to be a number of the model's type")
-    return express_layer(scheme, SHAPE, format_of(target), DTYPE)[0]
+        return Compatibility(
+            Verdict.DEPENDS_ON_VALUES, "every decoded weight has to be a number of the model's type"
+        )
+    return express_layer(scheme, SHAPE, load_format(target), DTYPE)[0]
 
 
 def cells() -> Iterator[Cell]:
     """Yield all pairs of formats, for every kind of numbers that the first one holds."""
     for source in FORMATS:
-        form = format_of(source)
-        for text in form.ABOUT.specimens:
+        form = load_format(source)
+        for text in form.INFO.example_schemes:
             layer = parse_layer(text)
-            weight = layer.weight.with_scale(form.scale_type(DTYPE))
+            weight = layer.weight.with_scale(form.default_scale_type(DTYPE))
             layer = LayerScheme(weight, layer.input)
             for target in FORMATS:
                 yield Cell(source, layer, target, _fit(layer, target))

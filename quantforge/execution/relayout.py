@@ -21,7 +21,7 @@ from quantforge.execution.progress import tell
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.files.writer import WeightsWriter
-from quantforge.formats import PLAIN, Fit, Verdict, format_of
+from quantforge.formats import PLAIN, Compatibility, Verdict, load_format
 from quantforge.formats.configuration import NUMBERS
 from quantforge.formats.convert import convert, fit_of_values, of_input
 from quantforge.formats.storage import Storage, storage_of
@@ -97,7 +97,7 @@ def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValue
     return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
 
 
-def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Fit:
+def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
     """Return how exactly the target holds the numbers of a layer; raise `RefusedError` for scattered columns."""
     key, wanted = conversion.plan.format, layer.wanted
     if wanted is None:
@@ -105,21 +105,21 @@ def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Fit:
         return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
     if key == PLAIN:
         return _decoded_fit(conversion, layer)
-    if layer.fit.verdict is not Verdict.READ:
+    if layer.fit.verdict is not Verdict.DEPENDS_ON_VALUES:
         return layer.fit
     tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
         raise _out_of_order(conversion, layer, wanted)
-    fit = fit_of_values(tensor, wanted.weight, format_of(key).LEAST_ZERO)
+    fit = fit_of_values(tensor, wanted.weight, load_format(key).MIN_ZERO_POINT)
     if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
-        return Fit(Verdict.INEXACT, layer.fit.reason)
+        return Compatibility(Verdict.INEXACT, layer.fit.reason)
     if fit.verdict is Verdict.IMPOSSIBLE:
         command = rounding_command(conversion.checkpoint, key)
         return replace(fit, nearest="; ".join(filter(None, (fit.nearest, command))))
     return fit
 
 
-def _accepted(name: str, fit: Fit, *, allowed: bool) -> list[Event]:
+def _accepted(name: str, fit: Compatibility, *, allowed: bool) -> list[Event]:
     """Return the event of accepted rounding, if any; raise RefusedError for what is not accepted."""
     if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allowed):
         hint = fit.nearest or "accept rounding with --allow-inexact"
@@ -217,16 +217,18 @@ def _layer_outputs(
 ) -> dict[str, Tensor]:
     """Return the output tensors of a layer: unpacked, restated in the scheme of the target, and packed."""
     assert layer.wanted is not None
-    target = format_of(conversion.plan.format)
+    target = load_format(conversion.plan.format)
     source, index = _read_layer(conversion, layer)
     if source.input != layer.wanted.input:  # measured parameters of another input are dropped
         dropped = of_input(source.parameters)
         kept = {key: value for key, value in source.parameters.items() if key not in dropped}
         source = replace(source, parameters=kept, input=layer.wanted.input)
-    tensor = convert(source, layer.wanted.weight, target.LEAST_ZERO, allow_inexact=allow_inexact)
+    tensor = convert(
+        source, layer.wanted.weight, target.MIN_ZERO_POINT, allow_inexact=allow_inexact
+    )
     outputs = storage.pack(plan, tensor)
     if index is not None:
-        outputs[f"{layer.layout.module}{target.ABOUT.group_index}"] = index
+        outputs[f"{layer.layout.module}{target.INFO.group_index_suffix}"] = index
     return outputs
 
 
@@ -245,7 +247,7 @@ def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
 
 def _unpack(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
     tensors = {name: conversion.checkpoint.read(name) for name in layer.layout.tensor_names}
-    return format_of(conversion.source_key).unpack(layer.layout, tensors)
+    return load_format(conversion.source_key).unpack(layer.layout, tensors)
 
 
 def _read_layer(
@@ -259,10 +261,10 @@ def _read_layer(
     tensor = _unpack(conversion, layer)
     if not layer.scattered or tensor.scheme.granularity != PerGroup(1):
         return tensor, None
-    form = format_of(conversion.source_key)
-    name = f"{layer.layout.module}{form.ABOUT.group_index}"
+    form = load_format(conversion.source_key)
+    name = f"{layer.layout.module}{form.INFO.group_index_suffix}"
     names = tuple(one for one in layer.layout.tensor_names if one != name)
-    layout = replace(layer.layout, tensor_names=names, scattered=None)
+    layout = replace(layer.layout, tensor_names=names, act_order=None)
     tensors = {one: conversion.checkpoint.read(one) for one in names}
     return form.unpack(layout, tensors), conversion.checkpoint.read(name)
 
@@ -272,13 +274,13 @@ def _out_of_order(
 ) -> RefusedError:
     """Return that a target has no place for the index by which columns are scattered over groups."""
     module, key = layer.layout.module, conversion.plan.format
-    index = f"{module}{format_of(conversion.source_key).ABOUT.group_index}"
+    index = f"{module}{load_format(conversion.source_key).INFO.group_index_suffix}"
     what = f"{index} scatters its columns over groups (activation order: desc_act, actorder)"
-    if layer.layout.scattered is None:
+    if layer.layout.act_order is None:
         return RefusedError(
             f"{what}, which config.json does not say", "add desc_act = true there", tensor=module
         )
-    if stores_index(layer.layout, wanted, format_of(key)):
+    if stores_index(layer.layout, wanted, load_format(key)):
         hint = "--format plain decodes the weights"
         return RefusedError(f"{what}, and its groups would have to be split", hint, tensor=module)
     return RefusedError(
@@ -294,7 +296,7 @@ def _decoded(conversion: Conversion, layer: ConvertedLayer) -> Tensor:
     return weight.T.contiguous() if layer.transposed else weight
 
 
-def _decoded_fit(conversion: Conversion, layer: ConvertedLayer) -> Fit:
+def _decoded_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
     """Return how exactly the type of decoded weights holds those of a layer."""
     return _cast_fit(_unpack(conversion, layer).decode(), conversion.decoded_type)
 
@@ -309,19 +311,19 @@ def _is_cast(tensor: TensorPlan) -> bool:
     )
 
 
-def _cast_fit(exact: Tensor, dtype: str) -> Fit:
+def _cast_fit(exact: Tensor, dtype: str) -> Compatibility:
     """Return how exactly a type holds numbers."""
     value = exact.to(torch_dtype(dtype))
     back = value.to(exact.dtype)
     changed = int((back != exact).sum())
     if not changed:
-        return Fit(Verdict.EXACT)
+        return Compatibility(Verdict.EXACT)
     if not bool(value.isfinite().all()) and bool(exact.isfinite().all()):
         largest = float(exact.abs().max())
         reason = f"weights up to {largest:.4g} are outside of the range of {dtype}"
-        return Fit(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
+        return Compatibility(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
     error = float((back - exact).double().norm() / exact.double().norm())
     reason = (
         f"{changed} of {exact.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
     )
-    return Fit(Verdict.INEXACT, reason)
+    return Compatibility(Verdict.INEXACT, reason)

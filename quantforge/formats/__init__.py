@@ -1,8 +1,8 @@
-"""Formats: one file per family of files, reading and writing; none of them ever quantizes.
+"""File formats of quantized models: one module per format, which reads and writes it; none of them quantizes.
 
-Everything about names, types, shapes and configuration is decided from headers (``check``,
-``packed_tensors``, ``config``: no torch), so that ``plan`` knows every byte before the run. ``pack`` and
-``unpack`` move codes and parameters to and from the stored tensors of one linear layer, exactly.
+Tensor names, types, shapes and the configuration are computed from headers alone, without torch (``check_layer``,
+``packed_tensors``, ``side_files``), so that ``plan`` knows the size of every file before the run. ``pack`` and
+``unpack`` convert codes and parameters of one linear layer to and from its stored tensors, without any rounding.
 
 In this folder:
 
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
     from quantforge.formats.engine_rules import Engine
     from quantforge.packers.tensor import QuantizedTensor
 
-KEEP = "keep"  # in place of a scheme
-PLAIN = "plain"  # the format without codes: an export into it decodes
-DEFAULT = "compressed-tensors"  # where nothing asks for another
-GGUF = "gguf"  # the one format with mixtures and pre-tokenizers
+KEEP = "keep"  # given instead of a scheme: leave the weight unquantized
+PLAIN = "plain"  # unquantized safetensors: an export to this format decodes the weights
+DEFAULT_FORMAT = "compressed-tensors"
+GGUF = "gguf"  # the only format with mixtures of types and with pre-tokenizers
 FORMATS: Mapping[str, str] = {
     PLAIN: "quantforge.formats.plain",
-    DEFAULT: "quantforge.formats.compressed_tensors",
+    DEFAULT_FORMAT: "quantforge.formats.compressed_tensors",
     "gptq": "quantforge.formats.gptq",
     "gptq_v2": "quantforge.formats.gptq_v2",
     "awq": "quantforge.formats.awq",
@@ -65,10 +65,10 @@ FORMATS: Mapping[str, str] = {
     "mlx": "quantforge.formats.mlx",
     GGUF: "quantforge.formats.gguf",
 }
-# Words of other tools, as `nearest` looks them up.
-_NOT_WRITTEN = "it is not written here; `quantforge formats` lists what is"
-_SCHEME = "widths are an option of their own: --bits 4, or --scheme W4A16"
-FORMAT_WORDS: Mapping[str, str] = {
+# Format names that other tools use, with the option to suggest instead; `nearest` looks them up.
+_NOT_WRITTEN_HINT = "it is not written here; `quantforge formats` lists what is"
+_BITS_HINT = "widths are an option of their own: --bits 4, or --scheme W4A16"
+FORMAT_HINTS: Mapping[str, str] = {
     "ggml ggmf ggjt ggufv2 ggufv3 llamacpp ollama lmstudio kquant kquants q4km q4ks q5km q6k q80": "--format gguf",
     "ggufq4km ggufq4ks ggufq40 ggufq5km ggufq6k ggufq80 ggufq2ks":
         "the type is an option of its own: --type Q4_K_M",
@@ -83,27 +83,31 @@ FORMAT_WORDS: Mapping[str, str] = {
         "--format plain holds a model that is not quantized; all formats but gguf are safetensors files",
     "autoround": "its files are those of GPTQ: --format gptq",
     "exl2 exl3 hqq aqlm quip quipsharp onnx openvino torchao quanto eetq tensorrt trt coreml executorch tflite":
-        _NOT_WRITTEN,
-    "int2 int3 int4 int8 w4a16 w8a16 w8a8 4bit 8bit": _SCHEME,
+        _NOT_WRITTEN_HINT,
+    "int2 int3 int4 int8 w4a16 w8a16 w8a8 4bit 8bit": _BITS_HINT,
     "nvfp4 nvfp4a16": "--scheme nvfp4",
     "mxfp4 mxfp8": "it is a scheme, not a format: --scheme mxfp8",
 }  # fmt: skip
-# Values of ``quant_method`` that are read; the last two by `sources` alone.
-_READ = "compressed-tensors, gptq, auto-round, awq, bitsandbytes, fp8, mxfp4 and modelopt"
+# Values of ``quant_method`` that can be read; only `sources` reads the last two.
+_READABLE_METHODS = (
+    "compressed-tensors, gptq, auto-round, awq, bitsandbytes, fp8, mxfp4 and modelopt"
+)
 
 
 class Verdict(StrEnum):
-    """Answer to whether a scheme can be stored in a format."""
+    """Whether a quantized tensor can be stored in a format."""
 
     EXACT = "exact"
-    INEXACT = "inexact"  # with --allow-inexact
+    INEXACT = "inexact"  # scales have to be rounded: only with --allow-inexact
     IMPOSSIBLE = "impossible"
-    READ = "read"  # depends on the scales and zeros, which are read before anything is written
+    DEPENDS_ON_VALUES = (
+        "read"  # scales and zero points are read, and decide, before anything is written
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """Verdict with its reason, and the nearest scheme that the format can hold ("" where none is near)."""
+class Compatibility:
+    """Whether a format can store a scheme, why not, and the most similar scheme that it can store ("" for none)."""
 
     verdict: Verdict
     reason: str = ""
@@ -112,121 +116,124 @@ class Fit:
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayout:
-    """A quantized linear of a checkpoint: module name, scheme, ``(out_features, in_features)``."""
+    """A quantized linear in a checkpoint: its scheme, its shape ``(out_features, in_features)``, its stored tensors."""
 
     module: str
     scheme: LayerScheme
     shape: tuple[int, int]
-    tensor_names: tuple[str, ...]  # names of the stored tensors that belong to it (without bias)
-    scattered: bool | None = (
-        None  # whether the configuration says that groups are not runs of columns
+    tensor_names: tuple[str, ...]  # of its stored tensors, without the bias
+    act_order: bool | None = (
+        None  # desc_act in the configuration: groups are not consecutive columns
     )
-    rows: int = 0  # of the whole, where this is a strip of rows
-    turned: bool = False  # files hold its codes and scales ``[in_features, out_features]``
+    total_rows: int = 0  # of the whole weight, if this layout describes a slice of its rows
+    transposed: bool = False  # codes and scales are stored ``[in_features, out_features]``
 
 
 @dataclass(frozen=True, slots=True)
-class About:
-    """Facts of a format that others ask for.
+class FormatInfo:
+    """Properties of a format that the rest of the program needs.
 
     Attributes:
-        packages: of Python that an engine needs for it beside its own, by engine.
-        library: what the hub calls the library that such results are made for.
-        specimens: schemes as its files are read with them, for the table of conversions; none where it holds no codes.
-        joined: whether engines join the matrices that read one input, so that they have to share some parameters.
-        holds_kv_scales: whether its files have a place for the scales of a KV cache.
-        group_index: how the name of the tensor ends that says the group of each column (act-order), "" for none.
-        one_group: whether its configuration states one group size, which all matrices of a model then have.
-        engines: how each engine loads it (`formats.engines`).
-        exceptions: the key of its configuration that lists parts of names of modules that are left out, "" for none.
-        suffix: how the names of its files end, of a format that writes one file (or numbered ones); "" for directories.
-        by_rows: how the names of stored tensors end that are cut with the rows of a weight (a strip gets the others
-            whole); none where only whole weights are read.
-        published: whether models are published in it, so that it may be what a run begins with.
-        transposes: whether linears that a model holds ``[in, out]`` may be stored so, for an engine that decodes them.
-        tunable: whether scales are numbers of their own, which may be learned.
-        embedding_tool: the tool whose choice for a tied embedding is followed (`rounds_tied_embedding`), "" for none.
-        scale_types: of scales that its files hold whatever the type of the model, so that an export keeps them.
+        engine_packages: extra Python packages that an engine needs to load the format, by engine.
+        hub_library: ``library_name`` for model cards on the Hugging Face Hub.
+        example_schemes: schemes shown in the table of conversions; empty if the format stores no codes.
+        fuses_shared_inputs: whether engines fuse linears that read the same input (q, k, v), which then must share some
+            parameters.
+        holds_kv_scales: whether the files can hold scales of a KV cache.
+        group_index_suffix: name suffix of the tensor with the group of each column (act-order); "" if there is none.
+        single_group_size: whether the configuration has a single group size for the whole model.
+        engines: which files of the format each engine loads (`quantforge.formats.engine_rules`).
+        skip_list_key: key in the configuration with parts of the names of unquantized modules; "" if there is none.
+        file_suffix: file name suffix of a format that writes one file (or numbered parts); "" for directories.
+        row_sliced_suffixes: name suffixes of the stored tensors that can be read by rows of the weight; the others are
+            read whole. Empty if weights can only be read whole.
+        used_for_releases: whether publishers release models in the format, so that it may be the source of a run.
+        stores_transposed: whether linears of shape ``[in, out]`` can be stored that way for engines that decode them.
+        scales_are_tunable: whether scales are free parameters that tuning may learn.
+        tied_embedding_reference: tool whose choice for tied embeddings is followed, or "" (`quantizes_tied_embedding`).
+        preserved_scale_types: scale types that an export keeps, whatever the type of the model.
     """
 
-    packages: Mapping[str, str] = field(default_factory=dict)
-    library: str = "transformers"
-    specimens: tuple[str, ...] = ()
-    joined: bool = True
+    engine_packages: Mapping[str, str] = field(default_factory=dict)
+    hub_library: str = "transformers"
+    example_schemes: tuple[str, ...] = ()
+    fuses_shared_inputs: bool = True
     holds_kv_scales: bool = False
-    group_index: str = ""
-    one_group: bool = False
+    group_index_suffix: str = ""
+    single_group_size: bool = False
     engines: Mapping[str, Engine] = field(default_factory=dict)
-    exceptions: str = ""
-    suffix: str = ""
-    by_rows: tuple[str, ...] = ()
-    published: bool = False
-    transposes: bool = False
-    tunable: bool = False
-    embedding_tool: str = ""
-    scale_types: tuple[ScaleType, ...] = ()
+    skip_list_key: str = ""
+    file_suffix: str = ""
+    row_sliced_suffixes: tuple[str, ...] = ()
+    used_for_releases: bool = False
+    stores_transposed: bool = False
+    scales_are_tunable: bool = False
+    tied_embedding_reference: str = ""
+    preserved_scale_types: tuple[ScaleType, ...] = ()
 
     @property
-    def one_file(self) -> bool:
-        """Return whether a result is a file (or numbered files) and not a directory."""
-        return bool(self.suffix)
+    def is_single_file(self) -> bool:
+        """Whether a result is one file (or numbered parts) instead of a directory."""
+        return bool(self.file_suffix)
 
     @property
-    def rounds_tied_embedding(self) -> bool:
-        """Return whether an embedding that is the head too is rounded by default: its engine multiplies by codes."""
-        return bool(self.embedding_tool)
+    def quantizes_tied_embedding(self) -> bool:
+        """Whether a tied embedding is quantized by default, because the engine computes the head with packed codes."""
+        return bool(self.tied_embedding_reference)
 
 
 class Format(Protocol):
-    """Interface of the modules of formats, as plain functions."""
+    """Interface of a format module, as plain functions."""
 
     KEY: str
-    ABOUT: About
-    LEAST_ZERO: int  # the least zero point that an asymmetric grid may have in the files
-    OWN_BITS: int  # what `--bits` is where nothing is said of it
+    INFO: FormatInfo
+    MIN_ZERO_POINT: int  # the smallest zero point that the files can hold
+    DEFAULT_BITS: int  # used if --bits is not given
 
-    def scale_type(self, model_dtype: str) -> ScaleType:
-        """Return the stored type of scales that a scheme leaves open; ``model_dtype`` is F16/BF16/F32."""
+    def default_scale_type(self, model_dtype: str) -> ScaleType:
+        """Return the type in which scales are stored if the scheme has none; ``model_dtype`` is F16, BF16 or F32."""
 
     def default_scheme(self, bits: int) -> str:
-        """Return the scheme that ``--bits N`` means in this format; `KEEP`: every weight stays as it is."""
+        """Return the scheme for ``--bits N`` in this format; `KEEP` if it leaves every weight unquantized."""
 
-    def check(self, layer: LayerScheme, shape: tuple[int, int]) -> Fit:
-        """Judge whether a weight of ``shape`` (out, in) with this scheme can be stored."""
+    def check_layer(self, layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
+        """Return whether a weight of ``shape`` (out, in) with this scheme can be stored."""
 
-    def check_model(self, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-        """Judge whether these modules, each of which passes `check`, can be stored in one model."""
+    def check_model(
+        self, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
+    ) -> Compatibility:
+        """Return whether these modules, each of which passes `check_layer`, can be stored in one model."""
 
-    def native(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-        """Return the scheme in which the files hold a given one (one scale per matrix as one per row)."""
+    def stored_scheme(self, scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+        """Return the scheme as stored in the files, e.g. with one scale per row instead of one per matrix."""
 
     def packed_tensors(
         self, module: str, layer: LayerScheme, shape: tuple[int, int]
     ) -> tuple[StoredTensor, ...]:
-        """Return the tensors that ``pack`` will give for a module, without its bias."""
+        """Return the headers of the tensors that ``pack`` returns for a module, without its bias."""
 
     def pack(self, module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-        """Lay the codes and parameters out as the tensors that `packed_tensors` announced.
+        """Convert codes and parameters to the stored tensors described by `packed_tensors`.
 
         Raises `RefusedError` for values that the format cannot hold; see `formats.convert`.
         """
 
     def unpack(self, layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-        """Read codes and parameters back exactly; raise `InputError` for values that the format does not allow."""
+        """Convert stored tensors to codes and parameters; raise `InputError` for values the format does not allow."""
 
     def side_files(self, plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-        """Return ``config.json`` (the source's plus the quantization) and the other files that the format defines."""
+        """Return ``config.json`` with the quantization added, and the other side files of the format, by name."""
 
-    def claims(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a ``config.json`` says that its directory is in this format."""
+    def is_declared(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a ``config.json`` declares this format."""
 
-    def layouts(
+    def find_layouts(
         self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     ) -> Sequence[ModuleLayout]:
-        """Return the quantized linears of a checkpoint in this format, from its headers."""
+        """Return the quantized linears of a checkpoint in this format, found in its headers."""
 
 
-if TYPE_CHECKING:  # the type checker holds the modules to the interface
+if TYPE_CHECKING:  # lets the type checker compare the modules with the interface
     from quantforge.formats import (
         awq,
         bnb,
@@ -239,7 +246,7 @@ if TYPE_CHECKING:  # the type checker holds the modules to the interface
         plain,
     )
 
-    _HELD: tuple[Format, ...] = (
+    _CHECKED_MODULES: tuple[Format, ...] = (
         plain,
         compressed_tensors,
         gptq,
@@ -252,43 +259,43 @@ if TYPE_CHECKING:  # the type checker holds the modules to the interface
     )
 
 
-def format_of(key: str) -> Format:
-    """Return the module of a format, imported when it is first asked for.
+def load_format(key: str) -> Format:
+    """Import and return the module of a format.
 
     Raises:
-        UsageError: no such format; the hint names the nearest.
+        UsageError: the format does not exist; the hint names the most similar one.
     """
     if key not in FORMATS:
-        raise UnknownNameError(f"unknown format '{key}'", nearest(key, FORMATS, FORMAT_WORDS))
+        raise UnknownNameError(f"unknown format '{key}'", nearest(key, FORMATS, FORMAT_HINTS))
     return cast("Format", import_module(FORMATS[key]))
 
 
-def gptq_layout(found: Mapping[str, Any]) -> object:
-    """Return the ``checkpoint_format`` of GPTQ that a ``quantization_config`` states, "gptq" where it states none."""
-    stated = found.get("checkpoint_format") or found.get("format")
-    return stated or ("marlin" if found.get("is_marlin_format") is True else "gptq")
+def gptq_checkpoint_format(quantization: Mapping[str, Any]) -> object:
+    """Return the ``checkpoint_format`` declared in GPTQ's ``quantization_config``; "gptq" if it is missing."""
+    declared = quantization.get("checkpoint_format") or quantization.get("format")
+    return declared or ("marlin" if quantization.get("is_marlin_format") is True else "gptq")
 
 
-def detect(config: Mapping[str, Any]) -> Format:
-    """Return the format that claims a ``config.json`` (no ``quantization_config``: ``plain``).
+def detect_format(config: Mapping[str, Any]) -> Format:
+    """Return the format that a ``config.json`` declares; ``plain`` if it has no ``quantization_config``.
 
     Raises:
-        NotReadError: it names a quantization method that no format reads.
-        InputError: it has a configuration of a quantization that names none.
+        NotReadError: the declared quantization method cannot be read.
+        InputError: ``quantization_config`` does not name its method.
     """
     for key in FORMATS:
-        module = format_of(key)
-        if module.claims(config):
+        module = load_format(key)
+        if module.is_declared(config):
             return module
-    found = config["quantization_config"]
-    method = found.get("quant_method")
-    unread = NotReadError if method and isinstance(method, str) else InputError
-    if method == "gptq":  # of a layout that neither of its two formats has
-        raise unread(
-            f"config.json: GPTQ with checkpoint_format = {gptq_layout(found)!r} is not read",
+    quantization = config["quantization_config"]
+    method = quantization.get("quant_method")
+    error_class = NotReadError if method and isinstance(method, str) else InputError
+    if method == "gptq":  # with a checkpoint_format that neither gptq nor gptq_v2 reads
+        raise error_class(
+            f"config.json: GPTQ with checkpoint_format = {gptq_checkpoint_format(quantization)!r} is not read",
             "gptq and gptq_v2 are; quantize again from the original model",
         )
-    raise unread(
+    raise error_class(
         f"config.json: no reader for quant_method {method!r}",
-        f"read are {_READ}; quantize again from the original model",
+        f"read are {_READABLE_METHODS}; quantize again from the original model",
     )

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import Fault, InputError, RefusedError
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -79,22 +79,22 @@ ENGINES = by_engine(
     lmdeploy=TURBOMIND,
     mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
 )
-ABOUT = About(
-    packages={"transformers": "gptqmodel"},
-    specimens=("int4:g128:sym:f16", "int4:g128:asym:f16"),
-    one_group=True,
+INFO = FormatInfo(
+    engine_packages={"transformers": "gptqmodel"},
+    example_schemes=("int4:g128:sym:f16", "int4:g128:asym:f16"),
+    single_group_size=True,
     engines=ENGINES,
-    exceptions="modules_to_not_convert",
+    skip_list_key="modules_to_not_convert",
 )
-LEAST_ZERO = 0
-OWN_BITS = 4
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 4
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first
 _INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
 _SIZES = (128, 64, 32)
 ONE_NAME = (("method", "quant_method"), ("bits", "w_bit"), ("group_size", "q_group_size"))
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return float16, whatever the model is."""
     del model_dtype
     return ScaleType.F16
@@ -105,33 +105,34 @@ def default_scheme(bits: int) -> str:
     return f"int{bits}:g128:asym"
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Judge a weight: 4 bits, a multiple of 8 outputs, groups that divide the columns, float16 scales."""
     scheme = layer.weight
     if refusal := integers(layer):
         return refusal
     if scheme.bits != 4:
         wanted = Scheme("int4", scheme.granularity, scheme.zero)
-        return Fit(Verdict.IMPOSSIBLE, "the layout holds 4 bits", str(wanted))
+        return Compatibility(Verdict.IMPOSSIBLE, "the layout holds 4 bits", str(wanted))
     if shape[0] % 8:
-        return Fit(Verdict.IMPOSSIBLE, f"{shape[0]} outputs are not a multiple of 8")
-    if not isinstance(native(scheme, shape).granularity, PerGroup):
+        return Compatibility(Verdict.IMPOSSIBLE, f"{shape[0]} outputs are not a multiple of 8")
+    if not isinstance(stored_scheme(scheme, shape).granularity, PerGroup):
         reason = f"groups are needed, and {shape[1]} columns are not a multiple of {_SIZES[-1]}"
-        return Fit(Verdict.IMPOSSIBLE, reason)
-    return float16_scales(scheme) or grouped(scheme, shape) or Fit(Verdict.EXACT)
+        return Compatibility(Verdict.IMPOSSIBLE, reason)
+    return float16_scales(scheme) or grouped(scheme, shape) or Compatibility(Verdict.EXACT)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Judge a model: one group size, no head or embedding. Symmetric and asymmetric layers mix."""
     if refusal := outside_blocks(layers):
         return refusal
     schemes = {
-        module: (native(layer.weight, shape), shape) for module, (layer, shape) in layers.items()
+        module: (stored_scheme(layer.weight, shape), shape)
+        for module, (layer, shape) in layers.items()
     }
-    return differing_groups(schemes) or Fit(Verdict.EXACT)
+    return differing_groups(schemes) or Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with float16 scales, and coarser granularities as repeated groups."""
     granularity = scheme.granularity
     if not isinstance(granularity, PerGroup):
@@ -144,7 +145,7 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    groups = native(layer.weight, shape).groups(shape[1])
+    groups = stored_scheme(layer.weight, shape).groups(shape[1])
     return (
         StoredTensor(f"{module}.qweight", "I32", (shape[1], shape[0] // 8)),
         StoredTensor(f"{module}.qzeros", "I32", (groups, shape[0] // 8)),
@@ -158,8 +159,8 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
     from quantforge.packers.bits import unsigned
 
-    scheme = native(tensor.scheme, tensor.shape)
-    possible(module, check(LayerScheme(scheme), tensor.shape))
+    scheme = stored_scheme(tensor.scheme, tensor.shape)
+    possible(module, check_layer(LayerScheme(scheme), tensor.shape))
     tensor = convert(tensor, scheme)
     scales = tensor.parameters["scales"].T.contiguous()
     zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
@@ -213,7 +214,9 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return ``config.json``, naming all kept linears unless it is the head alone."""
     modules = quantized_modules(plan, ".qweight")
-    schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
+    schemes = [
+        stored_scheme(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None
+    ]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
     kept = skipped_with_mixtures(plan, config, modules)
@@ -223,17 +226,17 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "group_size": schemes[0].group_size(0),
         "zero_point": not all(scheme.symmetric for scheme in schemes),
         "version": "gemm",
-        ABOUT.exceptions: None if kept == [head_of(config)] else kept,
+        INFO.skip_list_key: None if kept == [head_of(config)] else kept,
     }
     return {"config.json": config_json(config, half_dtype(plan, config), quantization)}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether ``quant_method`` is awq."""
     return quantization_config(config).get("quant_method") == "awq"
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the linears that have a ``qweight``.
@@ -253,7 +256,7 @@ def layouts(
         )
     zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    not_excepted(found, ABOUT.exceptions, names)
+    not_excepted(found, INFO.skip_list_key, names)
     agree_on_head(found, "lm_head", names)
     for first, second in ONE_NAME:
         one_name(found, first, second)

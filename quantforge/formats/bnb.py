@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.opener import parse_object
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
     declared_shape,
@@ -94,19 +94,23 @@ ENGINES = by_engine(
     lmdeploy=_UNREAD,
     mlx=_UNREAD,
 )
-ABOUT = About(
-    packages={"transformers": "bitsandbytes", "vllm": "vllm-bnb-plugin", "sglang": "bitsandbytes"},
-    specimens=(
+INFO = FormatInfo(
+    engine_packages={
+        "transformers": "bitsandbytes",
+        "vllm": "vllm-bnb-plugin",
+        "sglang": "bitsandbytes",
+    },
+    example_schemes=(
         "nf4:g64:sym:f32",
         "nf4:g64:sym:double",
         "fp4:g64:sym:f32",
         "int8:row:sym:f32+int8:token:dynamic:6",
     ),
     engines=ENGINES,
-    exceptions="llm_int8_skip_modules",
+    skip_list_key="llm_int8_skip_modules",
 )
-LEAST_ZERO = 0
-OWN_BITS = 4
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 4
 METHOD = "bitsandbytes"
 THRESHOLD = 6.0  # of transformers
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -120,7 +124,7 @@ _STATE_BYTES = 1 << 16
 _OFFSET_WIDTH = 24  # characters of the longest float
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return float32, whatever the model is."""
     del model_dtype
     return ScaleType.F32
@@ -133,51 +137,63 @@ def default_scheme(bits: int) -> str:
     raise RefusedError(f"--bits {bits}: bitsandbytes has 4 and 8 bits", "--bits 4")
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Judge a weight: NF4 and FP4 in whole blocks within a row; int8 by row, inputs by token or as they are."""
-    scheme = native(layer.weight, shape)
+    scheme = stored_scheme(layer.weight, shape)
     if scheme.grid in {"nf4", "fp4"}:
         return _check_blocks(scheme, layer.input, shape)
     if scheme.grid != "int8" or not scheme.symmetric:
         nearest = "int8:row:sym" if scheme.weight_bits > 4 else "nf4:g64:sym"
-        return Fit(Verdict.IMPOSSIBLE, "bitsandbytes holds nf4, fp4 and int8 by row", nearest)
+        return Compatibility(
+            Verdict.IMPOSSIBLE, "bitsandbytes holds nf4, fp4 and int8 by row", nearest
+        )
     if not isinstance(scheme.granularity, Row):
-        return Fit(Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym")
+        return Compatibility(
+            Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym"
+        )
     known = {None, *(Activation("int8", "token", True, t) for t in (None, THRESHOLD))}
     if layer.input is not None and replace(layer.input, kept=0) not in known:
-        return Fit(Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", "LLM_INT8")
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", "LLM_INT8"
+        )
     return _float32(scheme)
 
 
-def _check_blocks(scheme: Scheme, activation: Activation | None, shape: tuple[int, int]) -> Fit:
+def _check_blocks(
+    scheme: Scheme, activation: Activation | None, shape: tuple[int, int]
+) -> Compatibility:
     size = scheme.group_size(shape[1])
     if activation is not None:
-        return Fit(Verdict.IMPOSSIBLE, "inputs stay as they are in 4 bits", str(scheme))
+        return Compatibility(Verdict.IMPOSSIBLE, "inputs stay as they are in 4 bits", str(scheme))
     if size not in BLOCKSIZES:
-        return Fit(Verdict.IMPOSSIBLE, f"blocks of {size} weights", f"{scheme.grid}:g64:sym")
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"blocks of {size} weights", f"{scheme.grid}:g64:sym"
+        )
     if shape[1] % size or shape[0] * shape[1] % 2:
-        return Fit(Verdict.IMPOSSIBLE, f"{shape[1]} columns are not a multiple of {size}")
-    return Fit(Verdict.EXACT) if scheme.scale is ScaleType.DOUBLE else _float32(scheme)
+        return Compatibility(Verdict.IMPOSSIBLE, f"{shape[1]} columns are not a multiple of {size}")
+    return Compatibility(Verdict.EXACT) if scheme.scale is ScaleType.DOUBLE else _float32(scheme)
 
 
-def _float32(scheme: Scheme) -> Fit:
+def _float32(scheme: Scheme) -> Compatibility:
     if scheme.scale in {None, ScaleType.F32}:
-        return Fit(Verdict.EXACT)
+        return Compatibility(Verdict.EXACT)
     text = f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:f32"
-    return Fit(Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", text)
+    return Compatibility(Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", text)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Judge a model: one grid and type of scales, one threshold of inputs, and no head or embedding."""
     if refusal := outside_blocks(layers):
         return refusal
-    weights = (native(layer.weight, shape) for layer, shape in layers.values())
+    weights = (stored_scheme(layer.weight, shape) for layer, shape in layers.values())
     kinds = {f"{weight.grid} with scales of {weight.scale}" for weight in weights}
     inputs = {f"{threshold:g}" for threshold in _thresholds(layer for layer, _ in layers.values())}
     for what, found in (("number type", kinds), ("threshold of inputs (0: none)", inputs)):
         if len(found) > 1:
-            return Fit(Verdict.IMPOSSIBLE, f"one {what} in a model, not {', '.join(sorted(found))}")
-    return Fit(Verdict.EXACT)
+            return Compatibility(
+                Verdict.IMPOSSIBLE, f"one {what} in a model, not {', '.join(sorted(found))}"
+            )
+    return Compatibility(Verdict.EXACT)
 
 
 def _thresholds(layers: Iterable[LayerScheme]) -> set[float]:
@@ -185,7 +201,7 @@ def _thresholds(layers: Iterable[LayerScheme]) -> set[float]:
     return {layer.input.threshold or 0.0 for layer in layers if layer.input is not None}
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with float32 scales where they are open, and one per matrix as one per row."""
     del shape
     granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
@@ -196,7 +212,7 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    scheme, weight = native(layer.weight, shape), f"{module}.weight"
+    scheme, weight = stored_scheme(layer.weight, shape), f"{module}.weight"
     if scheme.grid == "int8":
         kept = min(layer.input.kept, shape[1]) if layer.input else 0
         columns = (
@@ -241,8 +257,8 @@ def _state(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Lay out a module as `packed_tensors` announced."""
-    scheme = native(tensor.scheme, tensor.shape)
-    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    scheme = stored_scheme(tensor.scheme, tensor.shape)
+    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
     return _pack_rows(module, tensor) if scheme.integer else _pack_blocks(module, tensor)
 
@@ -398,7 +414,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     schemes = [tensor.scheme for tensor in modules.values() if tensor.scheme is not None]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
-    scheme = native(schemes[0].weight, (0, 0))
+    scheme = stored_scheme(schemes[0].weight, (0, 0))
     quantization = {
         "_load_in_4bit": not eight,
         "_load_in_8bit": eight,
@@ -408,7 +424,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "bnb_4bit_use_double_quant": scheme.scale is ScaleType.DOUBLE,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        ABOUT.exceptions: skipped_with_mixtures(plan, config, modules),
+        INFO.skip_list_key: skipped_with_mixtures(plan, config, modules),
         "llm_int8_threshold": next(iter(_thresholds(schemes)), THRESHOLD),
         "load_in_4bit": not eight,
         "load_in_8bit": eight,
@@ -417,14 +433,14 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether ``quant_method`` is bitsandbytes (or, in old files, only its options are there)."""
     found = quantization_config(config)
     method = found.get("quant_method")
     return method == METHOD or (method is None and bool(found.keys() & {"load_in_4bit"}))
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the linears with a quantization state, or with row maxima.
@@ -433,7 +449,7 @@ def layouts(
         InputError: tensors are missing, or disagree with each other or with the architecture.
     """
     quantization = quantization_config(config)
-    refuse_open_head(quantization, ABOUT.exceptions, tensors)
+    refuse_open_head(quantization, INFO.skip_list_key, tensors)
     described = {name.partition(STATE)[0] for name in tensors if STATE in name}
     for name in tensors:
         module = name.removesuffix(".weight.absmax")
@@ -475,7 +491,7 @@ def _agree(
             agree(
                 config, "bnb_4bit_quant_storage", storage, f"{layout.module} is stored as {storage}"
             )
-    not_excepted(config, ABOUT.exceptions, [layout.module for layout in found])
+    not_excepted(config, INFO.skip_list_key, [layout.module for layout in found])
 
 
 def _rows(

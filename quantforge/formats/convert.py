@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.files.safetensors import torch_dtype
-from quantforge.formats import Fit, Format, Verdict
+from quantforge.formats import Compatibility, Format, Verdict
 from quantforge.grids import PerTensor, Row, ScaleType, Tile, Zero
 from quantforge.notation import parse
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -59,23 +59,23 @@ def express(
     target: Format,
     model_dtype: str,
     activation: Activation | None = None,
-) -> tuple[Fit, Scheme]:
+) -> tuple[Compatibility, Scheme]:
     """Return the verdict from headers and the scheme with which ``target`` would hold a weight ``shape`` (out, in).
 
     ``model_dtype`` (F16, BF16 or F32) is that of the new artifact: some formats store scales in it.
     """
     wanted = scheme
-    if scheme.integer and scheme.scale not in target.ABOUT.scale_types:
-        wanted = replace(scheme, scale=target.scale_type(model_dtype))
-    fit = target.check(LayerScheme(wanted, activation), shape)
+    if scheme.integer and scheme.scale not in target.INFO.preserved_scale_types:
+        wanted = replace(scheme, scale=target.default_scale_type(model_dtype))
+    fit = target.check_layer(LayerScheme(wanted, activation), shape)
     if fit.verdict is Verdict.IMPOSSIBLE:
         if scheme.grid in INTEGERS:
             return express(INTEGERS[scheme.grid], shape, target, model_dtype, activation)
         if scheme.integer and scheme.zero is Zero.MIN:
             return _without_minima(scheme, shape, target, model_dtype, activation)
         return fit, wanted
-    wanted = target.native(wanted, shape)
-    return fit_of_schemes(scheme, wanted, shape, target.LEAST_ZERO), wanted
+    wanted = target.stored_scheme(wanted, shape)
+    return fit_of_schemes(scheme, wanted, shape, target.MIN_ZERO_POINT), wanted
 
 
 def _without_minima(
@@ -84,18 +84,18 @@ def _without_minima(
     target: Format,
     model_dtype: str,
     activation: Activation | None,
-) -> tuple[Fit, Scheme]:
+) -> tuple[Compatibility, Scheme]:
     """Judge and express minima as zero points: whether they are multiples of the scale is READ from the values."""
     zeros = replace(scheme, zero=Zero.INT)
     fit, wanted = express(zeros, shape, target, model_dtype, activation)
     if fit.verdict is Verdict.IMPOSSIBLE:
         return fit, wanted
-    return fit_of_schemes(scheme, wanted, shape, target.LEAST_ZERO), wanted
+    return fit_of_schemes(scheme, wanted, shape, target.MIN_ZERO_POINT), wanted
 
 
 def express_layer(
     layer: LayerScheme, shape: tuple[int, int], target: Format, model_dtype: str
-) -> tuple[Fit, LayerScheme]:
+) -> tuple[Compatibility, LayerScheme]:
     """Do what `express` does, and where ``target`` has no such inputs try the weight alone.
 
     That is INEXACT, or READ where the values decide: the decoded weights may be the same, what is computed with them is
@@ -109,32 +109,38 @@ def express_layer(
         return fit, layer
     reason = f"inputs are no longer quantized ({layer.input})"
     reason += ", the columns kept in 16 bits are those of 8" if layer.input.kept else ""
-    verdict = Verdict.INEXACT if bare.verdict is Verdict.EXACT else Verdict.READ
-    return Fit(verdict, "; ".join(filter(None, (bare.reason, reason)))), LayerScheme(weight)
+    verdict = Verdict.INEXACT if bare.verdict is Verdict.EXACT else Verdict.DEPENDS_ON_VALUES
+    return Compatibility(verdict, "; ".join(filter(None, (bare.reason, reason)))), LayerScheme(
+        weight
+    )
 
 
 def fit_of_schemes(
-    scheme: Scheme, wanted: Scheme, shape: tuple[int, int], least_zero: int = 0
-) -> Fit:
+    scheme: Scheme, wanted: Scheme, shape: tuple[int, int], min_zero_point: int = 0
+) -> Compatibility:
     """Return whether tensors of ``scheme`` can be restated as ``wanted``: EXACT, IMPOSSIBLE, or READ from values."""
     if scheme.grid != wanted.grid:
-        return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not {wanted.grid} codes")
+        return Compatibility(Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not {wanted.grid} codes")
     if not _refines(scheme, wanted, shape):
         reason = f"one scale per {wanted.granularity} is coarser than one per {scheme.granularity}"
-        return Fit(Verdict.IMPOSSIBLE, reason)
+        return Compatibility(Verdict.IMPOSSIBLE, reason)
     reasons = []
     if Zero.MIN in {scheme.zero, wanted.zero} and scheme.zero is not wanted.zero:
         reasons += _about_minima(scheme, wanted)
     elif wanted.symmetric and not scheme.symmetric:
         reasons.append(f"every zero point has to be {1 << (scheme.bits - 1)}")
-    elif least_zero and not scheme.symmetric:
-        reasons.append(f"no zero point may be below {least_zero}")
+    elif min_zero_point and not scheme.symmetric:
+        reasons.append(f"no zero point may be below {min_zero_point}")
     old, new = scheme.scale, wanted.scale
     if new is ScaleType.DOUBLE and old is not new:
-        return Fit(Verdict.IMPOSSIBLE, "quantizing the scales again changes them")
+        return Compatibility(Verdict.IMPOSSIBLE, "quantizing the scales again changes them")
     if old is not None and new is not None and old not in _CONTAINS.get(new, {new}):
         reasons.append(f"every {old} scale has to be a {new} number")
-    return Fit(Verdict.READ, "; ".join(reasons)) if reasons else Fit(Verdict.EXACT)
+    return (
+        Compatibility(Verdict.DEPENDS_ON_VALUES, "; ".join(reasons))
+        if reasons
+        else Compatibility(Verdict.EXACT)
+    )
 
 
 def _about_minima(scheme: Scheme, wanted: Scheme) -> list[str]:
@@ -169,35 +175,37 @@ def _refines(scheme: Scheme, wanted: Scheme, shape: tuple[int, int]) -> bool:
 # By values
 
 
-def fit_of_values(tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0) -> Fit:
+def fit_of_values(
+    tensor: QuantizedTensor, wanted: Scheme, min_zero_point: int = 0
+) -> Compatibility:
     """Return whether this tensor can be restated as ``wanted``: EXACT, INEXACT or IMPOSSIBLE.
 
     Only scales, zero points and minima are looked at.
     """
-    if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
-        return Fit(Verdict.EXACT)
+    if tensor.scheme == wanted and (wanted.symmetric or not min_zero_point):
+        return Compatibility(Verdict.EXACT)
     try:
         _, reason = _restated_parameters(
-            as_integers(tensor) if wanted.integer else tensor, wanted, least_zero
+            as_integers(tensor) if wanted.integer else tensor, wanted, min_zero_point
         )
     except RefusedError as error:
-        return Fit(Verdict.IMPOSSIBLE, error.message, error.hint)
-    return Fit(Verdict.INEXACT, reason) if reason else Fit(Verdict.EXACT)
+        return Compatibility(Verdict.IMPOSSIBLE, error.message, error.hint)
+    return Compatibility(Verdict.INEXACT, reason) if reason else Compatibility(Verdict.EXACT)
 
 
 def convert(
-    tensor: QuantizedTensor, wanted: Scheme, least_zero: int = 0, *, allow_inexact: bool = False
+    tensor: QuantizedTensor, wanted: Scheme, min_zero_point: int = 0, *, allow_inexact: bool = False
 ) -> QuantizedTensor:
     """Restate ``tensor`` as ``wanted``; ``allow_inexact`` lets scales and minima round to their new type.
 
     Raises:
         RefusedError: it cannot be done exactly; the message says which value is in the way.
     """
-    if tensor.scheme == wanted and (wanted.symmetric or not least_zero):
+    if tensor.scheme == wanted and (wanted.symmetric or not min_zero_point):
         return tensor
     if wanted.integer:
         tensor = as_integers(tensor)
-    parameters, reason = _restated_parameters(tensor, wanted, least_zero)
+    parameters, reason = _restated_parameters(tensor, wanted, min_zero_point)
     if reason and not allow_inexact:
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
     if not wanted.integer:
@@ -228,11 +236,11 @@ def as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _restated_parameters(
-    tensor: QuantizedTensor, wanted: Scheme, least_zero: int
+    tensor: QuantizedTensor, wanted: Scheme, min_zero_point: int
 ) -> tuple[dict[str, Tensor], str]:
     """Return the restated parameters, and what makes them inexact ("" when nothing does)."""
     parameters, scheme, shape = tensor.parameters, tensor.scheme, tensor.shape
-    fit = fit_of_schemes(scheme, wanted, shape, least_zero)
+    fit = fit_of_schemes(scheme, wanted, shape, min_zero_point)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(fit.reason, "keep the scheme, or quantize again from the source")
     scales = parameters["scales"]
@@ -251,7 +259,7 @@ def _restated_parameters(
         return restated, reason
     if scheme.zero is Zero.MIN:
         parameters = {**parameters, "zeros": _whole_steps(parameters, scheme)}
-    zeros = _zeros(parameters, scheme, wanted, least_zero)
+    zeros = _zeros(parameters, scheme, wanted, min_zero_point)
     if zeros is not None:
         restated["zeros"] = _repeated(zeros, scheme, wanted, shape)
     return restated, reason
@@ -314,7 +322,7 @@ def _whole_steps(parameters: Mapping[str, Tensor], scheme: Scheme) -> Tensor:
 
 
 def _zeros(
-    parameters: Mapping[str, Tensor], scheme: Scheme, wanted: Scheme, least_zero: int
+    parameters: Mapping[str, Tensor], scheme: Scheme, wanted: Scheme, min_zero_point: int
 ) -> Tensor | None:
     import torch
 
@@ -330,10 +338,10 @@ def _zeros(
                 f"export as {wanted.grid}:{wanted.granularity}:asym",
             )
         return None
-    if bool((zeros < least_zero).any()):
-        count = int((zeros < least_zero).sum())
+    if bool((zeros < min_zero_point).any()):
+        count = int((zeros < min_zero_point).sum())
         raise RefusedError(
-            f"{count} group(s) have a zero point below {least_zero}, which the files cannot hold",
+            f"{count} group(s) have a zero point below {min_zero_point}, which the files cannot hold",
             "use --format gptq_v2 or --format compressed-tensors",
         )
     return zeros

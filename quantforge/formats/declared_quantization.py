@@ -31,7 +31,7 @@ from quantforge.architectures.match import ModelLayout, Role, holds_codes
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.reader import CONFIG, Checkpoint
-from quantforge.formats import ModuleLayout, detect
+from quantforge.formats import ModuleLayout, detect_format
 from quantforge.formats.configuration import (
     declarations,
     head_of,
@@ -251,7 +251,7 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
         return _compressed(found, lambda module: spellings(module, config))
     if method == "gptq":
         return lambda module: _gptq(found, module, head_of(config))
-    key = detect(config).ABOUT.exceptions if method else ""
+    key = detect_format(config).INFO.skip_list_key if method else ""
     if not key:
         return None
     names = listed(found, key) or listed(found, "ignored_layers")

@@ -6,8 +6,8 @@ the latter records an event. Of the former some are in layouts that no format wr
 weights.
 
 Rows of a weight are rows of its codes and, where rows have scales of their own, of its scales; a scale of a tile
-belongs to some rows. `About.by_rows` says which stored tensors of a format are cut so. What is decoded at a time is a
-strip, so that a matrix of any size takes the memory of its float32 values and little more.
+belongs to some rows. `FormatInfo.row_sliced_suffixes` lists the stored tensors that are sliced with them. What is
+decoded at a time is a strip, so that a matrix of any size takes the memory of its float32 values and little more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantforge.architectures import architecture_of
 from quantforge.errors import InputError
 from quantforge.files.computed_tensors import PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import Format, ModuleLayout, detect, kv_scales
+from quantforge.formats import Format, ModuleLayout, detect_format, kv_scales
 from quantforge.formats.configuration import without_declarations
 from quantforge.formats.match_quantized import match_headers
 from quantforge.grids import Tile
@@ -59,7 +59,7 @@ class DecodedRows:
         import torch
 
         rows, columns = self.layout.shape
-        if not self.form.ABOUT.by_rows or self.layout.turned:
+        if not self.form.INFO.row_sliced_suffixes or self.layout.transposed:
             return self._strip(checkpoint, 0, rows)[first:last]
         unit = 1 if self.layout.scheme.weight.symmetric else WORD
         step = max(1, STRIP // (columns * unit)) * unit
@@ -75,7 +75,11 @@ class DecodedRows:
 
     def _strip(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
         """Return rows ``first:last``; of a strip, each row has scales of its own where they are those of tiles."""
-        layout, rows, endings = self.layout, self.layout.shape[0], self.form.ABOUT.by_rows
+        layout, rows, endings = (
+            self.layout,
+            self.layout.shape[0],
+            self.form.INFO.row_sliced_suffixes,
+        )
         if (first, last) == (0, rows):
             tensors = {part: checkpoint.read(part) for part in layout.tensor_names}
             return self.form.unpack(layout, tensors).decode()
@@ -94,7 +98,9 @@ class DecodedRows:
         if isinstance(scheme.granularity, Tile):
             scheme = replace(scheme, granularity=Tile(1, scheme.granularity.columns))
         layer = replace(layout.scheme, weight=scheme)
-        strip = replace(layout, scheme=layer, shape=(last - first, layout.shape[1]), rows=rows)
+        strip = replace(
+            layout, scheme=layer, shape=(last - first, layout.shape[1]), total_rows=rows
+        )
         try:
             return self.form.unpack(strip, tensors).decode()
         except InputError:
@@ -192,11 +198,11 @@ def decoding(
 
 def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tuple[int, int]]]:
     """Return readers of the quantized weights with their shapes, by name; errors as ``layouts``, `match_headers`."""
-    form = detect(checkpoint.config)
+    form = detect_format(checkpoint.config)
     headers = checkpoint.headers()
     architecture = architecture_of(checkpoint.config)
     turned = architecture.linears if architecture and architecture.transposed else ()
-    found, layouts = {}, form.layouts(checkpoint.config, headers)
+    found, layouts = {}, form.find_layouts(checkpoint.config, headers)
     match_headers(checkpoint, {layout.module: layout for layout in layouts}, headers)
     for layout in layouts:
         flip = any(layout.module.endswith(f".{linear}") for linear in turned)

@@ -33,7 +33,7 @@ from quantforge.plans import EngineVerdict
 from quantforge.scheme import LayerScheme, Scheme
 
 if TYPE_CHECKING:
-    from quantforge.formats import About
+    from quantforge.formats import FormatInfo
 
 Shape = tuple[int, int]
 Rule = Callable[[Scheme, Shape], str]
@@ -292,12 +292,12 @@ def unmapped(
     return _UNMAPPED.format(lost) if lost else ""
 
 
-def engine_verdicts(about: About, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
+def engine_verdicts(about: FormatInfo, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
     """Return one verdict per engine on a model in a format."""
     found = layer_verdicts(about.engines, model.layers.values())
     if model.draft:
         return tuple(_of_draft(verdict, model) for verdict in found)
-    if about.one_file:
+    if about.is_single_file:
         return found
     if model.layers:
         found = tuple(_of_model(verdict, about.engines[verdict.engine], model) for verdict in found)

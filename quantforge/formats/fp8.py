@@ -20,7 +20,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
@@ -71,22 +71,22 @@ ENGINES = by_engine(
     llama_cpp=Engine(never="reads GGUF files only (its converter decodes fp8)"),
     mlx=Engine(never="does not read fp8"),
 )
-ABOUT = About(
-    specimens=("FP8_BLOCK",),
+INFO = FormatInfo(
+    example_schemes=("FP8_BLOCK",),
     engines=ENGINES,
-    exceptions="modules_to_not_convert",
-    by_rows=(".weight", ".weight_scale_inv"),
-    published=True,
+    skip_list_key="modules_to_not_convert",
+    row_sliced_suffixes=(".weight", ".weight_scale_inv"),
+    used_for_releases=True,
 )
-LEAST_ZERO = 0
-OWN_BITS = 8
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 8
 SIDE = 128
 INPUT = Activation("fp8_e4m3", "g128")
 _SCALE = ".weight_scale_inv"
 _NEAREST = "fp8:128x128+fp8:g128:dynamic"
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return float32, whatever the model is."""
     del model_dtype
     return ScaleType.F32
@@ -99,27 +99,37 @@ def default_scheme(bits: int) -> str:
     return _NEAREST
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Judge a weight: e4m3 in whole tiles of 128x128, inputs by runs of 128 channels or as they are."""
     scheme = layer.weight
-    if scheme.grid != "fp8_e4m3" or not isinstance(native(scheme, shape).granularity, Tile):
-        return Fit(Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _NEAREST)
+    if scheme.grid != "fp8_e4m3" or not isinstance(stored_scheme(scheme, shape).granularity, Tile):
+        return Compatibility(
+            Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _NEAREST
+        )
     if layer.input not in {None, INPUT}:
-        return Fit(Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", _NEAREST)
-    if native(scheme, shape).granularity != Tile(SIDE, SIDE) or any(size % SIDE for size in shape):
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", _NEAREST
+        )
+    if stored_scheme(scheme, shape).granularity != Tile(SIDE, SIDE) or any(
+        size % SIDE for size in shape
+    ):
         reason = f"{shape[0]}x{shape[1]} is no multiple of {SIDE}x{SIDE}"
-        return Fit(Verdict.IMPOSSIBLE, reason, "fp8:row:sym in --format compressed-tensors")
+        return Compatibility(
+            Verdict.IMPOSSIBLE, reason, "fp8:row:sym in --format compressed-tensors"
+        )
     if scheme.scale not in {None, ScaleType.F32}:
-        return Fit(Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", _NEAREST)
-    return Fit(Verdict.EXACT)
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", _NEAREST
+        )
+    return Compatibility(Verdict.EXACT)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Judge a model: no head or embedding."""
-    return outside_blocks(layers) or Fit(Verdict.EXACT)
+    return outside_blocks(layers) or Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with one scale per matrix as one per tile."""
     del shape
     granularity = scheme.granularity
@@ -132,7 +142,7 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    size = native(layer.weight, shape).parameter_shape(shape)
+    size = stored_scheme(layer.weight, shape).parameter_shape(shape)
     return (
         StoredTensor(f"{module}.weight", "F8_E4M3", shape),
         StoredTensor(module + _SCALE, "F32", size),
@@ -141,8 +151,8 @@ def packed_tensors(
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Lay out codes and scales."""
-    scheme = native(tensor.scheme, tensor.shape)
-    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    scheme = stored_scheme(tensor.scheme, tensor.shape)
+    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
     return {f"{module}.weight": tensor.codes, module + _SCALE: tensor.parameters["scales"]}
 
@@ -171,17 +181,17 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "weight_block_size": [SIDE, SIDE],
-        ABOUT.exceptions: skipped_with_mixtures(plan, config, modules),
+        INFO.skip_list_key: skipped_with_mixtures(plan, config, modules),
     }
     return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether ``quant_method`` is fp8."""
     return quantization_config(config).get("quant_method") == KEY
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the linears that have a ``weight_scale_inv``.
@@ -197,9 +207,9 @@ def layouts(
             f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are usual"
         )
     bare_codes(tensors, "_scale_inv")
-    refuse_open_head(found, ABOUT.exceptions, tensors)
+    refuse_open_head(found, INFO.skip_list_key, tensors)
     names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
-    for key in (ABOUT.exceptions, "ignored_layers"):  # transformers' name, and vLLM's
+    for key in (INFO.skip_list_key, "ignored_layers"):  # transformers' name, and vLLM's
         not_excepted(found, key, names)
     agree(found, "fmt", "e4m3", "codes are e4m3")
     tile = None if block is None else Tile(*block)

@@ -29,7 +29,13 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
 from quantforge.errors import Fault, InputError, RefusedError, either
-from quantforge.formats import About, Fit, ModuleLayout, Verdict, gptq_layout
+from quantforge.formats import (
+    Compatibility,
+    FormatInfo,
+    ModuleLayout,
+    Verdict,
+    gptq_checkpoint_format,
+)
 from quantforge.formats.configuration import (
     config_json,
     half_dtype,
@@ -99,20 +105,20 @@ ENGINES = by_engine(
     lmdeploy=replace(TURBOMIND, refuses=(*TURBOMIND.refuses, symmetric("no zero points"))),
     mlx=Engine(never="refuses files with g_idx"),
 )
-ABOUT = About(
-    packages={"transformers": "gptqmodel optimum"},
-    specimens=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
-    group_index=".g_idx",
-    one_group=True,
-    tunable=True,
+INFO = FormatInfo(
+    engine_packages={"transformers": "gptqmodel optimum"},
+    example_schemes=("int4:g128:sym:f16", "int4:g128:asym:f16", "int8:g128:sym:f16"),
+    group_index_suffix=".g_idx",
+    single_group_size=True,
+    scales_are_tunable=True,
     engines=ENGINES,
 )
-LEAST_ZERO = 1
-OWN_BITS = 4
+MIN_ZERO_POINT = 1
+DEFAULT_BITS = 4
 WIDTHS = (2, 3, 4, 8)
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return float16, whatever the model is."""
     del model_dtype
     return ScaleType.F16
@@ -123,44 +129,51 @@ def default_scheme(bits: int) -> str:
     return f"int{bits}:g128:sym"
 
 
-def check(layer: LayerScheme, shape: tuple[int, int], *, least_zero: int = LEAST_ZERO) -> Fit:
+def check_layer(
+    layer: LayerScheme, shape: tuple[int, int], *, min_zero_point: int = MIN_ZERO_POINT
+) -> Compatibility:
     """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; float16 scales.
 
-    ``least_zero``, here and below, is 1 in the first layout and 0 in gptq_v2.
+    ``min_zero_point``, here and below, is 1 in the first layout and 0 in gptq_v2.
     """
     scheme = layer.weight
     if refusal := integers(layer):
         return refusal
     if scheme.bits not in WIDTHS:
         wider = Scheme("int8", scheme.granularity, scheme.zero)
-        return Fit(Verdict.IMPOSSIBLE, f"the layout holds {either(WIDTHS)} bits", str(wider))
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"the layout holds {either(WIDTHS)} bits", str(wider)
+        )
     if any(size * scheme.bits % 32 for size in shape):
         reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
-        return Fit(Verdict.IMPOSSIBLE, reason)
-    wanted = native(scheme, shape)
+        return Compatibility(Verdict.IMPOSSIBLE, reason)
+    wanted = stored_scheme(scheme, shape)
     return (
         float16_scales(scheme)
         or grouped(scheme, shape)
-        or fit_of_schemes(scheme, wanted, shape, least_zero)
+        or fit_of_schemes(scheme, wanted, shape, min_zero_point)
     )
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Judge a model: one width and one group size; no head or embedding. Symmetric and asymmetric layers mix."""
     if refusal := outside_blocks(layers):
         return refusal
     schemes = {
-        module: (native(layer.weight, shape), shape) for module, (layer, shape) in layers.items()
+        module: (stored_scheme(layer.weight, shape), shape)
+        for module, (layer, shape) in layers.items()
     }
     widths = {scheme.bits: module for module, (scheme, _) in schemes.items()}
     if len(widths) > 1:
         shown = " and ".join(f"{bits} ({module})" for bits, module in sorted(widths.items()))
         reason = f"one width for the whole model, not {shown} bits (transformers reads no other)"
-        return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors, which mixes schemes")
-    return differing_groups(schemes) or Fit(Verdict.EXACT)
+        return Compatibility(
+            Verdict.IMPOSSIBLE, reason, "--format compressed-tensors, which mixes schemes"
+        )
+    return differing_groups(schemes) or Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with float16 scales, and one scale per matrix as one per row."""
     del shape
     granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
@@ -171,7 +184,7 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    bits, groups = layer.weight.bits, native(layer.weight, shape).groups(shape[1])
+    bits, groups = layer.weight.bits, stored_scheme(layer.weight, shape).groups(shape[1])
     return (
         StoredTensor(f"{module}.qweight", "I32", (shape[1] * bits // 32, shape[0])),
         StoredTensor(f"{module}.qzeros", "I32", (groups, shape[0] * bits // 32)),
@@ -181,16 +194,16 @@ def packed_tensors(
 
 
 def pack(
-    module: str, tensor: QuantizedTensor, *, least_zero: int = LEAST_ZERO
+    module: str, tensor: QuantizedTensor, *, min_zero_point: int = MIN_ZERO_POINT
 ) -> dict[str, Tensor]:
-    """Lay out codes, zero points (less ``least_zero``), scales and group numbers."""
+    """Lay out codes, zero points (less ``min_zero_point``), scales and group numbers."""
     import torch
 
     from quantforge.packers.bits import pack_rows, unsigned
 
-    scheme, columns = native(tensor.scheme, tensor.shape), tensor.shape[1]
-    possible(module, check(LayerScheme(scheme), tensor.shape))
-    tensor = convert(tensor, scheme, least_zero)
+    scheme, columns = stored_scheme(tensor.scheme, tensor.shape), tensor.shape[1]
+    possible(module, check_layer(LayerScheme(scheme), tensor.shape))
+    tensor = convert(tensor, scheme, min_zero_point)
     scales = tensor.parameters["scales"].T.contiguous()
     zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
     if not scheme.symmetric:
@@ -200,14 +213,14 @@ def pack(
         f"{module}.qweight": pack_rows(
             unsigned(tensor.codes, scheme.bits), scheme.bits
         ).T.contiguous(),
-        f"{module}.qzeros": pack_rows(zeros - least_zero, scheme.bits),
+        f"{module}.qzeros": pack_rows(zeros - min_zero_point, scheme.bits),
         f"{module}.scales": scales,
         f"{module}.g_idx": index,
     }
 
 
 def unpack(
-    layout: ModuleLayout, tensors: Mapping[str, Tensor], *, least_zero: int = LEAST_ZERO
+    layout: ModuleLayout, tensors: Mapping[str, Tensor], *, min_zero_point: int = MIN_ZERO_POINT
 ) -> QuantizedTensor:
     """Read codes and parameters back; scattered groups as `by_group_index` says."""
     from quantforge.packers.bits import signed, unpack_rows
@@ -217,21 +230,21 @@ def unpack(
     require(described(tensors), announced(layout, packed_tensors))
     codes = unpack_rows(tensors[f"{module}.qweight"].T.contiguous(), scheme.bits, shape[1])
     zeros = unpack_rows(tensors[f"{module}.qzeros"], scheme.bits, shape[0])
-    _check_zeros(f"{module}.qzeros", zeros, scheme, least_zero)
+    _check_zeros(f"{module}.qzeros", zeros, scheme, min_zero_point)
     parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
     if scheme.symmetric:
         codes = signed(codes, scheme.bits)
     else:
-        parameters["zeros"] = (zeros + least_zero).T.contiguous()
+        parameters["zeros"] = (zeros + min_zero_point).T.contiguous()
     tensor = sound(Quantized(codes, parameters, scheme), f"{module}.scales")
     index = tensors.get(f"{module}.g_idx")
     if index is None:
         return tensor
-    return by_group_index(tensor, index, f"{module}.g_idx", scattered=layout.scattered)
+    return by_group_index(tensor, index, f"{module}.g_idx", act_order=layout.act_order)
 
 
-def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> None:
-    middle = (1 << (scheme.bits - 1)) - least_zero
+def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, min_zero_point: int) -> None:
+    middle = (1 << (scheme.bits - 1)) - min_zero_point
     if scheme.symmetric and bool((zeros != middle).any()):
         raise InputError(
             f"{name}: zero points differ from {middle}, although config.json says sym = true",
@@ -239,7 +252,7 @@ def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, least_zero: int) -> N
             tensor=name,
             fault=Fault.ZERO,
         )
-    if bool((zeros.int() + least_zero >= 1 << scheme.bits).any()):
+    if bool((zeros.int() + min_zero_point >= 1 << scheme.bits).any()):
         raise InputError(
             f"{name}: a stored zero point of {(1 << scheme.bits) - 1}, which readers take for "
             f"{1 << scheme.bits} or for 0",
@@ -254,7 +267,9 @@ def side_files(
 ) -> dict[str, bytes]:
     """Return ``config.json`` and ``quantize_config.json``, which is its ``quantization_config`` alone."""
     modules = quantized_modules(plan, ".qweight")
-    schemes = [native(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None]
+    schemes = [
+        stored_scheme(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None
+    ]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
     quantization: dict[str, Any] = {
@@ -297,13 +312,15 @@ def _skipping(
     }
 
 
-def claims(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
+def is_declared(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
     """Return whether ``quant_method`` is gptq, in this checkpoint format."""
     found = quantization_config(config)
-    return found.get("quant_method") == "gptq" and gptq_layout(found) == checkpoint_format
+    return (
+        found.get("quant_method") == "gptq" and gptq_checkpoint_format(found) == checkpoint_format
+    )
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the linears that have a ``qweight``, each as ``dynamic`` rules override it.
@@ -344,12 +361,12 @@ def _layout_of(
     whole_groups(module, columns, scheme.group_size(columns))
     names = [tensor.name for tensor in packed_tensors(module, LayerScheme(scheme), (rows, columns))]
     present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
-    scattered = config.get("desc_act")
-    if not isinstance(scattered, bool | None):
-        raise InputError(f"{module}: desc_act = {scattered!r}", "true or false", tensor=module)
-    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, scattered)
+    act_order = config.get("desc_act")
+    if not isinstance(act_order, bool | None):
+        raise InputError(f"{module}: desc_act = {act_order!r}", "true or false", tensor=module)
+    layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, act_order)
     require(tensors, announced(layout, packed_tensors))
-    has_group_index(scattered, f"{module}.g_idx", scheme.groups(columns), present)
+    has_group_index(act_order, f"{module}.g_idx", scheme.groups(columns), present)
     return layout
 
 

@@ -6,24 +6,28 @@ symmetric files.
 
 from functools import partial
 
-from quantforge.formats import About, gptq
+from quantforge.formats import FormatInfo, gptq
 
 KEY = "gptq_v2"
-ABOUT = About(
-    packages={"transformers": "gptqmodel optimum"},
-    specimens=("int4:g128:asym:f16",),
-    group_index=".g_idx",
-    one_group=True,
-    tunable=True,
+INFO = FormatInfo(
+    engine_packages={"transformers": "gptqmodel optimum"},
+    example_schemes=("int4:g128:asym:f16",),
+    group_index_suffix=".g_idx",
+    single_group_size=True,
+    scales_are_tunable=True,
     engines=gptq.ENGINES,
 )
-LEAST_ZERO = 0
-OWN_BITS = gptq.OWN_BITS
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = gptq.DEFAULT_BITS
 
-check_model, default_scheme, layouts = gptq.check_model, gptq.default_scheme, gptq.layouts
-native, scale_type, packed_tensors = gptq.native, gptq.scale_type, gptq.packed_tensors
-check = partial(gptq.check, least_zero=LEAST_ZERO)
-pack = partial(gptq.pack, least_zero=LEAST_ZERO)
-unpack = partial(gptq.unpack, least_zero=LEAST_ZERO)
+check_model, default_scheme, find_layouts = gptq.check_model, gptq.default_scheme, gptq.find_layouts
+stored_scheme, default_scale_type, packed_tensors = (
+    gptq.stored_scheme,
+    gptq.default_scale_type,
+    gptq.packed_tensors,
+)
+check_layer = partial(gptq.check_layer, min_zero_point=MIN_ZERO_POINT)
+pack = partial(gptq.pack, min_zero_point=MIN_ZERO_POINT)
+unpack = partial(gptq.unpack, min_zero_point=MIN_ZERO_POINT)
 side_files = partial(gptq.side_files, checkpoint_format=KEY)
-claims = partial(gptq.claims, checkpoint_format=KEY)
+is_declared = partial(gptq.is_declared, checkpoint_format=KEY)

@@ -24,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError, either
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
     model_dtype,
@@ -65,23 +65,23 @@ ENGINES = by_engine(
     lmdeploy=_NOT,
     mlx=Engine(embedding=True),
 )
-ABOUT = About(
-    library="mlx",
-    specimens=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
-    joined=False,
+INFO = FormatInfo(
+    hub_library="mlx",
+    example_schemes=("int4:g64:min:bf16", "int8:g64:min:bf16", "mxfp4", "mxfp8"),
+    fuses_shared_inputs=False,
     engines=ENGINES,
-    embedding_tool="mlx_lm.convert",
-    scale_types=(ScaleType.F16, ScaleType.BF16),
+    tied_embedding_reference="mlx_lm.convert",
+    preserved_scale_types=(ScaleType.F16, ScaleType.BF16),
 )
-LEAST_ZERO = 0
-OWN_BITS = 4
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 4
 WIDTHS = (2, 3, 4, 5, 6, 8)
 SIZES = (32, 64, 128)
 MODES = ("mxfp4", "mxfp8")  # their grids have the same names
 READ = (*MODES, "nvfp4")
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return the type of the model, or bfloat16 where that is float32."""
     return ScaleType.F16 if model_dtype == "F16" else ScaleType.BF16
 
@@ -93,35 +93,37 @@ def default_scheme(bits: int) -> str:
     return f"int{bits}:g64:min"
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Judge a weight: integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs not quantized."""
-    scheme = native(layer.weight, shape)
+    scheme = stored_scheme(layer.weight, shape)
     if layer.input is not None and (scheme.integer or scheme.grid in MODES):
-        return Fit(Verdict.IMPOSSIBLE, "quantized inputs are not written", str(layer.weight))
+        return Compatibility(
+            Verdict.IMPOSSIBLE, "quantized inputs are not written", str(layer.weight)
+        )
     if scheme.grid in MODES:
-        return grouped(scheme, shape) or Fit(Verdict.EXACT)
+        return grouped(scheme, shape) or Compatibility(Verdict.EXACT)
     if not scheme.integer or scheme.bits not in WIDTHS:
         nearest = "int8:g64:min" if scheme.bits > 6 else "int4:g64:min"
-        return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} is no number of MLX", nearest)
+        return Compatibility(Verdict.IMPOSSIBLE, f"{scheme.grid} is no number of MLX", nearest)
     if not isinstance(scheme.granularity, PerGroup) or scheme.granularity.size not in SIZES:
         reason = f"groups of {either(SIZES)}, not {scheme.granularity} of {shape[1]} columns"
-        return Fit(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
+        return Compatibility(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
     if scheme.scale not in {None, ScaleType.F16, ScaleType.BF16}:
-        return Fit(
+        return Compatibility(
             Verdict.IMPOSSIBLE,
             f"scales of 16 bits are read, not {scheme.scale}",
             f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:bf16",
         )
-    return grouped(scheme, shape) or Fit(Verdict.EXACT)
+    return grouped(scheme, shape) or Compatibility(Verdict.EXACT)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Return EXACT: every module may have its own entry."""
     del layers
-    return Fit(Verdict.EXACT)
+    return Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with minima, and coarser granularities as repeated groups."""
     if not scheme.integer:
         return scheme
@@ -137,7 +139,7 @@ def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
-    scheme = native(layer.weight, shape)
+    scheme = stored_scheme(layer.weight, shape)
     words = StoredTensor(f"{module}.weight", "U32", (shape[0], shape[1] * scheme.bits // 32))
     size = scheme.parameter_shape(shape)
     if not scheme.integer:
@@ -153,8 +155,8 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
     from quantforge.packers.bits import pack_rows
 
-    scheme = native(tensor.scheme, tensor.shape)
-    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    scheme = stored_scheme(tensor.scheme, tensor.shape)
+    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
     codes = tensor.codes.contiguous()
     words = pack_rows(codes.view(torch.uint8), scheme.bits).view(torch.uint32)
@@ -194,7 +196,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     """Return ``config.json``: the commonest parameters for the model, and an entry for every other module."""
     modules = quantized_modules(plan, ".scales")
     entries = {
-        module: _entry(native(tensor.scheme.weight, tensor.matrix))
+        module: _entry(stored_scheme(tensor.scheme.weight, tensor.matrix))
         for module, tensor in modules.items()
         if tensor.scheme is not None
     }
@@ -212,13 +214,13 @@ def _entry(scheme: Scheme) -> dict[str, Any]:
     return entry if scheme.integer else entry | {"mode": scheme.grid}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether there is a ``quantization`` without any ``quant_method``."""
     found = config.get("quantization")
     return isinstance(found, Mapping) and "quant_method" not in quantization_config(config)
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the modules that have ``scales``.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import RefusedError
 from quantforge.files.safetensors import TORCH_NAMES
-from quantforge.formats import KEEP, About, Fit, ModuleLayout, Verdict
+from quantforge.formats import KEEP, Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import NUMBERS, config_json, model_dtype, quantization_config
 from quantforge.formats.engine_rules import Engine, by_engine
 from quantforge.grids import ScaleType
@@ -28,37 +28,37 @@ ENGINES = by_engine(
     lmdeploy=Engine(),
     mlx=Engine(),
 )
-ABOUT = About(engines=ENGINES)
-LEAST_ZERO = 0
-OWN_BITS = 16
+INFO = FormatInfo(engines=ENGINES)
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 16
 _NO_CODES = "plain files hold no codes"
 _HINT = "choose --format compressed-tensors, gptq or awq"
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return the model's own type; this format has no scales and does not use it."""
     return ScaleType(model_dtype.lower())
 
 
 def default_scheme(bits: int) -> str:
     """Return `KEEP` for the format's own width; raise `RefusedError` for any other."""
-    if bits == OWN_BITS:
+    if bits == DEFAULT_BITS:
         return KEEP
     raise RefusedError(f"--bits {bits}: {_NO_CODES}", _HINT)
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Return IMPOSSIBLE: nothing quantized can be stored."""
     del layer, shape
-    return Fit(Verdict.IMPOSSIBLE, _NO_CODES)
+    return Compatibility(Verdict.IMPOSSIBLE, _NO_CODES)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Return EXACT where nothing is quantized."""
-    return Fit(Verdict.IMPOSSIBLE, _NO_CODES) if layers else Fit(Verdict.EXACT)
+    return Compatibility(Verdict.IMPOSSIBLE, _NO_CODES) if layers else Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme as it is."""
     del shape
     return scheme
@@ -67,17 +67,17 @@ def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Refuse every module, as `check` does."""
+    """Refuse every module, as `check_layer` does."""
     raise RefusedError(f"{module}: {layer} of {shape[0]}x{shape[1]}: {_NO_CODES}", _HINT)
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Refuse every module, as `check` does."""
+    """Refuse every module, as `check_layer` does."""
     raise RefusedError(f"{module}: {tensor.scheme}: {_NO_CODES}", _HINT)
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Refuse every module: `layouts` is always empty."""
+    """Refuse every module: `find_layouts` is always empty."""
     raise RefusedError(f"{layout.module}: {len(tensors)} tensors: {_NO_CODES}", _HINT)
 
 
@@ -93,12 +93,12 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     return {"config.json": config_json(config, dtype)}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether the configuration states no quantization."""
     return not quantization_config(config)
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return nothing: no module is quantized."""

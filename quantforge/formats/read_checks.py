@@ -55,11 +55,11 @@ def one_name(config: Mapping[str, Any], first: str, second: str) -> None:
 
 
 def has_group_index(
-    scattered: bool | None, index: str, groups: int, found: Collection[str]
+    act_order: bool | None, index_name: str, groups: int, tensor_names: Collection[str]
 ) -> None:
-    """Raise `InputError` if columns are said to be ``scattered`` over groups and no tensor ``index`` says how."""
-    if scattered and groups > 1 and index not in found:
-        raise denied("groups are said to be scattered", f"{index} is missing", index)
+    """Raise `InputError` if columns are said to be ``act_order`` over groups and no tensor ``index_name`` says how."""
+    if act_order and groups > 1 and index_name not in tensor_names:
+        raise denied("groups are said to be scattered", f"{index_name} is missing", index_name)
 
 
 def not_excepted(config: Mapping[str, Any], key: str, modules: Collection[str]) -> None:
@@ -225,7 +225,7 @@ def scalar(name: str, scale: Tensor) -> Tensor:
 
 
 def by_group_index(
-    tensor: QuantizedTensor, index: Tensor, name: str, *, scattered: bool | None = None
+    tensor: QuantizedTensor, index: Tensor, name: str, *, act_order: bool | None = None
 ) -> QuantizedTensor:
     """Apply the group number of each column (``g_idx``) to a tensor read as if it had none.
 
@@ -234,7 +234,7 @@ def by_group_index(
 
     Raises:
         InputError: a number is out of range, or the index scatters groups although the configuration says that it
-            does not (``scattered`` False): engines then leave the index out.
+            does not (``act_order`` False): engines then leave the index out.
     """
     import torch
 
@@ -245,14 +245,14 @@ def by_group_index(
     groups = tensor.scheme.groups(columns)
     if bool((index < 0).any()) or bool((index >= groups).any()):
         raise InputError(f"{name}: a group number is outside of 0..{groups - 1}", tensor=name)
-    plain = torch.arange(columns, dtype=index.dtype) // tensor.scheme.group_size(columns)
-    if torch.equal(index, plain):
+    in_order = torch.arange(columns, dtype=index.dtype) // tensor.scheme.group_size(columns)
+    if torch.equal(index, in_order):
         return tensor
-    if scattered is False:
+    if act_order is False:
         raise denied("the groups are runs of columns", f"{name} scatters them", name)
     scheme = Scheme(tensor.scheme.grid, PerGroup(1), tensor.scheme.zero, tensor.scheme.scale)
-    spread = {key: value[:, index.long()] for key, value in tensor.parameters.items()}
-    return Quantized(tensor.codes, spread, scheme)
+    per_column = {key: value[:, index.long()] for key, value in tensor.parameters.items()}
+    return Quantized(tensor.codes, per_column, scheme)
 
 
 def sound(tensor: QuantizedTensor, name: str) -> QuantizedTensor:

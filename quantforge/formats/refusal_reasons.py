@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from quantforge.errors import RefusedError
-from quantforge.formats import Fit, Verdict
+from quantforge.formats import Compatibility, Verdict
 from quantforge.formats.configuration import within_block
 from quantforge.grids import PerGroup, ScaleType, Tile, Zero
 from quantforge.scheme import LayerScheme, Scheme
 
 
-def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
+def grouped(scheme: Scheme, shape: tuple[int, int]) -> Compatibility | None:
     """Return why the columns cannot be cut into whole groups or tiles, or None."""
     if not isinstance(scheme.granularity, PerGroup | Tile):
         return None
@@ -25,49 +25,55 @@ def grouped(scheme: Scheme, shape: tuple[int, int]) -> Fit | None:
         return None
     if not scheme.integer:
         reason = f"{columns} columns are not a multiple of {size}"
-        return Fit(Verdict.IMPOSSIBLE, reason, "fp8:row:sym" if scheme.bits == 8 else "")
+        return Compatibility(Verdict.IMPOSSIBLE, reason, "fp8:row:sym" if scheme.bits == 8 else "")
     if size == 1:
         reason = "groups of one column: a file with scattered groups (desc_act) cannot be stored"
-        return Fit(Verdict.IMPOSSIBLE, reason)
+        return Compatibility(Verdict.IMPOSSIBLE, reason)
     fitting = next(number for number in range(min(size, columns), 0, -1) if columns % number == 0)
     text = f"{scheme.grid}:{f'g{fitting}' if fitting > 1 else 'row'}:{scheme.zero.value}"
-    return Fit(Verdict.IMPOSSIBLE, f"{columns} columns are not a multiple of {size}", text)
+    return Compatibility(
+        Verdict.IMPOSSIBLE, f"{columns} columns are not a multiple of {size}", text
+    )
 
 
-def float16_scales(scheme: Scheme) -> Fit | None:
+def float16_scales(scheme: Scheme) -> Compatibility | None:
     """Return why new scales of this type cannot be stored (existing ones may convert), or None."""
     if scheme.scale in {None, ScaleType.F16}:
         return None
-    return Fit(
+    return Compatibility(
         Verdict.IMPOSSIBLE,
         f"scales are stored as f16, not {scheme.scale}",
         f"{scheme.grid}:{scheme.granularity}:{scheme.zero.value}:f16",
     )
 
 
-def integers(layer: LayerScheme) -> Fit | None:
+def integers(layer: LayerScheme) -> Compatibility | None:
     """Return why a layer is not integers with inputs that are not quantized, or None."""
     scheme = layer.weight
     if not scheme.integer or scheme.zero is Zero.MIN:
         nearest = f"int{8 if scheme.bits > 4 else 4}:g128:sym"
-        return Fit(Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not integers on a scale", nearest)
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"{scheme.grid} codes are not integers on a scale", nearest
+        )
     if layer.input is not None:
-        return Fit(Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme))
+        return Compatibility(
+            Verdict.IMPOSSIBLE, "quantized activations are not written", str(scheme)
+        )
     return None
 
 
-def possible(module: str, fit: Fit) -> None:
+def possible(module: str, fit: Compatibility) -> None:
     """Raise `RefusedError` for a module that a format cannot hold."""
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(f"{module}: {fit.reason}", f"use {fit.nearest}" if fit.nearest else "")
 
 
-def outside_blocks(layers: Iterable[str]) -> Fit | None:
+def outside_blocks(layers: Iterable[str]) -> Compatibility | None:
     """Return why GPTQ and AWQ files cannot hold one of these modules, or None."""
     for module in layers:
         if not within_block(module):
             reason = f"{module}: engines expect heads and embeddings of this format as they were"
-            return Fit(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors")
+            return Compatibility(Verdict.IMPOSSIBLE, reason, "--format compressed-tensors")
     return None
 
 
@@ -89,7 +95,7 @@ def largest_group(sizes: Iterable[int]) -> int | None:
     return next((one for one in USUAL_GROUPS if all(size % one == 0 for size in sizes)), None)
 
 
-def differing_groups(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Fit | None:
+def differing_groups(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Compatibility | None:
     """Return why these modules cannot be written with one group size; None if all have the same one.
 
     Args:
@@ -108,7 +114,9 @@ def differing_groups(schemes: Mapping[str, tuple[Scheme, Shape]]) -> Fit | None:
     size = largest_group(shape[1] for _, shape in schemes.values())
     same = f"{scheme.grid}:{f'g{size}' if size else 'row'}:{scheme.zero.value}"
     hint = f"quantize all layers with one (--scheme {same}), or --format compressed-tensors, which mixes them"
-    return Fit(Verdict.IMPOSSIBLE, f"one group size for the whole model, not {shown}", hint)
+    return Compatibility(
+        Verdict.IMPOSSIBLE, f"one group size for the whole model, not {shown}", hint
+    )
 
 
 def named(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.files.safetensors import torch_dtype
-from quantforge.formats import GGUF, Format, ModuleLayout, format_of
+from quantforge.formats import GGUF, Format, ModuleLayout, load_format
 from quantforge.formats.compressed_tensors.linears import pack_transposed
 from quantforge.formats.gguf import halves, interleaved
 from quantforge.plans import TensorPlan
@@ -41,13 +41,13 @@ class Storage:
     def unpack(self, plan: TensorPlan, outputs: Mapping[str, Tensor]) -> QuantizedTensor:
         """Return the quantized tensor that `pack` was given, with the scheme in which the format holds it."""
         assert plan.scheme is not None
-        weight = self._form.native(plan.scheme.weight, plan.matrix)
+        weight = self._form.stored_scheme(plan.scheme.weight, plan.matrix)
         layout = ModuleLayout(
             plan.name.removesuffix(".weight"),
             replace(plan.scheme, weight=weight),
             plan.matrix,
             tuple(outputs),
-            turned=plan.turned,
+            transposed=plan.turned,
         )
         return self._form.unpack(layout, outputs)
 
@@ -125,4 +125,4 @@ class GgufStorage(Storage):
 
 def storage_of(key: str) -> Storage:
     """Return the storage of a format by its key."""
-    return GgufStorage(format_of(key)) if key == GGUF else Storage(format_of(key))
+    return GgufStorage(load_format(key)) if key == GGUF else Storage(load_format(key))

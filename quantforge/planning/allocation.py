@@ -26,7 +26,7 @@ from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import GGUF, KEEP, format_of
+from quantforge.formats import GGUF, KEEP, load_format
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.formats.open_model import open_model
 from quantforge.grids import INTEGER_BITS
@@ -329,7 +329,7 @@ def search_of(
         target = size_like(other, first.model_layout)
     assert target is not None
     # An engine that the format does not list loads none of its mixtures: `check_mixed` says so.
-    loader = format_of(key).ABOUT.engines.get(read.engine or "")
+    loader = load_format(key).INFO.engines.get(read.engine or "")
     alike = loader is not None and bool(loader.mixed_experts)
     groups: dict[object, list[str]] = {}
     for linear, tensor in quantized_linears(first.plan.tensors, first.model_layout).items():
@@ -357,7 +357,7 @@ def usual_schemes(key: str) -> list[Sequence[str]]:
     for bits in INTEGER_BITS:
         named = ALIASES.get(f"W{bits}A16") if key != GGUF else None
         try:
-            default = format_of(key).default_scheme(bits)
+            default = load_format(key).default_scheme(bits)
         except QuantForgeError:  # it has no such width
             continue
         found.append((named, default) if named and named != default else (default,))

@@ -24,13 +24,13 @@ from quantforge.formats import (
     GGUF,
     KEEP,
     PLAIN,
-    Fit,
+    Compatibility,
     Format,
     ModuleLayout,
     Verdict,
-    detect,
-    format_of,
+    detect_format,
     kv_scales,
+    load_format,
 )
 from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
 from quantforge.formats.convert import express_layer
@@ -65,7 +65,7 @@ class ConvertedLayer:
 
     layout: ModuleLayout
     wanted: LayerScheme | None
-    fit: Fit
+    fit: Compatibility
     transposed: bool
     scattered: bool = False
 
@@ -135,14 +135,14 @@ def plan_export(
         RefusedError: the target cannot hold a layer; the nearest scheme that it could is named.
         UsageError: options that only make sense when quantizing.
     """
-    target, source = format_of(recipe.format), detect(checkpoint.config)
+    target, source = load_format(recipe.format), detect_format(checkpoint.config)
     _check_options(checkpoint, recipe, target)
     tower = tower_beside(checkpoint, target) if mmproj else None
     asked_type = _number_type(recipe)
 
     # What has codes, and what becomes of it.
     headers = checkpoint.headers()
-    layouts = source.layouts(checkpoint.config, headers)
+    layouts = source.find_layouts(checkpoint.config, headers)
     model_layout = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
     family = _family(checkpoint)
     expressed = [_plan_layer(layout, checkpoint, family, source, target) for layout in layouts]
@@ -162,7 +162,7 @@ def plan_export(
         )
 
     # What becomes of every tensor.
-    if target.ABOUT.rounds_tied_embedding:
+    if target.INFO.quantizes_tied_embedding:
         model_layout = drop_tied_copy(model_layout, checkpoint)
     draft: Draft
     if recipe.format == GGUF:
@@ -172,10 +172,10 @@ def plan_export(
         draft = draft_gguf_export(recipe, checkpoint, model_layout, schemes, tower)
     else:
         draft = _draft_safetensors(checkpoint, split, target, asked_type)
-        if target.ABOUT.rounds_tied_embedding:
+        if target.INFO.quantizes_tied_embedding:
             draft = _with_embedding(draft, recipe, checkpoint, model_layout, layers)
     tensors = _with_recorded_rules(draft.tensors, naming.first_recipe(checkpoint))
-    engines = engine_verdicts(target.ABOUT, _loaded(checkpoint, modules))
+    engines = engine_verdicts(target.INFO, _loaded(checkpoint, modules))
     draft = replace(draft, tensors=tensors, engines=engines)
     if recipe.engine == TRANSFORMERS:
         draft = with_judged_names(checkpoint, draft)
@@ -226,7 +226,7 @@ def plan_export(
 
 def _check_options(checkpoint: Checkpoint, recipe: Recipe, target: Format) -> None:
     """Refuse options that only make sense when quantizing; errors as `check_alone`."""
-    if recipe.embedding not in {"", KEEP} and not target.ABOUT.rounds_tied_embedding:
+    if recipe.embedding not in {"", KEEP} and not target.INFO.quantizes_tied_embedding:
         raise UsageError(
             f"--embedding {recipe.embedding}: an export to {recipe.format} rounds no embedding",
             "drop --embedding, or quantize the original model",
@@ -274,7 +274,7 @@ def _lost(checkpoint: Checkpoint, target: Format, tensors: Iterable[TensorPlan])
     lost = []
     headers = checkpoint.headers()
     scales = kv_scales.found(checkpoint.config, headers).tensor_names
-    if scales and not target.ABOUT.holds_kv_scales:
+    if scales and not target.INFO.holds_kv_scales:
         why = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
         lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
     found = coverage.events(tensors, text_config(checkpoint.config))
@@ -329,7 +329,7 @@ def _draft_safetensors(
     layers = tuple(layers)
     headers = checkpoint.headers()
     used = {name for layer in layers for name in layer.layout.tensor_names}
-    if not target.ABOUT.holds_kv_scales:
+    if not target.INFO.holds_kv_scales:
         used |= kv_scales.found(checkpoint.config, headers).tensor_names
     tensors = [
         TensorPlan(
@@ -394,7 +394,7 @@ def _with_embedding(
         UsageError: a scheme is asked for an embedding that is quantized already.
         RefusedError: the format does not hold it.
     """
-    form = format_of(recipe.format)
+    form = load_format(recipe.format)
     counts = Counter(layer.wanted for layer in layers.values() if layer.wanted is not None)
     if not counts:
         return draft
@@ -437,22 +437,25 @@ def _plan_layer(
     transposed = family is not None and family.transposed and _block_of(layout.module) >= 0
     if target.KEY == PLAIN:
         return ConvertedLayer(
-            layout, layout.scheme, Fit(Verdict.READ, "decoded weights"), transposed
+            layout,
+            layout.scheme,
+            Compatibility(Verdict.DEPENDS_ON_VALUES, "decoded weights"),
+            transposed,
         )
     fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
     if _is_left_plain(checkpoint, layout, (fit, wanted), target):
-        return ConvertedLayer(layout, None, Fit(Verdict.READ), transposed)
+        return ConvertedLayer(layout, None, Compatibility(Verdict.DEPENDS_ON_VALUES), transposed)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
             f"{layout.module}: {layout.scheme} cannot be stored in {target.KEY}: {fit.reason}",
             rounding_command(checkpoint, target.KEY, fit.nearest),
             tensor=layout.module,
         )
-    indexed = f"{layout.module}{source.ABOUT.group_index}" in layout.tensor_names
-    if indexed and layout.scattered is not False and fit.verdict is Verdict.EXACT:
-        fit = Fit(Verdict.READ, "an index says the group of each column")
+    indexed = f"{layout.module}{source.INFO.group_index_suffix}" in layout.tensor_names
+    if indexed and layout.act_order is not False and fit.verdict is Verdict.EXACT:
+        fit = Compatibility(Verdict.DEPENDS_ON_VALUES, "an index says the group of each column")
     same_groups = wanted.weight.granularity == layout.scheme.weight.granularity
-    scattered = indexed and layout.scattered is True and same_groups
+    scattered = indexed and layout.act_order is True and same_groups
     return ConvertedLayer(
         layout, wanted, fit, transposed, scattered and stores_index(layout, wanted, target)
     )
@@ -461,7 +464,7 @@ def _plan_layer(
 def stores_index(layout: ModuleLayout, wanted: LayerScheme, target: Format) -> bool:
     """Return whether the target stores with a matrix the index that says which column is in which group."""
     packed = target.packed_tensors(layout.module, wanted, layout.shape)
-    return f"{layout.module}{target.ABOUT.group_index}" in [item.name for item in packed]
+    return f"{layout.module}{target.INFO.group_index_suffix}" in [item.name for item in packed]
 
 
 def rounding_command(checkpoint: Checkpoint, key: str, scheme: str = "") -> str:
@@ -471,7 +474,10 @@ def rounding_command(checkpoint: Checkpoint, key: str, scheme: str = "") -> str:
 
 
 def _is_left_plain(
-    checkpoint: Checkpoint, layout: ModuleLayout, expressed: tuple[Fit, LayerScheme], target: Format
+    checkpoint: Checkpoint,
+    layout: ModuleLayout,
+    expressed: tuple[Compatibility, LayerScheme],
+    target: Format,
 ) -> bool:
     """Return whether an embedding or a head is decoded, since the target holds none, or none with such numbers."""
     fit, wanted = expressed
@@ -496,7 +502,7 @@ def _with_one_group(
         The layers, and a note on what was split.
     """
     held = ((layer.wanted, layer.layout.shape) for layer in layers if layer.wanted is not None)
-    size = split_group(held) if target.ABOUT.one_group else None
+    size = split_group(held) if target.INFO.single_group_size else None
     if size is None:
         return layers, ()
     found, names, more = [], [], 0

@@ -30,7 +30,7 @@ _OUTER = (Role.EMBEDDING, Role.HEAD)
 
 def tied_rule(form: Format) -> str:
     """Return the rule by which an embedding that is the head too is rounded."""
-    return f"tied embedding, as {form.ABOUT.embedding_tool}"
+    return f"tied embedding, as {form.INFO.tied_embedding_reference}"
 
 
 def rounded_words(tensor: TensorPlan) -> str:
@@ -104,7 +104,7 @@ def chosen_embedding(
             draft,
             Note(f"{share}; --embedding {lost[0]} takes {lost[1]}", NoteKind.EMBEDDING),
         )
-    unties = model_layout.tied and not form.ABOUT.rounds_tied_embedding
+    unties = model_layout.tied and not form.INFO.quantizes_tied_embedding
     tied = ": the head is tied to it, and would be stored on its own" if unties else ""
     return (
         recipe,

@@ -2,7 +2,7 @@
 
 What decides, in this order: ``--format``; a type or a pre-tokenizer, which GGUF files alone have; a name that ends in
 ``.gguf``; the scheme, by what the formats themselves say they hold: those that the engine is fast with first, then
-`DEFAULT`, then the others. A name that contradicts the format is refused.
+`DEFAULT_FORMAT`, then the others. A name that contradicts the format is refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantforge.engines import preferred_formats
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.formats import DEFAULT, FORMATS, GGUF, KEEP, Format, Verdict, format_of
+from quantforge.formats import DEFAULT_FORMAT, FORMATS, GGUF, KEEP, Format, Verdict, load_format
 from quantforge.formats.convert import fit_of_schemes
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
@@ -48,18 +48,18 @@ def chosen_format(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tupl
 def format_of_name(out: Path | None) -> str:
     """Return the format that the name of a result states, "" where it states none."""
     name = "" if out is None else out.name.lower()
-    suffixes = ((key, format_of(key).ABOUT.suffix) for key in FORMATS)
+    suffixes = ((key, load_format(key).INFO.file_suffix) for key in FORMATS)
     return next((key for key, suffix in suffixes if suffix and name.endswith(suffix)), "")
 
 
 def holders(layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16") -> list[str]:
     """Return the formats that hold a layer as it is: of ``shape`` (out, in), or of one that everything divides."""
-    return [key for key in FORMATS if _holds(format_of(key), layer, shape, model_dtype)]
+    return [key for key in FORMATS if _holds(load_format(key), layer, shape, model_dtype)]
 
 
 def base_scheme(form: Format, wanted: Recipe) -> str:
     """Return the scheme of linears of which nothing else is said, as text; errors as `Format.default_scheme`."""
-    return wanted.scheme or form.default_scheme(wanted.bits or form.OWN_BITS)
+    return wanted.scheme or form.default_scheme(wanted.bits or form.DEFAULT_BITS)
 
 
 def _stated(
@@ -78,18 +78,18 @@ def _chosen(wanted: Recipe) -> tuple[str, tuple[str, ...]]:
     """Return the first format that holds what is wanted: of the engine, the default one, then the others."""
     engine = wanted.engine
     preferred = preferred_formats(engine) if engine else ()
-    order = tuple(dict.fromkeys((*preferred, DEFAULT, *FORMATS)))
-    key = next((key for key in order if _holds_all(wanted, key)), DEFAULT)
-    if key == DEFAULT:
+    order = tuple(dict.fromkeys((*preferred, DEFAULT_FORMAT, *FORMATS)))
+    key = next((key for key in order if _holds_all(wanted, key)), DEFAULT_FORMAT)
+    if key == DEFAULT_FORMAT:
         return key, ()
     if key in preferred:
         return key, (choice(f"--format {key}: {engine} is fast with it"),)
-    return key, (choice(f"--format {key}: {DEFAULT} files do not hold what is asked for"),)
+    return key, (choice(f"--format {key}: {DEFAULT_FORMAT} files do not hold what is asked for"),)
 
 
 def _holds_all(wanted: Recipe, key: str) -> bool:
     """Return whether a format holds every scheme of a recipe, alone and together."""
-    form = format_of(key)
+    form = load_format(key)
     try:
         base = base_scheme(form, wanted)
     except (RefusedError, InputError):
@@ -107,11 +107,11 @@ def _holds(
     form: Format, layer: LayerScheme, shape: Shape | None = None, model_dtype: str = "BF16"
 ) -> bool:
     shape = shape or _shape_for(layer)
-    weight = layer.weight.with_scale(form.scale_type(model_dtype))
-    if form.check(replace(layer, weight=weight), shape).verdict is Verdict.IMPOSSIBLE:
+    weight = layer.weight.with_scale(form.default_scale_type(model_dtype))
+    if form.check_layer(replace(layer, weight=weight), shape).verdict is Verdict.IMPOSSIBLE:
         return False
-    wanted = form.native(weight, shape)
-    return fit_of_schemes(weight, wanted, shape, form.LEAST_ZERO).verdict is Verdict.EXACT
+    wanted = form.stored_scheme(weight, shape)
+    return fit_of_schemes(weight, wanted, shape, form.MIN_ZERO_POINT).verdict is Verdict.EXACT
 
 
 def _shape_for(layer: LayerScheme) -> Shape:
@@ -122,7 +122,7 @@ def _shape_for(layer: LayerScheme) -> Shape:
 
 def _check_name(key: str, engine: str | None, out: Path) -> None:
     """Refuse a name that says another kind of result than the format makes."""
-    stated, suffix = format_of_name(out), format_of(key).ABOUT.suffix
+    stated, suffix = format_of_name(out), load_format(key).INFO.file_suffix
     if stated and stated != key:
         for_engine = f" (--for {engine})" if engine else ""
         raise UsageError(

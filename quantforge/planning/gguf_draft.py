@@ -233,7 +233,7 @@ def _draft(
 
     return GgufDraft(
         tensors=(*(_tensor_plan(item, found) for item in targets), *_dropped(model_layout, kept, tower)),
-        engines=layer_verdicts(gguf.ABOUT.engines, ()),
+        engines=layer_verdicts(gguf.INFO.engines, ()),
         label=label,
         substitutions=(*choices.substitutions, *found.events, *tokens.events),
         notes=(

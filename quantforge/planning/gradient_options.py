@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from quantforge.architectures.match import ModelLayout
 from quantforge.errors import RefusedError, UsageError
-from quantforge.formats import DEFAULT, format_of
+from quantforge.formats import DEFAULT_FORMAT, load_format
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import AWQ_GPTQ, GPTQ
@@ -188,9 +188,10 @@ def refuse_tune(
             f"{said}: results of --method {method} are not tuned",
             f"--method {GPTQ}, or {HINT}",
         )
-    if not format_of(key).ABOUT.tunable:
+    if not load_format(key).INFO.scales_are_tunable:
         raise UsageError(
-            f"{said}: the scales of {key} files are not tuned", f"--format {DEFAULT}, or {HINT}"
+            f"{said}: the scales of {key} files are not tuned",
+            f"--format {DEFAULT_FORMAT}, or {HINT}",
         )
     if rows == 1:
         raise UsageError(f"{said}: one calibration row", "--samples 8, or more")

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.formats import KEEP, Fit, Format, Verdict
+from quantforge.formats import KEEP, Compatibility, Format, Verdict
 from quantforge.formats.refusal_reasons import USUAL_GROUPS, named
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
@@ -44,16 +44,16 @@ class LayerSchemes(Terms[LayerScheme | None]):
         self, file_format: Format, wanted: Recipe, model_dtype: str, *, tied: bool
     ) -> None:
         self._format, self._model_dtype = file_format, model_dtype
-        self._rounds_embedding = tied and file_format.ABOUT.rounds_tied_embedding
+        self._rounds_embedding = tied and file_format.INFO.quantizes_tied_embedding
         self._rounds_heads = wanted.mtp == "quantize"
-        self._scale = file_format.scale_type(model_dtype)
+        self._scale = file_format.default_scale_type(model_dtype)
         base = base_scheme(file_format, wanted)
         self.base = None if base == KEEP else parse_layer(base)
         self._asked: dict[
             LayerScheme, list[tuple[int, int]]
         ] = {}  # matrices by what they were to hold
         self._judged: dict[
-            tuple[LayerScheme, tuple[int, int]], list[tuple[LayerScheme, Fit]]
+            tuple[LayerScheme, tuple[int, int]], list[tuple[LayerScheme, Compatibility]]
         ] = {}  # hundreds of thousands of experts have a handful of shapes
         self._together: dict[int, Widths] = {}  # by the group that they are asked for
 
@@ -63,7 +63,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         Matrices that no group divides are left out. Where no group divides all others, each gets its own, and the
         mixture is refused later.
         """
-        if not self._format.ABOUT.one_group:
+        if not self._format.INFO.single_group_size:
             return
         together: dict[int, dict[int, list[str]]] = {}
         for tensor, layer in decisions:
@@ -199,18 +199,22 @@ class LayerSchemes(Terms[LayerScheme | None]):
         ):
             return None
         row = replace(scheme, granularity=Row())
-        by_row = self._format.ABOUT.one_group and self._check(row, layer.input, (rows, columns))
+        by_row = self._format.INFO.single_group_size and self._check(
+            row, layer.input, (rows, columns)
+        )
         other = by_row and by_row.verdict is not Verdict.IMPOSSIBLE
         hint = f"; --scheme {row.grid}:{row.granularity}:{row.zero} holds it, with one scale for each row of all"
         return Fitted(None, f"{layer.weight} -> kept", fits[0].reason + (hint if other else ""))
 
-    def _whole(self, layer: LayerScheme, matrix: tuple[int, int]) -> Fit:
+    def _whole(self, layer: LayerScheme, matrix: tuple[int, int]) -> Compatibility:
         """Judge a scheme for the next larger shape that everything divides: what it says is not of the shape."""
         step = math.lcm(WHOLE, _group(layer.weight) or 1)
         rows, columns = (-(-size // step) * step for size in matrix)
         return self._check(layer.weight.with_scale(self._scale), layer.input, (rows, columns))
 
-    def _near(self, layer: LayerScheme, matrix: tuple[int, int]) -> list[tuple[LayerScheme, Fit]]:
+    def _near(
+        self, layer: LayerScheme, matrix: tuple[int, int]
+    ) -> list[tuple[LayerScheme, Compatibility]]:
         """Return the scheme and finer ones that a matrix may get, each with how it fits."""
         found = self._judged.get((layer, matrix))
         if found is None:
@@ -228,7 +232,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         activation: Activation | None,
         matrix: tuple[int, int],
         together: Widths,
-    ) -> Fit:
+    ) -> Compatibility:
         """Judge whether a matrix can have a scheme, and those that have to get the same group can too."""
         fit, size = self._check(scheme, activation, matrix), _group(scheme)
         if fit.verdict is Verdict.IMPOSSIBLE or not (odd := _odd(size, together)):
@@ -238,13 +242,17 @@ class LayerSchemes(Terms[LayerScheme | None]):
             f"one group size for the whole model in {self._format.KEY}, and {columns} input columns"
         )
         reason += f" ({named(names)}) are no multiple of {size}"
-        return Fit(Verdict.IMPOSSIBLE, reason)
+        return Compatibility(Verdict.IMPOSSIBLE, reason)
 
-    def _check(self, scheme: Scheme, activation: Activation | None, matrix: tuple[int, int]) -> Fit:
+    def _check(
+        self, scheme: Scheme, activation: Activation | None, matrix: tuple[int, int]
+    ) -> Compatibility:
         size = scheme.group_size(matrix[1])
         if matrix[1] % size:
-            return Fit(Verdict.IMPOSSIBLE, f"{matrix[1]} input columns are no multiple of {size}")
-        return self._format.check(LayerScheme(scheme, activation), matrix)
+            return Compatibility(
+                Verdict.IMPOSSIBLE, f"{matrix[1]} input columns are no multiple of {size}"
+            )
+        return self._format.check_layer(LayerScheme(scheme, activation), matrix)
 
 
 def _candidates(scheme: Scheme, columns: int, together: Widths) -> list[Scheme]:

@@ -2,7 +2,7 @@
 
 The order of decision is that of `choice`, the schemes are those of `layer_schemes`; linears that read one activation
 get one scheme, because engines load them as one matrix. A tied head is stored on its own as soon as it or the embedding
-is quantized, unless the engine multiplies by the codes of the embedding (`About.rounds_tied_embedding`).
+is quantized, unless the engine multiplies by the codes of the embedding (`FormatInfo.rounds_tied_embedding`).
 
 Zeros (`sparse`) go into linears that stay as they are. They save bytes or time only where a format or a kernel leaves
 them out; no format here does, and the engine that did has given it up. So the result is a plain model, to be measured,
@@ -22,7 +22,7 @@ from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.files.computed_tensors import RUNNING
-from quantforge.formats import PLAIN, Format, Verdict, format_of, kv_scales
+from quantforge.formats import PLAIN, Format, Verdict, kv_scales, load_format
 from quantforge.formats.compressed_tensors.linears import packed_transposed_tensors, transposable
 from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
@@ -58,7 +58,7 @@ def draft_by_module(
         UsageError: as `LayerSchemes.check_groups`.
         RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
     """
-    form = format_of(recipe.format)
+    form = load_format(recipe.format)
     builder = _ModuleDraft(recipe, checkpoint, model_layout, form)
     tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, model_layout)]
     if recipe.zeros is not None and not any(tensor.sparse for tensor in tensors):
@@ -92,7 +92,7 @@ def draft_by_module(
     )
     return Draft(
         tensors=tuple(tensors),
-        engines=engine_verdicts(form.ABOUT, model),
+        engines=engine_verdicts(form.INFO, model),
         substitutions=(*builder.choices.substitutions, *builder.without_zeros),
         notes=(
             *builder.choices.notes,
@@ -130,7 +130,7 @@ def _nothing_quantized(form: Format, substitutions: Sequence[Event]) -> InputErr
 def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
     """Return the plans with linears stored as the model holds them, where it holds all that are rounded turned."""
     rounded = [tensor for tensor in tensors if tensor.scheme is not None]
-    if not form.ABOUT.transposes or not all(tensor.transposed for tensor in rounded):
+    if not form.INFO.stores_transposed or not all(tensor.transposed for tensor in rounded):
         return tensors
     layers = {layer for tensor in rounded if (layer := tensor.scheme) is not None}
     if len(layers) > 1 or not all(map(transposable, layers)):
@@ -187,7 +187,7 @@ class _ModuleDraft:
         }
         self.rounds_embedding = Role.EMBEDDING in rounded
         # One tensor for both, unless the head is to have another scheme.
-        if form.ABOUT.rounds_tied_embedding:
+        if form.INFO.quantizes_tied_embedding:
             shared = rounded.get(Role.EMBEDDING)
             self.unties = self._head is not None and rounded.get(Role.HEAD, shared) != shared
             return

@@ -24,7 +24,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.files.hub import source_name
 from quantforge.files.output_names import side_of
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import DEFAULT, PLAIN, format_of
+from quantforge.formats import DEFAULT_FORMAT, PLAIN, load_format
 from quantforge.formats.gguf.mixture import MIXED, MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import ALIASES, parse_layer
@@ -66,7 +66,7 @@ def derived(
     if not schemes and not any(tensor.sparse for tensor in tensors):
         word = ""
     origin = _whole_origin(checkpoint, zeros)
-    if suffix := format_of(key).ABOUT.suffix:
+    if suffix := load_format(key).INFO.file_suffix:
         word = "" if method is None or word == RTN else word
         return "-".join(filter(None, (origin, _safe(word), label))) + suffix
     mixed = len({(layer.weight.grid, layer.input) for layer in schemes}) > 1
@@ -74,14 +74,14 @@ def derived(
     moved = method is None
     scheme = _scheme(schemes.most_common(1)[0][0], key, moved=moved) if schemes and known else ""
     parts = (origin, "" if word == key else _safe(word), scheme, MIXED if mixed else "")
-    return "-".join(filter(None, (*parts, key if key != DEFAULT or not known else "")))
+    return "-".join(filter(None, (*parts, key if key != DEFAULT_FORMAT or not known else "")))
 
 
 def sized(checkpoint: Checkpoint, method: str, key: str, size: str) -> str:
     """Return the name of a result of a size (as it is typed), which is known before what has that size is found."""
     parts = (_whole_origin(checkpoint), "" if method == key else method, _safe(size))
-    suffix = format_of(key).ABOUT.suffix
-    last = "" if suffix or key == DEFAULT else key
+    suffix = load_format(key).INFO.file_suffix
+    last = "" if suffix or key == DEFAULT_FORMAT else key
     return "-".join(filter(None, (*parts, last))) + suffix
 
 
@@ -167,7 +167,7 @@ def _scheme(layer: LayerScheme, key: str, *, moved: bool) -> str:
     grid = GRIDS[bare.weight.grid].short or bare.weight.grid
     usual = {
         field
-        for form in {key, DEFAULT}
+        for form in {key, DEFAULT_FORMAT}
         if moved or form == key
         for field in _usual(form, bare, grid)
     }
@@ -181,7 +181,9 @@ def _usual(key: str, layer: LayerScheme, grid: str) -> list[str]:
     usual = ""
     if GRIDS[layer.weight.grid].free:  # a fixed layout has no other name
         with suppress(RefusedError, InputError):
-            usual = format_of(DEFAULT if key == PLAIN else key).default_scheme(layer.weight.bits)
+            usual = load_format(DEFAULT_FORMAT if key == PLAIN else key).default_scheme(
+                layer.weight.bits
+            )
     fields = str(_bare(parse_layer(usual)).weight).split(":") if usual else [""]
     if fields[0] != layer.weight.grid:
         fields = [""] if layer.weight.integer else str(_bare(parse_layer(grid)).weight).split(":")

@@ -22,7 +22,7 @@ from quantforge.architectures.match import ModelLayout, match_tensors, needs_arc
 from quantforge.engines import check_engine
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.formats import DEFAULT, GGUF, PLAIN, Format, format_of, kv_scales
+from quantforge.formats import DEFAULT_FORMAT, GGUF, PLAIN, Format, kv_scales, load_format
 from quantforge.formats.decoded import plain_config
 from quantforge.formats.engine_rules import TRANSFORMERS
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
@@ -101,7 +101,7 @@ def make_plan(
     settings = settings or Settings(threads=1)
     recipe, choice_notes = chosen_format(recipe, out)
     model_layout = _model_layout(checkpoint, recipe)
-    file_format = format_of(recipe.format)
+    file_format = load_format(recipe.format)
     tower = tower_beside(checkpoint, file_format) if settings.mmproj else None
     if not recipe.method:
         method, method_notes = chosen_method(recipe, file_format, checkpoint, model_layout)
@@ -265,10 +265,10 @@ def check_alone(draft: str, recipe: Recipe) -> None:
             f"--for {engine}: {draft} heads alone are not served, but beside their model",
             f"leave --for out{served if (engine, draft) == ('vllm', EAGLE3) else ''}",
         )
-    if key not in {DEFAULT, PLAIN}:
+    if key not in {DEFAULT_FORMAT, PLAIN}:
         raise RefusedError(
             f"--format {key}: nothing reads {draft} heads in this format",
-            f"--format {DEFAULT}, or leave --format out",
+            f"--format {DEFAULT_FORMAT}, or leave --format out",
         )
 
 
@@ -279,7 +279,7 @@ def tower_beside(checkpoint: Checkpoint, form: Format) -> ProjectorFile:
         UsageError: the result is no such file.
         RefusedError, InputError: as `projector_file`.
     """
-    if not form.ABOUT.one_file:
+    if not form.INFO.is_single_file:
         raise UsageError(
             f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {form.KEY},"
             " which holds it",
@@ -352,7 +352,7 @@ def _drafted(
             f"--type and --pre belong to GGUF files, not to {recipe.format}",
             "add --format gguf, or say --bits or --scheme; `export --format plain --type F16` sets the type of numbers",
         )
-    if recipe.kv_cache != kv_scales.NONE and not format_of(recipe.format).ABOUT.holds_kv_scales:
+    if recipe.kv_cache != kv_scales.NONE and not load_format(recipe.format).INFO.holds_kv_scales:
         raise RefusedError(
             f"--kv-cache {recipe.kv_cache}: {recipe.format} files have no place for these scales",
             "add --format compressed-tensors, or drop --kv-cache",

@@ -19,7 +19,7 @@ from quantforge.engines import target_of
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.hub import source_name
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.planning import typed_quantities
 from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
 from quantforge.planning.gpu_cards import Card
@@ -278,7 +278,7 @@ def size_like(opened: Checkpoint, model_layout: ModelLayout) -> SizeTarget:
 def _shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by name, of a quantized one as it is decoded."""
     headers = {name: entry.header() for name, entry in opened.entries.items()}
-    layouts = [*detect(opened.config).layouts(opened.config, headers)]
+    layouts = [*detect_format(opened.config).find_layouts(opened.config, headers)]
     packed = {name for layout in layouts for name in layout.tensor_names}
     plain = {name: one.shape for name, one in headers.items() if name not in packed}
     return plain | {f"{layout.module}.weight": layout.shape for layout in layouts}

@@ -22,7 +22,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.reader import Checkpoint
 from quantforge.files.unstacked_experts import unstacked
 from quantforge.files.without_experts import Removed, fewer_experts, fewer_heads, pruning_of
-from quantforge.formats import GGUF, KEEP, format_of
+from quantforge.formats import GGUF, KEEP, load_format
 from quantforge.formats.engine_rules import TRANSFORMERS, converts
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import plain_source
@@ -71,7 +71,7 @@ def single_experts(source: Checkpoint, key: str, recipe: Recipe) -> Checkpoint:
         view.config, [entry.header() for entry in view.entries.values()], view.declared
     )
     rules = Rules(recipe, model_layout.tensors)
-    plain = base_scheme(format_of(key), recipe) == KEEP
+    plain = base_scheme(load_format(key), recipe) == KEEP
     for tensor in model_layout.tensors:
         if tensor.expert >= 0:
             choice = rules.choose(tensor)

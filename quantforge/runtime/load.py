@@ -35,7 +35,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import Format, ModuleLayout, detect, kv_scales
+from quantforge.formats import Format, ModuleLayout, detect_format, kv_scales
 from quantforge.formats.decoded import PRECISION
 from quantforge.formats.match_quantized import drop_tied_copy, match_headers
 from quantforge.formats.open_model import open_model
@@ -139,9 +139,9 @@ def load(
         ResourceError: a GPU has no room for it.
     """
     checkpoint = readable(open_model(source)) if isinstance(source, Path) else source
-    form = detect(checkpoint.config)
+    form = detect_format(checkpoint.config)
     stored = checkpoint.headers()
-    layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
+    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, stored)}
     model_layout = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, size = _sizes(checkpoint, model_layout, layouts, stored)
     model = build(checkpoint.config)

@@ -25,7 +25,7 @@ from quantforge.errors import InputError, IntegrityError, NotReadError, UsageErr
 from quantforge.files import without_experts
 from quantforge.files.computed_tensors import RUNNING
 from quantforge.files.reader import CONFIG, Checkpoint
-from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.formats import Format, ModuleLayout, detect_format
 from quantforge.formats.decoded import decoded
 from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.parsing import read_gguf
@@ -149,7 +149,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         checkpoint = open_model(path)
         report.notes += [checkpoint.declaration_note] if checkpoint.declaration_note else []
         report.model_type = type_of(checkpoint.config)
-        form = detect(checkpoint.config)
+        form = detect_format(checkpoint.config)
         report.format = form.KEY
         stored, layouts = _headers(checkpoint)
     except NotReadError as error:
@@ -254,7 +254,7 @@ def _entries(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
 def _headers(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], dict[str, ModuleLayout]]:
     """Return the headers of the stored tensors, and the layouts of the quantized weights by module."""
     stored = _entries(checkpoint)
-    layouts = detect(checkpoint.config).layouts(checkpoint.config, stored)
+    layouts = detect_format(checkpoint.config).find_layouts(checkpoint.config, stored)
     return stored, {layout.module: layout for layout in layouts}
 
 

@@ -98,7 +98,7 @@ def _linears(artifact: Artifact) -> dict[str, bool | None]:
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
     """Check that matrices that engines join have one scheme: transformers does not join them, others do."""
-    if not artifact.form.ABOUT.joined:
+    if not artifact.form.INFO.fuses_shared_inputs:
         report.skip("engines of the format load every matrix separately", "siblings")
         return
     schemes: dict[str, dict[str, str]] = {}
@@ -162,10 +162,10 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
-    about, model = artifact.form.ABOUT, _model_of(artifact)
+    about, model = artifact.form.INFO, _model_of(artifact)
     name = engine if engine in about.engines else target_of(engine).judged
     loading = Loading()
-    if name == TRANSFORMERS and not (about.one_file or model.draft):
+    if name == TRANSFORMERS and not (about.is_single_file or model.draft):
         checkpoint = artifact.checkpoint
         stored = [entry.header() for entry in checkpoint.entries.values()]
         loading = compare(checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact))
@@ -229,7 +229,7 @@ def _model_of(artifact: Artifact) -> ModelToLoad:
         {module: (layout.scheme, layout.shape) for module, layout in layouts.items()},
         (model_layout.model_type, str(artifact.checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
-        turned=any(layout.turned for layout in layouts.values()),
+        turned=any(layout.transposed for layout in layouts.values()),
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         kept=tuple(t.header.name for t in model_layout.tensors if artifact.layout(t) is None),
         embedding=any(

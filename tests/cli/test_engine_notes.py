@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from tests.conftest import Tiny
 from tests.runs import command, quantize, recipe
 
@@ -38,7 +38,7 @@ def test_a_quantized_model_goes_where_the_engine_loads_it(
     out = tmp_path / "out"
     result = command(capsys, "export", made(scheme, form), "--for", engine, "-o", out)
     assert result.code == 0, result.err
-    assert found == detect(json.loads((out / "config.json").read_text())).KEY
+    assert found == detect_format(json.loads((out / "config.json").read_text())).KEY
     assert "serve it with: " in result.err
     assert str(out) in result.err.partition("serve it with: ")[2]
 
@@ -70,6 +70,6 @@ def test_a_plain_model_is_rounded_into_what_the_engine_is_fast_with(
     asked = ("export", tiny("llama-wide"), "--for", "lmdeploy", "--calibration", "none", "-o", out)
     result = command(capsys, *asked)
     assert result.code == 0, result.err
-    assert detect(json.loads((out / "config.json").read_text())).KEY == "awq"
+    assert detect_format(json.loads((out / "config.json").read_text())).KEY == "awq"
     assert f"lmdeploy serve api_server {out}" in result.err
     assert command(capsys, "export", out, "-o", tmp_path / "o").code == 2

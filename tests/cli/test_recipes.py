@@ -10,7 +10,7 @@ import pytest
 
 from quantforge import api
 from quantforge.engines import TARGETS
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.planning.recipe_options import builtin_recipes, described_recipes, load_recipe
 from quantforge.settings import Policy, Settings
 from tests.conftest import make_tiny
@@ -48,7 +48,7 @@ def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None
     assert plan.format == load_recipe(name).format or not load_recipe(name).format
     if name not in DIFFERENT.values():
         return
-    out = tmp_path / ("q" + format_of(plan.format).ABOUT.suffix)
+    out = tmp_path / ("q" + load_format(plan.format).INFO.file_suffix)
     settings = Settings(policy=Policy(allow={"rounding-fallback": 0}))
     made = api.quantize(block, name, out, settings, samples=4, length=24)
     assert len(made.plan.quantized()) >= 7

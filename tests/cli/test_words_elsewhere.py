@@ -8,7 +8,7 @@ import pytest
 
 from quantforge.engines import ENGINE_WORDS, TARGETS, target_of
 from quantforge.errors import QuantForgeError, either, nearest
-from quantforge.formats import FORMAT_WORDS, FORMATS, format_of
+from quantforge.formats import FORMAT_HINTS, FORMATS, load_format
 from quantforge.formats.gguf.mixture import MIXTURES, TYPE_WORDS
 from quantforge.notation import parse_layer
 from quantforge.quantizers import METHOD_WORDS, METHODS
@@ -96,7 +96,7 @@ def test_a_word_of_another_tool_is_answered_with_ours(
     assert meant in ended.err.partition("hint: ")[2], ended.err
 
 
-@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_WORDS, METHOD_WORDS, TYPE_WORDS])
+@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_HINTS, METHOD_WORDS, TYPE_WORDS])
 def test_no_word_of_ours_is_hidden_by_one_of_others(table: dict[str, str]) -> None:
     words = [word for key in table for word in key.split()]
     assert len({*words}) == len(words)
@@ -133,7 +133,7 @@ def test_the_most_alike_word_has_the_same_digits() -> None:
 
 
 def test_what_a_program_asks_is_answered_too() -> None:
-    for ask, word, said in ((format_of, "ggml", "gguf"), (target_of, "hf", "transformers")):
+    for ask, word, said in ((load_format, "ggml", "gguf"), (target_of, "hf", "transformers")):
         with pytest.raises(QuantForgeError) as refused:
             ask(word)
         assert said in refused.value.hint

@@ -11,7 +11,7 @@ import torch
 
 from quantforge.cli.formats import cells
 from quantforge.errors import RefusedError
-from quantforge.formats import FORMATS, ModuleLayout, Verdict, format_of
+from quantforge.formats import FORMATS, ModuleLayout, Verdict, load_format
 from quantforge.formats.convert import convert, express_layer, fit_of_values
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
@@ -20,14 +20,14 @@ from quantforge.scheme import LayerScheme
 
 SHAPE = (256, 256)
 MODULES = [key for key in FORMATS if key not in {"plain", "gguf"}]  # that store module by module
-SPECIMENS = {key: format_of(key).ABOUT.specimens for key in FORMATS}
+SPECIMENS = {key: load_format(key).INFO.example_schemes for key in FORMATS}
 HELD = [(source, text) for source in MODULES for text in SPECIMENS[source]]
 
 
 def made(source: str, text: str) -> QuantizedTensor:
     """A rounded random matrix as the files of a format hold it, with scales that are powers of two every other row."""
-    form, layer = format_of(source), parse_layer(text)
-    scheme = form.native(layer.weight.with_scale(form.scale_type("BF16")), SHAPE)
+    form, layer = load_format(source), parse_layer(text)
+    scheme = form.stored_scheme(layer.weight.with_scale(form.default_scale_type("BF16")), SHAPE)
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) * 0.03
     parameters = packer_of(scheme).fit(weight, scheme)
     codes = packer_of(scheme).encode(weight, parameters, scheme)
@@ -36,7 +36,7 @@ def made(source: str, text: str) -> QuantizedTensor:
 
 def through(tensor: QuantizedTensor, target: str) -> QuantizedTensor:
     """Write a tensor as a module of a format, and read it back."""
-    form = format_of(target)
+    form = load_format(target)
     layer = LayerScheme(tensor.scheme, tensor.input)
     packed = form.pack("model.layers.0.m", tensor)
     assert packed.keys() == {
@@ -52,7 +52,7 @@ def test_what_a_format_holds_is_exact_in_others_or_they_say_why_not(source, text
 
 
 def exact_or_refused(tensor: QuantizedTensor, target: str) -> None:
-    form = format_of(target)
+    form = load_format(target)
     fit, wanted = express_layer(LayerScheme(tensor.scheme, tensor.input), SHAPE, form, "BF16")
     if fit.verdict is Verdict.IMPOSSIBLE:
         assert fit.reason
@@ -60,19 +60,19 @@ def exact_or_refused(tensor: QuantizedTensor, target: str) -> None:
             form.pack("model.layers.0.m", tensor)
         return
     bare = tensor if wanted.input == tensor.input else replace(tensor, input=wanted.input)
-    found = fit_of_values(bare, wanted.weight, form.LEAST_ZERO)
+    found = fit_of_values(bare, wanted.weight, form.MIN_ZERO_POINT)
     if found.verdict is Verdict.EXACT:
-        same = convert(bare, wanted.weight, form.LEAST_ZERO)
+        same = convert(bare, wanted.weight, form.MIN_ZERO_POINT)
         assert torch.equal(through(same, target).decode(), tensor.decode())
         assert (fit.verdict is Verdict.INEXACT) is (
             wanted.input != tensor.input
-        ) or fit.verdict is Verdict.READ
+        ) or fit.verdict is Verdict.DEPENDS_ON_VALUES
         return
-    assert fit.verdict is Verdict.READ
+    assert fit.verdict is Verdict.DEPENDS_ON_VALUES
     with pytest.raises(RefusedError):
-        convert(bare, wanted.weight, form.LEAST_ZERO)
+        convert(bare, wanted.weight, form.MIN_ZERO_POINT)
     if found.verdict is Verdict.INEXACT:
-        near = convert(bare, wanted.weight, form.LEAST_ZERO, allow_inexact=True)
+        near = convert(bare, wanted.weight, form.MIN_ZERO_POINT, allow_inexact=True)
         error = (through(near, target).decode() - tensor.decode()).abs().max()
         assert 0 < error < 0.01 * tensor.decode().abs().max()
 

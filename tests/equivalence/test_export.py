@@ -18,7 +18,7 @@ from quantforge.api import Exported
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
 from tests.conftest import Tiny
@@ -53,9 +53,9 @@ def export(source: Path, form: str, out: Path, **options: bool) -> Exported:
 def decoded(directory: Path) -> dict[str, Tensor]:
     """The weight of every linear, as the files say."""
     checkpoint = open_checkpoint(directory)
-    form = detect(checkpoint.config)
+    form = detect_format(checkpoint.config)
     headers = checkpoint.headers()
-    layouts = form.layouts(checkpoint.config, headers)
+    layouts = form.find_layouts(checkpoint.config, headers)
     return {
         layout.module: form.unpack(
             layout, {name: checkpoint.read(name) for name in layout.tensor_names}

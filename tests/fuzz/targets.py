@@ -21,7 +21,7 @@ from quantforge.files.opener import FILES, parse_object
 from quantforge.files.reader import INDEX, open_checkpoint, read_weights
 from quantforge.files.safetensors import TORCH_NAMES, read_header, read_tensor
 from quantforge.files.writer import file_plans, header_bytes
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.gguf.importance_file import read_imatrix
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
@@ -82,8 +82,8 @@ def config(data: bytes, place: Path) -> None:
         file.truncate(plan.size)
     checkpoint = open_checkpoint(place)
     stored = checkpoint.headers()
-    form = detect(checkpoint.config)
-    layouts = {item.module: item for item in form.layouts(checkpoint.config, stored)}
+    form = detect_format(checkpoint.config)
+    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, stored)}
     match_quantized(checkpoint, layouts, stored)
 
 
@@ -105,8 +105,10 @@ def gguf(data: bytes, place: Path) -> None:
     checkpoint = open_gguf(written(place / "m.gguf", data))
     with suppress(QuantForgeError):
         tokenizer_files(checkpoint.file)
-    form = detect(checkpoint.config)
-    form.layouts(checkpoint.config, {n: entry.header() for n, entry in checkpoint.entries.items()})
+    form = detect_format(checkpoint.config)
+    form.find_layouts(
+        checkpoint.config, {n: entry.header() for n, entry in checkpoint.entries.items()}
+    )
     for name in islice(checkpoint.entries, 4):
         checkpoint.read(name)
 

@@ -19,7 +19,7 @@ from quantforge.engines import (
     with_output_path,
 )
 from quantforge.errors import RefusedError, UsageError, either
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.plans import EngineVerdict, NoteKind, Serving, kind_of
 
 DOCUMENTED: dict[str, Any] = tomllib.loads(
@@ -153,7 +153,7 @@ def test_plugins_of_vllm_are_named(form, engine, package):
     said = check_engine(engine, Serving(), [], (), form, "org/name")
     assert f"vllm: {form} files need pip install {package}" in said
     assert ("--tokenizer org/name" in said[-1]) == (form == "gguf")
-    verdict = format_of(form).ABOUT.engines["vllm"]
+    verdict = load_format(form).INFO.engines["vllm"]
     assert package in verdict.note
     assert "since vLLM 0.2" in verdict.note
 
@@ -170,7 +170,7 @@ def test_a_path_is_filled_in_for_a_shell(engine):
 
 
 def test_cards_take_their_commands_from_the_same_table():
-    about = format_of("compressed-tensors").ABOUT
+    about = load_format("compressed-tensors").INFO
     made = snippets(about, [EngineVerdict(name, True) for name in TARGETS], "made", chat=True)
     for item in made:
         if item.language == "bash":

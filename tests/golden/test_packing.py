@@ -121,7 +121,7 @@ def slow_gptq(packed, bits, shape, offset):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("kind", ["g32:sym", "g32:asym", "row:sym"])
 def test_gptq_means_what_a_slow_reader_reads(form, bits, kind):
-    tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=form.LEAST_ZERO)
+    tensor = random_tensor(f"int{bits}:{kind}", (32, 64), least_zero=form.MIN_ZERO_POINT)
     packed = form.pack("m", tensor)
     read = slow_gptq(packed, bits, (32, 64), offset=1 if form is gptq else 0)
     assert torch.equal(torch.tensor(read, dtype=torch.float64).float(), decoded(tensor))

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 
@@ -28,8 +28,8 @@ def test_tensors_of_our_own_are_passed_over(tiny: Tiny, tmp_path: Path) -> None:
     assert all("outlier" in name for name in said["unexpected_keys"])
     checkpoint = open_checkpoint(out)
     headers = checkpoint.headers()
-    form = detect(checkpoint.config)
-    for layout in form.layouts(checkpoint.config, headers):
+    form = detect_format(checkpoint.config)
+    for layout in form.find_layouts(checkpoint.config, headers):
         weight = model.get_submodule(layout.module).weight
         stored = form.unpack(layout, {name: checkpoint.read(name) for name in layout.tensor_names})
         assert torch.equal(weight.data.cpu(), stored.codes)

@@ -155,7 +155,7 @@ def test_we_read_what_the_library_saves(tmp_path, weights):
     compressor.decompress_model(model)
 
     written, stated = load_file(tmp_path / "m"), json.loads((tmp_path / "config.json").read_text())
-    layouts = ct.layouts(stated, described(written))
+    layouts = ct.find_layouts(stated, described(written))
     assert len(layouts) == 14
     for layout in layouts:
         tensor = ct.unpack(layout, {name: written[name] for name in layout.tensor_names})

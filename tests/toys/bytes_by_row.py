@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import Engine, bits_in
@@ -20,17 +20,17 @@ from quantforge.scheme import LayerScheme, Scheme
 
 KEY = "bytes-by-row"
 SCHEME = "int8:row:sym:f32"
-ABOUT = About(
-    packages={"toy": "toys"},
-    specimens=(SCHEME,),
+INFO = FormatInfo(
+    engine_packages={"toy": "toys"},
+    example_schemes=(SCHEME,),
     engines={"toy": Engine(refuses=(bits_in(8),)), "other": Engine(never="plays no toys")},
-    exceptions="left_out",
+    skip_list_key="left_out",
 )
-LEAST_ZERO = 0
-OWN_BITS = 8
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 8
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     return ScaleType.F32
 
 
@@ -38,18 +38,18 @@ def default_scheme(bits: int) -> str:
     return SCHEME
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     plain = replace(layer.weight, scale=None) == Scheme("int8", Row()) and layer.input is None
     if plain or layer.weight.grid == "squares4":
-        return Fit(Verdict.EXACT)
-    return Fit(Verdict.IMPOSSIBLE, "bytes by row alone", SCHEME)
+        return Compatibility(Verdict.EXACT)
+    return Compatibility(Verdict.IMPOSSIBLE, "bytes by row alone", SCHEME)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
-    return Fit(Verdict.EXACT)
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
+    return Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     return scheme.with_scale(ScaleType.F32)
 
 
@@ -64,7 +64,7 @@ def packed_tensors(
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    tensor = convert(tensor, native(tensor.scheme, tensor.shape))
+    tensor = convert(tensor, stored_scheme(tensor.scheme, tensor.shape))
     return {f"{module}.codes": tensor.codes, f"{module}.scale": tensor.parameters["scales"]}
 
 
@@ -79,11 +79,11 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     return {"config.json": config_json(config, model_dtype(plan, config), stated)}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     return bool(config.get("quantization_config", {}).get("quant_method") == KEY)
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     modules = [name.removesuffix(".codes") for name in tensors if name.endswith(".codes")]

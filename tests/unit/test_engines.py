@@ -8,7 +8,7 @@ import pytest
 
 from quantforge.engines import TARGETS, check_engine, with_engine_defaults
 from quantforge.errors import RefusedError, UsageError
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from quantforge.formats.engine_rules import layer_verdicts
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
@@ -38,7 +38,7 @@ def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
         return
     tensor = planned("mlp.up_proj", given["scheme"])
     found = layer_verdicts(
-        format_of(given["format"]).ABOUT.engines, [(tensor.scheme, tensor.matrix)]
+        load_format(given["format"]).INFO.engines, [(tensor.scheme, tensor.matrix)]
     )
     said = check_engine(engine, ALONE, [tensor], found, given["format"])
     assert said[-1].startswith("serve it with: ")
@@ -74,7 +74,7 @@ def test_what_an_engine_does_not_load_is_refused():
         ("transformers", "mlx", "int4:g64:min"),
     ):
         tensor = planned("mlp.up_proj", text)
-        found = layer_verdicts(format_of(key).ABOUT.engines, [(tensor.scheme, tensor.matrix)])
+        found = layer_verdicts(load_format(key).INFO.engines, [(tensor.scheme, tensor.matrix)])
         with pytest.raises(RefusedError, match=engine):
             check_engine(engine, ALONE, [tensor], found, key)
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.architectures import architecture_of
 from quantforge.architectures.configuration import untied
 from quantforge.errors import InputError
-from quantforge.formats import About, Fit, ModuleLayout, Verdict, kv_scales
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict, kv_scales
 from quantforge.formats.compressed_tensors import linears
 from quantforge.formats.compressed_tensors.groups import (
     DAMAGED,
@@ -172,10 +172,10 @@ ENGINES = by_engine(
 )
 
 
-ABOUT = About(
-    tunable=True,
-    packages={"transformers": "compressed-tensors"},
-    specimens=(
+INFO = FormatInfo(
+    scales_are_tunable=True,
+    engine_packages={"transformers": "compressed-tensors"},
+    example_schemes=(
         "int4:g128:sym:bf16",
         "int4:g128:asym:bf16",
         "int8:row:sym:bf16",
@@ -188,14 +188,14 @@ ABOUT = About(
         "mxfp8",
     ),
     holds_kv_scales=True,
-    group_index=".weight_g_idx",
+    group_index_suffix=".weight_g_idx",
     engines=ENGINES,
-    by_rows=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
-    published=True,
-    transposes=True,
+    row_sliced_suffixes=(".weight", ".weight_packed", ".weight_scale", ".weight_zero_point"),
+    used_for_releases=True,
+    stores_transposed=True,
 )
-LEAST_ZERO = 0
-OWN_BITS = 4
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 4
 unpack = linears.unpack
 PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are
 UNSAID = (MIXED,)  # says nothing of how a module is stored; engines infer it from the scheme
@@ -214,7 +214,7 @@ INPUTS: Mapping[str, tuple[Activation, ...]] = {
 }
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return the type of the model: engines cast the scales of integers to it."""
     return ScaleType(model_dtype.lower())
 
@@ -224,33 +224,33 @@ def default_scheme(bits: int) -> str:
     return f"int{bits}:g128:sym"
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Judge a weight: any integers in groups that divide the columns; e4m3, block scales; inputs as in `INPUTS`."""
     scheme = layer.weight
     if format_name(layer) is None or scheme.zero is Zero.MIN:
         nearest = "int4:g128:sym" if scheme.weight_bits < 8 else "fp8:row:sym"
-        return Fit(
+        return Compatibility(
             Verdict.IMPOSSIBLE, f"{scheme.grid}:{scheme.zero} is no number of this format", nearest
         )
     if layer.input is not None:
         if layer.input not in INPUTS.get(scheme.grid, ()):
-            return Fit(
+            return Compatibility(
                 Verdict.IMPOSSIBLE, f"no {layer.input} inputs beside {scheme.grid}", str(scheme)
             )
         if scheme.integer and (isinstance(scheme.granularity, PerGroup) or not scheme.symmetric):
-            return Fit(
+            return Compatibility(
                 Verdict.IMPOSSIBLE, "with 8-bit inputs, weights have one scale per row", "W8A8"
             )
-    return grouped(scheme, shape) or Fit(Verdict.EXACT)
+    return grouped(scheme, shape) or Compatibility(Verdict.EXACT)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Return EXACT: schemes mix freely."""
     del layers
-    return Fit(Verdict.EXACT)
+    return Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme with its scale type; of integers, one scale per matrix becomes one per row, as kernels read."""
     del shape
     if not scheme.integer:
@@ -264,14 +264,14 @@ def packed_tensors(
 ) -> tuple[StoredTensor, ...]:
     """Announce the tensors of one module."""
     return linears.packed_tensors(
-        module, LayerScheme(native(layer.weight, shape), layer.input), shape
+        module, LayerScheme(stored_scheme(layer.weight, shape), layer.input), shape
     )
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Lay out codes and parameters as `packed_tensors` announced."""
-    scheme = native(tensor.scheme, tensor.shape)
-    possible(module, check(LayerScheme(scheme, tensor.input), tensor.shape))
+    scheme = stored_scheme(tensor.scheme, tensor.shape)
+    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     return linears.pack(module, convert(tensor, scheme))
 
 
@@ -281,7 +281,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     targets: dict[LayerScheme, list[str]] = {}
     for module, tensor in modules.items():
         if tensor.scheme is not None:
-            weight = native(tensor.scheme.weight, tensor.matrix)
+            weight = stored_scheme(tensor.scheme.weight, tensor.matrix)
             layer = replace(tensor.scheme, weight=in_blocks(weight) if tensor.turned else weight)
             targets.setdefault(layer, []).append(module)
     if len(targets) == 1 and not any("embed" in module for module in modules):
@@ -317,12 +317,12 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     return {"config.json": config_json(config, dtype, quantization)}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether ``quant_method`` is compressed-tensors."""
     return quantization_config(config).get("quant_method") == KEY
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the quantized linears; a group's target is a module name, ``re:`` pattern or class name.
@@ -356,5 +356,5 @@ def layouts(
         if transposed is not None:
             result.append(linears.layout_of_transposed(name, transposed, tensors))
             continue
-        result.append(linears.layout_of(name, chosen.layer, tensors, scattered=chosen.scattered))
+        result.append(linears.layout_of(name, chosen.layer, tensors, act_order=chosen.act_order))
     return result

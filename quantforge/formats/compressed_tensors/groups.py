@@ -26,7 +26,7 @@ _OF_GRID = {"fp8_e4m3": FLOATS, "nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8}
 _SCALE_DTYPES = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8", "mxfp8": "torch.uint8"}
 _FLOAT = {"type": "float", "symmetric": True}
 DAMAGED = "quantization_config is damaged: get the model again"
-SCATTERED = (
+ACT_ORDER_VALUES = (
     "group",
     "dynamic",
     True,
@@ -98,7 +98,7 @@ class Group:
     targets: ModulePatterns
     layer: LayerScheme
     kind: str
-    scattered: bool
+    act_order: bool
 
     def rank(self, module: str) -> int | None:
         """Return how nearly the group targets a module: 0 by name, 1 by pattern, 2 by class; None where it does not."""
@@ -130,8 +130,10 @@ def group_of(group: object, config: Mapping[str, Any]) -> Group:
         raise InputError(
             f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
         )
-    scattered = weights.get("actorder") in SCATTERED if isinstance(weights, Mapping) else False
-    return Group(ModulePatterns(listed(group, "targets")), layer, str(kind), scattered)
+    act_order = (
+        weights.get("actorder") in ACT_ORDER_VALUES if isinstance(weights, Mapping) else False
+    )
+    return Group(ModulePatterns(listed(group, "targets")), layer, str(kind), act_order)
 
 
 def group_for(module: str, groups: Iterable[Group]) -> Group:

@@ -181,7 +181,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     """Read codes and parameters back."""
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
-    if layout.turned:
+    if layout.transposed:
         return _unpack_transposed(layout, tensors)
     module, scheme = layout.module, layout.scheme.weight
     if scheme.grid in {"nvfp4", "mxfp4"}:
@@ -238,7 +238,7 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
     require(described(tensors), packed_tensors(module, layout.scheme, shape, plain=False), _OLD)
-    _check_shape(f"{module}.weight_shape", tensors, (layout.rows or shape[0], shape[1]))
+    _check_shape(f"{module}.weight_shape", tensors, (layout.total_rows or shape[0], shape[1]))
     codes = unpack_rows(tensors[module + PACKED], scheme.bits, shape[1])
     parameters = {"scales": tensors[f"{module}.weight_scale"]}
     zeros = tensors.get(f"{module}.weight_zero_point")
@@ -252,7 +252,7 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     # The library fills an index that it has no use for with -1.
     if index is None or bool((index == -1).all()):
         return tensor
-    return by_group_index(tensor, index, f"{module}.weight_g_idx", scattered=layout.scattered)
+    return by_group_index(tensor, index, f"{module}.weight_g_idx", act_order=layout.act_order)
 
 
 def _check_shape(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
@@ -298,12 +298,12 @@ def layout_of(
     layer: LayerScheme,
     tensors: Mapping[str, StoredTensor],
     *,
-    scattered: bool | None = None,
+    act_order: bool | None = None,
 ) -> ModuleLayout:
     """Return the layout of a module that is stored with this scheme (its scale type open), from the headers.
 
     Raises:
-        InputError: the headers disagree with the scheme, or columns are said to be ``scattered`` and nothing says how.
+        InputError: the headers disagree with the scheme, or columns are said to be ``act_order`` and nothing says how.
     """
     scheme, packed = layer.weight, module + PACKED in tensors
     scale_name = f"{module}.weight_scale"
@@ -327,9 +327,9 @@ def layout_of(
     found = {item.name: _comparable(item, tensors.get(item.name)) for item in expected}
     require({name: item for name, item in found.items() if item}, expected, _OLD)
     index = f"{module}.weight_g_idx"
-    has_group_index(scattered, index, scheme.groups(columns), tensors)
+    has_group_index(act_order, index, scheme.groups(columns), tensors)
     names = (*(item.name for item in expected), *([index] if index in tensors else []))
-    return ModuleLayout(module, layer, (rows, columns), names, scattered)
+    return ModuleLayout(module, layer, (rows, columns), names, act_order)
 
 
 def _comparable(expected: StoredTensor, found: StoredTensor | None) -> StoredTensor | None:
@@ -424,4 +424,4 @@ def layout_of_transposed(
     expected = packed_transposed_tensors(module, layer, (rows, columns))
     require(tensors, expected)
     names = tuple(item.name for item in expected)
-    return ModuleLayout(module, layer, (rows, columns), names, turned=True)
+    return ModuleLayout(module, layer, (rows, columns), names, transposed=True)

@@ -31,7 +31,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import About, Fit, ModuleLayout, Verdict
+from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.convert import INTEGERS
 from quantforge.formats.engine_rules import UNTRIED, Engine, grid_in
 from quantforge.formats.gguf.container import TYPES
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 KEY = "gguf"
 _PLUGIN = "vllm-gguf-plugin"
-ABOUT = About(
-    library="gguf",
-    specimens=("q4_0", "q4_1", "q8_0", "q4_k", "mxfp4"),
-    joined=False,
+INFO = FormatInfo(
+    hub_library="gguf",
+    example_schemes=("q4_0", "q4_1", "q8_0", "q4_k", "mxfp4"),
+    fuses_shared_inputs=False,
     engines={
         "llama.cpp": Engine(),
         "ollama": Engine(),
@@ -63,18 +63,18 @@ ABOUT = About(
         "sglang": Engine(note=UNTRIED),
         **dict.fromkeys(("tensorrt-llm", "lmdeploy", "mlx"), Engine(never="does not read GGUF")),
     },
-    packages={"vllm": _PLUGIN},
-    suffix=".gguf",
-    tunable=True,
-    embedding_tool="llama-quantize",
+    engine_packages={"vllm": _PLUGIN},
+    file_suffix=".gguf",
+    scales_are_tunable=True,
+    tied_embedding_reference="llama-quantize",
 )
-LEAST_ZERO = 0
-OWN_BITS = 4
+MIN_ZERO_POINT = 0
+DEFAULT_BITS = 4
 QUANTIZATION = {"quant_method": KEY}  # of the configuration that `source` makes
 _COLUMNS = 32  # of the blocks whose numbers are integers
 
 
-def scale_type(model_dtype: str) -> ScaleType:
+def default_scale_type(model_dtype: str) -> ScaleType:
     """Return float16, which all blocks hold."""
     del model_dtype
     return ScaleType.F16
@@ -93,26 +93,26 @@ def default_scheme(bits: int) -> str:
     return MIXTURES[BY_BITS[bits]][1].lower()
 
 
-def check(layer: LayerScheme, shape: tuple[int, int]) -> Fit:
+def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     """Judge a weight: a type of ggml whose blocks divide the columns, or integers that are one (`ggml_scheme`)."""
     if layer.weight.integer and layer.input is None:
         return _check_integers(layer.weight, shape)
     grid = layer.weight.grid
     if grid not in GGML_BLOCKS or layer.input is not None:
-        return Fit(Verdict.IMPOSSIBLE, f"{layer} is no type of a GGUF file", "q4_k")
+        return Compatibility(Verdict.IMPOSSIBLE, f"{layer} is no type of a GGUF file", "q4_k")
     if shape[1] % GGML_BLOCKS[grid].columns:
         reason = f"{shape[1]} columns are no multiple of {GGML_BLOCKS[grid].columns}"
-        return Fit(Verdict.IMPOSSIBLE, reason, "q8_0")
-    return Fit(Verdict.EXACT)
+        return Compatibility(Verdict.IMPOSSIBLE, reason, "q8_0")
+    return Compatibility(Verdict.EXACT)
 
 
-def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Fit:
+def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
     """Return EXACT: types mix freely."""
     del layers
-    return Fit(Verdict.EXACT)
+    return Compatibility(Verdict.EXACT)
 
 
-def native(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
+def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
     """Return the scheme to which values are restated: of integers, a float16 scale (and minimum) for 32 columns.
 
     These stay integers here; `ggml_scheme` returns the same numbers under the name of their type, ``q4_0``.
@@ -130,16 +130,18 @@ def ggml_scheme(scheme: Scheme) -> Scheme:
     return next((parse(grid) for grid, integers in INTEGERS.items() if integers == filled), scheme)
 
 
-def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Fit:
-    """Judge integers: 4, 5 or 8 bits, groups that are multiples of 32; `native` then makes a scheme that is a type."""
+def _check_integers(scheme: Scheme, shape: tuple[int, int]) -> Compatibility:
+    """Return whether integers match a ggml type: 4, 5 or 8 bits, groups that are multiples of 32."""
     if f"q{scheme.bits}_0" not in INTEGERS:
-        return Fit(Verdict.IMPOSSIBLE, f"{scheme.bits}-bit integers are no type of a GGUF file")
+        return Compatibility(
+            Verdict.IMPOSSIBLE, f"{scheme.bits}-bit integers are no type of a GGUF file"
+        )
     if scheme.group_size(shape[1]) % _COLUMNS or shape[1] % _COLUMNS:
-        return Fit(
+        return Compatibility(
             Verdict.IMPOSSIBLE,
             f"groups of {scheme.group_size(shape[1])} are no multiple of {_COLUMNS}",
         )
-    return Fit(Verdict.EXACT)
+    return Compatibility(Verdict.EXACT)
 
 
 def packed_tensors(
@@ -175,12 +177,12 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     return {}
 
 
-def claims(config: Mapping[str, Any]) -> bool:
+def is_declared(config: Mapping[str, Any]) -> bool:
     """Return whether the configuration is that of a GGUF file, as `source` makes it."""
     return config.get("quantization_config") == QUANTIZATION
 
 
-def layouts(
+def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
     """Return the modules that are held in blocks: `source` says so in the configuration that it makes."""

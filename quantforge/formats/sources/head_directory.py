@@ -17,7 +17,7 @@ from quantforge.errors import InputError
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.reader import CONFIG, Checkpoint, open_checkpoint
-from quantforge.formats import Format, ModuleLayout, detect
+from quantforge.formats import Format, ModuleLayout, detect_format
 from quantforge.formats.declared_quantization import settle_declared
 from quantforge_files import roles
 
@@ -155,12 +155,12 @@ def open_heads(path: Path) -> HeadDirectory | None:
         )
     checkpoint = settle_declared(open_checkpoint(path))
     try:
-        form = detect(checkpoint.config)
+        form = detect_format(checkpoint.config)
     except InputError as error:
         what = f"are quantized: {error.message}"
         raise _error(path, kind, what, "take those in 16 bits, or quantize these here") from error
     headers = checkpoint.headers()
-    layouts = {item.module: item for item in form.layouts(checkpoint.config, headers)}
+    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
     return HeadDirectory(kind, config, checkpoint, form, layouts)
 
 

@@ -1,6 +1,6 @@
 """The view of a source in low precision that runs read, and the words for its precision.
 
-A format in which models are published (`About.published`) is read by its own reader; some models are published in
+A format in which models are published (`FormatInfo.published`) is read by its own reader; some models are published in
 layouts that nothing here writes, which `READERS` has. A result of this program is no such source: its manifest names
 what it was made from, and that is the better one.
 """
@@ -14,7 +14,7 @@ from quantforge.architectures.draft_heads import is_draft, type_of
 from quantforge.errors import RefusedError
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import ModuleLayout, detect, kv_scales
+from quantforge.formats import ModuleLayout, detect_format, kv_scales
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import Encoded, decoded_weights, decoding
 from quantforge.formats.sources import modelopt, mxfp4_stacks
@@ -39,7 +39,9 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
         return decoding(checkpoint, *reader(checkpoint.headers()))
     if not stated or checkpoint.path.is_file():
         return checkpoint
-    if (checkpoint.path / MANIFEST).exists() or not detect(checkpoint.config).ABOUT.published:
+    if (checkpoint.path / MANIFEST).exists() or not detect_format(
+        checkpoint.config
+    ).INFO.used_for_releases:
         return checkpoint
     return quantized_source(checkpoint)
 

@@ -20,7 +20,7 @@ from quantforge.artifacts.card import base_model, carried_fields, code
 from quantforge.engines import TARGETS, snippets
 from quantforge.errors import UsageError
 from quantforge.files.hub import repository_name
-from quantforge.formats import FORMATS, format_of
+from quantforge.formats import FORMATS, load_format
 from quantforge.plans import EngineVerdict
 from quantforge.settings import Settings
 from tests.conftest import Tiny
@@ -59,12 +59,12 @@ def test_the_code_of_a_card_runs(
 
 def test_every_engine_that_a_format_names_can_be_told_how_to_load_it() -> None:
     for form in FORMATS:
-        about = format_of(form).ABOUT
+        about = load_format(form).INFO
         found = snippets(
             about, [EngineVerdict(name, True) for name in about.engines], "x", chat=False
         )
         assert [item.engine for item in found] == list(about.engines)
-        assert set(about.packages) <= set(about.engines) <= set(TARGETS)
+        assert set(about.engine_packages) <= set(about.engines) <= set(TARGETS)
         for item in found:
             assert "x" in item.code
             if item.language == "python":
@@ -139,13 +139,13 @@ def test_a_card_gives_the_result_no_name_that_its_directory_may_not_have(
 
 
 def test_a_name_that_no_line_can_hold_gets_no_code() -> None:
-    about = format_of("gguf").ABOUT
+    about = load_format("gguf").INFO
     assert snippets(about, [EngineVerdict("llama.cpp", True)], "a\n```\nb.gguf", chat=True) == []
 
 
 def test_names_are_quoted_as_shell_python_and_markdown_have_it() -> None:
     name = """it's "a" $(b)|`c`.gguf"""
-    about = format_of("gguf").ABOUT
+    about = load_format("gguf").INFO
     served = snippets(about, [EngineVerdict("llama.cpp", True)], name, chat=True)[0].code
     command, asked = served.split("\n\n# in another terminal\n")
     assert name in shlex.split(command)

@@ -12,7 +12,7 @@ import torch
 
 from quantforge import plan
 from quantforge.execution import run_tuning as tuning
-from quantforge.formats.gguf import layouts, unpack
+from quantforge.formats.gguf import find_layouts, unpack
 from quantforge.formats.open_model import open_model
 from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.tensor import QuantizedTensor
@@ -60,7 +60,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def modules(path: Path) -> dict[str, QuantizedTensor]:
     opened = open_model(path)
     stored = {name: entry.header() for name, entry in opened.entries.items()}
-    found = layouts(opened.config, stored)
+    found = find_layouts(opened.config, stored)
     return {
         one.module: unpack(one, {one.tensor_names[0]: opened.read(one.tensor_names[0])})
         for one in found

@@ -54,8 +54,8 @@ def test_the_library_decodes_what_is_stored_turned(scheme: str) -> None:
 
 def test_what_is_stored_turned_comes_back() -> None:
     tensor, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
-    (layout,) = ct.layouts(configuration(blocks), described(files))
-    assert (layout.turned, layout.shape) == (True, (96, 64))
+    (layout,) = ct.find_layouts(configuration(blocks), described(files))
+    assert (layout.transposed, layout.shape) == (True, (96, 64))
     assert same(ct.unpack(layout, files), tensor)
     announced = packed_transposed_tensors(layout.module, layout.scheme, layout.shape)
     assert {item.name: item for item in announced} == described(files)
@@ -65,7 +65,7 @@ def test_damaged_scales_are_refused() -> None:
     _, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
     files["h.0.attn.c_attn.weight_scale"] = files["h.0.attn.c_attn.weight_scale"][:-1]
     with pytest.raises(InputError, match="weight_scale"):
-        ct.layouts(configuration(blocks), described(files))
+        ct.find_layouts(configuration(blocks), described(files))
 
 
 def test_only_groups_of_symmetric_integers_are_stored_turned(tiny: Tiny) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from quantforge import api
 from quantforge.errors import RefusedError
-from quantforge.formats import FORMATS, format_of
+from quantforge.formats import FORMATS, load_format
 from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, layer_verdicts
 from quantforge.notation import parse, parse_layer
 from quantforge.recipe import CalibrationOptions, Recipe
@@ -21,14 +21,14 @@ NAMES = ["transformers", "vllm", "sglang", "tensorrt-llm", "lmdeploy", "llama.cp
 def loading(key, *schemes, shape=(128, 256)):
     layers = [(LayerScheme(parse(scheme)), shape) for scheme in schemes]
     return {
-        verdict.engine: verdict for verdict in layer_verdicts(format_of(key).ABOUT.engines, layers)
+        verdict.engine: verdict for verdict in layer_verdicts(load_format(key).INFO.engines, layers)
     }
 
 
 def test_every_format_has_a_verdict_of_every_engine():
-    records = {key: format_of(key).ABOUT for key in FORMATS}
+    records = {key: load_format(key).INFO for key in FORMATS}
     for key, about in records.items():
-        if not about.one_file:  # such are for engines of their own
+        if not about.is_single_file:  # such are for engines of their own
             assert list(about.engines) == NAMES, key
 
 
@@ -99,9 +99,9 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
     ],
 )
 def test_what_a_family_keeps_an_engine_from_loading(key, facts, engine, why):
-    about = format_of(key).ABOUT
+    about = load_format(key).INFO
     facts = {"module": "mlp.up_proj", "model_types": ("llama",), **facts}
-    layers = {facts.pop("module"): (parse_layer(about.specimens[0]), (128, 256))}
+    layers = {facts.pop("module"): (parse_layer(about.example_schemes[0]), (128, 256))}
     verdict = next(
         v for v in engine_verdicts(about, ModelToLoad(layers, **facts)) if v.engine == engine
     )
@@ -119,7 +119,7 @@ def experts(*schemes):
 
 
 def vllm_of(key, model):
-    return next(v for v in engine_verdicts(format_of(key).ABOUT, model) if v.engine == "vllm")
+    return next(v for v in engine_verdicts(load_format(key).INFO, model) if v.engine == "vllm")
 
 
 def test_vllm_holds_the_experts_of_a_mixture_as_one():
@@ -164,5 +164,5 @@ def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
 def test_plain_experts_one_by_one_load_where_the_family_publishes_them_so(unstacked: bool) -> None:
     kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
     model = ModelToLoad({}, ("llama4_text",), unstacked=unstacked, kept=kept)
-    found = {one.engine: one.loads for one in engine_verdicts(format_of("plain").ABOUT, model)}
+    found = {one.engine: one.loads for one in engine_verdicts(load_format("plain").INFO, model)}
     assert found["transformers"] is not unstacked

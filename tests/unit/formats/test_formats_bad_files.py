@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.formats import ModuleLayout, format_of
+from quantforge.formats import ModuleLayout, load_format
 from quantforge.formats.read_checks import described
 from quantforge.grids import PerGroup, Zero
 from quantforge.packers.bits import pack_rows
@@ -21,8 +21,8 @@ SCALES = {"compressed-tensors": "m.weight_scale"}
 
 
 def written(key, scheme, shape=(32, 64)):
-    form = format_of(key)
-    tensor = random_tensor(scheme, shape, least_zero=form.LEAST_ZERO)
+    form = load_format(key)
+    tensor = random_tensor(scheme, shape, least_zero=form.MIN_ZERO_POINT)
     packed = form.pack("m", tensor)
     return form, ModuleLayout("m", LayerScheme(tensor.scheme), shape, tuple(packed)), packed, tensor
 
@@ -121,15 +121,15 @@ def gptq_config(**values):
 )
 def test_gptq_refuses_a_configuration_that_the_headers_contradict(values, message):
     form, _, packed, _ = written("gptq", "int4:g32:sym")
-    assert len(form.layouts(gptq_config(), described(packed))) == 1
+    assert len(form.find_layouts(gptq_config(), described(packed))) == 1
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        form.layouts(gptq_config(**values), described(packed))
+        form.find_layouts(gptq_config(**values), described(packed))
 
 
 def test_gptq_rules_override_a_module():
     form, _, packed, tensor = written("gptq", "int8:row:sym")
     rules = {"-:other": {}, r"+:m$": {"bits": 8, "group_size": -1}}
-    (layout,) = form.layouts(gptq_config(dynamic=rules), described(packed))
+    (layout,) = form.find_layouts(gptq_config(dynamic=rules), described(packed))
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
 
@@ -140,9 +140,9 @@ def test_gptq_rules_override_a_module():
 def test_awq_refuses_other_layouts(values):
     form, _, packed, _ = written("awq", "int4:g32:asym")
     base = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
-    assert form.layouts({"quantization_config": base}, described(packed))
+    assert form.find_layouts({"quantization_config": base}, described(packed))
     with pytest.raises(InputError, match="AWQ with version"):
-        form.layouts({"quantization_config": base | values}, described(packed))
+        form.find_layouts({"quantization_config": base | values}, described(packed))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_compressed_tensors_refuses_other_configurations(group, message):
         "config_groups": {"g": group},
     }
     with pytest.raises(InputError, match=message):
-        form.layouts({"quantization_config": found}, described(packed))
+        form.find_layouts({"quantization_config": found}, described(packed))
 
 
 def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
@@ -188,7 +188,7 @@ def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
             "format": "pack-quantized",
             "config_groups": groups,
         }
-        (layout,) = form.layouts({"quantization_config": found}, described(packed))
+        (layout,) = form.find_layouts({"quantization_config": found}, described(packed))
         assert str(layout.scheme) == "int4:g32:sym:f16"
 
 
@@ -203,7 +203,7 @@ def test_scattered_groups_are_read_exactly_and_cannot_be_stored_again():
     ) * tensor.parameters["scales"][:, index.long()].float()
     assert torch.equal(decoded(read), expected)
     assert read.scheme == Scheme("int4", PerGroup(1), Zero.INT, tensor.scheme.scale)
-    assert "desc_act" in form.check(LayerScheme(read.scheme), (32, 64)).reason
+    assert "desc_act" in form.check_layer(LayerScheme(read.scheme), (32, 64)).reason
     for wrong in (-1, 2):
         index[3] = wrong
         with pytest.raises(InputError, match="group number"):
@@ -213,7 +213,7 @@ def test_scattered_groups_are_read_exactly_and_cannot_be_stored_again():
 def test_a_file_without_group_numbers_has_consecutive_groups():
     form, _, packed, tensor = written("gptq", "int4:g32:sym")
     del packed["m.g_idx"]
-    (layout,) = form.layouts(gptq_config(), described(packed))
+    (layout,) = form.find_layouts(gptq_config(), described(packed))
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
 
@@ -227,7 +227,7 @@ def test_compressed_tensors_has_many_ways_to_say_one_scale_per_row(strategy, siz
         "format": "pack-quantized",
         "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
     }
-    (layout,) = form.layouts({"quantization_config": found}, described(packed))
+    (layout,) = form.find_layouts({"quantization_config": found}, described(packed))
     assert str(layout.scheme) == "int4:row:sym:f16"
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
@@ -241,4 +241,4 @@ def test_weights_whose_inputs_are_transformed_are_refused():
         "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
     }
     with pytest.raises(InputError, match="transform_config"):
-        form.layouts({"quantization_config": found}, described(packed))
+        form.find_layouts({"quantization_config": found}, described(packed))

@@ -7,7 +7,7 @@ import pytest
 
 from quantforge import __version__
 from quantforge.errors import RefusedError
-from quantforge.formats import format_of
+from quantforge.formats import load_format
 from tests.quantized import kept_plan, plan_of, quantized_plan
 from tests.thorough import each_value
 
@@ -37,7 +37,7 @@ def model(form, schemes, head="lm_head.weight"):
 
 
 def written(key, schemes, source=SOURCE, head="lm_head.weight"):
-    form = format_of(key)
+    form = load_format(key)
     files = form.side_files(plan_of(form, model(form, schemes, head)), source)
     return {name: json.loads(data) for name, data in files.items()}
 
@@ -103,7 +103,7 @@ def test_a_head_of_its_own_unties_the_model():
     schemes = ["int4:g32:sym"] * 4
     config = written("compressed-tensors", schemes, source)["config.json"]
     assert config["tie_word_embeddings"] is True
-    form = format_of("compressed-tensors")
+    form = load_format("compressed-tensors")
     head = quantized_plan(form, "lm_head.weight", "int8:g32:sym", (64, 128), -1)
     plan = plan_of(form, [*model(form, schemes, None), head])
     config = json.loads(form.side_files(plan, source)["config.json"])
@@ -114,7 +114,7 @@ def test_a_head_of_its_own_unties_the_model():
 
 def test_a_head_is_named_beside_the_class():
     """SGLang reads a head that only the class targets as unquantized."""
-    form = format_of("compressed-tensors")
+    form = load_format("compressed-tensors")
     head = quantized_plan(form, "lm_head.weight", "int4:g32:sym", (64, 128), -1)
     plan = plan_of(form, [*model(form, ["int4:g32:sym"] * 4, None), head])
     config = json.loads(form.side_files(plan, SOURCE)["config.json"])
@@ -193,7 +193,7 @@ def test_awq_names_what_it_keeps_only_if_there_is_more_than_the_head():
 @pytest.mark.parametrize("stacked", [True, False])
 def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
     """vLLM asks for ``experts``: a part of it in AWQ, by ``re.match`` in GPTQ."""
-    form, mixture = format_of(key), "model.layers.{}.mlp.experts".format
+    form, mixture = load_format(key), "model.layers.{}.mlp.experts".format
     names = ["down_proj"] if stacked else ["0.down_proj.weight", "1.down_proj.weight"]
     shape = (2, 128, 128) if stacked else (128, 128)
     tensors = [
@@ -236,7 +236,7 @@ def test_a_mixture_whose_experts_all_stay_is_named_itself(key, stacked):
 )
 def test_stacked_experts_that_stay_are_named_by_what_engines_ask_for(key, place, stacks, mixture):
     """vLLM holds them as ``experts``; of compressed-tensors it asks for parts of the first, which no file has."""
-    form = format_of(key)
+    form = load_format(key)
     scheme = {"compressed-tensors": "int4:g32:sym", "fp8": "fp8:128x128", "bnb": "nf4:g64"}[key]
     tensors = [
         quantized_plan(form, ATTENTION.format(0), scheme, (128, 128), 0),
@@ -283,7 +283,7 @@ def test_nothing_quantized_is_no_such_file(key):
 
 
 def test_bytes_are_stable_utf8():
-    form = format_of("awq")
+    form = load_format("awq")
     plan = plan_of(form, model(form, ["int4:g32:asym"] * 4))
     files = [form.side_files(plan, {"name": "höhe"})["config.json"] for _ in range(2)]
     assert files[0] == files[1]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.formats import detect, format_of
+from quantforge.formats import detect_format, load_format
 from quantforge.formats.read_checks import described
 from quantforge.notation import parse
 from quantforge.packers import packer_of
@@ -40,9 +40,9 @@ INPUTS = {"bnb-int8": Activation("int8", "token", True, 6.0), "fp8": Activation(
 
 def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     """The format of a case, a configuration that is right, and the headers of one packed module and a plain head."""
-    form = format_of(case.partition("-")[0])
+    form = load_format(case.partition("-")[0])
     scheme = parse(GRIDS[case])
-    scheme = scheme.with_scale(form.scale_type("BF16"))
+    scheme = scheme.with_scale(form.default_scale_type("BF16"))
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     parameters = packer_of(scheme).fit(weight, scheme)
     codes = packer_of(scheme).encode(weight, parameters, scheme)
@@ -90,15 +90,15 @@ def test_what_the_tensors_deny_is_refused_by_name(
     case: str, values: dict[str, object], message: str
 ) -> None:
     form, config, headers = _file(case)
-    assert [layout.module for layout in form.layouts(config, headers)] == [MODULE]
+    assert [layout.module for layout in form.find_layouts(config, headers)] == [MODULE]
     (key,) = config.keys() - MODEL.keys()
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        form.layouts({**config, key: {**config[key], **values}}, headers)
+        form.find_layouts({**config, key: {**config[key], **values}}, headers)
 
 
 @pytest.mark.parametrize("storage", ["uint8", "int8", "float16", "bfloat16", "float32", "float64"])
 def test_bytes_of_bitsandbytes_are_read_in_every_storage_type(storage: str) -> None:
-    form, scheme, weight = format_of("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
+    form, scheme, weight = load_format("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     parameters = packer_of(scheme).fit(matrix, scheme)
     tensor = QuantizedTensor(
@@ -110,7 +110,7 @@ def test_bytes_of_bitsandbytes_are_read_in_every_storage_type(storage: str) -> N
     state = f"{MODULE}.weight.quant_state.bitsandbytes__nf4"
     headers = described(packed)
     headers[state] = replace(headers[state], data=bytes(packed[state].tolist()))
-    (layout,) = form.layouts({**MODEL, "quantization_config": said}, headers)
+    (layout,) = form.find_layouts({**MODEL, "quantization_config": said}, headers)
     assert same(form.unpack(layout, packed), tensor)
 
 
@@ -137,7 +137,7 @@ def test_a_refusal_names_its_cause_and_what_helps(
             headers[name] = replace(found, dtype=new)
     said = {**config, "quantization_config": config["quantization_config"] | values}
     with pytest.raises(InputError) as refused:
-        form.layouts(said, headers)
+        form.find_layouts(said, headers)
     assert cause in refused.value.message
     assert hint in refused.value.hint
 
@@ -148,16 +148,16 @@ def test_one_scale_of_fp8_without_a_block_size_is_read_after_what_the_hint_says(
     headers[name] = replace(headers[name], shape=())
     said = {k: v for k, v in CONFIGS["fp8"].items() if k != "weight_block_size"}
     with pytest.raises(InputError, match="no weight_block_size") as refused:
-        form.layouts({**config, "quantization_config": said}, headers)
+        form.find_layouts({**config, "quantization_config": said}, headers)
     assert '"weight_block_size": null' in refused.value.hint
     said["weight_block_size"] = None
-    assert form.layouts({**config, "quantization_config": said}, headers)
+    assert form.find_layouts({**config, "quantization_config": said}, headers)
 
 
 @pytest.mark.parametrize("said", [{"checkpoint_format": "marlin"}, {"is_marlin_format": True}])
 def test_another_layout_of_gptq_is_named(said: dict[str, Any]) -> None:
     with pytest.raises(InputError, match="checkpoint_format = 'marlin'") as refused:
-        detect({"quantization_config": CONFIGS["gptq"] | said})
+        detect_format({"quantization_config": CONFIGS["gptq"] | said})
     assert "gptq_v2" in refused.value.hint
 
 
@@ -169,15 +169,15 @@ def test_what_is_left_out_or_null_is_no_contradiction(case: str) -> None:
     unsaid = (
         {**config[key], **dict.fromkeys(options)} if not case.startswith("mlx") else config[key]
     )
-    assert len(form.layouts({**config, key: unsaid}, headers)) == 1
+    assert len(form.find_layouts({**config, key: unsaid}, headers)) == 1
 
 
 def test_mlx_says_the_same_under_both_names() -> None:
     form, config, headers = _file("mlx")
     both = config | {"quantization_config": config["quantization"]}
-    assert len(form.layouts(both, headers)) == 1
+    assert len(form.find_layouts(both, headers)) == 1
     with pytest.raises(InputError, match="quantization differs from quantization_config"):
-        form.layouts(config | {"quantization_config": {"bits": 8, "group_size": 64}}, headers)
+        form.find_layouts(config | {"quantization_config": {"bits": 8, "group_size": 64}}, headers)
 
 
 def test_a_packed_head_that_the_configuration_denies_is_refused() -> None:
@@ -191,6 +191,6 @@ def test_a_packed_head_that_the_configuration_denies_is_refused() -> None:
         name: StoredTensor(name, tensor.dtype, tensor.shape) for name, tensor in head.items()
     }
     with pytest.raises(InputError, match="lm_head = False, but lm_head is packed"):
-        form.layouts(config, packed)
+        form.find_layouts(config, packed)
     config["quantization_config"]["lm_head"] = True
-    assert len(form.layouts(config, packed)) == 2
+    assert len(form.find_layouts(config, packed)) == 2

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
-from quantforge.formats import ModuleLayout, Verdict, format_of
+from quantforge.formats import ModuleLayout, Verdict, load_format
 from quantforge.formats.convert import convert, express, fit_of_schemes, fit_of_values
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
@@ -32,9 +32,9 @@ def with_scales(tensor, scales):
         ("int4:tensor:asym:bf16", "int4:row:asym:bf16", Verdict.EXACT),
         ("int4:row:sym:f16", "int4:g128:sym:f16", Verdict.EXACT),
         ("int4:g256:sym:f16", "int4:row:sym:f16", Verdict.EXACT),
-        ("int4:g64:asym:f16", "int4:g64:sym:f16", Verdict.READ),
-        ("int4:g64:sym:f16", "int4:g64:sym:bf16", Verdict.READ),
-        ("int4:g64:sym:bf16", "int4:g64:sym:f16", Verdict.READ),
+        ("int4:g64:asym:f16", "int4:g64:sym:f16", Verdict.DEPENDS_ON_VALUES),
+        ("int4:g64:sym:f16", "int4:g64:sym:bf16", Verdict.DEPENDS_ON_VALUES),
+        ("int4:g64:sym:bf16", "int4:g64:sym:f16", Verdict.DEPENDS_ON_VALUES),
         ("int4:g64:sym:f16", "int4:g128:sym:f16", Verdict.IMPOSSIBLE),
         ("int4:row:sym:f16", "int4:tensor:sym:f16", Verdict.IMPOSSIBLE),
         ("int4:g64:sym:f16", "int8:g64:sym:f16", Verdict.IMPOSSIBLE),
@@ -48,7 +48,7 @@ def test_schemes_alone_tell_what_they_can(scheme, wanted, verdict):
 
 def test_a_zero_point_of_zero_has_to_be_looked_for():
     asym, sym = parse("int4:g64:asym:f16"), parse("int4:g64:sym:f16")
-    assert fit_of_schemes(asym, asym, SHAPE, 1).verdict is Verdict.READ
+    assert fit_of_schemes(asym, asym, SHAPE, 1).verdict is Verdict.DEPENDS_ON_VALUES
     assert fit_of_schemes(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
     tensor = random_tensor(asym, SHAPE, least_zero=1)
     assert fit_of_values(tensor, asym, 1).verdict is Verdict.EXACT
@@ -56,9 +56,9 @@ def test_a_zero_point_of_zero_has_to_be_looked_for():
     tensor.parameters["zeros"][3, 2] = 0
     assert fit_of_values(tensor, asym, 1).verdict is Verdict.IMPOSSIBLE
     with pytest.raises(RefusedError, match=r"1 group\(s\) have a zero point below 1") as caught:
-        format_of("gptq").pack("m", tensor)
+        load_format("gptq").pack("m", tensor)
     assert "gptq_v2" in caught.value.hint
-    assert format_of("gptq_v2").pack("m", tensor)
+    assert load_format("gptq_v2").pack("m", tensor)
 
 
 @settings(max_examples=80, deadline=None)
@@ -72,19 +72,19 @@ def test_a_zero_point_of_zero_has_to_be_looked_for():
     st.integers(0, 99),
 )
 def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dtype, seed):
-    target, source = format_of(key), parse(f"{scheme}:{scale}")
+    target, source = load_format(key), parse(f"{scheme}:{scale}")
     fit, wanted = express(source, SHAPE, target, model_dtype)
-    assert fit.verdict in {Verdict.EXACT, Verdict.READ}
+    assert fit.verdict in {Verdict.EXACT, Verdict.DEPENDS_ON_VALUES}
     tensor = random_tensor(source, SHAPE, seed)
-    found = fit_of_values(tensor, wanted, target.LEAST_ZERO)
+    found = fit_of_values(tensor, wanted, target.MIN_ZERO_POINT)
     if fit.verdict is Verdict.EXACT:
         assert found.verdict is Verdict.EXACT
     if found.verdict is not Verdict.EXACT:
         assert found.reason
         with pytest.raises(RefusedError):
-            convert(tensor, wanted, target.LEAST_ZERO)
+            convert(tensor, wanted, target.MIN_ZERO_POINT)
         return
-    restated = convert(tensor, wanted, target.LEAST_ZERO)
+    restated = convert(tensor, wanted, target.MIN_ZERO_POINT)
     assert restated.scheme == wanted
     assert restated.parameters["scales"].dtype == DTYPES[wanted.scale]
     assert restated.parameters["scales"].shape == wanted.parameter_shape(SHAPE)
@@ -165,10 +165,10 @@ def test_constant_zero_points_are_a_symmetric_grid():
 
 
 def test_what_a_format_cannot_hold_names_the_nearest():
-    fit, _ = express(parse("int3:g128:sym:f16"), SHAPE, format_of("awq"), "F16")
+    fit, _ = express(parse("int3:g128:sym:f16"), SHAPE, load_format("awq"), "F16")
     assert fit.verdict is Verdict.IMPOSSIBLE
     assert fit.nearest.startswith("int4:g128:sym")
-    fit, _ = express(parse("int4:g1:sym:f16"), SHAPE, format_of("compressed-tensors"), "F16")
+    fit, _ = express(parse("int4:g1:sym:f16"), SHAPE, load_format("compressed-tensors"), "F16")
     assert "desc_act" in fit.reason
 
 
@@ -179,9 +179,9 @@ def test_a_group_of_scale_zero_goes_to_minima_and_back(key):
     tensor.codes[3, 64:128], tensor.parameters["scales"][3, 1] = 0, 0
     found = tensor
     for name in ("mlx", key):
-        form = format_of(name)
-        wanted = form.native(scheme, SHAPE)
-        packed = form.pack("m", convert(found, wanted, form.LEAST_ZERO))
+        form = load_format(name)
+        wanted = form.stored_scheme(scheme, SHAPE)
+        packed = form.pack("m", convert(found, wanted, form.MIN_ZERO_POINT))
         layout = ModuleLayout("m", LayerScheme(wanted), SHAPE, tuple(packed))
         found = form.unpack(layout, packed)
         assert torch.equal(found.decode(), tensor.decode())

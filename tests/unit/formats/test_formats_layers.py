@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats import FORMATS, Verdict, detect, format_of
+from quantforge.formats import FORMATS, Verdict, detect_format, load_format
 from quantforge.formats.read_checks import described
 from quantforge.notation import parse
 from quantforge.scheme import LayerScheme, Scheme
@@ -42,29 +42,29 @@ def stored_config(form, scheme, shape):
 @settings(max_examples=60, deadline=None)
 @given(scheme=SCHEMES, rows=st.integers(1, 10), columns=st.integers(1, 4), seed=st.integers(0, 99))
 def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, columns, seed):
-    form, wanted, shape = format_of(key), parse(scheme), (rows * 8, columns * 96)
+    form, wanted, shape = load_format(key), parse(scheme), (rows * 8, columns * 96)
     layer = LayerScheme(wanted)
-    fit = form.check(layer, shape)
+    fit = form.check_layer(layer, shape)
     if fit.verdict is Verdict.IMPOSSIBLE:
         assert fit.reason
         return
-    tensor = random_tensor(wanted, shape, seed, least_zero=form.LEAST_ZERO)
+    tensor = random_tensor(wanted, shape, seed, least_zero=form.MIN_ZERO_POINT)
     name = "model.layers.0.mlp.up_proj"
     packed = form.pack(name, tensor)
     announced = {item.name: item for item in form.packed_tensors(name, layer, shape)}
     assert described(packed) == announced
     assert sum(item.nbytes for item in announced.values()) == sum(t.nbytes for t in packed.values())
     config = stored_config(form, scheme, shape)
-    found = detect(config)
+    found = detect_format(config)
     assert key == found.KEY
-    (layout,) = form.layouts(config, announced)
-    assert (layout.module, layout.scheme.weight) == (name, form.native(wanted, shape))
+    (layout,) = form.find_layouts(config, announced)
+    assert (layout.module, layout.scheme.weight) == (name, form.stored_scheme(wanted, shape))
     assert set(layout.tensor_names) == set(announced)
     read = form.unpack(layout, packed)
     assert torch.equal(decoded(read), decoded(tensor))
     assert read.shape == shape
     assert same(form.unpack(layout, form.pack(name, read)), read)
-    if wanted == form.native(wanted, shape):
+    if wanted == form.stored_scheme(wanted, shape):
         assert same(read, tensor)
 
 
@@ -93,42 +93,44 @@ def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, col
 def test_what_does_not_fit_is_refused_with_a_reason_and_the_nearest(
     key, scheme, shape, reason, nearest
 ):
-    form = format_of(key)
-    fit = form.check(LayerScheme(parse(scheme)), shape)
+    form = load_format(key)
+    fit = form.check_layer(LayerScheme(parse(scheme)), shape)
     assert fit.verdict is Verdict.IMPOSSIBLE
     assert reason in fit.reason
     assert fit.nearest == nearest
     if nearest:
-        assert form.check(LayerScheme(parse(nearest)), shape).verdict is not Verdict.IMPOSSIBLE
+        assert (
+            form.check_layer(LayerScheme(parse(nearest)), shape).verdict is not Verdict.IMPOSSIBLE
+        )
 
 
 @pytest.mark.parametrize("key", INTEGER_FORMATS)
 def test_pack_refuses_what_check_refuses(key):
     with pytest.raises(RefusedError, match=r"a\.b: "):
-        format_of(key).pack(
+        load_format(key).pack(
             "a.b", random_tensor(Scheme("int4", parse("int4:g1").granularity), (8, 32))
         )
 
 
 def test_bits_mean_something_in_every_format():
-    assert {key: format_of(key).default_scheme(4) for key in INTEGER_FORMATS} == {
+    assert {key: load_format(key).default_scheme(4) for key in INTEGER_FORMATS} == {
         "compressed-tensors": "int4:g128:sym",
         "gptq": "int4:g128:sym",
         "gptq_v2": "int4:g128:sym",
         "awq": "int4:g128:asym",
     }
     with pytest.raises(RefusedError, match="no codes"):
-        format_of("plain").default_scheme(4)
+        load_format("plain").default_scheme(4)
 
 
 def test_scale_types_follow_the_model_only_in_compressed_tensors():
-    types = {key: format_of(key).scale_type("BF16").value for key in INTEGER_FORMATS}
+    types = {key: load_format(key).default_scale_type("BF16").value for key in INTEGER_FORMATS}
     assert types == {"compressed-tensors": "bf16", "gptq": "f16", "gptq_v2": "f16", "awq": "f16"}
 
 
 @pytest.mark.parametrize("key", ["gptq", "gptq_v2", "awq"])
 def test_a_model_has_one_group_size_and_keeps_its_head(key):
-    form = format_of(key)
+    form = load_format(key)
     layer, other = LayerScheme(parse("int4:g32:sym")), LayerScheme(parse("int4:g64:asym"))
     blocks = {"model.layers.0.a": (layer, (64, 64)), "model.layers.1.a": (layer, (64, 64))}
     assert form.check_model(blocks).verdict is Verdict.EXACT
@@ -145,7 +147,7 @@ def test_compressed_tensors_mixes_schemes():
         "model.layers.0.a": (LayerScheme(parse("int4:g32:sym")), (64, 64)),
         "lm_head": (LayerScheme(parse("int8:row:asym")), (64, 64)),
     }
-    assert format_of("compressed-tensors").check_model(layers).verdict is Verdict.EXACT
+    assert load_format("compressed-tensors").check_model(layers).verdict is Verdict.EXACT
 
 
 @pytest.mark.parametrize(
@@ -159,11 +161,11 @@ def test_compressed_tensors_mixes_schemes():
     ],
 )
 def test_a_configuration_belongs_to_one_format(config, key):
-    found = detect(config)
+    found = detect_format(config)
     assert key == found.KEY
-    assert [name for name in FORMATS if format_of(name).claims(config)] == [key]
+    assert [name for name in FORMATS if load_format(name).is_declared(config)] == [key]
 
 
 def test_an_unknown_method_is_an_input_error():
     with pytest.raises(InputError, match="quanto"):
-        detect({"quantization_config": {"quant_method": "quanto"}})
+        detect_format({"quantization_config": {"quant_method": "quanto"}})

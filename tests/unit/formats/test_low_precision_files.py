@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.safetensors import read_header
-from quantforge.formats import ModuleLayout, Verdict, detect, format_of
+from quantforge.formats import ModuleLayout, Verdict, detect_format, load_format
 from quantforge.formats.read_checks import described
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
@@ -60,8 +60,8 @@ def quantized(
 
 def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
     """A module of a format: the format, its configuration, its tensors, and what they were made of."""
-    form, layer = format_of(key), parse_layer(text)
-    tensor = quantized(layer, form.scale_type("BF16"), shape)
+    form, layer = load_format(key), parse_layer(text)
+    tensor = quantized(layer, form.default_scale_type("BF16"), shape)
     layer = LayerScheme(tensor.scheme, layer.input)
     stored = form.packed_tensors(MODULE, layer, shape)
     plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
@@ -73,7 +73,7 @@ def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
 
 def read(form, config, packed):
     """Read every module of a file; that none is found counts as an error."""
-    layouts = form.layouts(config, described(packed))
+    layouts = form.find_layouts(config, described(packed))
     if not layouts:
         raise InputError(f"{MODULE}: no module is left")
     return [form.unpack(layout, packed) for layout in layouts]
@@ -82,8 +82,8 @@ def read(form, config, packed):
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_what_is_written_is_read_back_to_the_bit(key, text):
     form, config, packed, tensor = written(key, text)
-    assert form.claims(config)
-    (layout,) = form.layouts(config, described(packed))
+    assert form.is_declared(config)
+    (layout,) = form.find_layouts(config, described(packed))
     assert set(layout.tensor_names) == packed.keys()
     found = form.unpack(layout, packed)
     if key == "bnb" and tensor.scheme.integer:  # the range is stored, 127 times the scale
@@ -115,16 +115,16 @@ def test_odd_sizes_are_written_to_a_file_and_read_back_or_refused(kinds, data, t
     text = data.draw(st.sampled_from(texts))
     size = st.one_of(st.integers(1, 70), st.sampled_from([96, 128, 160, 1090]))
     shape = (data.draw(size), data.draw(size))
-    layer, form = parse_layer(text), format_of(key)
-    layer = LayerScheme(layer.weight.with_scale(form.scale_type("BF16")), layer.input)
-    if form.check(layer, shape).verdict is Verdict.IMPOSSIBLE:
+    layer, form = parse_layer(text), load_format(key)
+    layer = LayerScheme(layer.weight.with_scale(form.default_scale_type("BF16")), layer.input)
+    if form.check_layer(layer, shape).verdict is Verdict.IMPOSSIBLE:
         return
     form, config, packed, tensor = written(key, text, shape)
     config |= {"model_type": "of no known family"}
     file = tmp_path_factory.mktemp("odd") / "model.safetensors"
     save_file({name: value.contiguous() for name, value in packed.items()}, file)
     headers = {name: entry.header() for name, entry in read_header(file).items()}
-    (layout,) = form.layouts(config, headers)
+    (layout,) = form.find_layouts(config, headers)
     assert layout.shape == shape
     assert torch.equal(form.unpack(layout, packed).decode(), tensor.decode())
 
@@ -136,13 +136,13 @@ def test_a_recorded_shape_that_other_tensors_deny_is_refused(tmp_path):
         save_file(packed | {f"{MODULE}.weight_shape": torch.tensor(wrong)}, file)
         headers = {name: entry.header() for name, entry in read_header(file).items()}
         with pytest.raises(InputError, match=f"weight_shape: {wrong[0]}x{wrong[1]}, but"):
-            form.layouts(config, headers)
+            form.find_layouts(config, headers)
 
 
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_a_missing_tensor_is_named(key, text):
     form, config, packed, _ = written(key, text)
-    (layout,) = form.layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, described(packed))
     for name in packed:
         rest = {other: value for other, value in packed.items() if other != name}
         with pytest.raises(InputError) as caught:
@@ -165,7 +165,7 @@ def test_codes_without_their_scale_are_never_cast(key, text, name, message):
     form, config, packed, _ = written(key, text)
     del packed[f"{MODULE}.{name}"]
     with pytest.raises(InputError, match=message):
-        form.layouts(config, described(packed))
+        form.find_layouts(config, described(packed))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_scales_of_another_shape_are_refused(key, text):
     name = next(name for name in packed if "scale" in name)
     packed[name] = packed[name][:1]
     with pytest.raises(InputError, match=name):
-        form.layouts(config, described(packed))
+        form.find_layouts(config, described(packed))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_scales_of_another_shape_are_refused(key, text):
 )
 def test_a_scale_that_is_not_finite_is_refused(key, text):
     form, config, packed, _ = written(key, text)
-    (layout,) = form.layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, described(packed))
     name = next((name for name in packed if "nested_absmax" in name), None)
     name = name or next(name for name in packed if "absmax" in name or "scale" in name)
     packed[name] = packed[name].clone()
@@ -218,10 +218,10 @@ def test_a_group_that_contradicts_the_tensors_is_refused():
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
     with pytest.raises(InputError, match="weight_scale"):
-        form.layouts(config, described(packed))
+        form.find_layouts(config, described(packed))
     group["weights"] = {"num_bits": 8, "type": "int", "strategy": "channel"}
     with pytest.raises(InputError):
-        form.layouts(config, described(packed))
+        form.find_layouts(config, described(packed))
 
 
 @pytest.mark.parametrize(
@@ -236,19 +236,19 @@ def test_a_skip_list_without_the_head_is_refused(key, text, skip):
     form, config, packed, _ = written(key, text)
     assert config["quantization_config"][skip] == ["lm_head"]
     head = described({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
-    assert form.layouts(config, described(packed) | head)
+    assert form.find_layouts(config, described(packed) | head)
     for known in (None, []):  # engines then find the head by themselves
         config["quantization_config"][skip] = known
-        assert form.layouts(config, described(packed) | head)
+        assert form.find_layouts(config, described(packed) | head)
     config["quantization_config"][skip] = ["o_proj"]
     with pytest.raises(InputError, match="lm_head"):
-        form.layouts(config, described(packed) | head)
+        form.find_layouts(config, described(packed) | head)
 
 
 @pytest.mark.parametrize("method", ["hqq", "", 7, None])
 def test_an_unknown_quant_method_is_refused_with_what_is_read(method):
     with pytest.raises(InputError) as caught:
-        detect({"quantization_config": {"quant_method": method}})
+        detect_format({"quantization_config": {"quant_method": method}})
     assert repr(method) in caught.value.message
     assert all(
         key in caught.value.hint for key in ("bitsandbytes", "compressed-tensors", "fp8", "gptq")
@@ -280,7 +280,7 @@ def test_scales_that_vanish_in_their_type_are_an_event_or_none(text):
 
 def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
     form, config, packed, _ = written("bnb", "nf4:g64:sym:double")
-    (layout,) = form.layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, described(packed))
     name = next(name for name in packed if "quant_state" in name)
     state = json.loads(bytes(packed[name].tolist()))
     assert list(state) == ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
@@ -295,7 +295,7 @@ def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
 @pytest.mark.parametrize("columns", [[4, 256, -1], [9, 4, -1], [4, -1, 9], [4, 4, -1]])
 def test_kept_columns_have_to_be_rising_columns(columns):
     form, config, packed, _ = written("bnb", "LLM_INT8")
-    (layout,) = form.layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, described(packed))
     packed[f"{MODULE}.outlier_columns"][:3] = torch.tensor(columns)
     with pytest.raises(InputError, match="outlier_columns"):
         form.unpack(layout, packed)
@@ -318,9 +318,9 @@ def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
     config |= {"model_type": family}
     if message:
         with pytest.raises(InputError, match=message):
-            form.layouts(config, headers)
+            form.find_layouts(config, headers)
         return
-    (layout,) = form.layouts(config, headers)
+    (layout,) = form.find_layouts(config, headers)
     assert layout.shape == SHAPE
 
 
@@ -338,7 +338,7 @@ def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
 )  # fmt: skip
 def test_what_a_format_cannot_hold_is_refused_with_the_nearest_scheme(key, text, reason):
     layer = parse_layer(text)
-    fit = format_of(key).check(layer, SHAPE)
+    fit = load_format(key).check_layer(layer, SHAPE)
     assert fit.verdict is Verdict.IMPOSSIBLE
     assert reason in fit.reason
     if fit.nearest and " " not in fit.nearest:
@@ -356,15 +356,15 @@ def test_what_a_format_cannot_hold_is_refused_with_the_nearest_scheme(key, text,
 )  # fmt: skip
 def test_one_number_type_and_one_threshold_in_a_bitsandbytes_model(one, other, reason):
     layers = {f"model.layers.0.{text}": (parse_layer(text), SHAPE) for text in (one, other)}
-    fit = format_of("bnb").check_model(layers)
+    fit = load_format("bnb").check_model(layers)
     assert fit.verdict is (Verdict.IMPOSSIBLE if reason else Verdict.EXACT)
     assert reason in fit.reason
     with pytest.raises(RefusedError, match="4 and 8 bits"):
-        format_of("bnb").default_scheme(3)
+        load_format("bnb").default_scheme(3)
 
 
 def test_mixed_precision_names_the_format_of_each_group():
-    form = format_of("compressed-tensors")
+    form = load_format("compressed-tensors")
     plans = []
     for index, text in enumerate(("int4:g128:sym:bf16", "W8A8", "fp8:row")):
         layer = parse_layer(text)

@@ -17,7 +17,7 @@ from quantforge.api.reproduce import reproduce
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.formats.decoded import decoded, decoded_weights
 from quantforge.formats.open_model import open_model, open_plain_source
 from quantforge.runtime.load import load
@@ -408,7 +408,7 @@ def test_compressed_tensors_are_a_source(
     source = open_plain_source(model)
     assert source.facts == {"precision": words}
     assert source.entries.keys() == open_model(tiny("llama-wide")).entries.keys()
-    form = detect(open_model(model).config)
+    form = detect_format(open_model(model).config)
     for name in source.entries:
         assert source.entries[name].dtype == "BF16"
         assert torch.equal(source.read(name).float(), expected.read(name).float())

@@ -12,7 +12,7 @@ import torch
 from quantforge.api import quantize
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats import detect
+from quantforge.formats import detect_format
 from quantforge.recipe import Recipe
 from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
@@ -150,9 +150,9 @@ def decoded_model(source: Path, path: Path):
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     checkpoint = open_checkpoint(path)
-    form = detect(checkpoint.config)
+    form = detect_format(checkpoint.config)
     stored = checkpoint.headers()
-    layouts = form.layouts(checkpoint.config, stored)
+    layouts = form.find_layouts(checkpoint.config, stored)
     assert layouts
     for layout in layouts:
         tensor = form.unpack(layout, {name: checkpoint.read(name) for name in layout.tensor_names})
