@@ -30,10 +30,10 @@ from decode_8b import random_model  # noqa: E402
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
 from quantforge.runtime.decoding import Step, prefill  # noqa: E402
-from quantforge_kernels.kv_runs import KINDS  # noqa: E402
+from quantforge_kernels.kv_row_layout import CACHE_KINDS  # noqa: E402
 from quantforge_kernels.layers import linear  # noqa: E402
-from quantforge_kernels.problem import Problem  # noqa: E402
-from quantforge_kernels.select import select  # noqa: E402
+from quantforge_kernels.matmul_spec import MatmulSpec  # noqa: E402
+from quantforge_kernels.select import select_kernel  # noqa: E402
 
 PROMPT, LONG, STEPS, WARM_UPS = 32, 2048, 11, 3
 DENSE, DENSE_BYTES = (16384, 2048), 250e6
@@ -50,7 +50,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     for name, (bits, group) in FORMS.items():
-        problem = Problem(4096, 4096, bits, group, True, torch.bfloat16, "cpu")
+        problem = MatmulSpec(4096, 4096, bits, group, True, torch.bfloat16, "cpu")
         for rows, least in packed_times(problem).items():
             print(f"{name}, {rows} rows: {1000 * least:.3f} ms")
     schemes = (parse(name) for name in ("int4:g128:sym:bf16", "int8:row:sym:bf16"))
@@ -59,7 +59,7 @@ def main() -> None:
     for sequences in (1, 2, 3, 4, 5, 6, 8, 16, 32):
         rate = sequences / step_time(decoder, sequences, PROMPT)
         print(f"{sequences} sequences: {rate:.0f} tokens/s")
-    for kind in KINDS:
+    for kind in CACHE_KINDS:
         print(f"cache {kind or '16 bits'}: {1000 * step_time(decoder, 1, LONG, kind):.2f} ms")
     for tokens in (16, 32, 64, 128, 512):
         print(f"prompt of {tokens}: {1000 * min(prompt_times(decoder, tokens)):.0f} ms")
@@ -71,11 +71,11 @@ def main() -> None:
             print(f"{dtype}, {rows} rows: {ours:.1f} GB/s, torch {theirs:.1f}")
 
 
-def packed_times(problem: Problem) -> dict[int, float]:
+def packed_times(problem: MatmulSpec) -> dict[int, float]:
     """Seconds of a product by rows, over copies of the weight that fit no cache."""
-    kernel, size = select(problem), (problem.out_features, problem.in_features)
+    kernel, size = select_kernel(problem), (problem.out_features, problem.in_features)
     codes = torch.randint(0, 3, size, dtype=torch.uint8)
-    scales = torch.ones(size[0], problem.groups).half()
+    scales = torch.ones(size[0], problem.groups_per_row).half()
     packed = kernel.prepare(codes, {"scales": scales}, problem)
     copies = [{key: value.clone() for key, value in packed.items()} for _ in range(40)]
     found = {}

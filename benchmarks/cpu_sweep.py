@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 from quantforge_kernels.layers import linear  # noqa: E402
-from quantforge_kernels.problem import Problem  # noqa: E402
-from quantforge_kernels.select import select  # noqa: E402
+from quantforge_kernels.matmul_spec import MatmulSpec  # noqa: E402
+from quantforge_kernels.select import select_kernel  # noqa: E402
 
 MOST = 2.5
 ROWS = (1, 2, 4, 5, 8, 9, 16, 17, 32, 33, 63, 64, 65, 96, 127, 128, 129, 256, 512, 1024)
@@ -55,12 +55,12 @@ PACKED: dict[str, tuple[int, int, torch.dtype, dict[str, Any]]] = {
     "int4 g32, float16": (4, 32, F16, {}),
     "int4 g32, float32": (4, 32, F32, {}),
     "int4 g128 zeros": (4, 128, BF16, {"symmetric": False}),
-    "Q4_K": (4, 32, BF16, {"symmetric": False, "minima": True, "superblock": 256}),
-    "Q6_K": (6, 16, BF16, {"superblock": 256}),
+    "Q4_K": (4, 32, BF16, {"symmetric": False, "has_minima": True, "superblock_size": 256}),
+    "Q6_K": (6, 16, BF16, {"superblock_size": 256}),
     "int3 g64": (3, 64, BF16, {}),
     "int2 g256": (2, 256, BF16, {}),
     "int8 row": (8, 0, BF16, {}),
-    "int8 x int8": (8, 0, BF16, {"activation": "int8"}),
+    "int8 x int8": (8, 0, BF16, {"activation_kind": "int8"}),
     "nf4 g64": (4, 64, BF16, {"grid": "table"}),
     "fp8 row": (8, 0, BF16, {"grid": "fp8"}),
 }  # fmt: skip
@@ -115,18 +115,18 @@ def layer(
         return lambda x: linear(x, weight), DENSE[name]
     bits, group, dtype, more = PACKED[name]
     form: dict[str, Any] = {"symmetric": True} | more
-    problem = Problem(*shape, bits, group or shape[1], dtype=dtype, device="cpu", **form)
-    kernel, groups = select(problem), (shape[0], problem.groups)
+    problem = MatmulSpec(*shape, bits, group or shape[1], dtype=dtype, device="cpu", **form)
+    kernel, groups = select_kernel(problem), (shape[0], problem.groups_per_row)
     codes = torch.randint(0, 1 << bits, shape, dtype=torch.uint8)
     parameters = {"scales": torch.rand(groups).half()}
     if problem.grid == "table":
         parameters["table"] = torch.linspace(-1, 1, 16)
-    if problem.grid == "int" and not problem.symmetric and not problem.minima:
+    if problem.grid == "int" and not problem.symmetric and not problem.has_minima:
         parameters["zeros"] = torch.full(groups, 8, dtype=torch.uint8)
-    if problem.superblock:
+    if problem.superblock_size:
         parameters["scales"] = torch.randint(1, 63, groups, dtype=torch.uint8)
-        parameters["d"] = torch.rand(shape[0], shape[1] // problem.superblock).half()
-        if problem.minima:
+        parameters["d"] = torch.rand(shape[0], shape[1] // problem.superblock_size).half()
+        if problem.has_minima:
             parameters |= {"mins": parameters["scales"], "dmin": parameters["d"]}
     packed = kernel.prepare(codes, parameters, problem)
     return lambda x: kernel.matmul(x, packed, problem), dtype

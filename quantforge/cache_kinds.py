@@ -9,10 +9,10 @@ The words are `WORDS`; a list of names is separated by commas too. The kernels h
 from __future__ import annotations
 
 from quantforge.errors import UsageError, nearest
-from quantforge_kernels import kv_runs
+from quantforge_kernels import kv_row_layout
 
 PLAIN = "16bit"
-WORDS = (PLAIN, *kv_runs.KINDS[1:])
+WORDS = (PLAIN, *kv_row_layout.CACHE_KINDS[1:])
 FORM = "k=KIND,v=KIND"
 _HALVES = ("k=", "v=")
 

@@ -17,25 +17,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quantforge_kernels.cpu.features import LIMIT, SWITCH
+from quantforge_kernels.cpu.instruction_sets import LIMIT_VARIABLE, SWITCH_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 ONEDNN, ATEN, MKL = "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS"
-OLD = {ATEN: "avx2", MKL: "AVX2", LIMIT: "avx2"}
-WIDE = {ATEN: "avx512", MKL: "AVX512", LIMIT: "avx512vnni"}
+OLD = {ATEN: "avx2", MKL: "AVX2", LIMIT_VARIABLE: "avx2"}
+WIDE = {ATEN: "avx512", MKL: "AVX512", LIMIT_VARIABLE: "avx512vnni"}
 # By name of the set: the flags of /proc/cpuinfo that it needs, and the environment variables that limit code to it.
 SETS: dict[str, tuple[set[str], dict[str, str]]] = {
-    "sse41": ({"sse4_1"}, {ONEDNN: "SSE41", ATEN: "default", MKL: "SSE4_2", SWITCH: "off"}),
+    "sse41": (
+        {"sse4_1"},
+        {ONEDNN: "SSE41", ATEN: "default", MKL: "SSE4_2", SWITCH_VARIABLE: "off"},
+    ),
     "avx2": ({"avx2"}, {ONEDNN: "AVX2", **OLD}),
     "avx2_vnni": ({"avx_vnni"}, {ONEDNN: "AVX2_VNNI", **OLD}),
-    "avx512": ({"avx512bw"}, {ONEDNN: "AVX512_CORE", **WIDE, LIMIT: "avx512bw"}),
+    "avx512": ({"avx512bw"}, {ONEDNN: "AVX512_CORE", **WIDE, LIMIT_VARIABLE: "avx512bw"}),
     "avx512_vnni": ({"avx512_vnni"}, {ONEDNN: "AVX512_CORE_VNNI", **WIDE}),
     "avx512_bf16": ({"avx512_bf16"}, {ONEDNN: "AVX512_CORE_BF16", **WIDE}),
     "avx512_fp16": ({"avx512_fp16"}, {ONEDNN: "AVX512_CORE_FP16", **WIDE}),
     "amx": ({"amx_tile", "amx_bf16"}, {ONEDNN: "AVX512_CORE_AMX", **WIDE}),
     "all": (set(), {}),
 }
-LIMITS = (ONEDNN, ATEN, MKL, LIMIT, SWITCH)
+LIMITS = (ONEDNN, ATEN, MKL, LIMIT_VARIABLE, SWITCH_VARIABLE)
 
 
 def flags() -> set[str]:

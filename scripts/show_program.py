@@ -18,20 +18,20 @@ from dataclasses import replace
 import torch
 
 from quantforge_kernels import fallback
-from quantforge_kernels.cpu import features, packed_integers
-from quantforge_kernels.problem import Parameters, Problem
+from quantforge_kernels.cpu import instruction_sets, packed_integers
+from quantforge_kernels.matmul_spec import MatmulSpec, QuantParams
 
 ROWS, COLUMNS = 64, 512
 
 
-def weight(
+def random_weight(
     bits: int, group: int, zero: str
-) -> tuple[Problem, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return a problem, and random codes and parameters."""
+) -> tuple[MatmulSpec, torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the specification of a product, and random codes and parameters."""
     generator = torch.Generator().manual_seed(0)
-    problem = Problem(
+    matmul_spec = MatmulSpec(
         out_features=ROWS, in_features=COLUMNS, bits=bits, group_size=group,
-        symmetric=zero == "centre", dtype=torch.bfloat16, device="cpu", minima=zero == "mins",
+        symmetric=zero == "centre", dtype=torch.bfloat16, device="cpu", has_minima=zero == "mins",
     )  # fmt: skip
     size = (ROWS, COLUMNS // group)
     codes = torch.randint(0, 1 << bits, (ROWS, COLUMNS), generator=generator, dtype=torch.uint8)
@@ -42,38 +42,43 @@ def weight(
         )
     elif zero == "mins":
         parameters["mins"] = torch.rand(size, generator=generator).half()
-    return problem, codes, parameters
+    return matmul_spec, codes, parameters
 
 
-def form(problem: Problem, parameters: Parameters, feature: str, rows: int = 1) -> object:
-    """Return the form that the program is made for."""
-    stored = tuple((name, value.dtype) for name, value in parameters.items())
-    return replace(packed_integers.form_of(problem, stored, feature), rows=rows)
-
-
-def code(made_for: object) -> str:
-    """Return LLVM's intermediate code of a product, repeated elements of constants left out."""
-    from quantforge_kernels.cpu.integer_programs import multiply
-
-    return re.sub(
-        r"<(\w+ +[\w.+-]+)(?:, \1)+>", r"<\1, ...>", str(multiply(made_for, parallel=True))
+def program_spec(
+    matmul_spec: MatmulSpec, parameters: QuantParams, instruction_set: str, rows: int = 1
+) -> object:
+    """Return what the program is generated for."""
+    param_dtypes = tuple((name, value.dtype) for name, value in parameters.items())
+    return replace(
+        packed_integers.make_program_spec(matmul_spec, param_dtypes, instruction_set),
+        shared_rows=rows,
     )
 
 
-def assembly(made_for: object) -> str:
-    """Return the assembly that LLVM makes of it for this processor."""
+def llvm_code(spec: object) -> str:
+    """Return LLVM's intermediate code of a product, without repeated elements of constants."""
+    from quantforge_kernels.cpu.integer_programs import build_multiply
+
+    return re.sub(
+        r"<(\w+ +[\w.+-]+)(?:, \1)+>", r"<\1, ...>", str(build_multiply(spec, parallel=True))
+    )
+
+
+def assembly(spec: object) -> str:
+    """Return the assembly that LLVM makes of it for this CPU."""
     from quantforge_kernels.cpu import compiler
-    from quantforge_kernels.cpu.integer_programs import multiply
+    from quantforge_kernels.cpu.integer_programs import build_multiply
 
     machine = compiler.target_machine()
     text: str = machine.emit_assembly(
-        compiler.optimized(str(multiply(made_for, parallel=False)), machine)
+        compiler.optimize(str(build_multiply(spec, parallel=False)), machine)
     )
     return text
 
 
 def main() -> None:
-    """Print what is asked for."""
+    """Print what the command line requests."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -82,36 +87,40 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=128)
     parser.add_argument("--zero", default="centre", choices=("centre", "zeros", "mins"))
     parser.add_argument(
-        "--rows", type=int, default=1, choices=range(1, packed_integers.TOGETHER + 1)
+        "--rows", type=int, default=1, choices=range(1, packed_integers.MAX_SHARED_ROWS + 1)
     )
-    parser.add_argument("--feature", choices=features.FEATURES)
-    asked = parser.parse_args()
-    here = features.feature()
-    feature = asked.feature or here
-    if feature is None or (asked.what in {"assembly", "check"} and feature != here):
-        parser.error(f"this processor's programs are for: {here}")
-    if COLUMNS % asked.group:
-        parser.error(f"--group {asked.group} does not divide {COLUMNS}")
-    problem, codes, parameters = weight(asked.bits, asked.group, asked.zero)
-    if packed_integers.blocks_of(problem, feature) is None:
-        parser.error(f"groups of {asked.group} fill no vectors: the reference multiplies them")
-    made_for = form(problem, parameters, feature, asked.rows)
-    if asked.what == "form":
-        print(made_for)
-    elif asked.what == "code":
-        print(code(made_for))
-    elif asked.what == "assembly":
-        print(assembly(made_for))
+    parser.add_argument("--feature", choices=instruction_sets.INSTRUCTION_SETS)
+    options = parser.parse_args()
+    cpu_instruction_set = instruction_sets.best_instruction_set()
+    instruction_set = options.feature or cpu_instruction_set
+    if instruction_set is None or (
+        options.what in {"assembly", "check"} and instruction_set != cpu_instruction_set
+    ):
+        parser.error(f"this processor's programs are for: {cpu_instruction_set}")
+    if COLUMNS % options.group:
+        parser.error(f"--group {options.group} does not divide {COLUMNS}")
+    matmul_spec, codes, parameters = random_weight(options.bits, options.group, options.zero)
+    if packed_integers.column_blocks(matmul_spec, instruction_set) is None:
+        parser.error(f"groups of {options.group} fill no vectors: the reference multiplies them")
+    spec = program_spec(matmul_spec, parameters, instruction_set, options.rows)
+    if options.what == "form":
+        print(spec)
+    elif options.what == "code":
+        print(llvm_code(spec))
+    elif options.what == "assembly":
+        print(assembly(spec))
     else:
-        packed = packed_integers.prepare(codes, parameters, problem)
+        packed = packed_integers.prepare(codes, parameters, matmul_spec)
         for name, value in packed.items():
             print(f"{name}: {value.dtype} {list(value.shape)}")
-        x = torch.randn(asked.rows, COLUMNS).bfloat16()
-        plain = fallback.prepare(codes, parameters, problem)
-        wanted = fallback.product(x, fallback.decode_rows(plain, problem, slice(None)))
-        found = packed_integers.matmul(x, packed, problem)
+        x = torch.randn(options.rows, COLUMNS).bfloat16()
+        reference_packed = fallback.prepare(codes, parameters, matmul_spec)
+        reference = fallback.reference_product(
+            x, fallback.decode_rows(reference_packed, matmul_spec, slice(None))
+        )
+        result = packed_integers.matmul(x, packed, matmul_spec)
         print(
-            f"relative error: {float((found.double() - wanted).norm() / wanted.norm()):.1e} (bfloat16)"
+            f"relative error: {float((result.double() - reference).norm() / reference.norm()):.1e} (bfloat16)"
         )
 
 

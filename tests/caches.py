@@ -6,7 +6,7 @@ import torch
 
 from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge_kernels import kv
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 from tests.triton_kernels import DEVICE
 
 
@@ -15,7 +15,7 @@ def cached(dtype, groups, head, lengths, kind, pages=4):
     count, kinds = pages * len(lengths), kinds_of(kind or PLAIN)
     q = _random(len(lengths), groups[0], head, dtype=dtype)
     pools = [
-        kv.encode(_random(count, PAGE, groups[1], head, dtype=dtype, seed=i), kinds[i - 1])
+        kv.encode(_random(count, PAGE_SIZE, groups[1], head, dtype=dtype, seed=i), kinds[i - 1])
         for i in (1, 2)
     ]
     order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
@@ -24,7 +24,9 @@ def cached(dtype, groups, head, lengths, kind, pages=4):
         for pool in pools:
             spoiled = pool.scales if pool.kind else pool.codes
             for page in range(pages):
-                spoiled[row[page], max(0, min(PAGE, length - page * PAGE)) :] = float("nan")
+                spoiled[row[page], max(0, min(PAGE_SIZE, length - page * PAGE_SIZE)) :] = float(
+                    "nan"
+                )
     return q, *pools, table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 
 from quantforge_kernels import fallback
-from quantforge_kernels.problem import Problem
+from quantforge_kernels.matmul_spec import MatmulSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def problem(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), tile_rows=1,
-            dtype=torch.float32, activation="", minima=False, superblock=0, lower=""):  # fmt: skip
-    return Problem(
-        *shape, bits, group, symmetric, dtype, DEVICE, grid, tile_rows, activation, minima,
-        superblock, lower,
+def make_spec(grid="int", bits=4, group=128, symmetric=True, shape=(5, 256), tile_rows=1,
+            dtype=torch.float32, activation_kind="", has_minima=False, superblock_size=0,
+            lower_encoding=""):  # fmt: skip
+    return MatmulSpec(
+        *shape, bits, group, symmetric, dtype, DEVICE, grid, tile_rows, activation_kind, has_minima,
+        superblock_size, lower_encoding,
     )  # fmt: skip
 
 
-# Forms of weights as files hold them, as arguments of `problem`.
+# Forms of weights as files hold them, as arguments of `make_spec`.
 FORMS = {
     "int4": {"bits": 4, "group": 128},
     "int4 asymmetric": {"bits": 4, "group": 32, "symmetric": False},
@@ -27,29 +28,47 @@ FORMS = {
     "nf4": {"grid": "table", "bits": 4, "group": 64},
     "fp8": {"grid": "fp8", "bits": 8, "group": 256},
     "fp8 in tiles": {"grid": "fp8", "bits": 8, "group": 128, "tile_rows": 128},
-    "q4_1": {"bits": 4, "group": 32, "symmetric": False, "minima": True},
+    "q4_1": {"bits": 4, "group": 32, "symmetric": False, "has_minima": True},
     "fp8 e5m2": {"grid": "e5m2", "bits": 8, "group": 256},
-    "nvfp4": {"grid": "table", "bits": 4, "group": 16, "superblock": 256, "lower": "e4m3"},
+    "nvfp4": {
+        "grid": "table",
+        "bits": 4,
+        "group": 16,
+        "superblock_size": 256,
+        "lower_encoding": "e4m3",
+    },
     "q2_k": {
         "bits": 2,
         "group": 16,
         "symmetric": False,
-        "minima": True,
-        "superblock": 256,
-        "lower": "pairs",
+        "has_minima": True,
+        "superblock_size": 256,
+        "lower_encoding": "pairs",
     },
-    "q3_k": {"bits": 3, "group": 16, "superblock": 256},
-    "q4_k": {"bits": 4, "group": 32, "symmetric": False, "minima": True, "superblock": 256},
-    "q5_k": {"bits": 5, "group": 32, "symmetric": False, "minima": True, "superblock": 256},
-    "q6_k": {"bits": 6, "group": 16, "superblock": 256},
+    "q3_k": {"bits": 3, "group": 16, "superblock_size": 256},
+    "q4_k": {
+        "bits": 4,
+        "group": 32,
+        "symmetric": False,
+        "has_minima": True,
+        "superblock_size": 256,
+    },
+    "q5_k": {
+        "bits": 5,
+        "group": 32,
+        "symmetric": False,
+        "has_minima": True,
+        "superblock_size": 256,
+    },
+    "q6_k": {"bits": 6, "group": 16, "superblock_size": 256},
 }
 
 
-def weights(task: Problem, seed: int = 0):
+def weights(spec: MatmulSpec, seed: int = 0):
     """Random codes over their whole range, and parameters as `Kernel.prepare` takes them."""
     rng = torch.Generator().manual_seed(seed)
-    shape = (task.out_features, task.in_features)
-    size = (-(-shape[0] // task.tile_rows), task.groups)
+    shape = (spec.out_features, spec.in_features)
+    size = (-(-shape[0] // spec.tile_rows), spec.groups_per_row)
 
     def integers(low, high, shape, kind=torch.uint8):
         return torch.randint(low, high, shape, generator=rng).to(kind)
@@ -57,39 +76,43 @@ def weights(task: Problem, seed: int = 0):
     def halves(*shape):
         return (torch.randn(shape, generator=rng) * 0.01).half()
 
-    codes = integers(0, 2**task.bits, shape)
-    if task.grid in fallback.FLOAT8:
-        codes = torch.randn(shape, generator=rng).to(fallback.FLOAT8[task.grid]).view(torch.uint8)
+    codes = integers(0, 2**spec.bits, shape)
+    if spec.grid in fallback.FLOAT8_DTYPES:
+        codes = (
+            torch.randn(shape, generator=rng)
+            .to(fallback.FLOAT8_DTYPES[spec.grid])
+            .view(torch.uint8)
+        )
     parameters = {"scales": halves(*size)}
-    most = 16 if task.lower == "pairs" else 64
-    if task.lower == "e4m3":
+    most = 16 if spec.lower_encoding == "pairs" else 64
+    if spec.lower_encoding == "e4m3":
         parameters["scales"] = torch.rand(size, generator=rng).mul(448).to(torch.float8_e4m3fn)
-    elif task.superblock:
-        kind = torch.uint8 if task.minima else torch.int8
-        parameters["scales"] = integers(0 if task.minima else -128, most, size, kind)
-    if task.superblock:
-        parameters["d"] = halves(shape[0], shape[1] // task.superblock)
-    if task.minima:
-        parameters["mins"] = integers(0, most, size) if task.superblock else halves(*size)
-        if task.superblock:
-            parameters["dmin"] = halves(shape[0], shape[1] // task.superblock)
-    elif not task.symmetric:
-        parameters["zeros"] = integers(0, 2**task.bits, size)
-    if task.grid == "table":
+    elif spec.superblock_size:
+        kind = torch.uint8 if spec.has_minima else torch.int8
+        parameters["scales"] = integers(0 if spec.has_minima else -128, most, size, kind)
+    if spec.superblock_size:
+        parameters["d"] = halves(shape[0], shape[1] // spec.superblock_size)
+    if spec.has_minima:
+        parameters["mins"] = integers(0, most, size) if spec.superblock_size else halves(*size)
+        if spec.superblock_size:
+            parameters["dmin"] = halves(shape[0], shape[1] // spec.superblock_size)
+    elif not spec.symmetric:
+        parameters["zeros"] = integers(0, 2**spec.bits, size)
+    if spec.grid == "table":
         parameters["table"] = torch.randn(16, generator=rng).sort().values
     return codes.to(DEVICE), {name: value.to(DEVICE) for name, value in parameters.items()}
 
 
-def activations(task: Problem, rows: int = 1, seed: int = 0) -> torch.Tensor:
+def activations(spec: MatmulSpec, rows: int = 1, seed: int = 0) -> torch.Tensor:
     rng = torch.Generator().manual_seed(seed + 1)
-    return torch.randn(rows, task.in_features, generator=rng).to(DEVICE, task.dtype)
+    return torch.randn(rows, spec.in_features, generator=rng).to(DEVICE, spec.dtype)
 
 
-def expected(task: Problem, given, x: torch.Tensor) -> torch.Tensor:
+def expected(spec: MatmulSpec, given, x: torch.Tensor) -> torch.Tensor:
     """The product in float64 of what the codes stand for."""
-    packed = fallback.prepare(*given, task)
-    weight = fallback.decode_rows(packed, task, slice(None))
-    return fallback.product(x, weight, task.activation)
+    packed = fallback.prepare(*given, spec)
+    weight = fallback.decode_rows(packed, spec, slice(None))
+    return fallback.reference_product(x, weight, spec.activation_kind)
 
 
 def relative_error(y: torch.Tensor, wanted: torch.Tensor) -> float:

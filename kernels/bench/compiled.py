@@ -26,12 +26,12 @@ from triton.compiler import ASTSource
 
 from quantforge_kernels.gpu import (
     attention_kernel,
-    eight_bits,
     layer_kernels,
     plane_kernels,
+    w8a8_kernel,
 )
-from quantforge_kernels.gpu.plane_products import constants_of
-from quantforge_kernels.problem import Problem
+from quantforge_kernels.gpu.plane_products import kernel_constants
+from quantforge_kernels.matmul_spec import MatmulSpec
 
 
 def main() -> None:
@@ -42,62 +42,62 @@ def main() -> None:
     options = parser.parse_args()
     target = GPUTarget("cuda", options.capability, 32)
     names = options.only or list(variants())
-    print(json.dumps({name: look(*variants()[name], target) for name in names}))
+    print(json.dumps({name: compile_variant(*variants()[name], target) for name in names}))
 
 
-def shape(
+def make_spec(
     bits: int,
     group: int,
     symmetric: bool = True,
     grid: str = "int",
     tile_rows: int = 1,
-    minima: bool = False,
-    superblock: int = 0,
-    lower: str = "",
-) -> Problem:
-    return Problem(
+    has_minima: bool = False,
+    superblock_size: int = 0,
+    lower_encoding: str = "",
+) -> MatmulSpec:
+    return MatmulSpec(
         8192, 8192, bits, group, symmetric, torch.bfloat16, "cuda", grid, tile_rows,
-        minima=minima, superblock=superblock, lower=lower,
+        has_minima=has_minima, superblock_size=superblock_size, lower_encoding=lower_encoding,
     )  # fmt: skip
 
 
 def variants() -> dict[str, tuple[Any, ...]]:
     """Kernel, types of arguments, constants, warps, weights of a program's step."""
     found: dict[str, tuple[Any, ...]] = {}
-    four, eight = shape(4, 128), shape(8, 128, grid="fp8", tile_rows=128)
+    four, eight = make_spec(4, 128), make_spec(8, 128, grid="fp8", tile_rows=128)
     for name, form, mode in (
         ("int4 row, exponents", four, 1), ("int4 row, assembly", four, 2),
-        ("int4 row, asymmetric g32", shape(4, 32, False), 2), ("int8 row", shape(8, 8192), 2),
-        ("int2 row", shape(2, 64), 2), ("table row", shape(4, 64, grid="table"), 2),
-        ("fp8 row", eight, 0), ("e5m2 row", shape(8, 8192, grid="e5m2"), 0),
-        ("nvfp4 row", shape(4, 16, grid="table", superblock=8192, lower="e4m3"), 2),
-        ("q2_k row", shape(2, 16, False, minima=True, superblock=256, lower="pairs"), 2),
-        ("q4_k row", shape(4, 32, False, minima=True, superblock=256), 2),
-        ("q6_k row", shape(6, 16, superblock=256), 2),
+        ("int4 row, asymmetric g32", make_spec(4, 32, False), 2), ("int8 row", make_spec(8, 8192), 2),
+        ("int2 row", make_spec(2, 64), 2), ("table row", make_spec(4, 64, grid="table"), 2),
+        ("fp8 row", eight, 0), ("e5m2 row", make_spec(8, 8192, grid="e5m2"), 0),
+        ("nvfp4 row", make_spec(4, 16, grid="table", superblock_size=8192, lower_encoding="e4m3"), 2),
+        ("q2_k row", make_spec(2, 16, False, has_minima=True, superblock_size=256, lower_encoding="pairs"), 2),
+        ("q4_k row", make_spec(4, 32, False, has_minima=True, superblock_size=256), 2),
+        ("q6_k row", make_spec(6, 16, superblock_size=256), 2),
     ):  # fmt: skip
-        constants = constants_of(form) | {
-            "WHOLE": True, "EVEN": True, "MODE": mode, "EACH": 0, "BLOCK_N": 8, "BLOCK_K": 1024,
+        constants = kernel_constants(form) | {
+            "WORD_IN_GROUP": True, "UNMASKED": True, "FIELD_MODE": mode, "TOP_K": 0, "BLOCK_N": 8, "BLOCK_K": 1024,
         }  # fmt: skip
         found[name] = (plane_kernels.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
         if form is four and mode == 2:
             found["int4 row, grouped"] = (
                 *found[name][:2],
-                constants | {"EACH": 8},
+                constants | {"TOP_K": 8},
                 *found[name][3:],
             )
     for name, form in (
-        ("int4 rows", four), ("int4 rows, g32", shape(4, 32)), ("fp8 rows", eight),
-        ("table rows", shape(4, 64, grid="table")),
-        ("q4_k rows", shape(4, 32, False, minima=True, superblock=256)),
+        ("int4 rows", four), ("int4 rows, g32", make_spec(4, 32)), ("fp8 rows", eight),
+        ("table rows", make_spec(4, 64, grid="table")),
+        ("q4_k rows", make_spec(4, 32, False, has_minima=True, superblock_size=256)),
     ):  # fmt: skip
-        constants = constants_of(form) | {
-            "WHOLE": True, "AFTER": form.group_size == 128, "WIDEN": False, "MODE": 2, "EACH": 0,
-            "BLOCK_E": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
+        constants = kernel_constants(form) | {
+            "WORD_IN_GROUP": True, "SCALE_AFTER_DOT": form.group_size == 128, "DOT_IN_FLOAT32": False,
+            "FIELD_MODE": 2, "TOP_K": 0, "BLOCK_E": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
         }  # fmt: skip
-        found[name] = (plane_kernels.rows_kernel, packed_types(form), constants, 2, 64 * 128)
+        found[name] = (plane_kernels.matmul_kernel, packed_types(form), constants, 2, 64 * 128)
         if form is four:
             for width in (16, 64):
-                grouped = constants | {"EACH": 8, "BLOCK_E": 128, "BLOCK_M": width}
+                grouped = constants | {"TOP_K": 8, "BLOCK_E": 128, "BLOCK_M": width}
                 found[f"int4 rows, grouped, {width}"] = (
                     *found[name][:2],
                     grouped,
@@ -106,45 +106,65 @@ def variants() -> dict[str, tuple[Any, ...]]:
     found["int4 decode"] = (
         plane_kernels.decode_kernel,
         packed_types(four),
-        constants_of(four) | {"MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512},
+        kernel_constants(four) | {"FIELD_MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512},
         4,
         0,
     )
-    for kind, word in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
+    for kind, pointer_type in (("int8", "*i8"), ("fp8", "*fp8e4nv")):
         types = {
-            "x_ptr": word, "x_scales": "*fp32", "codes_ptr": word, "scales_ptr": "*fp32",
+            "x_ptr": pointer_type, "x_scales": "*fp32", "codes_ptr": pointer_type, "scales_ptr": "*fp32",
             "out_ptr": "*bf16",
         }  # fmt: skip
         tile = {"GROUP": 8192, "TILE_ROWS": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
-        found[f"{kind} x {kind}"] = (eight_bits.eight_bit_kernel, types, tile, 4, 64 * 128)
-    kinds = {
+        found[f"{kind} x {kind}"] = (w8a8_kernel.w8a8_matmul_kernel, types, tile, 4, 64 * 128)
+    types_by_name = {
         "16 bits": "*bf16",
         "int8": "*i8",
         "fp8": "*fp8e4nv",
         "int4": "*u8",
         "fp8 bytes": "*u8",
     }
-    for index, (kind, word) in enumerate(kinds.items()):
-        types = dict.fromkeys(("key_scales", "key_lows", "value_scales", "value_lows"), "*fp16")
-        types |= {"q_ptr": "*bf16", "keys": word, "values": word, "scale": "fp32", "cap": "fp32"}
-        types |= dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32")
-        types |= dict.fromkeys(("table_ptr", "lengths_ptr"), "*i32")
+    for index, (kind, pointer_type) in enumerate(types_by_name.items()):
+        types = dict.fromkeys(("key_scales", "key_minima", "value_scales", "value_minima"), "*fp16")
+        types |= {
+            "q_ptr": "*bf16",
+            "keys": pointer_type,
+            "values": pointer_type,
+            "scale": "fp32",
+            "cap": "fp32",
+        }
+        types |= dict.fromkeys(("sums_ptr", "maxima_ptr", "denominators_ptr"), "*fp32")
+        types |= dict.fromkeys(("page_table_ptr", "lengths_ptr"), "*i32")
         constants = {
-            "GROUP": 4, "HEAD": 128, "PAGE": 32, **dict.fromkeys(("KEY_KIND", "VALUE_KIND"), index),
-            **dict.fromkeys(("KEY_RUN", "VALUE_RUN"), 32 if kind == "int4" else 64),
-            "BLOCK_G": 16, "BLOCK_H": 64, "CAPPED": False, "WINDOWED": False, "WIDEN": False,
+            "GROUP_SIZE": 4, "HEAD_DIM": 128, "PAGE_SIZE": 32, **dict.fromkeys(("KEY_KIND", "VALUE_KIND"), index),
+            **dict.fromkeys(("KEY_SCALE_WIDTH", "VALUE_SCALE_WIDTH"), 32 if kind == "int4" else 64),
+            "GROUP_BLOCK": 16, "HALF_BLOCK": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": False, "DOT_IN_FLOAT32": False,
         }  # fmt: skip
-        found[f"attention, {kind}"] = (attention_kernel.paged_kernel, types, constants, 4, 0)
-    types = dict.fromkeys(("sums_ptr", "peaks_ptr", "totals_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+        found[f"attention, {kind}"] = (
+            attention_kernel.paged_attention_kernel,
+            types,
+            constants,
+            4,
+            0,
+        )
+    types = dict.fromkeys(("sums_ptr", "maxima_ptr", "denominators_ptr"), "*fp32") | {
+        "out_ptr": "*bf16"
+    }
     found["attention, combine"] = (
-        attention_kernel.combine_kernel, types, {"HEAD": 128, "BLOCK_S": 8, "BLOCK": 128}, 4, 0,
+        attention_kernel.combine_splits_kernel, types, {"HEAD_DIM": 128, "SPLIT_BLOCK": 8, "BLOCK": 128}, 4, 0,
     )  # fmt: skip
     types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), "*bf16")
     constants = {"OFFSET": 0.0, "ADD": True, "BLOCK": 4096}
     found["splits"] = (
-        layer_kernels.splits_kernel, {"parts_ptr": "*fp32", "out_ptr": "*bf16"}, {"BLOCK": 512}, 4, 0,
+        layer_kernels.add_splits_kernel, {"parts_ptr": "*fp32", "out_ptr": "*bf16"}, {"BLOCK": 512}, 4, 0,
     )  # fmt: skip
-    found["norm"] = (layer_kernels.norm_kernel, types | {"epsilon": "fp32"}, constants, 4, 0)
+    found["norm"] = (
+        layer_kernels.add_rms_norm_kernel,
+        types | {"epsilon": "fp32"},
+        constants,
+        4,
+        0,
+    )
     types = dict.fromkeys(("x_ptr", "cosine_ptr", "sine_ptr", "out_ptr"), "*bf16")
     found["rotary"] = (layer_kernels.rotary_kernel, types, {"HALF": 64, "BLOCK": 64}, 1, 0)
     types = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16")
@@ -152,30 +172,36 @@ def variants() -> dict[str, tuple[Any, ...]]:
     return found
 
 
-def packed_types(form: Problem) -> dict[str, str]:
+def packed_types(form: MatmulSpec) -> dict[str, str]:
     """Types of the pointers of the kernels over planes."""
-    lists = ("owners_ptr", "order_ptr", "starts_ptr")
+    lists = ("experts_ptr", "order_ptr", "starts_ptr")
     words = dict.fromkeys(("words0", "words1", "words2", *lists), "*i32")
     halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
-    if form.superblock:
+    if form.superblock_size:
         halves["scales"] = "*u8"
-    return words | halves | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "lows": "*u8"}
+    return (
+        words | halves | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "minima": "*u8"}
+    )
 
 
-def look(
+def compile_variant(
     kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], warps: int, weights: int,
     target: GPUTarget,
 ) -> dict[str, Any]:  # fmt: skip
     """Compile one variant and describe the result."""
     names = kernel.arg_names
-    kinds = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    types_by_name = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if kinds[name].startswith("*") or kinds[name] == "i32"
+        if types_by_name[name].startswith("*") or types_by_name[name] == "i32"
     }
-    given = {(names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=kinds, constexprs=given, attrs=aligned)
+    constants_by_position = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(
+        fn=kernel, signature=types_by_name, constexprs=constants_by_position, attrs=aligned
+    )
     found = triton.compile(source, target=target, options={"num_warps": warps})
     ptx: str = found.asm["ptx"]
     loads = Counter(re.findall(r"ld\.global\S*?((?:\.v\d)?\.b\d+)", ptx))
@@ -203,16 +229,16 @@ def longest_loop(cubin: bytes) -> Counter[str] | None:
         text = subprocess.run([tool, file.name], capture_output=True, text=True, check=True).stdout
     labels: dict[str, int] = {}
     names: list[str] = []
-    best: list[str] = []
+    longest: list[str] = []
     for line in text.splitlines():
         if label := re.match(r"\s*(\.L_x_\d+):", line):
             labels[label[1]] = len(names)
         elif code := re.search(r"\*/\s+(?:@!?U?P\w+ )?([A-Z][A-Z0-9]*)", line):
             names.append(code[1])
             jump = re.search(r"BRA.*`\((\.L_x_\d+)\)", line)
-            if jump and jump[1] in labels and len(names) - labels[jump[1]] > len(best):
-                best = names[labels[jump[1]] :]
-    return Counter(best)
+            if jump and jump[1] in labels and len(names) - labels[jump[1]] > len(longest):
+                longest = names[labels[jump[1]] :]
+    return Counter(longest)
 
 
 if __name__ == "__main__":

@@ -59,24 +59,26 @@ def random_model(
 ) -> Any:
     """A model of random weights, its blocks' linears packed in ``scheme``, its output in ``head``."""
     model = build(config)
-    where = torch.device(device)
+    target_device = torch.device(device)
     for name, module in list(model.named_modules()):
-        wanted = head if name == "lm_head" else scheme
-        if isinstance(module, nn.Linear) and wanted is not None:
-            tensor = random_tensor(wanted, (module.out_features, module.in_features), where)
-            model.set_submodule(name, PackedLinear(tensor, None, torch.bfloat16, where))
+        module_scheme = head if name == "lm_head" else scheme
+        if isinstance(module, nn.Linear) and module_scheme is not None:
+            tensor = random_tensor(
+                module_scheme, (module.out_features, module.in_features), target_device
+            )
+            model.set_submodule(name, PackedLinear(tensor, None, torch.bfloat16, target_device))
             continue
-        if wanted is not None and understood(module):
-            model.set_submodule(name, random_experts(module, wanted, where))
+        if module_scheme is not None and understood(module):
+            model.set_submodule(name, random_experts(module, module_scheme, target_device))
             continue
         for key, value in list(module.named_parameters(recurse=False)):
-            kind = {"dtype": torch.bfloat16, "device": where}
-            filled = torch.ones(value.shape, **kind)
+            factory_args = {"dtype": torch.bfloat16, "device": target_device}
+            filled = torch.ones(value.shape, **factory_args)
             if value.dim() > 1:
-                filled = torch.randn(value.shape, **kind) * 0.02
+                filled = torch.randn(value.shape, **factory_args) * 0.02
             setattr(module, key, nn.Parameter(filled, requires_grad=False))
         for key, value in list(module.named_buffers(recurse=False)):
-            setattr(module, key, value.to(where))
+            setattr(module, key, value.to(target_device))
     return model
 
 
@@ -87,15 +89,15 @@ def random_experts(module: Any, scheme: Scheme, device: torch.device) -> nn.Modu
     for name in ("gate", "up"):
         sizes[name] = (sizes[name][0] // 2, sizes[name][1])
     stacks = (Stack("gate_up_proj", ("gate", "up")), Stack("down_proj", ("down",)))
-    made = packed_experts(
+    packed = packed_experts(
         module,
         stacks,
         lambda linear, _: random_tensor(scheme, sizes[linear], device),
         torch.bfloat16,
         device,
     )
-    assert made is not None
-    return made
+    assert packed is not None
+    return packed
 
 
 def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedTensor:
@@ -108,6 +110,6 @@ def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) 
     elif scheme.integer and scheme.symmetric:
         codes = (codes.short() - (1 << (scheme.bits - 1))).to(torch.int8)
     assert not isinstance(scheme.granularity, Tile)
-    kind = torch.float32 if scheme.scale is ScaleType.F32 else torch.bfloat16
-    scales = torch.full(size, 0.02 / (1 << (scheme.bits - 1)), dtype=kind, device=device)
+    factory_args = torch.float32 if scheme.scale is ScaleType.F32 else torch.bfloat16
+    scales = torch.full(size, 0.02 / (1 << (scheme.bits - 1)), dtype=factory_args, device=device)
     return QuantizedTensor(codes, {"scales": scales}, scheme)

@@ -23,19 +23,27 @@ from typing import Any
 
 import torch
 import triton
-from timing import FORMS, ROTATED_BYTES, copies, problem, random_weights, read_bandwidth, seconds
+from timing import (
+    ROTATED_BYTES,
+    WEIGHT_FORMS,
+    copies,
+    make_spec,
+    random_weights,
+    read_bandwidth,
+    seconds,
+)
 from torch import Tensor
 from triton.errors import TritonError
 
 from quantforge_kernels import attention, fallback, kv
-from quantforge_kernels.gpu import eight_bit_products, plane_products
-from quantforge_kernels.kv_runs import KINDS
-from quantforge_kernels.problem import Problem
-from quantforge_kernels.select import select
+from quantforge_kernels.gpu import plane_products, w8a8_products
+from quantforge_kernels.kv_row_layout import CACHE_KINDS
+from quantforge_kernels.matmul_spec import MatmulSpec
+from quantforge_kernels.select import select_kernel
 
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096))  # out, in
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-TIMED = (
+TIMED_FORMS = (
     "int4 g128",
     "int4 g32 asym",
     "int8 g128",
@@ -49,11 +57,11 @@ LLAMA_8B = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
 }  # fmt: skip
-DECODED = {
+DECODE_SCHEMES = {
     "bf16": None, "int4": "int4:g128:sym:bf16", "int8": "int8:row:sym:bf16",
     "nf4": "nf4:g64:sym:f32", "fp8": "fp8:row:sym:f32",
 }  # fmt: skip
-Found = dict[str, Any]
+Results = dict[str, Any]
 FAILURES = (RuntimeError, ValueError, ImportError, AssertionError, TritonError)
 
 
@@ -68,77 +76,77 @@ def main() -> None:
         sys.exit("no CUDA device: nothing is measured")
     deadline = time.monotonic() + 60 * options.minutes
     torch.manual_seed(0)
-    found: Found = {
+    results: Results = {
         "schema": "quantforge.gpu-benchmark/1", "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "triton": triton.__version__, "seconds": {},
     }  # fmt: skip
     for name in options.part:
         start = time.monotonic()
-        found[name] = {}
+        results[name] = {}
         try:
-            PARTS[name](found, found[name], deadline)
+            PARTS[name](results, results[name], deadline)
         except FAILURES as error:
-            found[name]["error"] = f"{type(error).__name__}: {error}"
-        found["seconds"][name] = round(time.monotonic() - start, 1)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(f"{name}: {found['seconds'][name]} s", file=sys.stderr, flush=True)
-    print(table(found))
+            results[name]["error"] = f"{type(error).__name__}: {error}"
+        results["seconds"][name] = round(time.monotonic() - start, 1)
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{name}: {results['seconds'][name]} s", file=sys.stderr, flush=True)
+    print(table(results))
 
 
-def relative_error(y: Tensor, wanted: Tensor) -> float:
-    return float((y.double() - wanted).norm() / wanted.norm())
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    return float((y.double() - reference).norm() / reference.norm())
 
 
-def correctness(_found: Found, part: Found, deadline: float) -> None:
+def correctness(_found: Results, part: Results, deadline: float) -> None:
     """Every form of weights, some rows, both types; the two paths of the matrix-vector kernel."""
-    for form in FORMS:
+    for form in WEIGHT_FORMS:
         for rows in (1, 3, 16, 70):
             for dtype in (torch.float16, torch.bfloat16):
                 if time.monotonic() > deadline:
                     return
-                task = problem(form, (1000, 2048), dtype)
-                part[f"{form}, {rows} rows, {dtype}"] = one_error(task, rows)
+                spec = make_spec(form, (1000, 2048), dtype)
+                part[f"{form}, {rows} rows, {dtype}"] = one_error(spec, rows)
     for dtype in (torch.float16, torch.bfloat16):
         part[f"assembly equals plain Triton, {dtype}"] = same_bits(dtype)
     for kind, grid in (("int8", "int"), ("fp8", "fp8")):
-        task = Problem(1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
-        if eight_bit_products.accepts(task):
-            codes, parameters = random_weights(task)
+        spec = MatmulSpec(1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
+        if w8a8_products.accepts(spec):
+            codes, parameters = random_weights(spec)
             x = torch.randn(5, 2048, device="cuda").bfloat16()
-            y = eight_bit_products.matmul(
-                x, eight_bit_products.prepare(codes, parameters, task), task
-            )
+            y = w8a8_products.matmul(x, w8a8_products.prepare(codes, parameters, spec), spec)
             weight = fallback.decode_rows(
-                fallback.prepare(codes, parameters, task), task, slice(None)
+                fallback.prepare(codes, parameters, spec), spec, slice(None)
             )
-            part[f"{kind} x {kind}"] = relative_error(y, fallback.product(x, weight, kind))
-    from experts import FORMS as GROUPED
+            part[f"{kind} x {kind}"] = relative_error(
+                y, fallback.reference_product(x, weight, kind)
+            )
+    from experts import WEIGHT_FORMS as GROUPED
     from experts import grouped_error
 
     for form in GROUPED:
         for tokens in (1, 8, 200):
             part[f"experts, {form}, {tokens} tokens"] = grouped_error(form, tokens)
-    for kind in KINDS:
+    for kind in CACHE_KINDS:
         part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind, kind)
     part["attention, keys int8, values int4"] = attention_error("int8", "int4")
 
 
-def one_error(task: Problem, rows: int) -> float:
-    codes, parameters = random_weights(task)
-    x = torch.randn(rows, task.in_features, device="cuda").to(task.dtype)
-    kernel = select(task)
-    y = kernel.matmul(x, kernel.prepare(codes, parameters, task), task)
-    weight = fallback.decode_rows(fallback.prepare(codes, parameters, task), task, slice(None))
-    return relative_error(y, fallback.product(x, weight))
+def one_error(spec: MatmulSpec, rows: int) -> float:
+    codes, parameters = random_weights(spec)
+    x = torch.randn(rows, spec.in_features, device="cuda").to(spec.dtype)
+    kernel = select_kernel(spec)
+    y = kernel.matmul(x, kernel.prepare(codes, parameters, spec), spec)
+    weight = fallback.decode_rows(fallback.prepare(codes, parameters, spec), spec, slice(None))
+    return relative_error(y, fallback.reference_product(x, weight))
 
 
 def same_bits(dtype: torch.dtype) -> bool:
-    task = problem("int4 g128", (4096, 4096), dtype)
-    held = plane_products.prepare(*random_weights(task), task)
+    spec = make_spec("int4 g128", (4096, 4096), dtype)
+    packed = plane_products.prepare(*random_weights(spec), spec)
     x = torch.randn(1, 4096, device="cuda").to(dtype)
     results = [
         plane_products.launch(
-            "matvec", x, held, task,
+            "matvec", x, packed, spec,
             plane_products.Tile(8, 1024, 1, 1), mode,
         )
         for mode in (1, 2)
@@ -147,25 +155,25 @@ def same_bits(dtype: torch.dtype) -> bool:
 
 
 def attention_error(*kinds: str) -> float:
-    shape = (64, kv.PAGE, 8, 128)
+    shape = (64, kv.PAGE_SIZE, 8, 128)
     stores = [kv.encode(torch.randn(shape, device="cuda").bfloat16(), kind) for kind in kinds]
     q = torch.randn(2, 32, 128, device="cuda").bfloat16()
     table = torch.randperm(64, device="cuda").view(2, 32).int()
     lengths = torch.tensor([700, 1024], device="cuda", dtype=torch.int32)
-    scores = attention.Scores(128**-0.5)
+    scores = attention.ScoreOptions(128**-0.5)
     arguments = (q, *stores, table, lengths, scores)
-    y = attention.attend_fused(*arguments)
-    return relative_error(y, attention.attend_plain(*arguments).double())
+    y = attention.attend_triton(*arguments)
+    return relative_error(y, attention.attend_reference(*arguments).double())
 
 
-def bandwidth(_found: Found, part: Found, _deadline: float) -> None:
+def bandwidth(_found: Results, part: Results, _deadline: float) -> None:
     """Measure reading."""
     part["bytes_per_second"] = read_bandwidth()
 
 
-def kernels(found: Found, part: Found, deadline: float) -> None:
+def kernels(results: Results, part: Results, deadline: float) -> None:
     """Time every form, shape and number of rows; bytes are those of the packed weights."""
-    rate = found.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
+    bandwidth_rate = results.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
     for shape in SHAPES:
         base = dense_times(shape)
         for peer, measured in PEERS.items():
@@ -178,20 +186,20 @@ def kernels(found: Found, part: Found, deadline: float) -> None:
                 part[f"{peer}, {shape[0]}x{shape[1]}, {rows}"] = {
                     "seconds": value, "over_fp16": base[rows] / value,
                 }  # fmt: skip
-        for form in TIMED:
+        for form in TIMED_FORMS:
             if time.monotonic() > deadline - 120:  # the last part needs its time
                 part["cut short"] = f"{shape}, {form}"
                 return
-            weights = copies(problem(form, shape, torch.float16))
+            weights = copies(make_spec(form, shape, torch.float16))
             nbytes = sum(value.nbytes for value in weights[0].values())
             for rows in ROWS:
-                task = problem(form, shape, torch.float16)
+                spec = make_spec(form, shape, torch.float16)
                 x = torch.randn(rows, shape[1], device="cuda").half()
-                multiply = select(task).matmul
-                value = seconds([partial(multiply, x, held, task) for held in weights])
+                multiply = select_kernel(spec).matmul
+                value = seconds([partial(multiply, x, packed, spec) for packed in weights])
                 part[f"{form}, {shape[0]}x{shape[1]}, {rows}"] = {
                     "seconds": value, "over_fp16": base[rows] / value,
-                    "bandwidth_share": nbytes / value / rate,
+                    "bandwidth_share": nbytes / value / bandwidth_rate,
                 }  # fmt: skip
 
 
@@ -199,11 +207,11 @@ def dense_times(shape: tuple[int, int]) -> dict[int, float]:
     """The product of torch in fp16."""
     count = 1 + ROTATED_BYTES // (2 * shape[0] * shape[1])
     weights = [torch.randn(shape, device="cuda").half() for _ in range(count)]
-    found = {}
+    results = {}
     for rows in ROWS:
         x = torch.randn(rows, shape[1], device="cuda").half()
-        found[rows] = seconds([partial(torch.nn.functional.linear, x, w) for w in weights])
-    return found
+        results[rows] = seconds([partial(torch.nn.functional.linear, x, w) for w in weights])
+    return results
 
 
 def tinygemm(shape: tuple[int, int]) -> dict[int, float]:
@@ -212,14 +220,14 @@ def tinygemm(shape: tuple[int, int]) -> dict[int, float]:
     codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8, device="cuda")
     words = aten._convert_weight_to_int4pack(codes, 8)
     table = torch.randn(shape[1] // 128, shape[0], 2, device="cuda").bfloat16()
-    held = [words.clone() for _ in range(1 + ROTATED_BYTES // (shape[0] * shape[1] // 2))]
-    found = {}
+    packed = [words.clone() for _ in range(1 + ROTATED_BYTES // (shape[0] * shape[1] // 2))]
+    results = {}
     for rows in ROWS:
         x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-        found[rows] = seconds(
-            [partial(aten._weight_int4pack_mm, x, weight, 128, table) for weight in held]
+        results[rows] = seconds(
+            [partial(aten._weight_int4pack_mm, x, weight, 128, table) for weight in packed]
         )
-    return found
+    return results
 
 
 def bitsandbytes(shape: tuple[int, int]) -> dict[int, float]:
@@ -239,24 +247,24 @@ PEERS: dict[str, Callable[[tuple[int, int]], dict[int, float]]] = {
 }  # fmt: skip
 
 
-def experts(found: Found, part: Found, deadline: float) -> None:
+def experts(results: Results, part: Results, deadline: float) -> None:
     """Time grouped products; see `experts.measure`."""
     from experts import measure
 
-    rate = found.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
-    measure(part, rate, deadline - 60)
+    bandwidth_rate = results.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
+    measure(part, bandwidth_rate, deadline - 60)
 
 
-def decode(found: Found, part: Found, deadline: float) -> None:
+def decode(results: Results, part: Results, deadline: float) -> None:
     """Tokens per second of a random model of 8 billion weights, and the share of the roofline."""
     from decode_8b import measure_decode
 
-    rate = found.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
-    for name, scheme in DECODED.items():
+    bandwidth_rate = results.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
+    for name, scheme in DECODE_SCHEMES.items():
         if time.monotonic() > deadline - 20:
             part["cut short"] = name
             return
-        part[name] = measure_decode(LLAMA_8B, scheme, rate)
+        part[name] = measure_decode(LLAMA_8B, scheme, bandwidth_rate)
         if "bf16" in part:
             part[name]["over_bf16"] = (
                 part[name]["tokens_per_second"] / part["bf16"]["tokens_per_second"]
@@ -264,18 +272,18 @@ def decode(found: Found, part: Found, deadline: float) -> None:
         torch.cuda.empty_cache()
 
 
-PARTS: dict[str, Callable[[Found, Found, float], None]] = {
+PARTS: dict[str, Callable[[Results, Results, float], None]] = {
     "correctness": correctness, "bandwidth": bandwidth, "kernels": kernels, "experts": experts,
     "decode": decode,
 }  # fmt: skip
 
 
-def table(found: Found) -> str:
+def table(results: Results) -> str:
     """Write what was found as text."""
-    lines = [f"{found['device']}, torch {found['torch']}, triton {found['triton']}"]
+    lines = [f"{results['device']}, torch {results['torch']}, triton {results['triton']}"]
     for name in PARTS:
         lines.append(f"\n{name}")
-        for key, value in found.get(name, {}).items():
+        for key, value in results.get(name, {}).items():
             text = str(value)
             if isinstance(value, dict):
                 text = ", ".join(f"{what} {number:.4g}" for what, number in value.items())

@@ -10,13 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from quantforge_kernels.problem import Packed, Problem
-from quantforge_kernels.select import select
+from quantforge_kernels.matmul_spec import MatmulSpec, PackedWeight
+from quantforge_kernels.select import select_kernel
 
 ROTATED_BYTES = 256 << 20  # the L2 cache of an H200 holds 50 MB
 REPEATS = 7
 
-FORMS: dict[str, dict[str, object]] = {
+WEIGHT_FORMS: dict[str, dict[str, object]] = {
     "int4 g128": {"bits": 4, "group_size": 128, "symmetric": True},
     "int4 g32 asym": {"bits": 4, "group_size": 32, "symmetric": False},
     "int8 g128": {"bits": 8, "group_size": 128, "symmetric": True},
@@ -27,55 +27,55 @@ FORMS: dict[str, dict[str, object]] = {
     },
     "fp8 e5m2": {"bits": 8, "group_size": 128, "symmetric": True, "grid": "e5m2"},
     "nvfp4": {
-        "bits": 4, "group_size": 16, "symmetric": True, "grid": "table", "superblock": 256,
-        "lower": "e4m3",
+        "bits": 4, "group_size": 16, "symmetric": True, "grid": "table", "superblock_size": 256,
+        "lower_encoding": "e4m3",
     },
     "q2_k": {
-        "bits": 2, "group_size": 16, "symmetric": False, "minima": True, "superblock": 256,
-        "lower": "pairs",
+        "bits": 2, "group_size": 16, "symmetric": False, "has_minima": True, "superblock_size": 256,
+        "lower_encoding": "pairs",
     },
     "q4_k": {
-        "bits": 4, "group_size": 32, "symmetric": False, "minima": True, "superblock": 256,
+        "bits": 4, "group_size": 32, "symmetric": False, "has_minima": True, "superblock_size": 256,
     },
-    "q6_k": {"bits": 6, "group_size": 16, "symmetric": True, "superblock": 256},
+    "q6_k": {"bits": 6, "group_size": 16, "symmetric": True, "superblock_size": 256},
 }  # fmt: skip
 
 
-def problem(form: str, shape: tuple[int, int], dtype: torch.dtype) -> Problem:
+def make_spec(form: str, shape: tuple[int, int], dtype: torch.dtype) -> MatmulSpec:
     """State the product of a named form of weights."""
     fields: dict[str, object] = {"out_features": shape[0], "in_features": shape[1]}
-    return Problem(**fields, **FORMS[form], dtype=dtype, device="cuda")  # type: ignore[arg-type]
+    return MatmulSpec(**fields, **WEIGHT_FORMS[form], dtype=dtype, device="cuda")  # type: ignore[arg-type]
 
 
-def random_weights(task: Problem, device: str = "cuda") -> tuple[Tensor, dict[str, Tensor]]:
+def random_weights(spec: MatmulSpec, device: str = "cuda") -> tuple[Tensor, dict[str, Tensor]]:
     """Return codes over their whole range, and parameters."""
-    shape = (task.out_features, task.in_features)
-    size = (-(-shape[0] // task.tile_rows), task.groups)
-    codes = torch.randint(0, 2**task.bits, shape, dtype=torch.uint8, device=device)
-    if task.grid in {"fp8", "e5m2"}:
-        least = 0x7F if task.grid == "fp8" else 0x7C
+    shape = (spec.out_features, spec.in_features)
+    size = (-(-shape[0] // spec.tile_rows), spec.groups_per_row)
+    codes = torch.randint(0, 2**spec.bits, shape, dtype=torch.uint8, device=device)
+    if spec.grid in {"fp8", "e5m2"}:
+        least = 0x7F if spec.grid == "fp8" else 0x7C
         codes = torch.where((codes & 0x7F) >= least, 0, codes)
     parameters = {"scales": (torch.randn(size, device=device) * 0.01).half()}
-    most = 16 if task.lower == "pairs" else 64
-    if task.superblock:
-        above = (shape[0], shape[1] // task.superblock)
-        parameters["scales"] = torch.randint(0, most, size, device=device, dtype=torch.uint8)
+    max_code = 16 if spec.lower_encoding == "pairs" else 64
+    if spec.superblock_size:
+        above = (shape[0], shape[1] // spec.superblock_size)
+        parameters["scales"] = torch.randint(0, max_code, size, device=device, dtype=torch.uint8)
         parameters["d"] = (torch.randn(above, device=device) * 0.01).half()
-    if task.minima:
-        parameters["mins"] = torch.randint(0, most, size, device=device, dtype=torch.uint8)
+    if spec.has_minima:
+        parameters["mins"] = torch.randint(0, max_code, size, device=device, dtype=torch.uint8)
         parameters["dmin"] = (torch.randn(above, device=device) * 0.01).half()
-    elif not task.symmetric:
-        parameters["zeros"] = torch.randint(0, 2**task.bits, size, device=device, dtype=torch.uint8)
-    if task.grid == "table":
+    elif not spec.symmetric:
+        parameters["zeros"] = torch.randint(0, 2**spec.bits, size, device=device, dtype=torch.uint8)
+    if spec.grid == "table":
         parameters["table"] = torch.linspace(-1, 1, 16, device=device)
     return codes, parameters
 
 
-def copies(task: Problem) -> list[Packed]:
+def copies(spec: MatmulSpec) -> list[PackedWeight]:
     """Pack the same problem so often that no cache holds it."""
-    first = select(task).prepare(*random_weights(task), task)
-    each = sum(part.nbytes for part in first.values())
-    rest = range(ROTATED_BYTES // each)
+    first = select_kernel(spec).prepare(*random_weights(spec), spec)
+    top_k = sum(part.nbytes for part in first.values())
+    rest = range(ROTATED_BYTES // top_k)
     return [first, *({name: part.clone() for name, part in first.items()} for _ in rest)]
 
 
@@ -88,7 +88,7 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
+        outputs = [call() for call in calls]
     graph.replay()
     times = []
     for _ in range(REPEATS):
@@ -98,7 +98,7 @@ def seconds(calls: Sequence[Callable[[], object]]) -> float:
         end.record()  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
-    del kept
+    del outputs
     return median(times) / len(calls)
 
 

@@ -1,8 +1,8 @@
-"""Selection of the kernel for a problem: the first one that accepts it, tried once before anything relies on it.
+"""Selection of the kernel for a product: the first one that accepts it, after a trial run.
 
 The last kernel of the list accepts everything. The trial runs a kernel on zeros: compilers fail in ways that no
-declaration foresees (a driver too old for the code, a register file too small, a library that is missing), and what
-they raise is turned into a reason.
+declaration foresees (a driver that is too old, too few registers, a missing library), and their exceptions become the
+reason for a fallback.
 """
 
 from __future__ import annotations
@@ -14,60 +14,70 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels import fallback, layers
-from quantforge_kernels.attention import Scores, attend
+from quantforge_kernels.attention import ScoreOptions, attend
 from quantforge_kernels.cpu import packed_integers
-from quantforge_kernels.gpu import eight_bit_products, plane_products
-from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners, by_matrix
-from quantforge_kernels.kv import PAGE, Store
-from quantforge_kernels.problem import Kernel, Packed, Problem, has_triton
+from quantforge_kernels.gpu import plane_products, w8a8_products
+from quantforge_kernels.grouped import (
+    ExpertRouting,
+    GroupedKernel,
+    GroupedMatmulSpec,
+    make_looped_kernel,
+)
+from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
+from quantforge_kernels.matmul_spec import Kernel, MatmulSpec, PackedWeight, has_triton
 
 KERNELS: tuple[Kernel, ...] = (
-    eight_bit_products.KERNEL,
-    plane_products.INTEGERS,
-    plane_products.TABLES,
-    plane_products.FLOAT8,
-    packed_integers.OF_OCTETS,
+    w8a8_products.KERNEL,
+    plane_products.INT_KERNEL,
+    plane_products.TABLE_KERNEL,
+    plane_products.FLOAT8_KERNEL,
+    packed_integers.INT8_KERNEL,
     packed_integers.KERNEL,
     fallback.KERNEL,
 )
-GROUPED: tuple[GroupedKernel, ...] = (*plane_products.GROUPED, *packed_integers.GROUPED)
+GROUPED_KERNELS: tuple[GroupedKernel, ...] = (
+    *plane_products.GROUPED_KERNELS,
+    *packed_integers.GROUPED_KERNELS,
+)
 
 
-def select(problem: Problem) -> Kernel:
-    """Return the first kernel that accepts the problem."""
-    return next(kernel for kernel in KERNELS if kernel.accepts(problem))
+def select_kernel(spec: MatmulSpec) -> Kernel:
+    """Return the first kernel that accepts the specification."""
+    return next(kernel for kernel in KERNELS if kernel.accepts(spec))
 
 
-def select_grouped(problem: GroupedProblem) -> GroupedKernel:
-    """Return the first kernel for grouped products that accepts; else products one after the other."""
-    found = (kernel for kernel in GROUPED if kernel.accepts(problem))
-    return next(found, None) or by_matrix(select(problem.each))
+def select_grouped_kernel(spec: GroupedMatmulSpec) -> GroupedKernel:
+    """Return the first grouped kernel that accepts the specification, else one that loops over the experts."""
+    kernels = (kernel for kernel in GROUPED_KERNELS if kernel.accepts(spec))
+    return next(kernels, None) or make_looped_kernel(select_kernel(spec.matrix_spec))
 
 
-def failure(kernel: Kernel, packed: Packed, problem: Problem) -> str | None:
-    """Return why the kernel cannot multiply, or None if it can; out of memory is not caught."""
+def find_kernel_failure(kernel: Kernel, packed: PackedWeight, spec: MatmulSpec) -> str | None:
+    """Try the kernel on zeros; return its error as text, or None if it works. Out-of-memory errors are raised."""
     device = next(iter(packed.values())).device
-    return _raised(lambda x: kernel.matmul(x.to(device), packed, problem), problem, (1, 2))
+    return _try_multiply(lambda x: kernel.matmul(x.to(device), packed, spec), spec, (1, 2))
 
 
-def grouped_failure(kernel: GroupedKernel, packed: Packed, problem: GroupedProblem) -> str | None:
-    """Return likewise why a kernel for grouped products cannot multiply."""
+def find_grouped_failure(
+    kernel: GroupedKernel, packed: PackedWeight, spec: GroupedMatmulSpec
+) -> str | None:
+    """Try a grouped kernel on zeros; return its error as text, or None if it works."""
     device = next(iter(packed.values())).device
 
     def multiply(x: Tensor) -> object:
-        index = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
-        return kernel.matmul(x.to(device), Owners(index, problem.matrices), packed, problem)
+        experts = torch.zeros(len(x), 1, dtype=torch.int32, device=device)
+        return kernel.matmul(x.to(device), ExpertRouting(experts, spec.num_matrices), packed, spec)
 
-    return _raised(multiply, problem.each, (1, 2, 64 * problem.matrices))
+    return _try_multiply(multiply, spec.matrix_spec, (1, 2, 64 * spec.num_matrices))
 
 
-def _raised(
-    multiply: Callable[[Tensor], object], problem: Problem, counts: tuple[int, ...]
+def _try_multiply(
+    multiply: Callable[[Tensor], object], spec: MatmulSpec, row_counts: tuple[int, ...]
 ) -> str | None:
-    errors: tuple[type[Exception], ...] = (RuntimeError, OSError, *_errors())
+    errors: tuple[type[Exception], ...] = (RuntimeError, OSError, *_triton_errors())
     try:
-        for rows in counts:
-            multiply(torch.zeros(rows, problem.in_features, dtype=problem.dtype))
+        for rows in row_counts:
+            multiply(torch.zeros(rows, spec.in_features, dtype=spec.dtype))
     except torch.OutOfMemoryError:
         raise
     except errors as error:
@@ -76,24 +86,26 @@ def _raised(
 
 
 def warm_up(dtype: torch.dtype) -> None:
-    """Compute a small layer on the processor, so that what compilers hold is there before memory is measured."""
-    problem = Problem(256, 256, 4, 128, True, dtype, "cpu")
-    kernel = select(problem)
+    """Run a small layer on the CPU, so that memory held by compilers exists before memory is measured."""
+    spec = MatmulSpec(256, 256, 4, 128, True, dtype, "cpu")
+    kernel = select_kernel(spec)
     codes, scales = torch.zeros(256, 256, dtype=torch.uint8), torch.ones(256, 2, dtype=dtype)
-    failure(kernel, kernel.prepare(codes, {"scales": scales}, problem), problem)
+    find_kernel_failure(kernel, kernel.prepare(codes, {"scales": scales}, spec), spec)
     x = torch.zeros(2, 256, dtype=dtype)
     for residual in (x, None):
-        layers.add_norm(x, residual, x[0], 1e-5)
+        layers.add_rms_norm(x, residual, x[0], 1e-5)
     layers.silu_gate(layers.linear(x, torch.zeros(256, 256, dtype=dtype)), x)
-    heads, angles = x.view(2, 4, 64), x[:, :32]
-    page = Store(torch.zeros(1, PAGE, 1, 64, dtype=dtype))
+    query, angles = x.view(2, 4, 64), x[:, :32]
+    pages = EncodedKV(torch.zeros(1, PAGE_SIZE, 1, 64, dtype=dtype))
     table, length = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    attend(layers.rotate(heads, angles, angles), page, page, table, length, Scores(1.0))
+    attend(
+        layers.apply_rotary(query, angles, angles), pages, pages, table, length, ScoreOptions(1.0)
+    )
 
 
-def _errors() -> tuple[type[Exception], ...]:
-    """Return the errors of Triton, where there is one."""
+def _triton_errors() -> tuple[type[Exception], ...]:
+    """Return Triton's exception class, or nothing if Triton is not installed."""
     if not has_triton():
         return ()
-    found: type[Exception] = import_module("triton.errors").TritonError
-    return (found,)
+    triton_error: type[Exception] = import_module("triton.errors").TritonError
+    return (triton_error,)

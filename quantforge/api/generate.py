@@ -203,7 +203,7 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    program_cache.LISTENERS[:] = [lambda: settings.note(COMPILING)]
+    program_cache.BEFORE_COMPILE_CALLBACKS[:] = [lambda: settings.note(COMPILING)]
     if isinstance(model, str | Path):
         share, bits = _share(settings), settings.input_bits
         loaded = load(path, settings.device, torch.bfloat16, input_bits=bits, share=share)

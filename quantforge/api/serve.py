@@ -152,15 +152,15 @@ def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
     Raises:
         UsageError: not even one.
     """
-    from quantforge_kernels.kv import PAGE
+    from quantforge_kernels.kv import PAGE_SIZE
 
-    full, rings = rows * -(-layout.tokens // PAGE), rows * layout.ring_bytes
+    full, rings = rows * -(-layout.tokens // PAGE_SIZE), rows * layout.ring_bytes
     left = int(gib * (1 << 30)) - rings
     pages = min(full, left // layout.page_bytes) if layout.page_bytes else full * (left >= 0)
     if pages < 1:
         beside = f", beside {rings} of windows" if rings else ""
         raise UsageError(
-            f"a cache of {gib:g} GiB: {PAGE} tokens take {layout.page_bytes} bytes{beside}",
+            f"a cache of {gib:g} GiB: {PAGE_SIZE} tokens take {layout.page_bytes} bytes{beside}",
             "give it more memory" + (", or less --concurrent" if rings else ""),
         )
     return pages

@@ -34,7 +34,7 @@ from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageE
 from quantforge.files.disk import create
 from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
 from quantforge_files import system
-from quantforge_kernels.cpu import features
+from quantforge_kernels.cpu import instruction_sets
 
 # Verbs in the order of ``--help``, with what it says of them. Each is the function of its name, in the module of its
 # name in this folder.
@@ -261,9 +261,11 @@ def _check_environment() -> None:
         UsageError: naming it.
     """
     try:
-        features.switched_on()
+        instruction_sets.programs_enabled()
     except ValueError as error:
-        raise UsageError(str(error), f"export {features.SWITCH}=off, or unset it") from error
+        raise UsageError(
+            str(error), f"export {instruction_sets.SWITCH_VARIABLE}=off, or unset it"
+        ) from error
 
 
 # ---- errors

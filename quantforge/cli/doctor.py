@@ -69,17 +69,17 @@ def _version(name: str, missing: str, detail: str) -> Check:
 
 def _programs() -> list[Check]:
     """Say which instructions the programs of the kernels use, or that none are made, and why."""
-    from quantforge_kernels.cpu import features, program_cache
+    from quantforge_kernels.cpu import instruction_sets, program_cache
 
-    best, place = features.feature(), program_cache.folder()
+    best, place = instruction_sets.best_instruction_set(), program_cache.cache_folder()
     if best is not None:
         kept = "not kept on disk" if place is None else f"kept in {place}"
         return [
             ("PASS", "cpu programs", f"{best}, compiled by llvmlite {version('llvmlite')}, {kept}")
         ]
     why = "the processor has no AVX2"
-    if not features.switched_on():
-        why = f"{features.SWITCH}=off"
+    if not instruction_sets.programs_enabled():
+        why = f"{instruction_sets.SWITCH_VARIABLE}=off"
     return [("WARN", "cpu programs", f"none: {why}; torch computes, more slowly")]
 
 
@@ -88,14 +88,14 @@ def _cpu_kernels() -> list[Check]:
     import torch
 
     from quantforge_kernels import fallback
-    from quantforge_kernels.problem import Problem
-    from quantforge_kernels.select import select
+    from quantforge_kernels.matmul_spec import MatmulSpec
+    from quantforge_kernels.select import select_kernel
 
     found: list[Check] = []
     generator = torch.Generator().manual_seed(0)
     for bits, group in ((4, 128), (8, 256)):
-        problem = Problem(256, 256, bits, group, True, torch.bfloat16, "cpu")
-        kernel = select(problem)
+        problem = MatmulSpec(256, 256, bits, group, True, torch.bfloat16, "cpu")
+        kernel = select_kernel(problem)
         codes = torch.randint(0, 1 << bits, (256, 256), generator=generator, dtype=torch.uint8)
         scales = torch.rand(256, 256 // group, generator=generator) * 0.01 + 0.001
         weight = {"scales": scales}

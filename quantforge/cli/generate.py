@@ -395,7 +395,7 @@ def _print_answer(console: Console, answer: LiveAnswer) -> Generated:
     """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
     with _interruptible():
         for piece in answer:
-            program_cache.LISTENERS.clear()  # no note within the text
+            program_cache.BEFORE_COMPILE_CALLBACKS.clear()  # no note within the text
             console.piece(piece)
     console.piece("\n")
     found = answer.generated()

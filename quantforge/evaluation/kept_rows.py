@@ -24,7 +24,7 @@ from quantforge.files.opener import read_object
 from quantforge.files.reader import CARD, Checkpoint
 from quantforge_files.roles import MANIFEST
 from quantforge_files.system import user_cache
-from quantforge_kernels.cpu import features
+from quantforge_kernels.cpu import instruction_sets
 
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import EvaluationOptions
@@ -96,7 +96,12 @@ def _key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Set
         parts = [*shards, manifest.place_of(path)] if path.is_file() else []
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
     seen = [[str(file), *_state(file)] for file in files]
-    machine = [platform.node(), features.feature(), features.switched_on(), features.limit()]
+    machine = [
+        platform.node(),
+        instruction_sets.best_instruction_set(),
+        instruction_sets.programs_enabled(),
+        instruction_sets.allowed_instruction_set(),
+    ]
     chosen = [repr(options), options.text, settings.device, settings.input_bits]
     used = [*chosen, manifest.versions(), machine, torch.get_num_threads()]
     return hashlib.sha256(json.dumps([used, seen], sort_keys=True).encode()).hexdigest()

@@ -74,11 +74,11 @@ class KernelTerms:
     """A tensor in the terms of the kernels: nothing of it is rounded on the way.
 
     Attributes:
-        grid: of `quantforge_kernels.problem.Problem`.
+        grid: of `quantforge_kernels.matmul_spec.MatmulSpec`.
         codes: uint8 from 0, or the bytes of floats.
         parameters: ``scales``, and where they are needed ``zeros``, ``mins``, ``table``, ``d`` and ``dmin``.
         superblock: columns under one ``d``, where a group's scale is in two levels; 0: there is one level.
-        lower: how the lower of two levels is held, see `Problem.lower`.
+        lower: how the lower of two levels is held, see `MatmulSpec.lower_encoding`.
     """
 
     grid: str

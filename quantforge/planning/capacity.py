@@ -28,7 +28,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.gpu_cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
 from quantforge.plans import Plan
-from quantforge_kernels import kv_runs
+from quantforge_kernels import kv_row_layout
 
 MARGIN = 0.9  # of the memory: the rest is for code, graphs and the allocator
 CHUNK = 2048  # tokens of a step that reads a prompt, at least
@@ -93,7 +93,7 @@ def rows_of(kind: str) -> RowBytes:
                 f"--cache {kind}: a layer keeps one vector for keys and values together",
                 "one word for both",
             )
-        return kv_runs.row_bytes(width, values if part == VALUES else keys, ACTIVATION)
+        return kv_row_layout.row_bytes(width, values if part == VALUES else keys, ACTIVATION)
 
     return row
 

@@ -1,6 +1,6 @@
 """The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages.
 
-Token ``t`` of sequence ``s`` lies in page ``table[s, t // PAGE]`` at place ``t % PAGE``, in every
+Token ``t`` of sequence ``s`` lies in page ``table[s, t // PAGE_SIZE]`` at place ``t % PAGE_SIZE``, in every
 layer. Sequences of any length share one pool and waste less than a page each; evicting a sequence
 only edits the table. Entries are stored in the type of the activations, or quantized once as they arrive
 (`quantforge_kernels.kv`), and attention always reads what is stored.
@@ -29,9 +29,9 @@ from quantforge.errors import InputError
 from quantforge.runtime.memory import check_cache, free_bytes
 from quantforge_kernels import kv
 from quantforge_kernels.cpu import layer_launchers
-from quantforge_kernels.kv import PAGE, Store
+from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
 
-Pools = tuple[Store, Store]  # the keys, and the values, of one layer
+Pools = tuple[EncodedKV, EncodedKV]  # the keys, and the values, of one layer
 LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
 PAGED = 0  # the key of the table of layers without a ring; the others have their window for a key
 
@@ -68,7 +68,7 @@ class CacheShape:
 
     @property
     def kinds(self) -> tuple[str, str]:
-        """Return how keys and how values are stored, each one of `quantforge_kernels.kv_runs.KINDS`."""
+        """Return how keys and how values are stored, each one of `quantforge_kernels.kv_row_layout.CACHE_KINDS`."""
         return kinds_of(self.kind or PLAIN)
 
     @property
@@ -80,7 +80,7 @@ class CacheShape:
     def layer_bytes(self) -> int:
         """Return the bytes of one token in one layer."""
         return sum(
-            kv.token_bytes(self.kv_heads, self.head, kind, self.dtype) for kind in self.kinds
+            kv.bytes_per_token(self.kv_heads, self.head, kind, self.dtype) for kind in self.kinds
         )
 
 
@@ -101,10 +101,10 @@ class CacheLayout:
     @property
     def rings(self) -> dict[int, int]:
         """Return the pages of a ring by the window of its layers."""
-        whole = -(-self.tokens // PAGE)
+        whole = -(-self.tokens // PAGE_SIZE)
         # As many tokens as are alive at a time begin anywhere in a page.
         alive = {window: window + self.ahead - 1 for window in {*self.shape.windows} if window}
-        found = {window: (tokens - 2) // PAGE + 2 for window, tokens in alive.items()}
+        found = {window: (tokens - 2) // PAGE_SIZE + 2 for window, tokens in alive.items()}
         return {window: pages for window, pages in found.items() if self.ahead and pages < whole}
 
     def expect(self, tokens: int) -> None:
@@ -120,32 +120,32 @@ class CacheLayout:
     @property
     def page_bytes(self) -> int:
         """Return the bytes of a page of all layers without a ring."""
-        return PAGE * self.shape.layer_bytes * self.keys.count(PAGED)
+        return PAGE_SIZE * self.shape.layer_bytes * self.keys.count(PAGED)
 
     @property
     def ring_bytes(self) -> int:
         """Return the bytes of the rings of one row."""
         pages = sum(pages * self.keys.count(window) for window, pages in self.rings.items())
-        return PAGE * self.shape.layer_bytes * pages
+        return PAGE_SIZE * self.shape.layer_bytes * pages
 
     def sequence_bytes(self, tokens: int) -> int:
         """Return the bytes that a sequence of so many tokens takes."""
-        return self.ring_bytes + self.page_bytes * -(-tokens // PAGE)
+        return self.ring_bytes + self.page_bytes * -(-tokens // PAGE_SIZE)
 
     def ring_tables(self, rows: int, device: torch.device) -> dict[int, Tensor]:
         """Return by window the pages of every place of a row, ``[rows, most pages]`` int32; they never change."""
         row = torch.arange(rows, device=device)[:, None]
-        place = torch.arange(-(-self.tokens // PAGE), device=device)
+        place = torch.arange(-(-self.tokens // PAGE_SIZE), device=device)
         return {window: (row * pages + place % pages).int() for window, pages in self.rings.items()}
 
     def stores(self, rows: int, pages: int, device: torch.device) -> list[Pools]:
         """Allocate the keys and values of every layer: ``pages`` for all rows, or their rings."""
         shape, rings = self.shape, self.rings
 
-        def empty(key: int, kind: str) -> Store:
+        def empty(key: int, kind: str) -> EncodedKV:
             count = rows * rings[key] if key else pages
-            size = (count, PAGE, shape.kv_heads)
-            return kv.empty(size, shape.head, kind, shape.dtype, device)
+            size = (count, PAGE_SIZE, shape.kv_heads)
+            return kv.allocate(size, shape.head, kind, shape.dtype, device)
 
         keys, values = shape.kinds
         return [(empty(key, keys), empty(key, values)) for key in self.keys]
@@ -178,7 +178,7 @@ class CacheRows:
         self.sequences = len(tables[PAGED])
         self.lengths = tables[PAGED].new_zeros(self.sequences)
         self._scales = (
-            scales  # by layer, of keys and values, for every run of channels (`kv.spread`)
+            scales  # by layer, of keys and values, for every run of channels (`kv.expand_scale`)
         )
         self._counts = [0] * self.sequences  # the lengths, on the host
 
@@ -206,7 +206,7 @@ class CacheRows:
         new = torch.arange(tokens, device=self.lengths.device)
         at = self.lengths[:, None].long() + new
         return {
-            key: table.long().gather(1, at // PAGE) * PAGE + at % PAGE
+            key: table.long().gather(1, at // PAGE_SIZE) * PAGE_SIZE + at % PAGE_SIZE
             for key, table in self.tables.items()
         }
 
@@ -215,19 +215,19 @@ class CacheRows:
         pools, scales = self.layers[layer], self._scales.get(layer, (None, None))
         kinds = pools[0].kind, pools[1].kind
         if layer_launchers.accepts_cache(keys.shape[2], kinds, keys, values):
-            layer_launchers.store((keys, values), pools, slots, scales)
+            layer_launchers.store_kv((keys, values), pools, slots, scales)
             return
         for store, new, scale in zip(pools, (keys, values), scales, strict=True):
             encoded = kv.encode(new, store.kind, scale)
-            for pool, part in zip(store.each(), encoded.each(), strict=True):
+            for pool, part in zip(store.tensors(), encoded.tensors(), strict=True):
                 _flat(pool)[slots] = _raw(part)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE, kv_heads, head]`` each."""
+        """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE_SIZE, kv_heads, head]`` each."""
         table, found = table.long(), []
         for store in self.layers[layer]:
-            parts = [_raw(part)[table].view(part.dtype).flatten(1, 2) for part in store.each()]
-            found.append(kv.decode(Store(*parts), self.shape.dtype))
+            parts = [_raw(part)[table].view(part.dtype).flatten(1, 2) for part in store.tensors()]
+            found.append(kv.decode(EncodedKV(*parts), self.shape.dtype))
         return found[0], found[1]
 
 
@@ -264,11 +264,11 @@ class PagedCache(CacheRows):
         assert sequences > 0
         assert tokens > 0
         layout = CacheLayout(shape, tokens, ahead)
-        each = -(-tokens // PAGE)
+        each = -(-tokens // PAGE_SIZE)
         paged = PAGED in layout.keys  # else there is nothing in the pool that could run out
         count = sequences * each if pages is None or not paged else pages
         needed = count * layout.page_bytes + sequences * layout.ring_bytes
-        size_of = (sequences, tokens) if pages is None else (1, pages * PAGE)
+        size_of = (sequences, tokens) if pages is None else (1, pages * PAGE_SIZE)
         check_cache(*size_of, shape.token_bytes, needed, free_bytes(device))
         layers = layout.stores(sequences, count, device)
         table = torch.zeros(sequences, each, dtype=torch.int32, device=device)
@@ -289,7 +289,7 @@ class PagedCache(CacheRows):
 
     def wanted(self, sequence: int, tokens: int) -> int:
         """Return how many more pages a sequence needs for ``tokens`` tokens in all."""
-        return max(0, -(-tokens // PAGE) - len(self._held[sequence]))
+        return max(0, -(-tokens // PAGE_SIZE) - len(self._held[sequence]))
 
     def reserve(self, sequence: int, tokens: int) -> None:
         """Make sure that a sequence has pages for ``tokens`` tokens in all.
@@ -299,7 +299,7 @@ class PagedCache(CacheRows):
         """
         held, wanted = self._held[sequence], self.wanted(sequence, tokens)
         if tokens > self.most_tokens or wanted > self.free:
-            room = min(self.most_tokens, PAGE * (len(held) + self.free))
+            room = min(self.most_tokens, PAGE_SIZE * (len(held) + self.free))
             raise InputError(
                 f"sequence {sequence} needs a cache of {tokens} tokens, there is room for {room}",
                 "shorten the prompt, ask for fewer new tokens, or make the cache larger",
@@ -311,7 +311,7 @@ class PagedCache(CacheRows):
 
     def shorten(self, sequence: int, tokens: int) -> None:
         """Forget all but the first ``tokens`` tokens of a sequence; pages beyond them are free again."""
-        held, kept = self._held[sequence], -(-tokens // PAGE)
+        held, kept = self._held[sequence], -(-tokens // PAGE_SIZE)
         assert tokens <= self._counts[sequence]
         while len(held) > kept:
             self._free.append(held.pop())
@@ -348,11 +348,11 @@ class PagedCache(CacheRows):
         """
         assert not self.layout.rings
         rows = [row for row, parent in enumerate(parents) if row != parent]
-        pages = slice(same // PAGE, -(-max(self._counts) // PAGE))
+        pages = slice(same // PAGE_SIZE, -(-max(self._counts) // PAGE_SIZE))
         to = self.table[rows, pages].long()
         source = self.table[[parents[row] for row in rows], pages].long()
         for store in (store for pair in self.layers for store in pair):
-            for part in map(_raw, store.each()):
+            for part in map(_raw, store.tensors()):
                 part[to] = part[source]
 
     def keep_path(self, sequence: int, start: int, nodes: Sequence[int]) -> None:
@@ -369,8 +369,10 @@ class PagedCache(CacheRows):
             to = torch.arange(start, start + len(nodes), device=device)
             for layer, stores in enumerate(self.layers):
                 table = self.table_of(layer)[sequence].long()
-                old, new = (table[at // PAGE] * PAGE + at % PAGE for at in (source, to))
-                for flat in (_flat(part) for store in stores for part in store.each()):
+                old, new = (
+                    table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in (source, to)
+                )
+                for flat in (_flat(part) for store in stores for part in store.tensors()):
                     flat[new] = flat[old]
         self.advance(sequence, start + len(nodes) - self.length(sequence))
 
@@ -395,7 +397,7 @@ def _spread(
     def spread(scale: Tensor, kind: str) -> Tensor | None:
         if kind != "fp8":
             return None
-        return kv.spread(scale.to(device), shape.kv_heads, shape.head, kind)
+        return kv.expand_scale(scale.to(device), shape.kv_heads, shape.head, kind)
 
     first, second = shape.kinds
     return {
@@ -410,5 +412,5 @@ def _raw(values: Tensor) -> Tensor:
 
 
 def _flat(pool: Tensor) -> Tensor:
-    """View ``[pages, PAGE, ...]`` as ``[places, ...]``."""
+    """View ``[pages, PAGE_SIZE, ...]`` as ``[places, ...]``."""
     return _raw(pool).view(-1, *_raw(pool).shape[2:])

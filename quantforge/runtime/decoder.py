@@ -33,8 +33,15 @@ from quantforge.runtime.linear import PackedLinear, multiply, ranks_of
 from quantforge.runtime.packed_experts import waits
 from quantforge.runtime.ragged_attention import RaggedBatch, Span, Taps, attend_many
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of, queries_of, width_of
-from quantforge_kernels.attention import Scores, attend
-from quantforge_kernels.layers import add_bias, add_norm, gelu_gate, linear, rotate, silu_gate
+from quantforge_kernels.attention import ScoreOptions, attend
+from quantforge_kernels.layers import (
+    add_bias,
+    add_rms_norm,
+    apply_rotary,
+    gelu_gate,
+    linear,
+    silu_gate,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -272,8 +279,8 @@ class Decoder:
                 q, k = (
                     neighbours_to_halves(x, width_of(entry.angles[layer.rotary])) for x in (q, k)
                 )
-            q = rotate(q, *entry.angles[queries_of(layer.rotary, entry.angles)])
-            k = rotate(k, *entry.angles[layer.rotary])
+            q = apply_rotary(q, *entry.angles[queries_of(layer.rotary, entry.angles)])
+            k = apply_rotary(k, *entry.angles[layer.rotary])
         if norms is not None and graph.norms_after_rotation:
             q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
         return q, k
@@ -284,7 +291,7 @@ class Decoder:
 
     def _add_norm(self, x: Tensor, update: Tensor | None, norm: Any) -> tuple[Tensor, Tensor]:
         if norm is not None and self._epsilon is not None:
-            return add_norm(x, update, norm.weight, self._epsilon, self._offset)
+            return add_rms_norm(x, update, norm.weight, self._epsilon, self._offset)
         x = x if update is None else x + update
         return (x if norm is None else norm(x)), x
 
@@ -325,7 +332,7 @@ class Layer:
     before_mlp: Any
     after_mlp: Any
     head_norms: tuple[Any, Any] | None
-    scores: Scores
+    scores: ScoreOptions
     rotary: str | None
     qkv: Joined | None
     gate_up: Joined | None
@@ -380,7 +387,7 @@ def layer_of(block: Any, family: Architecture, model: Any, index: int, join: boo
         before_mlp=_part(block, graph.before_mlp),
         after_mlp=_part(block, graph.after_mlp),
         head_norms=None if norms[0] is None else (norms[0], norms[1]),
-        scores=Scores(float(attention.scaling), float(cap), window or 0),
+        scores=ScoreOptions(float(attention.scaling), float(cap), window or 0),
         rotary=_rotary(graph, model, attention, index, window),
         qkv=_joined(attention, "q_proj", "k_proj", "v_proj") if join else None,
         gate_up=_joined(block.mlp, "gate_proj", "up_proj") if join else None,
@@ -475,7 +482,7 @@ def joinable(parts: Sequence[nn.Module]) -> bool:
         return False
     problems = {replace(part.problem, out_features=0) for part in packed}
     names = {tuple(part.packed) for part in packed}
-    apart = max(packed[0].chosen.rows_apart, packed[0].problem.tile_rows)
+    apart = max(packed[0].chosen.row_alignment, packed[0].problem.tile_rows)
     whole = all(part.problem.out_features % apart == 0 for part in packed)
     plain = all(part.takes_plain_input for part in packed)
     return len(problems) == len(names) == 1 and whole and plain

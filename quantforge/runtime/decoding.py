@@ -24,12 +24,12 @@ from quantforge.runtime.decoder import BlockInputs, Decoder, supports
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.sampling import Chosen, RowSampler, choose_rows
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.cpu.features import feature
+from quantforge_kernels.cpu.instruction_sets import best_instruction_set
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from quantforge_kernels.cpu.recording import Recorded
+    from quantforge_kernels.cpu.recording import RecordedPrograms
 
 CHUNK_TOKENS = 2048  # of a prefill, over all sequences
 WARM_UPS = 2
@@ -112,7 +112,7 @@ class TransformersEngine:
         self._cache.reorder_cache(torch.tensor(parents, device=self.device))
 
     def _forward(self, ids: Tensor) -> Tensor:
-        with many_rows.widening(self._model.dtype):
+        with many_rows.widen_products(self._model.dtype):
             output = self._model(ids, past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = output.past_key_values
         logits: Tensor = output.logits[:, -1]
@@ -207,9 +207,9 @@ class Step:
         self._graph: torch.cuda.CUDAGraph | None = None
         captured = decoder.device.type == "cuda" and not decoder.waits
         self._wanted = captured if graph is None else graph
-        self._record = graph is None and feature() is not None
+        self._record = graph is None and best_instruction_set() is not None
         self._entry: BlockInputs | None = None  # what the recorded programs read
-        self.recorded: Recorded | None = None
+        self.recorded: RecordedPrograms | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Return logits ``[sequences, vocabulary]`` after ``ids`` ``[sequences]``."""
@@ -241,7 +241,7 @@ class Step:
         else:
             for mine, given in zip(self._entry.tensors(), entry.tensors(), strict=True):
                 mine.copy_(given)
-            hidden = self.recorded.play()
+            hidden = self.recorded.replay()
         return self._decoder.logits(hidden[:, -1])
 
     def _capture(self) -> None:

@@ -3,7 +3,7 @@
 It describes its `QuantizedTensor` as a problem of the kernels (which grid, which parameters, in their plain terms;
 nothing is rounded on the way), gives codes and parameters to the first kernel that accepts them, keeps only what that
 kernel prepared, and multiplies. Which kernel it was is part of every report. A kernel that fails on this machine, which
-is found out at once, gives the weight to the fallback kernel, and ``failure`` says so.
+is found out at once, gives the weight to the fallback kernel, and ``find_kernel_failure`` says so.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from quantforge_kernels import fallback
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.grouped import GroupedKernel
 from quantforge_kernels.layers import add_bias, linear
-from quantforge_kernels.problem import Kernel, Packed, Problem
-from quantforge_kernels.select import failure, select
+from quantforge_kernels.matmul_spec import Kernel, MatmulSpec, PackedWeight
+from quantforge_kernels.select import find_kernel_failure, select_kernel
 
 if TYPE_CHECKING:
     from quantforge.runtime.tensor_parallel import Cut, Share
@@ -40,7 +40,7 @@ DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small mode
 class KernelWeight:
     """A quantized weight as kernels take it: the product it is for, and what `Kernel.prepare` lays out."""
 
-    problem: Problem
+    problem: MatmulSpec
     codes: Tensor
     parameters: dict[str, Tensor]
 
@@ -60,7 +60,7 @@ def kernel_weight(
     terms = packer_of(scheme).kernel_terms(replace(tensor, parameters=own))
     parameters = terms.parameters
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
-    problem = Problem(
+    problem = MatmulSpec(
         out_features=rows,
         in_features=columns,
         bits=scheme.bits,
@@ -70,10 +70,10 @@ def kernel_weight(
         device=str(device),
         grid=terms.grid,
         tile_rows=tile_rows,
-        activation=_activation(tensor),
-        minima="mins" in parameters,
-        superblock=terms.superblock,
-        lower=terms.lower,
+        activation_kind=_activation(tensor),
+        has_minima="mins" in parameters,
+        superblock_size=terms.superblock,
+        lower_encoding=terms.lower,
     )
     if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
         for name in {"scales", "zeros", "mins"} & parameters.keys():
@@ -103,7 +103,7 @@ class PackedWeights(nn.Module, ABC):
         super().__init__()
         self._names: list[str] = []
 
-    def hold(self, packed: Packed) -> None:
+    def hold(self, packed: PackedWeight) -> None:
         """Keep the tensors that the kernel prepared, in the place of those before."""
         for name in self._names:
             delattr(self, name)
@@ -112,7 +112,7 @@ class PackedWeights(nn.Module, ABC):
             self.register_buffer(name, value)
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedWeight:
         """Return the weights as the kernel keeps them."""
         return {name: self.get_buffer(name) for name in self._names}
 
@@ -133,7 +133,7 @@ class PackedWeights(nn.Module, ABC):
 
     @abstractmethod
     def round_inputs(self, bits: int) -> bool:
-        """Let a kernel round activations to so many bits (`Problem.input_bits`); return whether one does."""
+        """Let a kernel round activations to so many bits (`MatmulSpec.input_bits`); return whether one does."""
 
     @abstractmethod
     def keep_decoded(self, keep: bool) -> None:
@@ -169,8 +169,8 @@ class PackedLinear(PackedWeights):
         weight = kernel_weight(tensor, dtype, device)
         weight = weight if cut is None else cut.kernel_weight(weight)
         self.problem = weight.problem
-        self.chosen: Kernel = select(weight.problem)
-        self._input = None if weight.problem.activation else tensor.input
+        self.chosen: Kernel = select_kernel(weight.problem)
+        self._input = None if weight.problem.activation_kind else tensor.input
         scale, columns = tensor.parameters.get("input_scale"), tensor.outlier_columns
         self._input_scale = None if scale is None else scale.to(device)
         self._columns = None if columns is None else columns.to(device)
@@ -185,12 +185,12 @@ class PackedLinear(PackedWeights):
         if bias is not None:
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
-    def _prepared(self, weight: KernelWeight) -> Packed:
+    def _prepared(self, weight: KernelWeight) -> PackedWeight:
         """Prepare the weight and try the kernel; where it fails, the fallback kernel takes the weight."""
         packed = self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
         if self.chosen is fallback.KERNEL:
             return packed
-        self.failure = failure(self.chosen, packed, weight.problem)
+        self.failure = find_kernel_failure(self.chosen, packed, weight.problem)
         if self.failure is None:
             return packed
         self.failure = f"{self.chosen.name}: {self.failure}"
@@ -218,7 +218,7 @@ class PackedLinear(PackedWeights):
 
     def decoded_rows(self, part: slice) -> Tensor | None:
         """Return some decoded rows of the weight, in the type of activations; None but of the fallback kernel."""
-        exact_input = self.takes_plain_input and not self.problem.activation
+        exact_input = self.takes_plain_input and not self.problem.activation_kind
         if self.chosen is not fallback.KERNEL or not exact_input:
             return None
         return fallback.decode_rows(self.packed, self.problem, part).to(self.problem.dtype)
@@ -248,14 +248,14 @@ class PackedLinear(PackedWeights):
     def round_inputs(self, bits: int) -> bool:
         """Round activations, by a kernel of the same layout or in place of the fallback; return whether one does."""
         problem = replace(self.problem, input_bits=bits)
-        chosen, packed = select(problem), self.packed
+        chosen, packed = select_kernel(problem), self.packed
         if chosen is self.chosen:
             return False
         if chosen.prepare is not self.chosen.prepare:
             if self.chosen is not fallback.KERNEL:
                 return False
-            packed = chosen.prepare(*fallback.restore(packed, self.problem), problem)
-        if failure(chosen, packed, problem) is not None:
+            packed = chosen.prepare(*fallback.unpack_weight(packed, self.problem), problem)
+        if find_kernel_failure(chosen, packed, problem) is not None:
             return False
         self.problem, self.chosen = problem, chosen
         self.hold(packed)

@@ -39,9 +39,9 @@ from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, kernel_weight
 from quantforge_kernels import fallback, grouped
-from quantforge_kernels.grouped import GroupedKernel, GroupedProblem, Owners
+from quantforge_kernels.grouped import ExpertRouting, GroupedKernel, GroupedMatmulSpec
 from quantforge_kernels.layers import silu_gate
-from quantforge_kernels.select import grouped_failure, select_grouped
+from quantforge_kernels.select import find_grouped_failure, select_grouped_kernel
 
 Weight = Callable[[str, int], QuantizedTensor | Tensor]
 # The weights of one expert in a stack, ``[out, in]`` each, in the order of their rows.
@@ -222,7 +222,7 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return ``[tokens, hidden]``: of every token the sum of its experts' results by their weights."""
-        owners = Owners(top_k_index, self.num_experts)
+        owners = ExpertRouting(top_k_index, self.num_experts)
         inner = self.opening(hidden_states, owners)
         if self._interleaved > 1:
             inner = inner.unflatten(1, (self._interleaved, -1)).transpose(1, 2).flatten(1)
@@ -245,11 +245,11 @@ class PackedExperts(nn.Module):
         found = (self.opening.failure, self.down.failure)
         return [why for why in found if why is not None]
 
-    def _with_bias(self, y: Tensor, name: str, owners: Owners) -> Tensor:
+    def _with_bias(self, y: Tensor, name: str, owners: ExpertRouting) -> Tensor:
         if not self.module.has_bias:
             return y
         bias: Tensor = getattr(self.module, f"{name}_bias")
-        return y + bias[owners.pairs]
+        return y + bias[owners.expert_of_pair]
 
 
 def understood(module: Any) -> bool:
@@ -360,7 +360,7 @@ def waits(model: nn.Module) -> bool:
     """Return whether the host has to know which experts a token is sent to, so that no CUDA graph holds a step."""
     return any(
         isinstance(module, SeparateStack)
-        or (isinstance(module, PackedStack) and module.chosen.waits)
+        or (isinstance(module, PackedStack) and module.chosen.needs_host_sync)
         or holds_experts(module)
         for module in model.modules()
     )
@@ -406,12 +406,12 @@ class PackedStack(PackedWeights):
     ) -> None:
         super().__init__()
         first = joined(parts(0), dtype, device)
-        self.problem = GroupedProblem(first.problem, experts)
-        self.chosen: GroupedKernel = select_grouped(self.problem)
+        self.problem = GroupedMatmulSpec(first.problem, experts)
+        self.chosen: GroupedKernel = select_grouped_kernel(self.problem)
         self.failure = self._tried(first)
         if self.failure is not None:
             self.failure = f"{self.chosen.name}: {self.failure}"
-            self.chosen = grouped.by_matrix(fallback.KERNEL)
+            self.chosen = grouped.make_looped_kernel(fallback.KERNEL)
         self._tiles: dict[int, dict[int, Tensor]] | None = None  # decoded tiles of each expert
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
@@ -422,54 +422,61 @@ class PackedStack(PackedWeights):
                 yield weight.codes, weight.parameters
 
         try:
-            packed = grouped.stack(weights(), self.problem, self.chosen)
+            packed = grouped.prepare_stacked(weights(), self.problem, self.chosen)
         except ValueError as error:
             raise DifferentError(str(error)) from error
         self.hold(packed)
 
     def _tried(self, first: KernelWeight) -> str | None:
         """Return why the kernel fails on the first matrix alone; None where it does not."""
-        if self.chosen.layout is fallback.KERNEL:
+        if self.chosen.base_kernel is fallback.KERNEL:
             return None
-        alone = replace(self.problem, matrices=1)
-        packed = grouped.stack(iter([(first.codes, first.parameters)]), alone, self.chosen)
-        return grouped_failure(self.chosen, packed, alone)
+        alone = replace(self.problem, num_matrices=1)
+        packed = grouped.prepare_stacked(
+            iter([(first.codes, first.parameters)]), alone, self.chosen
+        )
+        return find_grouped_failure(self.chosen, packed, alone)
 
-    def forward(self, x: Tensor, owners: Owners) -> Tensor:
+    def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
         """Multiply ``x`` ``[rows, in]``; return ``[pairs, out]`` in the order of the owners' pairs."""
         if self._tiles is None:
             return self.chosen.matmul(x, owners, self.packed, self.problem)
-        each = len(owners.pairs) // max(1, len(x))
-        y = x.new_empty(len(owners.pairs), self.problem.each.out_features)
-        for expert, pairs in owners.groups():
+        each = len(owners.expert_of_pair) // max(1, len(x))
+        y = x.new_empty(len(owners.expert_of_pair), self.problem.matrix_spec.out_features)
+        for expert, pairs in owners.pairs_by_expert():
             kept = self._tiles.setdefault(expert, {})
-            part = grouped.matrix(self.packed, expert)
-            y[pairs] = fallback.matmul(x[pairs // each], part, self.problem.each, kept)
+            part = grouped.select_matrix(self.packed, expert)
+            y[pairs] = fallback.matmul(x[pairs // each], part, self.problem.matrix_spec, kept)
         return y
 
     @property
     def weights(self) -> int:
         """Return the number of weights of all experts."""
-        each = self.problem.each
-        return self.problem.matrices * each.out_features * each.in_features
+        each = self.problem.matrix_spec
+        return self.problem.num_matrices * each.out_features * each.in_features
 
     def round_inputs(self, bits: int) -> bool:
         """Round activations, by a kernel of the same layout or in place of the fallback; return whether one does."""
-        problem = replace(self.problem, each=replace(self.problem.each, input_bits=bits))
-        chosen, packed = select_grouped(problem), self.packed
+        problem = replace(
+            self.problem, matrix_spec=replace(self.problem.matrix_spec, input_bits=bits)
+        )
+        chosen, packed = select_grouped_kernel(problem), self.packed
         if chosen is self.chosen:
             return False
-        if chosen.layout.prepare is not self.chosen.layout.prepare:
-            if self.chosen.layout is not fallback.KERNEL:
+        if chosen.base_kernel.prepare is not self.chosen.base_kernel.prepare:
+            if self.chosen.base_kernel is not fallback.KERNEL:
                 return False
-            each = (grouped.matrix(packed, number) for number in range(problem.matrices))
-            packed = grouped.stack(
-                (fallback.restore(one, self.problem.each) for one in each), problem, chosen
+            each = (grouped.select_matrix(packed, number) for number in range(problem.num_matrices))
+            packed = grouped.prepare_stacked(
+                (fallback.unpack_weight(one, self.problem.matrix_spec) for one in each),
+                problem,
+                chosen,
             )
         alone = {
-            name: value if name in grouped.SHARED else value[:1] for name, value in packed.items()
+            name: value if name in grouped.SHARED_TENSORS else value[:1]
+            for name, value in packed.items()
         }
-        if grouped_failure(chosen, alone, replace(problem, matrices=1)) is not None:
+        if find_grouped_failure(chosen, alone, replace(problem, num_matrices=1)) is not None:
             return False
         self.problem, self.chosen = problem, chosen
         self.hold(packed)
@@ -477,7 +484,7 @@ class PackedStack(PackedWeights):
 
     def keep_decoded(self, keep: bool) -> None:
         """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
-        self._tiles = {} if keep and self.chosen.layout is fallback.KERNEL else None
+        self._tiles = {} if keep and self.chosen.base_kernel is fallback.KERNEL else None
 
 
 class SeparateStack(nn.Module):
@@ -505,11 +512,11 @@ class SeparateStack(nn.Module):
         found = (part.failure for part in self.modules() if isinstance(part, PackedLinear))
         return next((why for why in found if why is not None), None)
 
-    def forward(self, x: Tensor, owners: Owners) -> Tensor:
+    def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
         """Multiply as `PackedStack` does."""
-        each = len(owners.pairs) // max(1, len(x))
-        y = x.new_empty(len(owners.pairs), self._width)
-        for expert, pairs in owners.groups():
+        each = len(owners.expert_of_pair) // max(1, len(x))
+        y = x.new_empty(len(owners.expert_of_pair), self._width)
+        for expert, pairs in owners.pairs_by_expert():
             rows = x[pairs // each]
             y[pairs] = torch.cat([part(rows) for part in self._of(expert)], dim=-1)
         return y
@@ -539,7 +546,7 @@ def joined(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeig
     packed = [part for part in parts if isinstance(part, QuantizedTensor)]
     weights = [kernel_weight(part, dtype, device) for part in packed]
     for tensor, one in zip(packed, weights, strict=True):
-        if tensor.outlier_columns is not None or (tensor.input and not one.problem.activation):
+        if tensor.outlier_columns is not None or (tensor.input and not one.problem.activation_kind):
             raise DifferentError
     problems = {replace(one.problem, out_features=0) for one in weights}
     if len(packed) < len(parts) or len(problems) > 1:
@@ -553,11 +560,13 @@ def joined(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeig
     parameters = {}
     for name, value in weights[0].parameters.items():
         values = [one.parameters[name] for one in weights]
-        if name in grouped.SHARED and not all(torch.equal(value, other) for other in values):
+        if name in grouped.SHARED_TENSORS and not all(
+            torch.equal(value, other) for other in values
+        ):
             raise DifferentError
         if len({other.dtype for other in values}) > 1:
             raise DifferentError
-        parameters[name] = value if name in grouped.SHARED else torch.cat(values)
+        parameters[name] = value if name in grouped.SHARED_TENSORS else torch.cat(values)
     codes = torch.cat([one.codes for one in weights])
     return KernelWeight(replace(weights[0].problem, out_features=whole), codes, parameters)
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantforge.runtime.cache import CacheRows, PagedCache
-from quantforge_kernels.attention import Scores, attend
+from quantforge_kernels.attention import ScoreOptions, attend
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 
 Taps = dict[int, Tensor | None] | None  # what goes into some blocks, by their numbers
 SHORT = 8  # most tokens of a span that are attended from one by one
@@ -70,7 +70,7 @@ class RaggedBatch:
         within = torch.arange(len(rows)) - first
         rows, places = rows.to(device), (begin + within).to(device)
         self.slots = {
-            key: table[rows, places // PAGE].long() * PAGE + places % PAGE
+            key: table[rows, places // PAGE_SIZE].long() * PAGE_SIZE + places % PAGE_SIZE
             for key, table in cache.tables.items()
         }
         self.positions = places
@@ -88,11 +88,11 @@ class RaggedBatch:
         self._short = short.nonzero()[:, 0].to(device)
         if self._long:
             rows, places = rows[self._short], places[self._short]
-        pages = int(((begin + within)[short]).max()) // PAGE + 1 if len(places) else 0
+        pages = int(((begin + within)[short]).max()) // PAGE_SIZE + 1 if len(places) else 0
         self._tables = {key: table[rows, :pages] for key, table in cache.tables.items()}
         self._lengths = (places + 1).int()
 
-    def attend(self, q: Tensor, layer: int, cache: CacheRows, scores: Scores) -> Tensor:
+    def attend(self, q: Tensor, layer: int, cache: CacheRows, scores: ScoreOptions) -> Tensor:
         """Return attention ``[tokens, heads, head]`` of queries of that shape, whose keys and values are stored."""
         if not self._long:
             return self._attend_short(q, layer, cache, scores)
@@ -101,26 +101,30 @@ class RaggedBatch:
             out[self._short] = self._attend_short(q[self._short], layer, cache, scores)
         for part, span, tokens in self._long:
             first = pages_before(tokens - span.tokens, scores)
-            pages = cache.table_of(layer)[span.row : span.row + 1, first : -(-tokens // PAGE)]
+            pages = cache.table_of(layer)[span.row : span.row + 1, first : -(-tokens // PAGE_SIZE)]
             keys, values = cache.read(layer, pages)
             # Nothing beyond the last token is read: who had the page before may have left there what is no number.
-            seen = tokens - first * PAGE
+            seen = tokens - first * PAGE_SIZE
             entries = keys[0, :seen], values[0, :seen]
             out[part] = attend_span(q[part], entries, scores, span.tree)
         return out
 
-    def _attend_short(self, q: Tensor, layer: int, cache: CacheRows, scores: Scores) -> Tensor:
+    def _attend_short(
+        self, q: Tensor, layer: int, cache: CacheRows, scores: ScoreOptions
+    ) -> Tensor:
         table = self._tables[cache.keys[layer]]
         return attend(q, *cache.layers[layer], table, self._lengths, scores)
 
 
-def attend_many(q: Tensor, layer: int, cache: CacheRows, scores: Scores) -> Tensor:
+def attend_many(q: Tensor, layer: int, cache: CacheRows, scores: ScoreOptions) -> Tensor:
     """Return attention ``[sequences, tokens, heads, head]`` of queries of that shape, the cache's last tokens."""
     tokens = q.shape[1]
     held = int(cache.lengths.max())
     first = pages_before(int(cache.lengths.min()) - tokens, scores)
-    keys, values = cache.read(layer, cache.table_of(layer)[:, first : -(-held // PAGE)])
-    new = cache.lengths[:, None] - first * PAGE - tokens + torch.arange(tokens, device=q.device)
+    keys, values = cache.read(layer, cache.table_of(layer)[:, first : -(-held // PAGE_SIZE)])
+    new = (
+        cache.lengths[:, None] - first * PAGE_SIZE - tokens + torch.arange(tokens, device=q.device)
+    )
     at = torch.arange(keys.shape[1], device=q.device)
     live = at <= new[..., None]  # [sequences, tokens, cached]
     if scores.window:
@@ -128,15 +132,15 @@ def attend_many(q: Tensor, layer: int, cache: CacheRows, scores: Scores) -> Tens
     return _attend(q, keys, values, live, scores)
 
 
-def pages_before(start: int, scores: Scores) -> int:
+def pages_before(start: int, scores: ScoreOptions) -> int:
     """Return how many pages lie before all that tokens from place ``start`` on look at."""
-    return max(0, start - scores.window + 1) // PAGE if scores.window else 0
+    return max(0, start - scores.window + 1) // PAGE_SIZE if scores.window else 0
 
 
 def attend_span(
     q: Tensor,
     entries: tuple[Tensor, Tensor],
-    scores: Scores,
+    scores: ScoreOptions,
     tree: Tensor | None = None,
 ) -> Tensor:
     """Return attention ``[tokens, heads, head]`` of queries of that shape: the last tokens of one sequence.
@@ -168,12 +172,12 @@ def depths(tree: Tensor) -> Tensor:
     return tree.sum(-1) - 1
 
 
-def _attend(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: Scores) -> Tensor:
+def _attend(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: ScoreOptions) -> Tensor:
     q, keys, values = (part.transpose(1, 2) for part in (q, keys, values))
-    if scores.cap:
+    if scores.softcap:
         out = _capped(q, keys, values, live[:, None], scores)
     else:
-        kind = many_rows.kind(q)
+        kind = many_rows.compute_dtype(q)
         out = scaled_dot_product_attention(
             q.to(kind),
             keys.to(kind),
@@ -185,10 +189,10 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: Score
     return out.transpose(1, 2)
 
 
-def _capped(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: Scores) -> Tensor:
+def _capped(q: Tensor, keys: Tensor, values: Tensor, live: Tensor, scores: ScoreOptions) -> Tensor:
     group = q.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     score = many_rows.matmul(q, keys.transpose(2, 3)) * scores.scale
-    score = torch.tanh(score / scores.cap) * scores.cap
+    score = torch.tanh(score / scores.softcap) * scores.softcap
     weight = score.float().masked_fill(~live, float("-inf")).softmax(-1)
     return many_rows.matmul(weight.to(q.dtype), values)

@@ -103,7 +103,7 @@ class Cut:
             RefusedError: a group, or a tile of rows, would be cut.
         """
         problem, parameters = whole.problem, dict(whole.parameters)
-        tile, group, upper = problem.tile_rows, problem.group_size, problem.superblock
+        tile, group, upper = problem.tile_rows, problem.group_size, problem.superblock_size
         left = (problem.out_features, problem.in_features)
         rows, columns = self.rows or (slice(0, left[0]),), self.columns or slice(0, left[1])
         runs = [self._among(run, tile, left[0], "outputs in runs") for run in rows]
@@ -118,7 +118,7 @@ class Cut:
             out_features=sum(run.stop - run.start for run in rows),
             in_features=width,
             group_size=width if group == left[1] else group,
-            superblock=width if upper == left[1] else upper,
+            superblock_size=width if upper == left[1] else upper,
         )
         codes = torch.cat([whole.codes[run, columns] for run in rows])
         return KernelWeight(smaller, codes, parameters)

@@ -35,7 +35,7 @@ from quantforge.serving.engine_thread import EngineThread, Events, full
 from quantforge.serving.metrics import MEDIA_TYPE, ServingMetrics
 from quantforge.serving.request_bodies import Body, ChatBody, CompletionBody, parse_body
 from quantforge_calibration.source_error import SourceError
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 BODY_SECONDS = 60.0
@@ -81,7 +81,7 @@ class ServedModel:
         self.body_bytes, self.seconds = body_bytes, seconds
         self.most = rows + waiting
         self.engine = EngineThread(engine, self.most, prepare)
-        self.room, self.cache_tokens = engine.room, PAGE * engine.cache.pages
+        self.room, self.cache_tokens = engine.room, PAGE_SIZE * engine.cache.pages
         self.texts = TokenTexts(side.tokenizer)
         self.metrics = ServingMetrics()
         self.stopping = False

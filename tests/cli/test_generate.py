@@ -26,7 +26,7 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.text_processing import text_side
-from quantforge_kernels.cpu import features
+from quantforge_kernels.cpu import instruction_sets
 from tests.choices import plain_text
 from tests.conftest import Tiny
 from tests.plain_loop import StopLimits
@@ -497,7 +497,7 @@ def test_programs_that_are_compiled_are_told_of_before_the_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUANTFORGE_CACHE", str(tmp_path / "programs"))
-    if features.feature() is None:
+    if instruction_sets.best_instruction_set() is None:
         pytest.skip("no program is compiled for this processor")
     told: list[bool] = []
     for _ in range(2):

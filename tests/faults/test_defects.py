@@ -41,7 +41,7 @@ def bases(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> list[Healthy]
 
 @pytest.fixture(autouse=True)
 def _plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "select", lambda _problem: fallback.KERNEL)
+    monkeypatch.setattr(linear, "select_kernel", lambda _problem: fallback.KERNEL)
 
 
 @pytest.mark.thorough

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from quantforge_kernels.cpu import features, program_cache
+from quantforge_kernels.cpu import instruction_sets, program_cache
 from scripts import show_program
 from scripts.structure import PACKAGES, ROOT
 
@@ -15,17 +15,19 @@ PAGE = ROOT / "docs" / "cpu-programs.md"
 KERNELS = PACKAGES["quantforge_kernels"]
 
 
-@pytest.mark.skipif(features.feature() is None, reason="for processors with AVX2")
+@pytest.mark.skipif(
+    instruction_sets.best_instruction_set() is None, reason="for processors with AVX2"
+)
 def test_examples_run(monkeypatch):
-    monkeypatch.setenv(program_cache.VARIABLE, "")
+    monkeypatch.setenv(program_cache.CACHE_VARIABLE, "")
     result = doctest.testfile(str(PAGE), module_relative=False)
     assert result.attempted > 15
     assert result.failed == 0
 
 
 def test_code_is_what_is_printed():
-    problem, _, parameters = show_program.weight(4, 128, "centre")
-    printed = show_program.code(show_program.form(problem, parameters, "avx512vnni"))
+    spec, _, parameters = show_program.random_weight(4, 128, "centre")
+    printed = show_program.llvm_code(show_program.program_spec(spec, parameters, "avx512vnni"))
     shown = re.findall(r"```llvm\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert len(shown) == 2
     assert all(part in printed for part in shown)

@@ -48,9 +48,9 @@ def test_an_import_upwards_and_a_circle_would_be_seen(monkeypatch):
     monkeypatch.setattr(structure, "edges", lambda: known | planted)
     assert ("quantforge.errors", "quantforge.recipe") in structure.upwards()
     assert any("quantforge.errors" in group for group in structure.circles())
-    leaf = {"quantforge_kernels.problem": {"quantforge_calibration"}}
+    leaf = {"quantforge_kernels.matmul_spec": {"quantforge_calibration"}}
     monkeypatch.setattr(structure, "edges", lambda: known | leaf)
-    assert structure.upwards() == [("quantforge_kernels.problem", "quantforge_calibration")]
+    assert structure.upwards() == [("quantforge_kernels.matmul_spec", "quantforge_calibration")]
 
 
 def test_the_script_fails_on_an_import_upwards_and_on_no_figure_of_form(monkeypatch, capsys):

@@ -1,12 +1,12 @@
-"""Programs for the paged cache: attention of one new token per sequence, and new keys and values stored.
+"""CPU programs for the paged cache: attention of one new token per sequence, and storing new keys and values.
 
-`attend` (see `quantforge_kernels.attention`): a unit of work is a few query heads that share a head of keys and
-values, as many as their sums fit the registers. It goes over the cache twice, once for the scores,
-which stay in scratch memory, once for the values. Keys and values are read where they lie, and
+`build_attend` (see `quantforge_kernels.attention`): a unit of work is a few query heads that share a key/value head, as
+many as their accumulators fit the registers. It passes over the cache twice: first for the logits,
+which are kept in scratch memory, then for the values. Keys and values are read in place and
 converted once per unit.
 
-`store`: formats and rounding are those of `quantforge_kernels.kv`, to the bit. A head of some kinds is codes
-and a few float16 parameters, one for each run of vectors.
+`build_store`: formats and rounding match `quantforge_kernels.kv` bit for bit. A quantized head consists of codes
+and a few float16 parameters, one for each group of vectors.
 """
 
 from __future__ import annotations
@@ -18,381 +18,440 @@ from dataclasses import dataclass
 import torch
 from llvmlite import ir
 
-from quantforge_kernels.cpu.emit import F16, F32, I8, I32, I64, Emitter, Value, add_entry
-from quantforge_kernels.cpu.layer_programs import exponential
-from quantforge_kernels.kv import CODES, MOST, PAGE, SMALLEST
+from quantforge_kernels.cpu.layer_programs import emit_exp
+from quantforge_kernels.cpu.llvm_emitter import (
+    F16,
+    F32,
+    I8,
+    I32,
+    I64,
+    Emitter,
+    Value,
+    add_entry_point,
+)
+from quantforge_kernels.kv import CODE_DTYPES, MAX_CODES, MIN_SCALE, PAGE_SIZE
 
-Pool = tuple[Value, Value, Value]  # codes, scales, lows; what is not there is not read
-Tokens = tuple[Value, Value]  # the first that is seen, and the one after the last
-Entry = Callable[[Value], Value]  # from a token to the number of its head
+PoolAddresses = tuple[Value, Value, Value]  # codes, scales, lows; what is not there is not read
+TokenRange = tuple[Value, Value]  # the first that is seen, and the one after the last
+HeadNumber = Callable[[Value], Value]  # from a token to the number of its head
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
-    """Form in which heads are stored.
+class HeadFormat:
+    """Storage format of one head of keys or values.
 
     Attributes:
-        dtype: of activations.
+        dtype: type of activations.
         lanes: elements of a vector.
-        head: vectors of a head.
-        kind: of the cache.
-        run: vectors that share a scale.
+        head_vectors: vectors of a head.
+        kind: storage kind of the cache.
+        vectors_per_scale: vectors that share a scale.
     """
 
     dtype: torch.dtype
     lanes: int
-    head: int
+    head_vectors: int
     kind: str
-    run: int
+    vectors_per_scale: int
 
     @property
-    def codes(self) -> torch.dtype:
+    def code_dtype(self) -> torch.dtype:
         """Return the type of the codes."""
-        return CODES[self.kind] if self.kind else self.dtype
+        return CODE_DTYPES[self.kind] if self.kind else self.dtype
 
     @property
-    def stored(self) -> int:
-        """Return the vectors of codes of a head."""
-        return self.head // 2 if self.kind == "int4" else self.head
+    def code_vectors(self) -> int:
+        """Return the number of vectors that the codes of a head take."""
+        return self.head_vectors // 2 if self.kind == "int4" else self.head_vectors
 
 
-def pool_at(e: Emitter, place: int) -> Pool:
-    """Return three words of the argument as a pool."""
-    return e.address(place), e.address(place + 1), e.address(place + 2)
+def load_pool_addresses(e: Emitter, index: int) -> PoolAddresses:
+    """Load three consecutive argument words as the addresses of codes, scales and minima."""
+    return e.load_address(index), e.load_address(index + 1), e.load_address(index + 2)
 
 
-def load_head(e: Emitter, entries: Entries, pool: Pool, number: Value) -> list[Value]:
-    """Load a head of the pool as vectors of float32."""
-    build, kind = e.build, entries.kind
-    first = e.scaled(number, entries.stored)
-    parts = range(entries.stored)
+def emit_load_head(
+    e: Emitter, head_format: HeadFormat, pool: PoolAddresses, number: Value
+) -> list[Value]:
+    """Write code that loads head ``number`` of a pool as vectors of float32."""
+    builder, kind = e.builder, head_format.kind
+    first = e.scale_index(number, head_format.code_vectors)
+    parts = range(head_format.code_vectors)
     if kind == "int4":
-        raw = [
-            build.zext(
-                e.load(pool[0], e.scaled(build.add(first, I64(i)), e.lanes), e.vector(I8)),
-                e.vector(I32),
+        bytes_ = [
+            builder.zext(
+                e.load(
+                    pool[0], e.scale_index(builder.add(first, I64(i)), e.lanes), e.vector_type(I8)
+                ),
+                e.vector_type(I32),
             )
             for i in parts
         ]
-        low, four = e.splat(I32, 15), e.splat(I32, 4)
-        codes = [build.and_(value, low) for value in raw]
-        codes += [build.lshr(value, four) for value in raw]
-        values = [build.sitofp(code, e.vector(F32)) for code in codes]
+        low, four_bits = e.splat(I32, 15), e.splat(I32, 4)
+        codes = [builder.and_(value, low) for value in bytes_]
+        codes += [builder.lshr(value, four_bits) for value in bytes_]
+        values = [builder.sitofp(code, e.vector_type(F32)) for code in codes]
     else:
-        values = [e.load_floats(pool[0], build.add(first, I64(i)), entries.codes) for i in parts]
+        values = [
+            e.load_floats(pool[0], builder.add(first, I64(i)), head_format.code_dtype)
+            for i in parts
+        ]
     if not kind:
         return values
-    runs = entries.head // entries.run
-    for i in range(entries.head):
-        at = e.scaled(e.scaled(number, runs, i // entries.run), 2)
-        scale = e.spread(build.fpext(e.load(pool[1], at, F16), F32))
+    groups = head_format.head_vectors // head_format.vectors_per_scale
+    for i in range(head_format.head_vectors):
+        location = e.scale_index(
+            e.scale_index(number, groups, i // head_format.vectors_per_scale), 2
+        )
+        scale = e.broadcast(builder.fpext(e.load(pool[1], location, F16), F32))
         if kind == "int4":
-            shift = e.spread(build.fpext(e.load(pool[2], at, F16), F32))
+            shift = e.broadcast(builder.fpext(e.load(pool[2], location, F16), F32))
             values[i] = e.fma(values[i], scale, shift)
         else:
-            values[i] = build.fmul(values[i], scale)
+            values[i] = builder.fmul(values[i], scale)
     return values
 
 
-# Words of `attend` by place, after FIRST, LAST, THREADS and ROWS.
-QUERIES, TABLE, LENGTHS, OUT, SCRATCH = range(4, 9)  # addresses
-PAGES, ROOM, HEADS, KV_HEADS = range(9, 13)  # pages of a row of TABLE, vectors of scores, counts
-KEYS, VALUES = 13, 16  # three words each, see `pool_at`
-_SUMS = 16  # vectors that a unit adds up
+# Words of `build_attend` by place, after FIRST, LAST, THREADS and ROWS.
+ARG_QUERIES, ARG_PAGE_TABLE, ARG_LENGTHS, ARG_OUT, ARG_SCRATCH = range(4, 9)  # addresses
+ARG_TABLE_STRIDE, ARG_SCORE_VECTORS, ARG_HEADS, ARG_KV_HEADS = range(
+    9, 13
+)  # pages of a row of TABLE, vectors of scores, counts
+ARG_KEYS, ARG_VALUES = 13, 16  # three words each, see `load_pool_addresses`
+_MAX_SUM_VECTORS = 16  # vectors that a unit adds up
 
 
 @dataclass(frozen=True, slots=True)
-class PagedForm:
-    """Form for which a program is made.
+class AttentionSpec:
+    """What an attention program is generated for.
 
     Attributes:
-        keys, values: how their heads are stored; of one type, lanes and head.
-        group: query heads of a head of keys.
-        scale: of scores.
-        cap: of scores; 0: none.
-        window: newest tokens that are seen; 0: all.
+        key_format: storage format of keys.
+        value_format: storage format of values, with the same dtype, lanes and head size.
+        queries_per_kv_head: query heads that share a key/value head.
+        scale: factor of the logits.
+        softcap: cap of the logits; 0 for none.
+        window: number of newest tokens that are attended to; 0 for all.
     """
 
-    keys: Entries
-    values: Entries
-    group: int
+    key_format: HeadFormat
+    value_format: HeadFormat
+    queries_per_kv_head: int
     scale: float
-    cap: float
+    softcap: float
     window: int
 
     @property
-    def together(self) -> int:
-        """Return the number of query heads of a unit."""
-        most = max(1, _SUMS // self.keys.head)
-        return next(size for size in range(most, 0, -1) if self.group % size == 0)
+    def heads_per_unit(self) -> int:
+        """Return the number of query heads in a unit of work."""
+        most = max(1, _MAX_SUM_VECTORS // self.key_format.head_vectors)
+        return next(size for size in range(most, 0, -1) if self.queries_per_kv_head % size == 0)
 
 
-def attend(form: PagedForm, parallel: bool) -> ir.Module:
-    """Build ``attend_run``: attention for a range of units, ``heads / together`` for each sequence."""
+def build_attend(form: AttentionSpec, parallel: bool) -> ir.Module:
+    """Build ``attend_run``: attention for a range of units, ``heads / heads_per_unit`` for each sequence."""
     module = ir.Module()
-    dtype, head = form.keys.dtype, form.keys.head
-    e = Emitter(module, "attend", form.keys.lanes)
-    build, together = e.build, form.together
-    heads, kv_heads, pages = (e.word(place) for place in (HEADS, KV_HEADS, PAGES))
-    queries, out, table = (e.address(place) for place in (QUERIES, OUT, TABLE))
-    room, scratch = e.word(ROOM), e.address(SCRATCH)
+    dtype, head = form.key_format.dtype, form.key_format.head_vectors
+    e = Emitter(module, "attend", form.key_format.lanes)
+    builder, together = e.builder, form.heads_per_unit
+    heads, kv_heads, pages = (
+        e.load_word(index) for index in (ARG_HEADS, ARG_KV_HEADS, ARG_TABLE_STRIDE)
+    )
+    queries, out, table = (
+        e.load_address(index) for index in (ARG_QUERIES, ARG_OUT, ARG_PAGE_TABLE)
+    )
+    score_vectors, scratch = e.load_word(ARG_SCORE_VECTORS), e.load_address(ARG_SCRATCH)
     with e.loop(e.first, e.last) as (unit, _):
-        first = e.scaled(unit, together)  # of all query heads
-        sequence = build.udiv(first, heads)
-        shared = build.udiv(build.urem(first, heads), I64(form.group))
-        length = _int32(e, e.address(LENGTHS), sequence)
+        first = e.scale_index(unit, together)  # of all query heads
+        sequence = builder.udiv(first, heads)
+        kv_head = builder.udiv(builder.urem(first, heads), I64(form.queries_per_kv_head))
+        length = _load_int32(e, e.load_address(ARG_LENGTHS), sequence)
         start = I64(0)
         if form.window:
-            start = build.sub(length, I64(form.window))
-            start = build.select(build.icmp_signed(">", start, I64(0)), start, I64(0))
-        row = build.gep(table, [e.scaled(build.mul(sequence, pages), 4)])
+            start = builder.sub(length, I64(form.window))
+            start = builder.select(builder.icmp_signed(">", start, I64(0)), start, I64(0))
+        row = builder.gep(table, [e.scale_index(builder.mul(sequence, pages), 4)])
 
-        def entry(token: Value, row: Value = row, shared: Value = shared) -> Value:
+        def head_number_of(token: Value, row: Value = row, kv_head: Value = kv_head) -> Value:
             """Return the number of the head of a token."""
-            page = _int32(e, row, build.udiv(token, I64(PAGE)))
-            slot = build.add(e.scaled(page, PAGE), build.urem(token, I64(PAGE)))
-            return build.add(build.mul(slot, kv_heads), shared)
+            page = _load_int32(e, row, builder.udiv(token, I64(PAGE_SIZE)))
+            slot = builder.add(e.scale_index(page, PAGE_SIZE), builder.urem(token, I64(PAGE_SIZE)))
+            return builder.add(builder.mul(slot, kv_heads), kv_head)
 
-        size = build.add(room, I64(head))  # vectors of scratch for a query head
-        scores, scaled = [], []
+        size = builder.add(score_vectors, I64(head))  # vectors of scratch for a query head
+        scores, scaled_queries = [], []
         for g in range(together):
-            query = build.add(first, I64(g))
-            line = build.mul(query, size)
-            scores.append(build.gep(scratch, [e.scaled(line, 4 * e.lanes)]))
-            scaled.append(build.gep(scores[g], [e.scaled(room, 4 * e.lanes)]))
+            query = builder.add(first, I64(g))
+            query_start = builder.mul(query, size)
+            scores.append(builder.gep(scratch, [e.scale_index(query_start, 4 * e.lanes)]))
+            scaled_queries.append(
+                builder.gep(scores[g], [e.scale_index(score_vectors, 4 * e.lanes)])
+            )
             for i in range(head):
-                value = e.load_floats(queries, e.scaled(query, head, i), dtype)
-                value = build.fmul(value, e.splat(F32, form.scale))
-                e.store_floats(value, scaled[g], I64(i), torch.float32)
-        _scores(e, form, (start, length), entry, scaled, scores)
-        totals = [_softmax(e, form, base, (start, length)) for base in scores]
-        sums = _weighted(e, form, (start, length), entry, scores)
+                value = e.load_floats(queries, e.scale_index(query, head, i), dtype)
+                value = builder.fmul(value, e.splat(F32, form.scale))
+                e.store_floats(value, scaled_queries[g], I64(i), torch.float32)
+        _emit_scores(e, form, (start, length), head_number_of, scaled_queries, scores)
+        totals = [_emit_softmax(e, form, base, (start, length)) for base in scores]
+        sums = _emit_weighted_values(e, form, (start, length), head_number_of, scores)
         for g, total in enumerate(totals):
             for i in range(head):
-                value = build.fdiv(sums[g * head + i], e.spread(total))
-                at = e.scaled(build.add(first, I64(g)), head, i)
-                e.store_floats(value, out, at, dtype)
-    build.ret_void()
-    add_entry(module, "attend", parallel=parallel)
+                value = builder.fdiv(sums[g * head + i], e.broadcast(total))
+                location = e.scale_index(builder.add(first, I64(g)), head, i)
+                e.store_floats(value, out, location, dtype)
+    builder.ret_void()
+    add_entry_point(module, "attend", parallel=parallel)
     return module
 
 
-def _scores(
+def _emit_scores(
     e: Emitter,
-    form: PagedForm,
-    tokens: Tokens,
-    entry: Entry,
+    form: AttentionSpec,
+    tokens: TokenRange,
+    head_number_of: HeadNumber,
     queries: list[Value],
     scores: list[Value],
 ) -> None:
-    """Store the score of every token for every query head, the oldest that is seen first."""
-    build, keys = e.build, pool_at(e, KEYS)
+    """Write code that stores the logits of every visible token, oldest first, for every query head."""
+    builder, keys = e.builder, load_pool_addresses(e, ARG_KEYS)
     with e.loop(*tokens) as (token, _):
-        key = load_head(e, form.keys, keys, entry(token))
+        key = emit_load_head(e, form.key_format, keys, head_number_of(token))
         for query, score in zip(queries, scores, strict=True):
             dot = e.splat(F32, 0.0)
             for i, part in enumerate(key):
                 dot = e.fma(part, e.load_floats(query, I64(i), torch.float32), dot)
-            place = build.sub(token, tokens[0])
-            e.store(e.total(dot), score, e.scaled(place, 4))
+            index = builder.sub(token, tokens[0])
+            e.store(e.sum_lanes(dot), score, e.scale_index(index, 4))
 
 
-def _softmax(e: Emitter, form: PagedForm, scores: Value, tokens: Tokens) -> Value:
-    """Replace scores by their exponentials, less the largest; return the sum of those."""
-    build, kind = e.build, e.vector(F32)
-    count = build.sub(tokens[1], tokens[0])
-    vectors = build.udiv(build.add(count, I64(e.lanes - 1)), I64(e.lanes))
-    lane = ir.Constant(e.vector(I32), list(range(e.lanes)))
+def _emit_softmax(e: Emitter, form: AttentionSpec, scores: Value, tokens: TokenRange) -> Value:
+    """Write code that replaces logits by ``exp(logit - max)``; return their sum."""
+    builder, kind = e.builder, e.vector_type(F32)
+    count = builder.sub(tokens[1], tokens[0])
+    vectors = builder.udiv(builder.add(count, I64(e.lanes - 1)), I64(e.lanes))
+    lane = ir.Constant(e.vector_type(I32), list(range(e.lanes)))
     lowest = e.splat(F32, -math.inf)
-    with e.loop(I64(0), vectors, [lowest]) as (i, peaks):
+    with e.loop(I64(0), vectors, [lowest]) as (i, maxima):
         value = e.load_floats(scores, i, torch.float32)
-        if form.cap:
-            value = _capped(e, value, form.cap)
-        number = build.add(lane, e.spread(build.trunc(e.scaled(i, e.lanes), I32)))
-        live = build.icmp_signed("<", number, e.spread(build.trunc(count, I32)))
-        value = build.select(live, value, lowest)
+        if form.softcap:
+            value = _emit_softcap(e, value, form.softcap)
+        number = builder.add(lane, e.broadcast(builder.trunc(e.scale_index(i, e.lanes), I32)))
+        is_visible = builder.icmp_signed("<", number, e.broadcast(builder.trunc(count, I32)))
+        value = builder.select(is_visible, value, lowest)
         e.store_floats(value, scores, i, torch.float32)
-        peaks[0] = e.call(f"llvm.maximum.v{e.lanes}f32", kind, peaks[0], value)
-    peak = e.spread(e.call(f"llvm.vector.reduce.fmaximum.v{e.lanes}f32", F32, peaks[0]))
+        maxima[0] = e.call_intrinsic(f"llvm.maximum.v{e.lanes}f32", kind, maxima[0], value)
+    maximum = e.broadcast(
+        e.call_intrinsic(f"llvm.vector.reduce.fmaximum.v{e.lanes}f32", F32, maxima[0])
+    )
     with e.loop(I64(0), vectors, [e.splat(F32, 0.0)]) as (i, sums):
-        value = exponential(e, build.fsub(e.load_floats(scores, i, torch.float32), peak))
+        value = emit_exp(e, builder.fsub(e.load_floats(scores, i, torch.float32), maximum))
         e.store_floats(value, scores, i, torch.float32)
-        sums[0] = build.fadd(sums[0], value)
-    return e.total(sums[0])
+        sums[0] = builder.fadd(sums[0], value)
+    return e.sum_lanes(sums[0])
 
 
-def _capped(e: Emitter, value: Value, cap: float) -> Value:
-    """Compute ``cap tanh(value / cap)``, with ``tanh(z) = 1 - 2 / (exp(2 z) + 1)``."""
-    build, one = e.build, e.splat(F32, 1.0)
-    power = exponential(e, build.fmul(value, e.splat(F32, 2 / cap)))
-    rest = build.fdiv(e.splat(F32, 2.0), build.fadd(power, one))
-    return build.fmul(build.fsub(one, rest), e.splat(F32, cap))
+def _emit_softcap(e: Emitter, value: Value, cap: float) -> Value:
+    """Write code for ``cap * tanh(value / cap)``, with ``tanh(z) = 1 - 2 / (exp(2 z) + 1)``."""
+    builder, one = e.builder, e.splat(F32, 1.0)
+    exponential = emit_exp(e, builder.fmul(value, e.splat(F32, 2 / cap)))
+    fraction = builder.fdiv(e.splat(F32, 2.0), builder.fadd(exponential, one))
+    return builder.fmul(builder.fsub(one, fraction), e.splat(F32, cap))
 
 
-def _weighted(
-    e: Emitter, form: PagedForm, tokens: Tokens, entry: Entry, scores: list[Value]
+def _emit_weighted_values(
+    e: Emitter,
+    form: AttentionSpec,
+    tokens: TokenRange,
+    head_number_of: HeadNumber,
+    scores: list[Value],
 ) -> list[Value]:
-    """Sum the values, each times its exponential: ``head`` vectors for every query head."""
-    build, values, head = e.build, pool_at(e, VALUES), form.values.head
+    """Write code that sums the values weighted by the exponentials; return the vectors of every query head."""
+    builder, values, head = (
+        e.builder,
+        load_pool_addresses(e, ARG_VALUES),
+        form.value_format.head_vectors,
+    )
     start = [e.splat(F32, 0.0)] * (len(scores) * head)
     with e.loop(*tokens, start) as (token, sums):
-        value = load_head(e, form.values, values, entry(token))
-        place = e.scaled(build.sub(token, tokens[0]), 4)
+        value = emit_load_head(e, form.value_format, values, head_number_of(token))
+        index = e.scale_index(builder.sub(token, tokens[0]), 4)
         for g, score in enumerate(scores):
-            weight = e.spread(e.load(score, place, F32))
+            weight = e.broadcast(e.load(score, index, F32))
             for i, part in enumerate(value):
                 sums[g * head + i] = e.fma(weight, part, sums[g * head + i])
     return sums
 
 
-def _int32(e: Emitter, base: Value, index: Value) -> Value:
+def _load_int32(e: Emitter, base: Value, index: Value) -> Value:
     """Load an element of an array of 32-bit integers."""
-    return e.build.sext(e.load(base, e.scaled(index, 4), I32), I64)
+    return e.builder.sext(e.load(base, e.scale_index(index, 4), I32), I64)
 
 
-NEW_KEYS, NEW_VALUES, SLOTS = range(4, 7)  # words of `store`: addresses
-KEY_STRIDE, VALUE_STRIDE, STORED_HEADS = range(7, 10)  # bytes from token to token, heads of a token
-KEY_POOL, VALUE_POOL = 10, 13  # three addresses each: codes, scales, lows
-KEY_SCALES, VALUE_SCALES = 16, 17  # addresses of measured scales, see `kv.spread`
-_WORDS = (  # of keys, and of values
-    (NEW_KEYS, KEY_STRIDE, KEY_POOL, KEY_SCALES),
-    (NEW_VALUES, VALUE_STRIDE, VALUE_POOL, VALUE_SCALES),
+ARG_NEW_KEYS, ARG_NEW_VALUES, ARG_SLOTS = range(4, 7)  # words of `build_store`: addresses
+ARG_KEY_STRIDE, ARG_VALUE_STRIDE, ARG_STORED_HEADS = range(
+    7, 10
+)  # bytes from token to token, heads of a token
+ARG_KEY_POOL, ARG_VALUE_POOL = 10, 13  # three addresses each: codes, scales, lows
+ARG_KEY_SCALES, ARG_VALUE_SCALES = 16, 17  # addresses of measured scales, see `kv.expand_scale`
+_STORE_ARGS = (  # of keys, and of values
+    (ARG_NEW_KEYS, ARG_KEY_STRIDE, ARG_KEY_POOL, ARG_KEY_SCALES),
+    (ARG_NEW_VALUES, ARG_VALUE_STRIDE, ARG_VALUE_POOL, ARG_VALUE_SCALES),
 )
 
 
-def store(both: tuple[Entries, Entries], measured: tuple[bool, bool], parallel: bool) -> ir.Module:
-    """Build ``store_run``: put keys and values of a range of tokens into their slots; scales may be measured before."""
-    module, first = ir.Module(), both[0]
+def build_store(
+    formats: tuple[HeadFormat, HeadFormat], measured: tuple[bool, bool], parallel: bool
+) -> ir.Module:
+    """Build ``store_run``, which stores keys and values of a range of tokens in their slots.
+
+    ``formats`` are the formats of keys and values; ``measured`` says for each whether calibrated scales are given.
+    """
+    module, first = ir.Module(), formats[0]
     e = Emitter(module, "store", first.lanes)
-    build, heads = e.build, e.word(STORED_HEADS)
-    width = first.head * first.lanes * first.dtype.itemsize  # bytes of a head
+    builder, heads = e.builder, e.load_word(ARG_STORED_HEADS)
+    width = first.head_vectors * first.lanes * first.dtype.itemsize  # bytes of a head
     with e.loop(e.first, e.last) as (token, _):
-        slot = e.load(e.address(SLOTS), e.scaled(token, 8), I64)
-        for entries, given, (new, stride, pool, scales) in zip(both, measured, _WORDS, strict=True):
-            source = build.gep(e.address(new), [build.mul(token, e.word(stride))])
-            before = e.address(scales) if given else None
+        slot = e.load(e.load_address(ARG_SLOTS), e.scale_index(token, 8), I64)
+        for head_format, has_scale, (new, stride, pool, scales) in zip(
+            formats, measured, _STORE_ARGS, strict=True
+        ):
+            source = builder.gep(e.load_address(new), [builder.mul(token, e.load_word(stride))])
+            before = e.load_address(scales) if has_scale else None
             with e.loop(I64(0), heads) as (head, _):
-                base = build.gep(source, [e.scaled(head, width)])
-                number = build.add(build.mul(slot, heads), head)
-                _store_head(e, entries, base, pool_at(e, pool), (number, head), before)
-    build.ret_void()
-    add_entry(module, "store", parallel=parallel)
+                base = builder.gep(source, [e.scale_index(head, width)])
+                number = builder.add(builder.mul(slot, heads), head)
+                _emit_store_head(
+                    e, head_format, base, load_pool_addresses(e, pool), (number, head), before
+                )
+    builder.ret_void()
+    add_entry_point(module, "store", parallel=parallel)
     return module
 
 
-def _store_head(
+def _emit_store_head(
     e: Emitter,
-    entries: Entries,
+    head_format: HeadFormat,
     base: Value,
-    pool: Pool,
-    at: tuple[Value, Value],
+    pool: PoolAddresses,
+    location: tuple[Value, Value],
     measured: Value | None,
 ) -> None:
-    """Store a head: its codes, and for quantized kinds the scale (and minimum) of each run."""
-    number, head = at
-    first = e.scaled(number, entries.stored)
-    build, parts = e.build, range(entries.head)
-    if not entries.kind:
+    """Write code that stores a head: its codes, and in quantized kinds the scale (and minimum) of each group."""
+    number, head = location
+    first = e.scale_index(number, head_format.code_vectors)
+    builder, parts = e.builder, range(head_format.head_vectors)
+    if not head_format.kind:
         for i in parts:
-            size = entries.dtype.itemsize * e.lanes
-            value = e.load(base, I64(i * size), e.stored(entries.dtype))
-            e.store(value, pool[0], e.scaled(build.add(first, I64(i)), size))
+            size = head_format.dtype.itemsize * e.lanes
+            value = e.load(base, I64(i * size), e.memory_type(head_format.dtype))
+            e.store(value, pool[0], e.scale_index(builder.add(first, I64(i)), size))
         return
-    values = [e.load_floats(base, I64(i), entries.dtype) for i in parts]
-    runs = entries.head // entries.run
+    values = [e.load_floats(base, I64(i), head_format.dtype) for i in parts]
+    groups = head_format.head_vectors // head_format.vectors_per_scale
     codes: list[Value] = []
-    for r in range(runs):
-        run = values[r * entries.run : (r + 1) * entries.run]
-        place = e.scaled(number, runs, r)
+    for r in range(groups):
+        group = values[r * head_format.vectors_per_scale : (r + 1) * head_format.vectors_per_scale]
+        index = e.scale_index(number, groups, r)
         before = None
         if measured is not None:
-            before = e.load(measured, e.scaled(e.scaled(head, runs, r), 4), F32)
-        codes += _quantized(e, entries, run, pool, (place, before))
-    if entries.kind == "int4":
-        half, four = entries.head // 2, e.splat(I32, 4)
-        codes = [build.or_(codes[i], build.shl(codes[half + i], four)) for i in range(half)]
+            before = e.load(measured, e.scale_index(e.scale_index(head, groups, r), 4), F32)
+        codes += _emit_quantized_run(e, head_format, group, pool, (index, before))
+    if head_format.kind == "int4":
+        half, four_bits = head_format.head_vectors // 2, e.splat(I32, 4)
+        codes = [
+            builder.or_(codes[i], builder.shl(codes[half + i], four_bits)) for i in range(half)
+        ]
     for i, code in enumerate(codes):
-        offset = e.scaled(build.add(first, I64(i)), e.lanes)
-        e.store(build.trunc(code, e.vector(I8)), pool[0], offset)
+        offset = e.scale_index(builder.add(first, I64(i)), e.lanes)
+        e.store(builder.trunc(code, e.vector_type(I8)), pool[0], offset)
 
 
-def _quantized(
+def _emit_quantized_run(
     e: Emitter,
-    entries: Entries,
-    run: list[Value],
-    pool: Pool,
-    at: tuple[Value, Value | None],
+    head_format: HeadFormat,
+    group: list[Value],
+    pool: PoolAddresses,
+    location: tuple[Value, Value | None],
 ) -> list[Value]:
-    """Store the scale (and minimum) of a run of channels; return its codes, vectors of 32-bit integers."""
-    build, (place, measured) = e.build, at
-    offset = e.scaled(place, 2)
-    if entries.kind == "int4":
-        low = build.fptrunc(_over(e, "minimum", run), F16)
+    """Write code that stores the scale (and minimum) of a group of channels; return its codes as int32 vectors."""
+    builder, (index, measured) = e.builder, location
+    offset = e.scale_index(index, 2)
+    if head_format.kind == "int4":
+        low = builder.fptrunc(_reduce_elements(e, "minimum", group), F16)
         e.store(low, pool[2], offset)
-        base = build.fpext(low, F32)
-        span = build.fsub(_over(e, "maximum", run), base)
-        scale = _stored_scale(e, build.fdiv(span, F32(15.0)), pool, offset)
-        run = [build.fsub(value, e.spread(base)) for value in run]
+        base = builder.fpext(low, F32)
+        span = builder.fsub(_reduce_elements(e, "maximum", group), base)
+        scale = _emit_store_scale(e, builder.fdiv(span, F32(15.0)), pool, offset)
+        group = [builder.fsub(value, e.broadcast(base)) for value in group]
         lowest, highest = 0.0, 15.0
     else:
-        highest = MOST[entries.kind]
+        highest = MAX_CODES[head_format.kind]
         lowest = -highest
         if measured is None:
-            sizes = [e.call(f"llvm.fabs.v{e.lanes}f32", e.vector(F32), value) for value in run]
-            measured = build.fdiv(_over(e, "maximum", sizes), F32(highest))
-        scale = _stored_scale(e, measured, pool, offset)
+            sizes = [
+                e.call_intrinsic(f"llvm.fabs.v{e.lanes}f32", e.vector_type(F32), value)
+                for value in group
+            ]
+            measured = builder.fdiv(_reduce_elements(e, "maximum", sizes), F32(highest))
+        scale = _emit_store_scale(e, measured, pool, offset)
     codes = []
-    for value in run:
-        exact = build.fdiv(value, e.spread(scale))
-        number = _between(e, exact, lowest, highest)
-        codes.append(_float8(e, number, exact) if entries.kind == "fp8" else _nearest(e, number))
+    for value in group:
+        exact = builder.fdiv(value, e.broadcast(scale))
+        number = _emit_clamp(e, exact, lowest, highest)
+        codes.append(
+            _emit_float8(e, number, exact) if head_format.kind == "fp8" else _emit_round(e, number)
+        )
     return codes
 
 
-def _nearest(e: Emitter, value: Value) -> Value:
-    """Round to the nearest integer, halves to even."""
-    near = e.call(f"llvm.nearbyint.v{e.lanes}f32", e.vector(F32), value)
-    return e.build.fptosi(near, e.vector(I32))
+def _emit_round(e: Emitter, value: Value) -> Value:
+    """Round to the nearest integer, ties to even."""
+    rounded = e.call_intrinsic(f"llvm.nearbyint.v{e.lanes}f32", e.vector_type(F32), value)
+    return e.builder.fptosi(rounded, e.vector_type(I32))
 
 
-def _over(e: Emitter, name: str, values: list[Value]) -> Value:
-    """Return the ``maximum`` or ``minimum`` of all elements, as ``name`` says; NaN where one is."""
-    kind = e.vector(F32)
+def _reduce_elements(e: Emitter, name: str, values: list[Value]) -> Value:
+    """Return the ``maximum`` or ``minimum`` (``name``) of all elements; NaN if there is a NaN."""
+    kind = e.vector_type(F32)
     while len(values) > 1:
-        values = [e.call(f"llvm.{name}.v{e.lanes}f32", kind, *values[:2]), *values[2:]]
-    return e.call(f"llvm.vector.reduce.f{name}.v{e.lanes}f32", F32, values[0])
+        values = [e.call_intrinsic(f"llvm.{name}.v{e.lanes}f32", kind, *values[:2]), *values[2:]]
+    return e.call_intrinsic(f"llvm.vector.reduce.f{name}.v{e.lanes}f32", F32, values[0])
 
 
-def _stored_scale(e: Emitter, scale: Value, pool: Pool, offset: Value) -> Value:
-    """Store a scale in 16 bits; return it."""
-    build = e.build
-    scale = build.select(build.fcmp_ordered("<", scale, F32(SMALLEST)), F32(SMALLEST), scale)
-    half = build.fptrunc(scale, F16)
+def _emit_store_scale(e: Emitter, scale: Value, pool: PoolAddresses, offset: Value) -> Value:
+    """Write code that stores a scale in float16; return it as stored, in float32."""
+    builder = e.builder
+    scale = builder.select(builder.fcmp_ordered("<", scale, F32(MIN_SCALE)), F32(MIN_SCALE), scale)
+    half = builder.fptrunc(scale, F16)
     e.store(half, pool[1], offset)
-    return build.fpext(half, F32)
+    return builder.fpext(half, F32)
 
 
-def _between(e: Emitter, value: Value, low: float, high: float) -> Value:
-    """Clamp values, and NaN to 0: that there was one stands in the scale of the run, or (fp8) is put into its code."""
-    build = e.build
+def _emit_clamp(e: Emitter, value: Value, low: float, high: float) -> Value:
+    """Clamp values and replace NaN by 0; NaN inputs appear in the scale of the group or (fp8) in the code."""
+    builder = e.builder
     for bound, sign in ((low, "<"), (high, ">")):
         edge = e.splat(F32, bound)
-        value = build.select(build.fcmp_ordered(sign, value, edge), edge, value)
-    return build.select(build.fcmp_ordered("ord", value, value), value, e.splat(F32, 0.0))
+        value = builder.select(builder.fcmp_ordered(sign, value, edge), edge, value)
+    return builder.select(builder.fcmp_ordered("ord", value, value), value, e.splat(F32, 0.0))
 
 
-def _float8(e: Emitter, value: Value, exact: Value) -> Value:
-    """Return the byte of the nearest float8_e4m3fn, halves to even; of numbers up to 448, NaN where ``exact`` is."""
-    build, kind = e.build, e.vector(I32)
-    bits = build.bitcast(value, kind)
-    sign = build.and_(build.lshr(bits, e.splat(I32, 24)), e.splat(I32, 0x80))
-    size = build.and_(bits, e.splat(I32, 0x7FFFFFFF))
-    odd = build.and_(build.lshr(size, e.splat(I32, 20)), e.splat(I32, 1))
-    rounded = build.add(size, build.add(odd, e.splat(I32, 0x7FFFF)))
-    normal = build.sub(build.lshr(rounded, e.splat(I32, 20)), e.splat(I32, (127 - 7) << 3))
+def _emit_float8(e: Emitter, value: Value, exact: Value) -> Value:
+    """Return the nearest float8_e4m3fn as a byte, ties to even, for numbers up to 448; NaN where ``exact`` is NaN."""
+    builder, kind = e.builder, e.vector_type(I32)
+    bits = builder.bitcast(value, kind)
+    sign = builder.and_(builder.lshr(bits, e.splat(I32, 24)), e.splat(I32, 0x80))
+    size = builder.and_(bits, e.splat(I32, 0x7FFFFFFF))
+    lowest_kept_bit = builder.and_(builder.lshr(size, e.splat(I32, 20)), e.splat(I32, 1))
+    rounded = builder.add(size, builder.add(lowest_kept_bit, e.splat(I32, 0x7FFFF)))
+    normal = builder.sub(builder.lshr(rounded, e.splat(I32, 20)), e.splat(I32, (127 - 7) << 3))
     # Below 2^-6 the byte counts steps of 2^-9.
-    steps = build.fmul(build.bitcast(size, e.vector(F32)), e.splat(F32, math.ldexp(1.0, 9)))
-    tiny = build.icmp_signed("<", size, e.splat(I32, (127 - 6) << 23))
-    code = build.or_(sign, build.select(tiny, _nearest(e, steps), normal))
-    none = build.or_(build.lshr(build.bitcast(exact, kind), e.splat(I32, 24)), e.splat(I32, 0x7F))
-    return build.select(build.fcmp_ordered("ord", exact, exact), code, none)
+    steps = builder.fmul(
+        builder.bitcast(size, e.vector_type(F32)), e.splat(F32, math.ldexp(1.0, 9))
+    )
+    is_subnormal = builder.icmp_signed("<", size, e.splat(I32, (127 - 6) << 23))
+    code = builder.or_(sign, builder.select(is_subnormal, _emit_round(e, steps), normal))
+    nan_code = builder.or_(
+        builder.lshr(builder.bitcast(exact, kind), e.splat(I32, 24)), e.splat(I32, 0x7F)
+    )
+    return builder.select(builder.fcmp_ordered("ord", exact, exact), code, nan_code)

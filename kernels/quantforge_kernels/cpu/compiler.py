@@ -1,11 +1,11 @@
-"""Compilation of a program, from LLVM's intermediate code to a function that can be called.
+"""Compilation of a program: from LLVM's intermediate code to a callable function.
 
-Work is shared out by the OpenMP library that torch brings (``GOMP_parallel``), so that its threads,
-which are awake, do it: a second pool would compete with it for the same cores. Where torch has
-another library (macOS) one thread works. Calls release the interpreter's lock.
+Work is divided among the threads of the OpenMP library that torch ships (``GOMP_parallel``), which are already running:
+a second thread pool would compete with it for the same cores. Where torch has
+another library (macOS), one thread does the work. Calls release the GIL.
 
-What a program was compiled to is kept on disk (`program_cache`), under a digest of its text, of the versions of
-LLVM and of what it may use of the processor.
+Compiled programs are kept on disk (`program_cache`) under a digest of their text, the versions of
+LLVM, and the CPU features that they may use.
 """
 
 from __future__ import annotations
@@ -24,67 +24,69 @@ import torch
 from llvmlite import ir
 
 from quantforge_kernels.cpu import program_cache
-from quantforge_kernels.cpu.features import without_avx512
+from quantforge_kernels.cpu.instruction_sets import avx512_disallowed
 
-OPTIMIZE = 3
-COMPILED: list[str] = []  # names of the programs that this process compiled
+OPTIMIZATION_LEVEL = 3
+COMPILED_NAMES: list[str] = []  # names of the programs that this process compiled
 _TUNING = "+fast-dpwssd"  # or LLVM, for some processors, takes vpdpwssd apart again
 
 
-def _processor() -> tuple[str, str]:
-    """Return the name of the processor, and the features that LLVM may use, as it wants them: ``+avx2,-sse4a...``."""
-    there = llvm.get_host_cpu_features()
-    if without_avx512():
-        for name in there:
-            there[name] &= not name.startswith(("avx512", "avx10", "amx"))
-    return llvm.get_host_cpu_name(), f"{there.flatten()},{_TUNING}"
+def _cpu_name_and_features() -> tuple[str, str]:
+    """Return the CPU's name and the features that LLVM may use, in LLVM's notation: ``+avx2,-sse4a...``."""
+    host_features = llvm.get_host_cpu_features()
+    if avx512_disallowed():
+        for name in host_features:
+            host_features[name] &= not name.startswith(("avx512", "avx10", "amx"))
+    return llvm.get_host_cpu_name(), f"{host_features.flatten()},{_TUNING}"
 
 
 def target_machine() -> Any:
-    """Return LLVM's generator of code for this processor, as far as programs may use it."""
+    """Return LLVM's code generator for this CPU, limited to the features that programs may use."""
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    return llvm.Target.from_default_triple().create_target_machine(*_processor(), opt=OPTIMIZE)
+    return llvm.Target.from_default_triple().create_target_machine(
+        *_cpu_name_and_features(), opt=OPTIMIZATION_LEVEL
+    )
 
 
-def optimized(text: str, machine: Any) -> Any:
+def optimize(text: str, machine: Any) -> Any:
     """Parse LLVM's intermediate code and optimize it for a machine.
 
     Raises:
-        RuntimeError: LLVM refuses the text.
+        RuntimeError: LLVM rejects the text.
     """
-    parsed = llvm.parse_assembly(text)
+    module = llvm.parse_assembly(text)
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(1))
-    builder.getModulePassManager().run(parsed, builder)
-    return parsed
+    builder.getModulePassManager().run(module, builder)
+    return module
 
 
 Call = tuple[int, "ctypes.Array[ctypes.c_int64]"]  # address of a program, and its words
 
 
 class Program:
-    """A compiled function of an array of words.
+    """A compiled function that takes an array of 64-bit words.
 
     Args:
-        module: to which `emit.add_entry` was applied.
-        name: of the function.
+        module: module with an entry from `llvm_emitter.add_entry_point`.
+        name: name of the function.
 
     Raises:
-        RuntimeError: LLVM refuses the module.
+        RuntimeError: LLVM rejects the module.
     """
 
     def __init__(self, module: ir.Module, name: str) -> None:
         text, machine = str(module), target_machine()
-        versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZE)
-        facts = repr((versions, machine.triple, _processor(), text))
-        key = hashlib.sha256(facts.encode()).hexdigest()
-        code = program_cache.find(key)
+        versions = (llvm.llvm_version_info, llvmlite.__version__, OPTIMIZATION_LEVEL)
+        fingerprint = repr((versions, machine.triple, _cpu_name_and_features(), text))
+        key = hashlib.sha256(fingerprint.encode()).hexdigest()
+        code = program_cache.load_program(key)
         if code is None:
-            while program_cache.LISTENERS:
-                program_cache.LISTENERS.pop()()
-            COMPILED.append(name)
-            code = machine.emit_object(optimized(text, machine))
-            program_cache.keep(key, code)
+            while program_cache.BEFORE_COMPILE_CALLBACKS:
+                program_cache.BEFORE_COMPILE_CALLBACKS.pop()()
+            COMPILED_NAMES.append(name)
+            code = machine.emit_object(optimize(text, machine))
+            program_cache.save_program(key, code)
         self._engine = llvm.create_mcjit_compiler(
             llvm.parse_assembly(""), machine
         )  # holds the code
@@ -94,25 +96,25 @@ class Program:
         self._function = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int64))(self.address)
 
     def __call__(self, words: Sequence[int]) -> None:
-        """Run the program on its words: the first ones are a range, threads and rows (`emit`), the others its own."""
+        """Run the program; its first words are range, threads and rows (`llvm_emitter`), the others depend on it."""
         array = (ctypes.c_int64 * len(words))(*words)
-        if CALLS.open is not None:
-            CALLS.open.append((self.address, array))
+        if CALL_LOG.calls is not None:
+            CALL_LOG.calls.append((self.address, array))
         self._function(array)
 
 
-class _Calls(threading.local):
-    """List in which calls of programs by this thread are noted while it is open (`recording.record`)."""
+class _CallLog(threading.local):
+    """Log of the program calls that this thread makes; ``calls`` is None unless `recording.record` is active."""
 
-    open: list[Call] | None = None
+    calls: list[Call] | None = None
 
 
-CALLS = _Calls()
+CALL_LOG = _CallLog()
 
 
 @cache
-def openmp() -> bool:
-    """Tell LLVM where the OpenMP library of torch is; return False where torch has another one."""
+def load_openmp() -> bool:
+    """Make torch's OpenMP library known to LLVM; return False if torch has another one."""
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
         library = ctypes.CDLL(str(path))  # the one that torch has loaded, since it is the same file
         for name in ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"):

@@ -1,15 +1,14 @@
-"""Packed integers as the programs of `cpu` read them: their layout, its forms, and the words of a call.
+"""Layout of packed integers for the CPU programs: one weight row per vector lane.
 
-Tiles of rows lie side by side, one row per lane of a vector. A tile is as many rows as a vector has 32-bit lanes (8 or
-16). Codes are split into planes as in `layout` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles,
-words, lanes]`` of 32-bit words, read from the first to the last; word ``j`` of a row holds ``32 / w`` columns, the next
-ones:
+A tile is as many rows as a vector has 32-bit lanes (8 or
+16). Codes are split into planes as in `bit_planes` (6 bits are 4 + 2), and a plane of width ``w`` is a matrix ``[tiles,
+words, lanes]`` of 32-bit words, read from the first to the last. Word ``j`` of a row holds the next ``32 / w`` columns:
 
     bits [w f, w f + w) of its byte b   hold   column  j 32 / w + 4 f + b
 
-so that field ``f`` of all four bytes is four neighbours. Seen as two halves, the same word gives the columns 0 and 2
-of such four, and then 1 and 3: `IN_PAIRS`. Parameters are ``[tiles, groups, lanes]``.
-Missing rows, and columns up to a whole `Blocks.unit`, are zeros.
+so that field ``f`` of all four bytes is four neighboring columns. Read as two 16-bit halves, the same word gives
+columns 0 and 2 of these four, and then 1 and 3: `PAIR_ORDER`. Parameters are ``[tiles, groups, lanes]``. Padding rows,
+and columns up to a multiple of `ColumnBlocks.unit_columns`, are zeros.
 """
 
 from __future__ import annotations
@@ -20,92 +19,94 @@ from math import lcm
 import torch
 from torch import Tensor
 
-LONGEST_BLOCK = 64  # 128 would fit a 32-bit sum of products of 8 and 16 bits, but LLVM does worse by the longer loop
-LONGEST_UNIT = 512
-IN_PAIRS = (0, 2, 1, 3)  # of four columns: the order in which fields of 16 bits give them
+MAX_BLOCK_COLUMNS = (
+    64  # a 32-bit sum has room for 128, but LLVM generates slower code for the longer loop
+)
+MAX_UNIT_COLUMNS = 512
+PAIR_ORDER = (0, 2, 1, 3)  # of four columns: the order in which fields of 16 bits give them
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """Sizes of the pieces into which the columns of a row are cut.
+class ColumnBlocks:
+    """How the columns of a row are divided into blocks and units.
 
     Attributes:
         lanes: rows of a tile.
-        block: columns of a sum of integers; divides the group.
-        unit: columns that are worked off at a time: whole blocks, and whole words of every plane.
-        in_group: blocks of a group; 0 where a row has one group.
-        in_super: blocks of a superblock; 0 where there is none.
+        block_columns: columns of a block, whose products are summed as integers; divides the group.
+        unit_columns: columns of a unit, which is processed at once: whole blocks, and whole words of every plane.
+        blocks_per_group: blocks of a group; 0 if a row has one group.
+        blocks_per_superblock: blocks of a superblock; 0 if there are none.
     """
 
     lanes: int
-    block: int
-    unit: int
-    in_group: int
-    in_super: int
+    block_columns: int
+    unit_columns: int
+    blocks_per_group: int
+    blocks_per_superblock: int
 
 
 # Words of a call, by place, after FIRST, LAST, THREADS and ROWS: `packed_integers` fills them in, `integer_programs`
 # reads them.
-X, X_CODES, X_SCALES, X_SUMS, OUT = range(4, 9)  # addresses
-COLUMNS, UNITS, GROUPS, TILES = range(9, 13)  # counts; tiles of a row of OUT
-STRIP = 13  # rows that stay in a cache while all tiles pass
-CODES = 14  # addresses of up to three planes
-SCALES = 17  # addresses of the parameters, in the order of PARAMETERS
-OWNERS, EACH = (
+ARG_X, ARG_X_CODES, ARG_X_SCALES, ARG_X_SUMS, ARG_OUT = range(4, 9)  # addresses
+ARG_COLUMNS, ARG_UNITS, ARG_GROUPS, ARG_TILES = range(9, 13)  # counts; tiles of a row of OUT
+ARG_STRIP = 13  # rows that stay in a cache while all tiles pass
+ARG_PLANES = 14  # addresses of up to three planes
+ARG_PARAMETERS = 17  # addresses of the parameters, in the order of PARAMETERS
+ARG_EXPERTS, ARG_TOP_K = (
     22,
     23,
 )  # of grouped products: address of the pairs' owners; how many owners a row has
 # Rows of a program that reads weights from memory once; one of more takes them out of a cache, and all its registers.
-FEW = 4
-PARAMETERS = ("scales", "zeros", "mins", "d", "dmin")
+FEW_ROWS = 4
+PARAM_NAMES = ("scales", "zeros", "mins", "d", "dmin")
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """Form of packed integers that a program is made for.
+class ProgramSpec:
+    """What a program for packed integers is generated for.
 
     Attributes:
-        blocks: how columns are cut.
-        widths: of the planes of a code, see `lane_layout`.
-        zero: ``centre``, ``zeros`` or ``mins``.
-        centre: the code that stands for 0 where ``zero`` says so.
-        stored: types of `PARAMETERS`, as far as they are there.
-        dtype: of activations and results.
-        rows: of activations that are multiplied at a time.
-        feature: one of `features.FEATURES`.
-        pairs: the lower level is two integers of 4 bits to a byte.
-        input_bits: of the integers to which activations are rounded, 16 or 8.
+        blocks: how columns are divided.
+        widths: bit widths of the planes of a code.
+        zero_kind: ``centre`` (symmetric codes), ``zeros`` or ``mins``.
+        center_code: the code of the value 0 if ``zero_kind`` is ``centre``.
+        param_dtypes: types of the parameters that exist, by name (`PARAM_NAMES`).
+        dtype: type of activations and results.
+        shared_rows: rows of activations that are multiplied together.
+        instruction_set: one of `instruction_sets.INSTRUCTION_SETS`.
+        packed_nibbles: the lower level of parameters is stored as two 4-bit integers per byte.
+        input_bits: bits of the integers to which activations are rounded, 16 or 8.
     """
 
-    blocks: Blocks
+    blocks: ColumnBlocks
     widths: tuple[int, ...]
-    zero: str
-    centre: int
-    stored: tuple[tuple[str, torch.dtype], ...]
+    zero_kind: str
+    center_code: int
+    param_dtypes: tuple[tuple[str, torch.dtype], ...]
     dtype: torch.dtype
-    rows: int
-    feature: str
-    pairs: bool = False
+    shared_rows: int
+    instruction_set: str
+    packed_nibbles: bool = False
     input_bits: int = 16
 
 
-def words_of(width: int, columns: int) -> int:
-    """Return the words of a plane that so many columns of a row fill."""
+def words_per_row(width: int, columns: int) -> int:
+    """Return the number of words of a plane that ``columns`` columns of a row fill."""
     return -(-columns // (32 // width))
 
 
-def in_pairs(lanes: int) -> list[int]:
-    """Return the columns of so many neighbours in the order in which fields of 16 bits give them."""
-    return [first + one for first in range(0, lanes, 4) for one in IN_PAIRS]
+def paired_order(lanes: int) -> list[int]:
+    """Return the order in which 16-bit fields give the columns of ``lanes`` neighbors."""
+    return [first + neighbor for first in range(0, lanes, 4) for neighbor in PAIR_ORDER]
 
 
-def pair_of(column: int) -> tuple[int, int]:
-    """Return the pair of a column, by the order in which words give pairs, and whether it is in the upper half."""
-    place = IN_PAIRS.index(column % 4)
-    return column // 4 * 2 + place // 2, place % 2
+def locate_pair(column: int) -> tuple[int, int]:
+    """Return the index of the 16-bit pair that holds a column, and 1 if it is in the upper half, else 0."""
+    position = PAIR_ORDER.index(column % 4)
+    return column // 4 * 2 + position // 2, position % 2
 
 
-def cut(
+def choose_column_blocks(
     widths: tuple[int, ...],
     columns: int,
     group: int,
@@ -113,44 +114,46 @@ def cut(
     lanes: int,
     *,
     pairs: bool = False,
-) -> Blocks | None:
-    """Return how columns are cut, or None where no block of whole vectors divides the group.
+) -> ColumnBlocks | None:
+    """Return how columns are divided, or None if no block of whole vectors divides the group.
 
-    ``pairs``: two groups share a byte of parameters, so that a unit has to hold both.
+    ``pairs``: two groups share a byte of parameters, so that a unit has to contain both.
     """
-    sizes = range(LONGEST_BLOCK, 0, -lanes)
+    sizes = range(MAX_BLOCK_COLUMNS, 0, -lanes)
     block = next((size for size in sizes if group % size == 0), 0)
     unit = lcm(block, 32 // min(widths))
     if pairs:
         unit = lcm(unit, 2 * block)
-    if not block or unit > LONGEST_UNIT or (pairs and block < group):
+    if not block or unit > MAX_UNIT_COLUMNS or (pairs and block < group):
         return None
-    return Blocks(
+    return ColumnBlocks(
         lanes, block, unit, 0 if group >= columns else group // block, superblock // block
     )
 
 
-def to_lanes(codes: Tensor, widths: tuple[int, ...], blocks: Blocks) -> list[Tensor]:
-    """Lay uint8 codes ``[out, in]`` out as one int32 tensor ``[tiles, words, lanes]`` per plane."""
+def pack_lanes(codes: Tensor, widths: tuple[int, ...], blocks: ColumnBlocks) -> list[Tensor]:
+    """Pack uint8 codes ``[out, in]`` into one int32 tensor ``[tiles, words, lanes]`` per plane."""
     rows, columns = codes.shape
-    padding = (0, -columns % blocks.unit, 0, -rows % blocks.lanes)
+    padding = (0, -columns % blocks.unit_columns, 0, -rows % blocks.lanes)
     padded = torch.nn.functional.pad(codes, padding)
-    planes, low = [], 0
+    planes, low_bit = [], 0
     for width in widths:
         fields = 8 // width
-        part = (padded >> low) & (2**width - 1)
-        part = part.view(-1, blocks.lanes, padded.shape[1] // (4 * fields), fields, 4)
-        words = torch.zeros(part.shape[:3], dtype=torch.int32, device=codes.device)
+        fields_of_words = (padded >> low_bit) & (2**width - 1)
+        fields_of_words = fields_of_words.view(
+            -1, blocks.lanes, padded.shape[1] // (4 * fields), fields, 4
+        )
+        words = torch.zeros(fields_of_words.shape[:3], dtype=torch.int32, device=codes.device)
         for field in range(fields):
-            for octet in range(4):
-                words |= part[..., field, octet].int() << (width * field + 8 * octet)
+            for byte in range(4):
+                words |= fields_of_words[..., field, byte].int() << (width * field + 8 * byte)
         planes.append(words.transpose(1, 2).contiguous())
-        low += width
+        low_bit += width
     return planes
 
 
-def tiled(parameter: Tensor, lanes: int, groups: int) -> Tensor:
-    """Lay ``[out, groups]`` out as ``[tiles, groups, lanes]``, padded with zeros."""
-    rows, given = parameter.shape
-    padded = torch.nn.functional.pad(parameter, (0, groups - given, 0, -rows % lanes))
+def tile_parameter(parameter: Tensor, lanes: int, groups: int) -> Tensor:
+    """Rearrange a parameter ``[out, groups]`` to ``[tiles, groups, lanes]``, padded with zeros."""
+    rows, present = parameter.shape
+    padded = torch.nn.functional.pad(parameter, (0, groups - present, 0, -rows % lanes))
     return padded.view(-1, lanes, groups).transpose(1, 2).contiguous()

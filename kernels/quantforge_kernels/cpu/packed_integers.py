@@ -1,12 +1,12 @@
-"""Products of packed integers on a processor with vectors: the kernel ``llvm-int``, of 1 to 8 bits.
+"""CPU kernels ``llvm-int`` and ``llvm-int8``: products with packed integer weights of 1 to 8 bits.
 
-`prepare` lays a weight out by lanes (`lane_layout`); `matmul` calls the programs of `integer_programs`. Many rows are
-torch's where it is faster (`many_rows`), by a slab of the weight at a time that one of them has decoded.
+`prepare` arranges a weight by lanes (`lane_layout`); `matmul` calls the programs of `integer_programs`. For many rows,
+where torch is faster (`many_rows`), a program decodes one slab of the weight at a time and torch multiplies.
 
-Activations are bfloat16 or float16, and are rounded to 16-bit integers in blocks of at most 64 columns: that is finer
-than either type. It would be coarser than float32, which is therefore left to the fallback kernel. Where a problem
-allows it (`Problem.input_bits`), ``llvm-int8`` rounds them to 8-bit integers instead, those in float32 too: the same
-layout, half the instructions.
+Activations in bfloat16 or float16 are rounded to 16-bit integers in blocks of at most 64 columns, which is finer than
+either type. It would be coarser than float32, which is left to the fallback kernel. If the specification allows it
+(`MatmulSpec.input_bits`), ``llvm-int8`` rounds activations, also those in float32, to 8-bit integers: the same layout,
+half the instructions.
 """
 
 from __future__ import annotations
@@ -19,273 +19,308 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantforge_kernels.bit_planes import PLANE_WIDTHS
 from quantforge_kernels.cpu import many_rows
-from quantforge_kernels.cpu.features import LANES, feature
+from quantforge_kernels.cpu.instruction_sets import LANES, best_instruction_set
 from quantforge_kernels.cpu.lane_layout import (
-    FEW,
-    PARAMETERS,
-    Blocks,
-    Form,
-    cut,
-    tiled,
-    to_lanes,
+    FEW_ROWS,
+    PARAM_NAMES,
+    ColumnBlocks,
+    ProgramSpec,
+    choose_column_blocks,
+    pack_lanes,
+    tile_parameter,
 )
-from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, grouped_form
-from quantforge_kernels.layout import WIDTHS
-from quantforge_kernels.problem import (
+from quantforge_kernels.grouped import (
+    ExpertRouting,
+    GroupedMatmulSpec,
+    make_grouped_kernel,
+    make_looped_kernel,
+)
+from quantforge_kernels.matmul_spec import (
     Kernel,
-    Packed,
-    Parameters,
-    Problem,
-    narrowed,
+    MatmulSpec,
+    PackedWeight,
+    QuantParams,
+    encode_lower_scales,
 )
 
 if TYPE_CHECKING:
     from quantforge_kernels.cpu.compiler import Program
 
-Stored = tuple[tuple[str, torch.dtype], ...]
-Addresses = tuple[int, int, int, int, int]  # of x, its codes, scales and sums, and of the result
-OCTET = 8  # bits
-TOGETHER = 8  # rows that share the unpacking of a word
+PackedDtypes = tuple[tuple[str, torch.dtype], ...]
+BufferAddresses = tuple[
+    int, int, int, int, int
+]  # of x, its codes, scales and sums, and of the result
+INT8_BITS = 8  # bits
+MAX_SHARED_ROWS = 8  # rows that share the unpacking of a word
 SLAB_WEIGHTS = 1 << 19  # decoded at a time: they stay in the second-level cache
-STRIP = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
+STRIP_ROWS = 32  # rows of which all tiles are computed at a time: rounded, they stay in the second-level cache
 FEW_PAIRS = 8  # pairs of a row and an owner, or as many as half of the matrices, that are multiplied one by one
-_PER_GROUP = frozenset({"scales", "zeros", "mins"})
-# In the order of the words from `lane_layout.CODES` on.
-_PLACES = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
+_GROUP_PARAMS = frozenset({"scales", "zeros", "mins"})
+# In the order of the words from `lane_layout.ARG_PLANES` on.
+_ARG_ORDER = ("codes0", "codes1", "codes2", "scales", "zeros", "mins", "d", "dmin")
 
 
-def accepts(problem: Problem) -> bool:
-    """Return whether a problem is of integers in 16-bit types, with groups of whole vectors and no scales in float8."""
-    return problem.dtype in {torch.bfloat16, torch.float16} and _lies_in_lanes(problem)
+def accepts(spec: MatmulSpec) -> bool:
+    """Return whether a product has integer codes, 16-bit activations, groups of whole vectors and no float8 scales."""
+    return spec.dtype in {torch.bfloat16, torch.float16} and _has_lane_layout(spec)
 
 
-def _lies_in_lanes(problem: Problem) -> bool:
-    """Return whether there is a layout for the weights, in whatever type activations are."""
+def _has_lane_layout(spec: MatmulSpec) -> bool:
+    """Return whether the weights can be arranged by lanes, whatever the type of activations."""
     return (
-        problem.device == "cpu"
-        and problem.grid == "int"
-        and not problem.activation
-        and problem.lower != "e4m3"
-        and problem.dtype in {torch.bfloat16, torch.float16, torch.float32}
-        and problem.out_features > 0
-        and (best := feature()) is not None
-        and blocks_of(problem, best) is not None
+        spec.device == "cpu"
+        and spec.grid == "int"
+        and not spec.activation_kind
+        and spec.lower_encoding != "e4m3"
+        and spec.dtype in {torch.bfloat16, torch.float16, torch.float32}
+        and spec.out_features > 0
+        and (best := best_instruction_set()) is not None
+        and column_blocks(spec, best) is not None
     )
 
 
-def accepts_octets(problem: Problem) -> bool:
-    """Return whether activations may be rounded to 8 bits, and products of such are exact here.
+def accepts_int8(spec: MatmulSpec) -> bool:
+    """Return whether activations may be rounded to 8 bits, and integer sums are exact on this CPU.
 
-    Without ``vpdpbusd``, two products of a code of 8 bits do not fit 16.
+    Without ``vpdpbusd``, two products with 8-bit codes overflow 16 bits.
     """
     return (
-        problem.input_bits == OCTET
-        and _lies_in_lanes(problem)
-        and (problem.bits < OCTET or feature() == "avx512vnni")
+        spec.input_bits == INT8_BITS
+        and _has_lane_layout(spec)
+        and (spec.bits < INT8_BITS or best_instruction_set() == "avx512vnni")
     )
 
 
-def blocks_of(problem: Problem, name: str) -> Blocks | None:
-    """Return the sizes into which the columns are cut for a feature, or None where groups fill no vector."""
-    return cut(
-        WIDTHS[problem.bits],
-        problem.in_features,
-        problem.group_size,
-        problem.superblock,
+def column_blocks(spec: MatmulSpec, name: str) -> ColumnBlocks | None:
+    """Return how columns are divided for an instruction set, or None if groups are not whole vectors."""
+    return choose_column_blocks(
+        PLANE_WIDTHS[spec.bits],
+        spec.in_features,
+        spec.group_size,
+        spec.superblock_size,
         LANES[name],
-        pairs=problem.lower == "pairs",
+        pairs=spec.lower_encoding == "pairs",
     )
 
 
-def _cut(problem: Problem) -> Blocks:
-    name = feature()
+def _best_column_blocks(spec: MatmulSpec) -> ColumnBlocks:
+    name = best_instruction_set()
     assert name is not None
-    blocks = blocks_of(problem, name)
+    blocks = column_blocks(spec, name)
     assert blocks is not None
     return blocks
 
 
-def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Lay codes and parameters out by tiles."""
-    blocks = _cut(problem)
-    planes = to_lanes(codes, WIDTHS[problem.bits], blocks)
+def prepare(codes: Tensor, parameters: QuantParams, spec: MatmulSpec) -> PackedWeight:
+    """Arrange codes and parameters by tiles."""
+    blocks = _best_column_blocks(spec)
+    planes = pack_lanes(codes, PLANE_WIDTHS[spec.bits], blocks)
     packed = {f"codes{i}": plane for i, plane in enumerate(planes)}
     for name, value in parameters.items():
-        groups = _groups(problem, blocks) if name in _PER_GROUP else value.shape[1]
-        packed[name] = tiled(value, blocks.lanes, groups)
-    return narrowed(packed, problem)
+        groups = _padded_groups(spec, blocks) if name in _GROUP_PARAMS else value.shape[1]
+        packed[name] = tile_parameter(value, blocks.lanes, groups)
+    return encode_lower_scales(packed, spec)
 
 
-def _groups(problem: Problem, blocks: Blocks) -> int:
-    """Return the groups of a row that is filled up to whole units."""
-    units = -(-problem.in_features // blocks.unit)
-    return -(-units * blocks.unit // problem.group_size)
+def _padded_groups(spec: MatmulSpec, blocks: ColumnBlocks) -> int:
+    """Return the number of groups of a row that is padded to whole units."""
+    units = -(-spec.in_features // blocks.unit_columns)
+    return -(-units * blocks.unit_columns // spec.group_size)
 
 
-def form_of(problem: Problem, stored: Stored, name: str) -> Form:
-    """Return the form of weights that programs are made for, with a feature; one row of activations at a time.
+def make_program_spec(spec: MatmulSpec, stored: PackedDtypes, name: str) -> ProgramSpec:
+    """Return the specification of the programs for a weight, with one row of activations at a time.
 
     Args:
-        problem: accepted here.
-        stored: the packed tensors in their order, each with its type.
-        name: of the feature.
+        spec: a product that is accepted here.
+        stored: names of the packed tensors in order, each with its type.
+        name: instruction set.
     """
-    blocks = blocks_of(problem, name)
+    blocks = column_blocks(spec, name)
     assert blocks is not None
-    zero = "mins" if problem.minima else "centre" if problem.symmetric else "zeros"
-    parameters = tuple(pair for pair in stored if pair[0] in PARAMETERS)
-    return Form(
+    zero = "mins" if spec.has_minima else "centre" if spec.symmetric else "zeros"
+    parameters = tuple(pair for pair in stored if pair[0] in PARAM_NAMES)
+    return ProgramSpec(
         blocks=blocks,
-        widths=WIDTHS[problem.bits],
-        zero=zero,
-        centre=1 << (problem.bits - 1),
-        stored=parameters,
-        dtype=problem.dtype,
-        rows=1,
-        feature=name,
-        pairs=problem.lower == "pairs",
-        input_bits=OCTET if accepts_octets(problem) else 2 * OCTET,
+        widths=PLANE_WIDTHS[spec.bits],
+        zero_kind=zero,
+        center_code=1 << (spec.bits - 1),
+        param_dtypes=parameters,
+        dtype=spec.dtype,
+        shared_rows=1,
+        instruction_set=name,
+        packed_nibbles=spec.lower_encoding == "pairs",
+        input_bits=INT8_BITS if accepts_int8(spec) else 2 * INT8_BITS,
     )
 
 
 class ProductPlan:
-    """Sizes of the layout, and programs, that all products of a problem have in common.
+    """Layout sizes and compiled programs that all products with one specification share.
 
     Args:
-        problem: accepted here.
-        stored: the packed tensors in their order, each with its type.
+        spec: a product that is accepted here.
+        stored: names of the packed tensors in order, each with its type.
     """
 
-    def __init__(self, problem: Problem, stored: Stored) -> None:
-        name, blocks = feature(), _cut(problem)
+    def __init__(self, spec: MatmulSpec, stored: PackedDtypes) -> None:
+        name, blocks = best_instruction_set(), _best_column_blocks(spec)
         assert name is not None
-        self._form = form_of(problem, stored, name)
-        units = -(-problem.in_features // blocks.unit)
-        self.unit = blocks.unit
-        self.columns = units * blocks.unit  # filled up to whole units
+        self.program_spec = make_program_spec(spec, stored, name)
+        units = -(-spec.in_features // blocks.unit_columns)
+        self.unit_columns = blocks.unit_columns
+        self.padded_columns = units * blocks.unit_columns  # filled up to whole units
         self.lanes = blocks.lanes
-        self.tiles = -(-problem.out_features // blocks.lanes)
-        self.groups = _groups(problem, blocks)
-        self.blocks = self.columns // blocks.block
-        self.input_bytes = self._form.input_bits // 8  # of a rounded activation
+        self.tiles = -(-spec.out_features // blocks.lanes)
+        self.groups = _padded_groups(spec, blocks)
+        self.num_blocks = self.padded_columns // blocks.block_columns
+        self.rounded_bytes = self.program_spec.input_bits // 8  # of a rounded activation
         # Rows that are multiplied from packed weights where torch may multiply as well.
-        self.most = many_rows.most_packed(problem.dtype, blocks.block, self._form.input_bits)
+        self.max_packed_rows = many_rows.max_packed_rows(
+            spec.dtype, blocks.block_columns, self.program_spec.input_bits
+        )
         self._programs: dict[tuple[str, int], Program] = {}
 
-    def program(self, name: str, together: int = 1) -> Program:
-        """Return a program of `integer_programs`, by its name, for so many rows that are multiplied together."""
+    def get_program(self, name: str, together: int = 1) -> Program:
+        """Return a compiled program of `integer_programs` for ``together`` rows that are multiplied together."""
         if (name, together) not in self._programs:
-            self._programs[name, together] = _compiled(name, replace(self._form, rows=together))
+            self._programs[name, together] = _compile_program(
+                name, replace(self.program_spec, shared_rows=together)
+            )
         return self._programs[name, together]
 
-    def words(
-        self, packed: Packed, work: tuple[int, int], rows: int, addresses: Addresses, tiles: int
+    def make_arguments(
+        self,
+        packed: PackedWeight,
+        work: tuple[int, int],
+        rows: int,
+        addresses: BufferAddresses,
+        tiles: int,
     ) -> list[int]:
-        """Return the argument of a program, see `lane_layout`; ``tiles`` are those of a row of the result."""
-        counts = (self.columns, self.columns // self.unit, self.groups, tiles, STRIP)
-        weights = [packed[name].data_ptr() if name in packed else 0 for name in _PLACES]
+        """Return the argument words of a program (see `lane_layout`); ``tiles`` is the number per result row."""
+        counts = (
+            self.padded_columns,
+            self.padded_columns // self.unit_columns,
+            self.groups,
+            tiles,
+            STRIP_ROWS,
+        )
+        weights = [packed[name].data_ptr() if name in packed else 0 for name in _ARG_ORDER]
         return [*work, torch.get_num_threads(), rows, *addresses, *counts, *weights]
 
 
-plan_of = cache(ProductPlan)
+get_product_plan = cache(ProductPlan)
 
 
 @cache
-def _compiled(name: str, form: Form) -> Program:
+def _compile_program(name: str, form: ProgramSpec) -> Program:
     from quantforge_kernels.cpu import compiler, integer_programs
 
     make = {
-        "multiply": integer_programs.multiply,
-        "grouped": integer_programs.grouped,
-        "decode": integer_programs.decode,
+        "multiply": integer_programs.build_multiply,
+        "grouped": integer_programs.build_grouped_multiply,
+        "decode": integer_programs.build_decode,
     }
-    return compiler.Program(make[name](form, compiler.openmp()), name)
+    return compiler.Program(make[name](form, compiler.load_openmp()), name)
 
 
-def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    """Return ``x W^T`` of ``x`` ``[rows, in]``, of which ``[rows, out]`` may be a view of wider rows."""
+def matmul(x: Tensor, packed: PackedWeight, spec: MatmulSpec) -> Tensor:
+    """Return ``x W^T`` for ``x`` ``[rows, in]``; the result ``[rows, out]`` may be a view of wider rows."""
     rows, columns = x.shape
-    plan = plan_of(problem, tuple((name, value.dtype) for name, value in packed.items()))
+    plan = get_product_plan(spec, tuple((name, value.dtype) for name, value in packed.items()))
     if not rows:
-        return x.new_empty(0, problem.out_features)
-    by_torch = rows > plan.most and many_rows.computes(x)
+        return x.new_empty(0, spec.out_features)
+    by_torch = rows > plan.max_packed_rows and many_rows.torch_is_fast(x)
     # A step of decoding is recorded, and torch's padding would end that: few rows are multiplied as they are.
-    over = rows % TOGETHER if rows > STRIP and not by_torch else 0
-    more = TOGETHER - over if over > FEW else 0
-    if more or columns < plan.columns:
-        x = pad(x, (0, plan.columns - columns, 0, more))
+    over = rows % MAX_SHARED_ROWS if rows > STRIP_ROWS and not by_torch else 0
+    more = MAX_SHARED_ROWS - over if over > FEW_ROWS else 0
+    if more or columns < plan.padded_columns:
+        x = pad(x, (0, plan.padded_columns - columns, 0, more))
     x = x.contiguous()
     y = x.new_empty(rows + more, plan.tiles * plan.lanes)
     if by_torch:
-        _by_slabs(x, y, packed, plan)
-        return y[:, : problem.out_features]
+        _multiply_by_slabs(x, y, packed, plan)
+        return y[:, : spec.out_features]
     first = 0
-    for together in (TOGETHER, FEW, rows % FEW):
+    for together in (MAX_SHARED_ROWS, FEW_ROWS, rows % FEW_ROWS):
         last = len(x) - (len(x) - first) % together if together else first
         if first < last:
-            _from_packed(x[first:last], y[first:last], packed, plan, together)
+            _multiply_packed(x[first:last], y[first:last], packed, plan, together)
         first = last
-    return y[:rows, : problem.out_features]
+    return y[:rows, : spec.out_features]
 
 
-def _from_packed(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan, together: int) -> None:
-    """Write the product of ``x`` to ``y``; so many rows ``together`` (they divide all) share the unpacking of words."""
-    _scratch, addresses = rounded(x, y, plan)  # in use until the program has run
-    work = (0, plan.tiles * -(-len(x) // STRIP))
-    plan.program("multiply", together)(plan.words(packed, work, len(x), addresses, plan.tiles))
+def _multiply_packed(
+    x: Tensor, y: Tensor, packed: PackedWeight, plan: ProductPlan, together: int
+) -> None:
+    """Write the product of ``x`` to ``y``; ``together`` rows, a divisor of all rows, share the unpacking of words."""
+    _scratch, addresses = allocate_rounded_rows(x, y, plan)  # in use until the program has run
+    work = (0, plan.tiles * -(-len(x) // STRIP_ROWS))
+    plan.get_program("multiply", together)(
+        plan.make_arguments(packed, work, len(x), addresses, plan.tiles)
+    )
 
 
-def rounded(x: Tensor, y: Tensor, plan: ProductPlan) -> tuple[Tensor, Addresses]:
-    """Return memory for the rounded rows of ``x``, and the addresses of all that a program reads and writes."""
-    count = len(x) * plan.blocks  # of scales, and of sums
-    size = plan.input_bytes * len(x) * plan.columns
+def allocate_rounded_rows(
+    x: Tensor, y: Tensor, plan: ProductPlan
+) -> tuple[Tensor, BufferAddresses]:
+    """Return scratch memory for the rounded rows of ``x``, and the addresses that a program reads and writes."""
+    count = len(x) * plan.num_blocks  # of scales, and of sums
+    size = plan.rounded_bytes * len(x) * plan.padded_columns
     scratch = torch.empty(size + 8 * count, dtype=torch.uint8)
     codes = scratch.data_ptr()
     scales = codes + size
     return scratch, (x.data_ptr(), codes, scales, scales + 4 * count, y.data_ptr())
 
 
-def _by_slabs(x: Tensor, y: Tensor, packed: Packed, plan: ProductPlan) -> None:
-    """Write the product of ``x`` to ``y``: some tiles at a time are decoded, and torch multiplies by them."""
-    step = max(1, SLAB_WEIGHTS // (plan.columns * plan.lanes))
-    slab = x.new_empty(plan.columns * min(step, plan.tiles) * plan.lanes)
-    decode = plan.program("decode")
+def _multiply_by_slabs(x: Tensor, y: Tensor, packed: PackedWeight, plan: ProductPlan) -> None:
+    """Write the product of ``x`` to ``y``: decode some tiles at a time, and multiply by them with torch."""
+    step = max(1, SLAB_WEIGHTS // (plan.padded_columns * plan.lanes))
+    slab = x.new_empty(plan.padded_columns * min(step, plan.tiles) * plan.lanes)
+    decode = plan.get_program("decode")
     for first in range(0, plan.tiles, step):
         last = min(first + step, plan.tiles)
         columns = slice(first * plan.lanes, last * plan.lanes)
         # The program counts columns from the first tile of the weight.
         start = slab.data_ptr() - columns.start * slab.element_size()
-        decode(plan.words(packed, (first, last), 0, (0, 0, 0, 0, start), last - first))
+        decode(plan.make_arguments(packed, (first, last), 0, (0, 0, 0, 0, start), last - first))
         width = columns.stop - columns.start
-        y[:, columns] = x @ slab[: plan.columns * width].view(plan.columns, width)
+        y[:, columns] = x @ slab[: plan.padded_columns * width].view(plan.padded_columns, width)
 
 
-def grouped_matmul(x: Tensor, owners: Owners, packed: Packed, problem: GroupedProblem) -> Tensor:
-    """Multiply rows ``x`` ``[rows, in]`` by the matrices of their owners; return ``[pairs, out]``.
+def grouped_matmul(
+    x: Tensor, owners: ExpertRouting, packed: PackedWeight, spec: GroupedMatmulSpec
+) -> Tensor:
+    """Multiply rows ``x`` ``[rows, in]`` by the matrices of their experts; return ``[pairs, out]``.
 
-    Decoding sends a token to some experts: every pair has an owner of its own, and the program multiplies them one
-    after the other, from the matrices as they lie. Of more pairs several have one owner; they are gathered and
-    multiplied together, so that they share the unpacking of words. The bits of a row are the same either way.
+    For a few pairs, as in decoding, most experts differ, and the program multiplies the pairs one
+    after the other from the stacked matrices. For more pairs, those of the same expert are gathered and
+    multiplied together, so that they share the unpacking of words. Both give the same bits.
     """
-    pairs = len(owners.pairs)
+    pairs = len(owners.expert_of_pair)
     if pairs == 0:
-        return x.new_empty(0, problem.each.out_features)
-    if pairs > max(FEW_PAIRS, problem.matrices // 2):
-        return _GATHERED.matmul(x, owners, packed, problem)
-    plan = plan_of(problem.each, tuple((name, value.dtype) for name, value in packed.items()))
-    if x.shape[1] < plan.columns:
-        x = pad(x, (0, plan.columns - x.shape[1]))
+        return x.new_empty(0, spec.matrix_spec.out_features)
+    if pairs > max(FEW_PAIRS, spec.num_matrices // 2):
+        return _LOOPED_KERNEL.matmul(x, owners, packed, spec)
+    plan = get_product_plan(
+        spec.matrix_spec, tuple((name, value.dtype) for name, value in packed.items())
+    )
+    if x.shape[1] < plan.padded_columns:
+        x = pad(x, (0, plan.padded_columns - x.shape[1]))
     x = x.contiguous()
     y = x.new_empty(pairs, plan.tiles * plan.lanes)
-    _scratch, addresses = rounded(x, y, plan)  # in use until the program has run
+    _scratch, addresses = allocate_rounded_rows(x, y, plan)  # in use until the program has run
     work = (0, pairs * plan.tiles)
-    words = plan.words(packed, work, len(x), addresses, plan.tiles)
-    plan.program("grouped")([*words, owners.pairs.data_ptr(), pairs // len(x)])
-    return y[:, : problem.each.out_features]
+    words = plan.make_arguments(packed, work, len(x), addresses, plan.tiles)
+    plan.get_program("grouped")([*words, owners.expert_of_pair.data_ptr(), pairs // len(x)])
+    return y[:, : spec.matrix_spec.out_features]
 
 
-KERNEL = Kernel("llvm-int", accepts, prepare, matmul, rows_apart=16)
-OF_OCTETS = Kernel("llvm-int8", accepts_octets, prepare, matmul, rows_apart=16)
-_GATHERED = by_matrix(KERNEL)
-GROUPED = (grouped_form(OF_OCTETS, grouped_matmul), grouped_form(KERNEL, grouped_matmul))
+KERNEL = Kernel("llvm-int", accepts, prepare, matmul, row_alignment=16)
+INT8_KERNEL = Kernel("llvm-int8", accepts_int8, prepare, matmul, row_alignment=16)
+_LOOPED_KERNEL = make_looped_kernel(KERNEL)
+GROUPED_KERNELS = (
+    make_grouped_kernel(INT8_KERNEL, grouped_matmul),
+    make_grouped_kernel(KERNEL, grouped_matmul),
+)

@@ -1,12 +1,12 @@
-"""A list of programs to be run again: what a CUDA graph is to a GPU, for a processor.
+"""Recording of the programs of a decoding step, to replay them: the CPU's counterpart of a CUDA graph.
 
-A decoding step calls ten programs per block, each for some microseconds, through as much of Python
-and torch. While a function is recorded, the calls it makes are noted with their arguments, which are
-addresses; tensors that it makes are kept, so that the addresses remain theirs. Played again, the list
-computes from whatever then lies in the tensors that were given.
+A decoding step calls ten programs per block, each for a few microseconds, and the Python and torch code around them
+takes as long again. While a function is recorded, its program calls are logged with their arguments, which are
+addresses; tensors that it allocates are kept alive, so that the addresses stay valid. A replay computes from the
+current contents of the tensors that were used.
 
-That is true only of work that programs do. Every operation of torch is watched: one that computes,
-or asks for a value, ends the recording.
+This is correct only if programs do all the work. Therefore every torch operation is watched, and one that computes
+or reads a value makes the recording invalid.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from llvmlite import ir
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantforge_kernels.cpu.compiler import CALLS, Call, Program
-from quantforge_kernels.cpu.emit import I64, Emitter, add_entry
+from quantforge_kernels.cpu.compiler import CALL_LOG, Call, Program
+from quantforge_kernels.cpu.llvm_emitter import I64, Emitter, add_entry_point
 
-_TABLE = 4  # word: address of pairs of a program and its words
-_ALLOCATE = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
+ARG_TABLE = 4  # word: address of pairs of a program and its words
+_ALLOCATING_OPERATORS = frozenset({"aten::empty", "aten::empty_like", "aten::new_empty"})
 
 
-class Recorded:
-    """Record of the programs that a function ran, to be run again.
+class RecordedPrograms:
+    """The programs that a function ran, ready to be replayed.
 
     Attributes:
-        result: of the function; every `play` writes it anew.
+        result: result of the function; every `replay` overwrites it.
     """
 
-    def __init__(self, result: Tensor, calls: list[Call], kept: list[Any]) -> None:
+    def __init__(self, result: Tensor, calls: list[Call], tensors: list[Any]) -> None:
         self.result = result
-        self._kept = (calls, kept)
+        self._kept = (calls, tensors)
         pairs = [(address, ctypes.addressof(words)) for address, words in calls]
         self._table = torch.tensor(pairs, dtype=torch.int64)
 
-    def play(self) -> Tensor:
-        """Run all programs in their order."""
+    def replay(self) -> Tensor:
+        """Run all programs in order and return the result."""
         count = len(self._table)
-        _sequence()([0, count, 1, count, self._table.data_ptr()])
+        _sequence_program()([0, count, 1, count, self._table.data_ptr()])
         return self.result
 
 
-def record(function: Callable[[], Tensor]) -> tuple[Tensor, Recorded | None]:
-    """Call a function; return its result, and the record that repeats it, or None where torch computed a part of it."""
-    watch = _Watch()
+def record(function: Callable[[], Tensor]) -> tuple[Tensor, RecordedPrograms | None]:
+    """Call a function; return its result and its recording, or None for the latter if torch computed a part of it."""
+    watcher = _TorchWatcher()
     calls: list[Call] = []
-    CALLS.open = calls
+    CALL_LOG.calls = calls
     try:
-        with watch:
+        with watcher:
             result = function()
     finally:
-        CALLS.open = None
-    return result, None if watch.computed else Recorded(result, calls, watch.kept)
+        CALL_LOG.calls = None
+    return result, None if watcher.computed else RecordedPrograms(result, calls, watcher.results)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watch over torch that keeps what it makes, and notes whether it computes."""
+class _TorchWatcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Torch dispatch mode that keeps all results alive and notes whether torch computed anything."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Let torch call us without its compiler, whose import takes a second of a first answer."""
+        """Avoid importing torch's compiler, which would delay the first completion by a second."""
         return False
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: list[Any] = []
+        self.results: list[Any] = []
         self.computed = False
 
     def __torch_dispatch__(
@@ -82,29 +82,29 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.kept.append(result)
-        allocates = func._schema.name in _ALLOCATE
-        self.computed |= not (allocates or (func.is_view and _same_memory(args[0], result)))
+        self.results.append(result)
+        allocates = func._schema.name in _ALLOCATING_OPERATORS
+        self.computed |= not (allocates or (func.is_view and _shares_memory(args[0], result)))
         return result
 
 
-def _same_memory(given: Tensor, result: Any) -> bool:
-    """Return whether a result, or every one of them, is a view; `reshape` and `contiguous` copy if they must."""
-    parts = [result] if isinstance(result, Tensor) else result
-    place = given.untyped_storage().data_ptr()
-    return all(part.untyped_storage().data_ptr() == place for part in parts)
+def _shares_memory(tensor: Tensor, result: Any) -> bool:
+    """Return whether all results are views of ``tensor``; `reshape` and `contiguous` copy if they must."""
+    results = [result] if isinstance(result, Tensor) else result
+    storage = tensor.untyped_storage().data_ptr()
+    return all(part.untyped_storage().data_ptr() == storage for part in results)
 
 
 @cache
-def _sequence() -> Program:
-    """Build ``sequence_run``: call a range of programs, one after the other."""
+def _sequence_program() -> Program:
+    """Build ``sequence_run``, which calls a list of programs one after the other."""
     module = ir.Module()
     e = Emitter(module, "sequence", 1)
-    build, table = e.build, e.address(_TABLE)
+    builder, table = e.builder, e.load_address(ARG_TABLE)
     kind = ir.FunctionType(ir.VoidType(), [I64.as_pointer()]).as_pointer()
     with e.loop(e.first, e.last) as (i, _):
-        address, words = (e.load(table, e.scaled(i, 16, plus), I64) for plus in (0, 8))
-        build.call(build.inttoptr(address, kind), [build.inttoptr(words, I64.as_pointer())])
-    build.ret_void()
-    add_entry(module, "sequence")
+        address, words = (e.load(table, e.scale_index(i, 16, plus), I64) for plus in (0, 8))
+        builder.call(builder.inttoptr(address, kind), [builder.inttoptr(words, I64.as_pointer())])
+    builder.ret_void()
+    add_entry_point(module, "sequence")
     return Program(module, "sequence")

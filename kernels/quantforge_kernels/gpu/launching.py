@@ -1,4 +1,4 @@
-"""Launching Triton kernels, on the device of their tensors.
+"""Launching of Triton kernels on the device of their tensors.
 
 Triton launches on the thread's current device, which is the first GPU unless changed. A kernel that runs there but
 reads the memory of another GPU fails with an illegal memory access; so all kernels are launched by `launch_kernel`.

@@ -1,8 +1,8 @@
-"""Triton kernels for what stands between the products of a decoder: norm, rotary, gate.
+"""Triton kernels for the layers between products: RMS norm, rotary embedding, gate.
 
-Each is one launch where plain torch needs three to eight; when one token is decoded a launch costs
-as much as a small matrix. Statistics are float32. Every function has its plain counterpart in
-`layers`, which also serves where there is no GPU.
+Each is one launch where plain torch needs three to eight; when one token is decoded, a launch costs
+as much as a small matrix. Statistics are float32. The plain torch counterparts in
+`layers` define what the kernels compute.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl
 
 
 @triton.jit
-def norm_kernel(
+def add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, columns, heads, stride, epsilon,
     OFFSET: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a row per program: ``sum = x + residual; out = sum / rms(sum) * (weight + OFFSET)``.
+    """Normalize one row per program: ``sum = x + residual; out = sum / rms(sum) * (weight + OFFSET)``.
 
-    Rows of ``x`` are ``heads`` to a token, tokens lie ``stride`` apart; all else is side by side.
+    A token of ``x`` has ``heads`` contiguous rows, and tokens are ``stride`` apart; the other tensors are contiguous.
     """
     k = tl.arange(0, BLOCK)
     mask = k < columns
@@ -41,7 +41,7 @@ def norm_kernel(
 def rotary_kernel(
     x_ptr, cosine_ptr, sine_ptr, out_ptr, heads, stride, HALF: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Rotate the halves of one head of one token, ``stride`` apart; angles are ``[tokens, HALF]``."""
+    """Rotate one head of one token; tokens are ``stride`` apart, and angles are ``[tokens, HALF]``."""
     k = tl.arange(0, BLOCK)
     mask = k < HALF
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -61,7 +61,7 @@ def gate_kernel(
     gate_ptr, up_ptr, out_ptr, width, gate_stride, up_stride,
     TANH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute ``silu(gate) * up``, or gelu in its tanh form, of rows at these strides; ``out`` is whole.
+    """Compute ``silu(gate) * up``, or gelu in its tanh form, for rows with these strides; ``out`` is contiguous.
 
     ``(1 + tanh z) / 2`` is the sigmoid of ``2 z``.
     """
@@ -76,8 +76,8 @@ def gate_kernel(
 
 
 @triton.jit
-def splits_kernel(parts_ptr, out_ptr, count, splits, BLOCK: tl.constexpr):
-    """Add the sums ``[splits, count]`` of programs that shared the columns of a product, in their order."""
+def add_splits_kernel(parts_ptr, out_ptr, count, splits, BLOCK: tl.constexpr):
+    """Add the partial sums ``[splits, count]`` of programs that shared the columns of a product, in order."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < count
     total = tl.zeros((BLOCK,), tl.float32)

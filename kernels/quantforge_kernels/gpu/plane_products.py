@@ -1,17 +1,16 @@
-"""Products with packed weights on a GPU, by `gpu.plane_kernels`, of one matrix or of the owners of rows.
+"""GPU kernels for packed weights: which products they accept, their layout, and the launches of `plane_kernels`.
 
-Which problems they solve, how weights are laid out for them, which kernel takes how many rows, and the launches.
-Nothing imports triton before a product is asked for, so that the package works where there is none.
+Triton is not imported before a product is requested, so that the package works without it.
 
-One row takes ``matvec_kernel``, up to `MOST_ROWS` rows take ``rows_kernel``, 16 at a time, and
-more decode a slab of the weight at a time for the library's product: beyond that a fused kernel
-only repeats the decoding. Programs that share columns write partial sums, which one more kernel adds in a fixed order.
+One row uses ``matvec_kernel``, up to `MAX_FUSED_ROWS` rows use ``matmul_kernel``, 16 at a time, and for more rows a
+slab of the weight at a time is decoded for the library's product: beyond that a fused kernel would only repeat the
+decoding. Programs that share columns write partial sums, which another kernel adds in a fixed order.
 
-Grouped products take one launch for all matrices, whose planes and parameters lie one after the other, as rows of one
-taller matrix. Few pairs are multiplied one by one, each by the rows of its owner (``matvec_kernel``): nothing has to be
-sorted, and one token is sent to different experts anyhow. More pairs are sorted by their owners and cut into strips of
-one owner (``rows_kernel``); a program finds its strip in the list of starts. The host waits for nothing, so that a CUDA
-graph holds it all.
+Grouped products use one launch for all matrices, which are stacked as the rows of one
+taller matrix. A few pairs are multiplied one by one (``matvec_kernel``) without sorting, because
+a single token uses different experts anyway. More pairs are sorted by expert and cut into strips of
+one expert (``matmul_kernel``); a program finds its strip in the list of starts. The host never waits, so that a CUDA
+graph can capture everything.
 """
 
 from __future__ import annotations
@@ -21,191 +20,212 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantforge_kernels.bit_planes import (
+    MAX_CHUNK_COLUMNS,
+    PLANE_WIDTHS,
+    choose_chunk,
+    pack_bit_planes,
+)
 from quantforge_kernels.gpu.launching import launch_kernel
-from quantforge_kernels.grouped import GroupedProblem, Owners, grouped_form
-from quantforge_kernels.layout import LARGEST_CHUNK, WIDTHS, chunk_of, to_planes
-from quantforge_kernels.problem import (
+from quantforge_kernels.grouped import ExpertRouting, GroupedMatmulSpec, make_grouped_kernel
+from quantforge_kernels.matmul_spec import (
     GRIDS,
-    LOWER,
+    LOWER_SCALE_ENCODINGS,
     Kernel,
-    Packed,
-    Parameters,
-    Problem,
+    MatmulSpec,
+    PackedWeight,
+    QuantParams,
+    encode_lower_scales,
     has_triton,
-    narrowed,
-    power_of_two,
+    next_power_of_two,
 )
 
-MOST_ROWS = 64
-ONE_BY_ONE = 16  # pairs, or as many as a quarter of the matrices: then few of them share an owner
+MAX_FUSED_ROWS = 64
+MAX_MATVEC_PAIRS = (
+    16  # pairs, or as many as a quarter of the matrices: then few of them share an owner
+)
 SLAB_BYTES = 64 << 20  # of decoded weights, when there are many rows
-_NOT_FINITE = {"fp8": 0x7F, "e5m2": 0x7C}  # the least such byte without its sign
-PROGRAMS = 8 * 132  # wanted: enough warps to keep the memory of a large GPU busy
+_FIRST_NON_FINITE = {"fp8": 0x7F, "e5m2": 0x7C}  # the least such byte without its sign
+TARGET_PROGRAMS = 8 * 132  # wanted: enough warps to keep the memory of a large GPU busy
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Rows and columns that a program works off at a time, its warps, and how many programs share the columns."""
+    """Sizes of a program's work: rows and columns of a tile, warps, and how many programs share the columns."""
 
     block_n: int
     block_k: int
     warps: int
-    split: int
+    column_splits: int
 
 
-def accepts_integers(problem: Problem) -> bool:
-    """Return whether a problem is solved: any bits, any group size, one or two levels of scales."""
-    return _on_gpu(problem) and problem.grid == "int"
+def accepts_int(spec: MatmulSpec) -> bool:
+    """Return whether a product has integer codes: any bits, any group size, one or two levels of scales."""
+    return _runs_on_gpu(spec) and spec.grid == "int"
 
 
-def accepts_tables(problem: Problem) -> bool:
-    """Return whether a problem is solved: codebooks of 16 values with any group size."""
-    return _on_gpu(problem) and problem.grid == "table" and problem.bits == 4
+def accepts_table(spec: MatmulSpec) -> bool:
+    """Return whether a product has codebooks of 16 values, with any group size."""
+    return _runs_on_gpu(spec) and spec.grid == "table" and spec.bits == 4
 
 
-def accepts_float8(problem: Problem) -> bool:
-    """Return whether a problem is solved: float8 with a scale per row or per tile, on any GPU.
+def accepts_float8(spec: MatmulSpec) -> bool:
+    """Return whether a product has float8 weights with a scale per row or per tile; any GPU will do.
 
     Bytes are decoded with integer operations.
     """
-    whole = problem.groups == 1 or chunk_of(8, problem.group_size)[1]
-    return _on_gpu(problem) and problem.grid in {"fp8", "e5m2"} and whole
+    word_in_group = spec.groups_per_row == 1 or choose_chunk(8, spec.group_size)[1]
+    return _runs_on_gpu(spec) and spec.grid in {"fp8", "e5m2"} and word_in_group
 
 
-def _on_gpu(problem: Problem) -> bool:
-    return problem.on_gpu and not problem.activation and has_triton()
+def _runs_on_gpu(spec: MatmulSpec) -> bool:
+    return spec.on_gpu and not spec.activation_kind and has_triton()
 
 
-def prepare(codes: Tensor, parameters: Parameters, problem: Problem) -> Packed:
-    """Lay the codes out in planes; parameters stay as they are, but for the lower of two levels (`narrowed`)."""
-    if bool(((codes & 0x7F) >= _NOT_FINITE.get(problem.grid, 0x80)).any()):
+def prepare(codes: Tensor, parameters: QuantParams, spec: MatmulSpec) -> PackedWeight:
+    """Pack the codes into bit planes and encode the lower level of scales (`encode_lower_scales`)."""
+    if bool(((codes & 0x7F) >= _FIRST_NON_FINITE.get(spec.grid, 0x80)).any()):
         raise ValueError("a float8 weight is not finite")
-    planes = to_planes(codes, problem.bits, chunk(problem)[0])
-    held = {name: value.contiguous() for name, value in narrowed(parameters, problem).items()}
-    if "table" in held:
-        held["table"] = held["table"].clone()  # a tensor of its own is aligned, see `table_value`
-    return {f"words{i}": plane for i, plane in enumerate(planes)} | held
+    planes = pack_bit_planes(codes, spec.bits, choose_chunk_columns(spec)[0])
+    packed = {
+        name: value.contiguous() for name, value in encode_lower_scales(parameters, spec).items()
+    }
+    if "table" in packed:
+        packed["table"] = packed[
+            "table"
+        ].clone()  # a tensor of its own is aligned, see `table_value`
+    return {f"words{i}": plane for i, plane in enumerate(planes)} | packed
 
 
-def matmul(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    """Multiply ``x`` ``[rows, in]``."""
+def matmul(x: Tensor, packed: PackedWeight, spec: MatmulSpec) -> Tensor:
+    """Multiply ``x`` ``[rows, in]`` by the weight."""
     if len(x) == 0:
-        return x.new_empty(0, problem.out_features)
-    if len(x) > MOST_ROWS:
-        return _by_slabs(x, packed, problem)
+        return x.new_empty(0, spec.out_features)
+    if len(x) > MAX_FUSED_ROWS:
+        return _multiply_by_slabs(x, packed, spec)
     kernel = "matvec" if len(x) == 1 else "rows"
-    return launch(kernel, x.contiguous(), packed, problem, tile_of(kernel, problem))
+    return launch(kernel, x.contiguous(), packed, spec, choose_tile(kernel, spec))
 
 
-def _by_slabs(x: Tensor, packed: Packed, problem: Problem) -> Tensor:
-    result = x.new_empty(len(x), problem.out_features)
-    step = SLAB_BYTES // (problem.in_features * x.element_size()) // problem.tile_rows
-    step = max(1, step) * problem.tile_rows
-    for first in range(0, problem.out_features, step):
+def _multiply_by_slabs(x: Tensor, packed: PackedWeight, spec: MatmulSpec) -> Tensor:
+    result = x.new_empty(len(x), spec.out_features)
+    step = SLAB_BYTES // (spec.in_features * x.element_size()) // spec.tile_rows
+    step = max(1, step) * spec.tile_rows
+    for first in range(0, spec.out_features, step):
         rows = slice(first, first + step)
-        scaled = slice(first // problem.tile_rows, -(-(first + step) // problem.tile_rows))
+        scale_rows = slice(first // spec.tile_rows, -(-(first + step) // spec.tile_rows))
         part = {
-            name: value[rows if name.startswith("words") else scaled]
+            name: value[rows if name.startswith("words") else scale_rows]
             for name, value in packed.items()
             if name != "table"
         }
         part |= {"table": packed["table"]} if "table" in packed else {}
-        result[:, rows] = x @ decode(part, problem, x.dtype).T
+        result[:, rows] = x @ decode_weight(part, spec, x.dtype).T
     return result
 
 
-def grouped_matmul(x: Tensor, owners: Owners, packed: Packed, problem: GroupedProblem) -> Tensor:
-    """Multiply rows ``x`` ``[rows, in]`` by the matrices of their owners; return ``[pairs, out]``."""
-    pairs, task = len(owners.pairs), problem.each
+def grouped_matmul(
+    x: Tensor, routing: ExpertRouting, packed: PackedWeight, spec: GroupedMatmulSpec
+) -> Tensor:
+    """Multiply rows ``x`` ``[rows, in]`` by the matrices of their experts; return ``[pairs, out]``."""
+    pairs, matrix_spec = len(routing.expert_of_pair), spec.matrix_spec
     if pairs == 0:
-        return x.new_empty(0, task.out_features)
-    few = pairs <= max(ONE_BY_ONE, owners.matrices // 4)
-    kernel = "matvec" if few else "rows"
-    return launch_grouped(kernel, x, owners, packed, problem)
+        return x.new_empty(0, matrix_spec.out_features)
+    use_matvec = pairs <= max(MAX_MATVEC_PAIRS, routing.num_matrices // 4)
+    kernel = "matvec" if use_matvec else "rows"
+    return launch_grouped(kernel, x, routing, packed, spec)
 
 
 def launch_grouped(
-    kernel: str, x: Tensor, owners: Owners, packed: Packed, problem: GroupedProblem
+    kernel: str, x: Tensor, routing: ExpertRouting, packed: PackedWeight, spec: GroupedMatmulSpec
 ) -> Tensor:
-    """Launch one of the two kernels, with the tile that is configured for it."""
-    pairs, task = len(owners.pairs), problem.each
-    strips = pairs if kernel == "matvec" else -(-pairs // strip_of(pairs, owners.matrices))
-    tile = tile_of(kernel, task, strips)
-    return launch(kernel, x.contiguous(), flat(packed), task, tile, owners=owners)
+    """Launch ``matvec`` or ``rows`` for grouped products, with the tile that `choose_tile` returns."""
+    pairs, matrix_spec = len(routing.expert_of_pair), spec.matrix_spec
+    strips = (
+        pairs if kernel == "matvec" else -(-pairs // choose_strip_rows(pairs, routing.num_matrices))
+    )
+    tile = choose_tile(kernel, matrix_spec, strips)
+    return launch(
+        kernel, x.contiguous(), flatten_matrices(packed), matrix_spec, tile, routing=routing
+    )
 
 
-def flat(packed: Packed) -> dict[str, Tensor]:
-    """Return the matrices as one taller matrix."""
+def flatten_matrices(packed: PackedWeight) -> dict[str, Tensor]:
+    """View stacked matrices as one taller matrix."""
     return {
         name: value.flatten(0, 1) if value.dim() > 2 else value for name, value in packed.items()
     }
 
 
-def strip_of(pairs: int, matrices: int) -> int:
-    """Return the pairs of one owner that a program multiplies together, by how many an owner has in the mean."""
-    return 16 if pairs <= 16 * matrices else 32 if pairs <= 32 * matrices else 64
+def choose_strip_rows(pairs: int, num_matrices: int) -> int:
+    """Return how many pairs of one expert a program multiplies together, by the mean number of pairs per expert."""
+    return 16 if pairs <= 16 * num_matrices else 32 if pairs <= 32 * num_matrices else 64
 
 
-def chunk(problem: Problem) -> tuple[int, bool]:
-    """Return the columns of a chunk of the layout, and whether no word of it spans two groups."""
-    if problem.group_size >= problem.in_features:  # there is one group
-        return LARGEST_CHUNK, True
-    return chunk_of(problem.bits, problem.group_size)
+def choose_chunk_columns(spec: MatmulSpec) -> tuple[int, bool]:
+    """Return the columns of a chunk of the layout, and whether every word lies within one group."""
+    if spec.group_size >= spec.in_features:  # there is one group
+        return MAX_CHUNK_COLUMNS, True
+    return choose_chunk(spec.bits, spec.group_size)
 
 
-def constants_of(problem: Problem) -> dict[str, object]:
-    """Return the arguments that a kernel is compiled for.
+def kernel_constants(spec: MatmulSpec) -> dict[str, object]:
+    """Return the compile-time constants of a kernel.
 
-    ``WIDTH0`` to ``WIDTH2``: bits of each plane, 0 where there is none. ``CHUNK``: columns of a chunk (`layout`).
-    ``GROUP``: columns of a group. ``CENTRE``: the code of a symmetric integer that stands for 0. ``ZERO``: 0 where
-    there is nothing to take off, 1 for zero points, 2 for minima. ``LEVELS``: of scales, see `fields.parameter`.
-    ``SUPER``: groups of a superblock. ``DECODE``: the grid, by its place in `GRIDS`. ``TILE_ROWS``: rows that share
-    their parameters.
+    ``WIDTH0`` to ``WIDTH2``: bits of each plane, 0 if there is none. ``CHUNK``: columns of a chunk (`bit_planes`).
+    ``GROUP``: columns of a group. ``CENTER``: the code of 0 of symmetric integers. ``ZERO_KIND``: 0 if
+    nothing is subtracted, 1 for zero points, 2 for minima. ``SCALE_LEVELS``: see `packed_fields.load_parameter`.
+    ``GROUPS_PER_SUPERBLOCK``: groups of a superblock. ``GRID``: the grid, by its index in `GRIDS`. ``TILE_ROWS``: rows
+    that share their parameters.
     """
-    widths = (*WIDTHS[problem.bits], 0, 0)
-    centred = problem.grid == "int" and problem.symmetric
+    widths = (*PLANE_WIDTHS[spec.bits], 0, 0)
+    is_centered = spec.grid == "int" and spec.symmetric
     return {
         **{f"WIDTH{i}": widths[i] for i in range(3)},
-        "CHUNK": chunk(problem)[0],
-        "GROUP": problem.group_size,
-        "CENTRE": 1 << (problem.bits - 1) if centred else 0,
-        "ZERO": 2 if problem.minima else int(not problem.symmetric),
-        "LEVELS": 2 + LOWER.index(problem.lower) if problem.superblock else 1,
-        "SUPER": problem.superblock // problem.group_size if problem.superblock else 1,
-        "DECODE": GRIDS.index(problem.grid),
-        "TILE_ROWS": problem.tile_rows,
+        "CHUNK": choose_chunk_columns(spec)[0],
+        "GROUP": spec.group_size,
+        "CENTER": 1 << (spec.bits - 1) if is_centered else 0,
+        "ZERO_KIND": 2 if spec.has_minima else int(not spec.symmetric),
+        "SCALE_LEVELS": 2 + LOWER_SCALE_ENCODINGS.index(spec.lower_encoding)
+        if spec.superblock_size
+        else 1,
+        "GROUPS_PER_SUPERBLOCK": spec.superblock_size // spec.group_size
+        if spec.superblock_size
+        else 1,
+        "GRID": GRIDS.index(spec.grid),
+        "TILE_ROWS": spec.tile_rows,
     }
 
 
-def least_tile(kernel: str, problem: Problem) -> int:
-    """Return the least columns of a tile: a chunk; for ``rows`` 16 words of every plane too, for the tensor cores."""
-    columns, _ = chunk(problem)
-    return columns if kernel == "matvec" else max(columns, 16 * 32 // min(WIDTHS[problem.bits]))
+def min_tile_columns(kernel: str, spec: MatmulSpec) -> int:
+    """Return the minimum columns of a tile: a chunk; for ``rows`` (tensor cores) at least 16 words of every plane."""
+    columns, _ = choose_chunk_columns(spec)
+    return columns if kernel == "matvec" else max(columns, 16 * 32 // min(PLANE_WIDTHS[spec.bits]))
 
 
-def tile_of(kernel: str, problem: Problem, strips: int = 1) -> Tile:
-    """Return the tile of a program: small ones, so that a layer makes several programs for each multiprocessor.
+def choose_tile(kernel: str, spec: MatmulSpec, strips: int = 1) -> Tile:
+    """Return the tile of a program, small enough that a layer makes several programs per multiprocessor.
 
     The columns of a narrow layer are split among programs.
 
     Args:
         kernel: ``matvec`` or ``rows``.
-        problem: the product with one matrix.
-        strips: of a grouped product, the pairs or the strips of pairs that are multiplied beside each other.
+        spec: the product with one matrix.
+        strips: for grouped products, the number of pairs or strips of pairs.
     """
-    least, columns = least_tile(kernel, problem), problem.in_features
+    min_columns, columns = min_tile_columns(kernel, spec), spec.in_features
     block_n, warps, widest = (8, 1, 1024) if kernel == "matvec" else (64, 2, 128)
-    block_k = max(least, min(widest, power_of_two(columns)))
-    inside = min(widest, problem.group_size & -problem.group_size)  # in one group: the cheapest
-    if kernel == "rows" and least <= inside:
-        block_k = inside
-    alone = -(-problem.out_features // block_n) * warps * strips
-    split = max(1, min(PROGRAMS // alone, -(-columns // block_k)))
+    block_k = max(min_columns, min(widest, next_power_of_two(columns)))
+    in_group = min(widest, spec.group_size & -spec.group_size)  # in one group: the cheapest
+    if kernel == "rows" and min_columns <= in_group:
+        block_k = in_group
+    programs_without_split = -(-spec.out_features // block_n) * warps * strips
+    split = max(1, min(TARGET_PROGRAMS // programs_without_split, -(-columns // block_k)))
     return Tile(block_n, block_k, warps, split)
 
 
-def mode_of(dtype: torch.dtype, device: torch.device) -> int:
-    """Return the ``MODE`` in which kernels make numbers of fields, see `gpu.fields`."""
+def choose_field_mode(dtype: torch.dtype, device: torch.device) -> int:
+    """Return the ``FIELD_MODE`` with which kernels decode fields, see `gpu.packed_fields`."""
     if dtype == torch.float32:
         return 0  # the biases of the others would cost digits that float32 has
     return 2 if device.type == "cuda" and torch.version.hip is None else 1
@@ -214,108 +234,120 @@ def mode_of(dtype: torch.dtype, device: torch.device) -> int:
 def launch(
     kernel: str,
     x: Tensor,
-    packed: Packed,
-    problem: Problem,
+    packed: PackedWeight,
+    spec: MatmulSpec,
     tile: Tile,
     mode: int | None = None,
-    owners: Owners | None = None,
+    routing: ExpertRouting | None = None,
 ) -> Tensor:
     """Launch ``matvec`` or ``rows`` and add up the splits.
 
     Args:
         kernel: which of the two.
         x: rows ``[tokens, in]``.
-        packed: the weight; of several matrices, see `flat`.
-        problem: the product, of one row or many.
+        packed: the weight; for several matrices, see `flatten_matrices`.
+        spec: the product with one matrix.
         tile: sizes of a program's tile, and how many programs share the columns.
-        mode: of `mode_of` when left out.
-        owners: of the rows, where there are several matrices.
+        mode: ``FIELD_MODE``; by default that of `choose_field_mode`.
+        routing: experts of the rows, if there are several matrices.
 
     Returns:
         ``[tokens, out]``, or ``[pairs, out]``, in the type of ``x``.
     """
-    from quantforge_kernels.gpu.plane_kernels import matvec_kernel, rows_kernel
+    from quantforge_kernels.gpu.plane_kernels import matmul_kernel, matvec_kernel
 
     tokens, columns = x.shape
-    pairs = tokens if owners is None else len(owners.pairs)
-    each = 0 if owners is None else pairs // tokens
-    rows, (step, whole) = problem.out_features, chunk(problem)
-    share = -(-columns // (tile.block_k * tile.split))
+    pairs = tokens if routing is None else len(routing.expert_of_pair)
+    experts_per_row = 0 if routing is None else pairs // tokens
+    rows, (step, word_in_group) = spec.out_features, choose_chunk_columns(spec)
+    tiles_per_split = -(-columns // (tile.block_k * tile.column_splits))
     out = x.new_empty(
-        (tile.split, pairs, rows), dtype=x.dtype if tile.split == 1 else torch.float32
+        (tile.column_splits, pairs, rows),
+        dtype=x.dtype if tile.column_splits == 1 else torch.float32,
     )
-    pointers = _pointers(packed)
-    sizes = (rows, columns, problem.groups, *_quads(packed), share)
-    chosen = mode_of(x.dtype, x.device) if mode is None else mode
-    constants = constants_of(problem) | {"MODE": chosen, "EACH": each}
+    pointers = _kernel_tensors(packed)
+    sizes = (rows, columns, spec.groups_per_row, *_row_strides(packed), tiles_per_split)
+    field_mode = choose_field_mode(x.dtype, x.device) if mode is None else mode
+    constants = kernel_constants(spec) | {"FIELD_MODE": field_mode, "TOP_K": experts_per_row}
     programs = -(-rows // tile.block_n)
     if kernel == "matvec":
         launch_kernel(
-            matvec_kernel, (programs, pairs, tile.split),
-            x, *pointers, out, x if owners is None else owners.pairs, *sizes, **constants, WHOLE=whole,
-            EVEN=columns % tile.block_k == 0 and columns % step == 0,
+            matvec_kernel, (programs, pairs, tile.column_splits),
+            x, *pointers, out, x if routing is None else routing.expert_of_pair, *sizes, **constants,
+            WORD_IN_GROUP=word_in_group,
+            UNMASKED=columns % tile.block_k == 0 and columns % step == 0,
             BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
     else:
         # With minima the sum of x would be needed too: scales go to the codes instead.
-        after = whole and not problem.minima and problem.group_size % tile.block_k == 0
-        strip = 16 if owners is None else strip_of(pairs, owners.matrices)
-        lists = (x, x) if owners is None else (owners.order, owners.starts)
-        matrices = 0 if owners is None else owners.matrices
-        strips = -(-pairs // strip) if owners is None else pairs // strip + min(pairs, matrices)
+        scale_after_dot = (
+            word_in_group and not spec.has_minima and spec.group_size % tile.block_k == 0
+        )
+        strip = 16 if routing is None else choose_strip_rows(pairs, routing.num_matrices)
+        routing_tensors = (
+            (x, x) if routing is None else (routing.sorted_pairs, routing.expert_starts)
+        )
+        num_matrices = 0 if routing is None else routing.num_matrices
+        strips = (
+            -(-pairs // strip) if routing is None else pairs // strip + min(pairs, num_matrices)
+        )
         launch_kernel(
-            rows_kernel, (programs, strips, tile.split),
-            x, *pointers, out, *lists, tokens, pairs, matrices, *sizes, **constants, WHOLE=whole,
-            AFTER=after, WIDEN=x.dtype == torch.bfloat16 and x.device.type == "cpu",
-            BLOCK_E=power_of_two(max(1, matrices)), BLOCK_M=strip, BLOCK_N=tile.block_n,
+            matmul_kernel, (programs, strips, tile.column_splits),
+            x, *pointers, out, *routing_tensors, tokens, pairs, num_matrices, *sizes, **constants,
+            WORD_IN_GROUP=word_in_group,
+            SCALE_AFTER_DOT=scale_after_dot, DOT_IN_FLOAT32=x.dtype == torch.bfloat16 and x.device.type == "cpu",
+            BLOCK_E=next_power_of_two(max(1, num_matrices)), BLOCK_M=strip, BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k, num_warps=tile.warps,
         )  # fmt: skip
     return add_splits(out, x.dtype)
 
 
 def add_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the sum of ``[splits, rows, out]``, in float32 where there are several, in a type."""
-    from quantforge_kernels.gpu.layer_kernels import splits_kernel
+    """Sum partial results ``[splits, rows, out]`` and convert the sum to ``dtype``."""
+    from quantforge_kernels.gpu.layer_kernels import add_splits_kernel
 
     if len(parts) == 1:
         return parts[0]
     out = parts.new_empty(parts.shape[1:], dtype=dtype)
     programs = -(-out.numel() // 512)
     launch_kernel(
-        splits_kernel, (programs,), parts, out, out.numel(), len(parts), BLOCK=512, num_warps=4
+        add_splits_kernel, (programs,), parts, out, out.numel(), len(parts), BLOCK=512, num_warps=4
     )
     return out
 
 
-def decode(packed: Packed, problem: Problem, dtype: torch.dtype) -> Tensor:
-    """Return the weight of some rows, by `plane_kernels.decode_kernel`."""
+def decode_weight(packed: PackedWeight, spec: MatmulSpec, dtype: torch.dtype) -> Tensor:
+    """Decode the weight of some rows with ``decode_kernel``."""
     from quantforge_kernels.gpu.plane_kernels import decode_kernel
 
     rows, device = len(packed["words0"]), packed["words0"].device
-    out = torch.empty(rows, problem.in_features, dtype=dtype, device=device)
-    grid = (-(-rows // 8), -(-problem.in_features // 512))
+    out = torch.empty(rows, spec.in_features, dtype=dtype, device=device)
+    grid = (-(-rows // 8), -(-spec.in_features // 512))
     launch_kernel(
         decode_kernel, grid,
-        *_pointers(packed), out, rows, problem.in_features, problem.groups, *_quads(packed),
-        **constants_of(problem), MODE=mode_of(dtype, device), BLOCK_N=8, BLOCK_K=512, num_warps=4,
+        *_kernel_tensors(packed), out, rows, spec.in_features, spec.groups_per_row, *_row_strides(packed),
+        **kernel_constants(spec), FIELD_MODE=choose_field_mode(dtype, device), BLOCK_N=8, BLOCK_K=512, num_warps=4,
     )  # fmt: skip
     return out
 
 
-def _quads(packed: Packed) -> list[int]:
-    """Return by how many times four words the rows of each plane are apart; 0 where there is no plane."""
+def _row_strides(packed: PackedWeight) -> list[int]:
+    """Return the row stride of each plane in units of four words; 0 if there is no such plane."""
     names = (f"words{i}" for i in range(3))
     return [packed[name].shape[1] // 4 if name in packed else 0 for name in names]
 
 
-def _pointers(packed: Packed) -> list[Tensor]:
-    """Return planes, table, scales and zeros in the order of the kernels; what is not there is not read."""
+def _kernel_tensors(packed: PackedWeight) -> list[Tensor]:
+    """Return planes, table, scales and zeros in the order of kernel arguments; missing ones are not read."""
     words = [packed.get(f"words{i}", packed["words0"]) for i in range(3)]
     names = ("table", "scales", "d", "mins" if "mins" in packed else "zeros", "dmin")
     return [*words, *(packed.get(name, packed["scales"]) for name in names)]
 
 
-INTEGERS = Kernel("triton-int", accepts_integers, prepare, matmul)
-TABLES = Kernel("triton-table", accepts_tables, prepare, matmul)
-FLOAT8 = Kernel("triton-fp8", accepts_float8, prepare, matmul)
-GROUPED = tuple(grouped_form(kernel, grouped_matmul) for kernel in (INTEGERS, TABLES, FLOAT8))
+INT_KERNEL = Kernel("triton-int", accepts_int, prepare, matmul)
+TABLE_KERNEL = Kernel("triton-table", accepts_table, prepare, matmul)
+FLOAT8_KERNEL = Kernel("triton-fp8", accepts_float8, prepare, matmul)
+GROUPED_KERNELS = tuple(
+    make_grouped_kernel(kernel, grouped_matmul)
+    for kernel in (INT_KERNEL, TABLE_KERNEL, FLOAT8_KERNEL)
+)

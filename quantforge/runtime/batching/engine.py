@@ -38,7 +38,7 @@ from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.options import FOR_ONE_TEXT
 from quantforge.runtime.speculation.verify import SpeculationCounts, Verified, verify
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class EngineOptions:
     Attributes:
         rows: most requests that are computed at a time.
         tokens: most tokens of a request, old and new; None: the positions of the model.
-        pages: of the cache, `quantforge_kernels.kv.PAGE` tokens each; None: enough for every row to be full.
+        pages: of the cache, `quantforge_kernels.kv.PAGE_SIZE` tokens each; None: enough for every row to be full.
         cache: kind of the cache, see `quantforge.cache_kinds`.
         token_budget: most tokens of a step, at least one for each row; running requests take theirs first, prompts
             share the rest.
@@ -151,7 +151,7 @@ class ServingEngine:
     @property
     def room(self) -> int:
         """Return the most tokens of a request, old and new; the last one is never stored."""
-        return min(self.cache.most_tokens, PAGE * self.cache.pages + 1)
+        return min(self.cache.most_tokens, PAGE_SIZE * self.cache.pages + 1)
 
     @property
     def counters(self) -> Counters:
@@ -165,7 +165,7 @@ class ServingEngine:
             waiting=len(self._scheduler.waiting),
             running=len(rows),
             pages_free=cache.free,
-            reserved_tokens=PAGE * sum(len(cache.held(row)) for row in rows),
+            reserved_tokens=PAGE_SIZE * sum(len(cache.held(row)) for row in rows),
             used_tokens=sum(cache.length(row) for row in rows),
         )
 

@@ -17,7 +17,7 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.tree import DraftTree
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 
 
 @dataclass(eq=False, slots=True)
@@ -161,7 +161,7 @@ class Scheduler:
         # One token more than now, and a page for each that runs, so that it need not soon give its own back. The last
         # token of a request is never computed.
         most = len(entry.request.ids) + entry.request.new_tokens - 1
-        needed = -(-min(len(entry.tokens) + 1, most) // PAGE) + len(self.running)
+        needed = -(-min(len(entry.tokens) + 1, most) // PAGE_SIZE) + len(self.running)
         if promised + needed > self._cache.free:
             return False
         entry.row = self._rows.pop()
@@ -175,7 +175,7 @@ class Scheduler:
         first = cache.length(row)
         while cache.wanted(row, first + tokens) > cache.free:
             if self.running[-1] is entry:  # those before it are older
-                fits = (len(cache.held(row)) + cache.free) * PAGE - first
+                fits = (len(cache.held(row)) + cache.free) * PAGE_SIZE - first
                 tokens = min(tokens, fits)
                 break
             self._preempt(self.running[-1], work)

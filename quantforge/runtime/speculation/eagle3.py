@@ -23,8 +23,8 @@ from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.ragged_attention import RaggedBatch, Span
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of
 from quantforge.runtime.speculation.drafter import Computed, read_linear
-from quantforge_kernels.attention import Scores
-from quantforge_kernels.layers import add_norm, rotate, silu_gate
+from quantforge_kernels.attention import ScoreOptions
+from quantforge_kernels.layers import add_rms_norm, apply_rotary, silu_gate
 
 ABSENT = -1e30  # logit of a token that is not in its vocabulary: logits have to be finite
 TAPS = 3  # blocks of the model whose inputs are its features
@@ -122,9 +122,9 @@ class Eagle3Layer:
             for name in "qkv"
         )
         angles = angles_at(self._rotary, [""], batch.positions, cache.most_tokens, x.dtype)[""]
-        q, k = rotate(q, *angles), rotate(k, *angles)
+        q, k = apply_rotary(q, *angles), apply_rotary(k, *angles)
         cache.write(0, batch.slots[0], k, v)
-        out = batch.attend(q, 0, cache, Scores(self._width**-0.5)).reshape(len(ids), -1)
+        out = batch.attend(q, 0, cache, ScoreOptions(self._width**-0.5)).reshape(len(ids), -1)
         y = (before if self._residual_normed else features) + self.linears["self_attn.o_proj"](out)
         h = self._norm(y, "post_attention_layernorm")
         gated = silu_gate(self.linears["mlp.gate_proj"](h), self.linears["mlp.up_proj"](h))
@@ -141,7 +141,7 @@ class Eagle3Layer:
         return found
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return add_norm(x, None, self._norms[name], self._epsilon)[0]
+        return add_rms_norm(x, None, self._norms[name], self._epsilon)[0]
 
 
 def _targets(

@@ -27,7 +27,7 @@ from quantforge.formats.sources.low_precision import readable
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.speculation.drafter import Computed
-from quantforge_kernels.layers import add_norm, linear
+from quantforge_kernels.layers import add_rms_norm, linear
 
 if TYPE_CHECKING:
     from quantforge.files.reader import Checkpoint
@@ -69,7 +69,7 @@ class MtpLayer:
     def compute(self, ids: Tensor, features: Tensor, span: Span, cache: PagedCache) -> Tensor:
         """Compute more tokens ``[tokens]`` with the features ``[tokens, hidden]`` before each; return y likewise."""
         pairs = (self._decoder.embed(ids), "enorm"), (features, "hnorm")
-        normed = [add_norm(x, None, self._joins[name], self._epsilon)[0] for x, name in pairs]
+        normed = [add_rms_norm(x, None, self._joins[name], self._epsilon)[0] for x, name in pairs]
         x = linear(torch.cat(normed, -1), self._joins["eh_proj"])
         return self._decoder.hidden_of(ids, [span], cache, x=x)
 

@@ -27,7 +27,7 @@ from quantforge.formats.open_model import open_model
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 from tests.conftest import make_tiny
 from tests.evaluations import TEXT, compared, options
 
@@ -134,12 +134,12 @@ def test_requests_are_those_whose_pages_fit(trial, rows):
     def request(kind):
         shape = CacheShape(3, 2, 16, kind, torch.bfloat16)
         held = PagedCache(shape, 1, length, torch.device("cpu"))
-        return sum(part.nbytes for pair in held.layers for one in pair for part in one.each())
+        return sum(part.nbytes for pair in held.layers for one in pair for part in one.tensors())
 
     memory = REQUESTS * request("16bit")
     for row in rows:
         assert row["requests"] == memory // request(row["kind"])
-        assert row["token_bytes"] * PAGE * -(-length // PAGE) == request(row["kind"])
+        assert row["token_bytes"] * PAGE_SIZE * -(-length // PAGE_SIZE) == request(row["kind"])
     assert rows[1]["requests"] > 1.7 * REQUESTS
 
 

@@ -27,7 +27,7 @@ from quantforge.execution.progress import followed
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge_kernels.cpu import features
+from quantforge_kernels.cpu import instruction_sets
 from tests.evaluations import TEXT, compared, options, windows_of
 
 KEYS = {
@@ -110,7 +110,7 @@ def test_the_protocol_says_what_was_scored(found):
     assert len(document["tokens_sha256"]) == 64
 
 
-@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
     """Only what is rounded differs: the reference is computed as ever, and packed weights in float32 too."""
     source, told = tiny("llama-tied"), []
@@ -129,7 +129,7 @@ def test_inputs_of_eight_bits_are_scored_and_stated(tiny, rounded, found):
     assert "packed weights" not in str(found.protocol)
 
 
-@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 def test_what_keeps_its_inputs_is_told(tiny, tmp_path):
     recipe = Recipe(scheme="nf4:g64:sym", format="bnb")
     quantize(str(tiny("llama")), recipe, tmp_path / "nf4", Settings())

@@ -84,7 +84,7 @@ def test_both_caches_round_to_the_same_numbers(kind):
     seen = RoundedCache(*scales).update(keys, values)
     for x, rounded, scale in zip((keys, values), seen, scales, strict=True):
         tokens = x.transpose(1, 2).flatten(0, 1)  # [tokens, kv_heads, head]
-        encoded = kv.encode(tokens, "fp8", kv.spread(scale, 2, 64, "fp8"))
+        encoded = kv.encode(tokens, "fp8", kv.expand_scale(scale, 2, 64, "fp8"))
         stored = kv.decode(encoded, torch.float32)
         assert torch.equal(stored, rounded.transpose(1, 2).flatten(0, 1))
         assert 0 < (rounded - x).norm() / x.norm() < 0.04

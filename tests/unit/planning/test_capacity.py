@@ -20,7 +20,7 @@ from quantforge.planning.weight_traffic import WeightTraffic
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.model_sizes import bytes_per_token
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 from tests import headers
 from tests.conftest import FAMILIES, MIXTURES
 
@@ -147,11 +147,11 @@ def test_a_roofline_reads_every_byte_once_and_computes_every_product_once(tmp_pa
 @pytest.mark.parametrize("kind", [*WORDS, "k=int8,v=int4", "k=16bit,v=fp8"])
 def test_the_cache_of_this_runtime_has_these_bytes(kind):
     shape = CacheShape(4, 2, 128, kind, torch.bfloat16)
-    held = PagedCache(shape, 1, PAGE, torch.device("cpu"))
-    stores = [part for pair in held.layers for store in pair for part in store.each()]
+    held = PagedCache(shape, 1, PAGE_SIZE, torch.device("cpu"))
+    stores = [part for pair in held.layers for store in pair for part in store.tensors()]
     expected = cache(4, 8, 2, 128, kind)
     assert expected.token_bytes == shape.token_bytes
-    assert expected.sequence_bytes(PAGE) == sum(part.nbytes for part in stores)
+    assert expected.sequence_bytes(PAGE_SIZE) == sum(part.nbytes for part in stores)
 
 
 @pytest.mark.parametrize(

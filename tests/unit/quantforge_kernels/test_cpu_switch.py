@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantforge_kernels.cpu import features
+from quantforge_kernels.cpu import instruction_sets
 from tests.runs import command, quantize, recipe
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -52,7 +52,7 @@ def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys)
     given = [str(DEMO), str(tmp_path / "m")]
     done = subprocess.run(
         [sys.executable, "-c", CHILD, *given],
-        env=os.environ | {features.SWITCH: "off"}, capture_output=True, text=True, check=True,
+        env=os.environ | {instruction_sets.SWITCH_VARIABLE: "off"}, capture_output=True, text=True, check=True,
     )  # fmt: skip
     report, found = told(done.stdout)
     assert found["llvm"] == []
@@ -63,7 +63,7 @@ def test_without_programs_torch_computes_the_same(tmp_path, monkeypatch, capsys)
     other_report, other = told(capsys.readouterr().out)
     assert report["perplexity"] == pytest.approx(other_report["perplexity"], rel=1e-5)
     assert report["kl_mean"] == pytest.approx(other_report["kl_mean"], rel=1e-3)
-    if features.feature() is not None:
+    if instruction_sets.best_instruction_set() is not None:
         assert other["kernels"].keys() == {"llvm-int", "dense"}
     without, programs = (torch.tensor(each["logits"]) for each in (found, other))
     assert float((without - programs).norm() / programs.norm()) < 0.02  # bfloat16 keeps 8 bits
@@ -74,11 +74,11 @@ def switch(monkeypatch):
     """A function that sets the switch; what was found out about the processor is forgotten."""
 
     def turn(value: str) -> None:
-        monkeypatch.setenv(features.SWITCH, value)
-        features.feature.cache_clear()
+        monkeypatch.setenv(instruction_sets.SWITCH_VARIABLE, value)
+        instruction_sets.best_instruction_set.cache_clear()
 
     yield turn
-    features.feature.cache_clear()
+    instruction_sets.best_instruction_set.cache_clear()
 
 
 def test_doctor_says_that_they_are_off(switch, capsys):
@@ -88,9 +88,9 @@ def test_doctor_says_that_they_are_off(switch, capsys):
 
     switch("off")
     assert said()["status"] == "WARN"
-    assert f"{features.SWITCH}=off" in said()["detail"]
+    assert f"{instruction_sets.SWITCH_VARIABLE}=off" in said()["detail"]
     switch("")
-    best = features.feature()
+    best = instruction_sets.best_instruction_set()
     assert said()["status"] == ("WARN" if best is None else "PASS")
     assert best is None or best in said()["detail"]
 
@@ -99,6 +99,6 @@ def test_another_value_is_refused(switch, capsys):
     switch("no")
     ended = command(capsys, "formats")
     assert ended.code == 2
-    assert f"{features.SWITCH}=no" in ended.err
+    assert f"{instruction_sets.SWITCH_VARIABLE}=no" in ended.err
     with pytest.raises(ValueError, match="on or off"):
-        features.feature()
+        instruction_sets.best_instruction_set()

@@ -10,38 +10,40 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from quantforge_kernels.cpu import compiler, features, layer_programs, program_cache
+from quantforge_kernels.cpu import compiler, instruction_sets, layer_programs, program_cache
 
 KEY = "ab" * 32
 CHILD = """
 import torch
 from quantforge_kernels.cpu import compiler
-from quantforge_kernels.problem import Problem
-from quantforge_kernels.select import select
-problem = Problem(32, 64, 4, 32, True, torch.bfloat16, "cpu")
-kernel = select(problem)
+from quantforge_kernels.matmul_spec import MatmulSpec
+from quantforge_kernels.select import select_kernel
+spec = MatmulSpec(32, 64, 4, 32, True, torch.bfloat16, "cpu")
+kernel = select_kernel(spec)
 codes = torch.arange(32 * 64).view(32, 64).remainder(16).to(torch.uint8)
-packed = kernel.prepare(codes, {"scales": torch.linspace(0.1, 1, 64).view(32, 2).half()}, problem)
-y = kernel.matmul(torch.linspace(-1, 1, 64).view(1, 64).bfloat16(), packed, problem)
-print(len(compiler.COMPILED), y.float().tolist())
+packed = kernel.prepare(codes, {"scales": torch.linspace(0.1, 1, 64).view(32, 2).half()}, spec)
+y = kernel.matmul(torch.linspace(-1, 1, 64).view(1, 64).bfloat16(), packed, spec)
+print(len(compiler.COMPILED_NAMES), y.float().tolist())
 """
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     """A folder of our own."""
-    monkeypatch.setenv(program_cache.VARIABLE, str(tmp_path / "programs"))
+    monkeypatch.setenv(program_cache.CACHE_VARIABLE, str(tmp_path / "programs"))
     return tmp_path / "programs"
 
 
 def program() -> compiler.Program:
-    return compiler.Program(layer_programs.norm(torch.float32, 1e-5, 0.0, False, 8, False), "norm")
+    return compiler.Program(
+        layer_programs.build_add_rms_norm(torch.float32, 1e-5, 0.0, False, 8, False), "norm"
+    )
 
 
 def compiled(work) -> int:
-    before = len(compiler.COMPILED)
+    before = len(compiler.COMPILED_NAMES)
     work()
-    return len(compiler.COMPILED) - before
+    return len(compiler.COMPILED_NAMES) - before
 
 
 def norm(made: compiler.Program) -> torch.Tensor:
@@ -60,12 +62,16 @@ def run(**environment: str) -> tuple[int, str]:
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(features.feature() is None, reason="for processors with AVX2")
+@pytest.mark.skipif(
+    instruction_sets.best_instruction_set() is None, reason="for processors with AVX2"
+)
 def test_the_next_process_compiles_nothing_and_computes_the_same(folder):
     first, second, without = run(), run(), run(QUANTFORGE_CACHE="")
     assert [first[0], second[0], without[0]] == [1, 0, 1]
     assert first[1] == second[1] == without[1]
-    assert run(QUANTFORGE_CPU_LIMIT="avx2")[0] == (1 if features.feature() != "avx2" else 0)
+    assert run(QUANTFORGE_CPU_LIMIT="avx2")[0] == (
+        1 if instruction_sets.best_instruction_set() != "avx2" else 0
+    )
 
 
 def test_what_is_kept_is_used(folder):
@@ -84,7 +90,7 @@ def test_a_damaged_file_is_compiled_anew(folder, damage):
     if damage == "flip":
         content[len(content) // 2] ^= 1
     elif damage == "another":  # a program that is whole, under another key
-        program_cache.keep(KEY, bytes(content[32:]))
+        program_cache.save_program(KEY, bytes(content[32:]))
         content = bytearray((folder / f"{KEY}.program").read_bytes())
     file.write_bytes({"cut": content[:-9], "empty": b""}.get(damage, bytes(content)))
     assert compiled(lambda: torch.testing.assert_close(norm(program()), expected)) == 1
@@ -96,30 +102,30 @@ def test_a_folder_that_others_may_write_is_not_used(folder, mode):
     program()
     folder.chmod(mode)
     assert compiled(program) == 1
-    program_cache.keep(KEY, b"code")
+    program_cache.save_program(KEY, b"code")
     folder.chmod(0o700)
-    assert program_cache.find(KEY) is None
+    assert program_cache.load_program(KEY) is None
     assert compiled(program) == 0
 
 
 def test_files_that_others_may_write_or_own_are_not_used(folder, monkeypatch):
-    program_cache.keep(KEY, b"code")
+    program_cache.save_program(KEY, b"code")
     (folder / f"{KEY}.program").chmod(0o620)
-    assert program_cache.find(KEY) is None
+    assert program_cache.load_program(KEY) is None
     (folder / f"{KEY}.program").chmod(0o600)
-    assert program_cache.find(KEY) == b"code"
+    assert program_cache.load_program(KEY) == b"code"
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert program_cache.find(KEY) is None
+    assert program_cache.load_program(KEY) is None
 
 
 @pytest.mark.parametrize("place", ["folder", "file", "pipe"])
 def test_links_and_pipes_are_not_followed(folder, tmp_path, place):
-    program_cache.keep(KEY, b"code")
+    program_cache.save_program(KEY, b"code")
     file = folder / f"{KEY}.program"
     if place == "folder":
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere")
-        program_cache.keep("cd" * 32, b"code")
+        program_cache.save_program("cd" * 32, b"code")
         assert len(list((tmp_path / "elsewhere").iterdir())) == 1
     elif place == "file":
         file.rename(tmp_path / "elsewhere")
@@ -127,43 +133,43 @@ def test_links_and_pipes_are_not_followed(folder, tmp_path, place):
     else:
         file.unlink()
         os.mkfifo(file)
-    assert program_cache.find(KEY) is None
+    assert program_cache.load_program(KEY) is None
 
 
 def test_the_oldest_go(folder, monkeypatch):
-    monkeypatch.setattr(program_cache, "MOST_BYTES", 5000)
+    monkeypatch.setattr(program_cache, "MAX_BYTES", 5000)
     for number in range(8):
-        program_cache.keep(f"{number:064x}", bytes(968))
+        program_cache.save_program(f"{number:064x}", bytes(968))
         os.utime(folder / f"{number:064x}.program", (number, number))
-        assert program_cache.find(f"{0:064x}") is not None  # which makes it the youngest
+        assert program_cache.load_program(f"{0:064x}") is not None  # which makes it the youngest
     names = sorted(int(file.stem, 16) for file in folder.iterdir())
     assert names == [0, 4, 5, 6, 7]
-    monkeypatch.setattr(program_cache, "LONGEST", 10)
-    program_cache.keep(KEY, bytes(11))
-    assert program_cache.find(KEY) is None
+    monkeypatch.setattr(program_cache, "MAX_PROGRAM_BYTES", 10)
+    program_cache.save_program(KEY, bytes(11))
+    assert program_cache.load_program(KEY) is None
 
 
 def test_many_writers_do_not_disturb_each_other(folder):
     codes = {f"{number:064x}": bytes([number]) * 5000 for number in range(4)}
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda item: program_cache.keep(*item), [*codes.items()] * 20))
-    assert {key: program_cache.find(key) for key in codes} == codes
+        list(pool.map(lambda item: program_cache.save_program(*item), [*codes.items()] * 20))
+    assert {key: program_cache.load_program(key) for key in codes} == codes
     assert len(list(folder.iterdir())) == len(codes)
 
 
 def test_without_a_place_everything_is_compiled(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for value in ("", str(tmp_path / "file"), str(tmp_path / "file" / "below"), "/proc/nowhere"):
-        monkeypatch.setenv(program_cache.VARIABLE, value)
+        monkeypatch.setenv(program_cache.CACHE_VARIABLE, value)
         assert compiled(program) == 1
 
 
 def test_the_folder_is_the_users(tmp_path, monkeypatch):
-    monkeypatch.delenv(program_cache.VARIABLE)
+    monkeypatch.delenv(program_cache.CACHE_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert program_cache.folder() == tmp_path / "quantforge" / "programs"
+    assert program_cache.cache_folder() == tmp_path / "quantforge" / "programs"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert program_cache.folder() == tmp_path / ".cache" / "quantforge" / "programs"
+    assert program_cache.cache_folder() == tmp_path / ".cache" / "quantforge" / "programs"
     monkeypatch.setenv("HOME", "relative")
-    assert program_cache.folder() is None
+    assert program_cache.cache_folder() is None

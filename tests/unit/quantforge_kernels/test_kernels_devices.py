@@ -25,7 +25,7 @@ def test_kernels_are_launched_in_one_place():
         if isinstance(node, ast.FunctionDef)
         and any(ast.unparse(one).startswith("triton.jit") for one in node.decorator_list)
     }
-    assert {"norm_kernel", "matvec_kernel", "paged_kernel"} <= kernels
+    assert {"add_rms_norm_kernel", "matvec_kernel", "paged_attention_kernel"} <= kernels
     launches = [
         (name, ast.unparse(node.func))
         for name, tree in parsed()

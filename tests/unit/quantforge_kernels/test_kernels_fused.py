@@ -22,10 +22,10 @@ from quantforge.runtime.decoding import Step, prefill
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge_kernels import attention, layers
-from quantforge_kernels.attention import Scores, attend_fused, attend_plain
+from quantforge_kernels.attention import ScoreOptions, attend_reference, attend_triton
 from quantforge_kernels.gpu import plane_products
-from quantforge_kernels.kv import PAGE
-from quantforge_kernels.problem import Kernel
+from quantforge_kernels.kv import PAGE_SIZE
+from quantforge_kernels.matmul_spec import Kernel
 from tests.caches import cached
 from tests.conftest import make_tiny
 from tests.thorough import each_value, further
@@ -55,10 +55,10 @@ def near(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
 def test_norms(dtype, offset, shape):
     x, residual = (random(*shape, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
     weight = random(shape[-1], dtype=dtype, seed=2)
-    out, total = layers.add_norm_fused(x, residual, weight, 1e-5, offset)
+    out, total = layers.add_rms_norm_triton(x, residual, weight, 1e-5, offset)
     near(total, x + residual, dtype)
     near(out, layers.rms_norm(total, weight, 1e-5, offset), dtype)
-    out, total = layers.add_norm_fused(x, None, weight, 1e-5, offset)
+    out, total = layers.add_rms_norm_triton(x, None, weight, 1e-5, offset)
     assert torch.equal(total, x)
     near(out, layers.rms_norm(x, weight, 1e-5, offset), dtype)
 
@@ -73,15 +73,15 @@ def test_heads_that_are_a_part_of_longer_rows():
         first, second = heads[..., :12], heads[..., 12:]
         c, s = cosine[:, None], sine[:, None]
         wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
-        near(layers.rotate_fused(heads, cosine, sine), wanted, torch.float32)
+        near(layers.apply_rotary_triton(heads, cosine, sine), wanted, torch.float32)
         near(
-            layers.add_norm_fused(heads, None, weight, 1e-5)[0],
+            layers.add_rms_norm_triton(heads, None, weight, 1e-5)[0],
             layers.rms_norm(heads, weight, 1e-5), torch.float32,
         )  # fmt: skip
     turned = whole.view(5, 12, 24).transpose(0, 1)
     cosine, sine = (random(12, 12, dtype=torch.float32, seed=seed) for seed in (1, 2))
-    wanted = layers.rotate_fused(turned.contiguous(), cosine, sine)
-    assert torch.equal(layers.rotate_fused(turned, cosine, sine), wanted)
+    wanted = layers.apply_rotary_triton(turned.contiguous(), cosine, sine)
+    assert torch.equal(layers.apply_rotary_triton(turned, cosine, sine), wanted)
 
 
 @each_value(
@@ -97,9 +97,9 @@ def test_gates(dtype, tanh, rows):
         gate, up = gate.double(), up.double()
         return (gelu(gate, approximate="tanh") if tanh else silu(gate)) * up
 
-    near(layers.gate_fused(gate, up, tanh), gated(gate, up).to(dtype), dtype)
+    near(layers.gate_triton(gate, up, tanh), gated(gate, up).to(dtype), dtype)
     turned = up.T.contiguous().T
-    near(layers.gate_fused(turned, gate, tanh), gated(up, gate).to(dtype), dtype)
+    near(layers.gate_triton(turned, gate, tanh), gated(up, gate).to(dtype), dtype)
 
 
 @each_value(
@@ -123,24 +123,24 @@ def test_splits_are_added_in_their_order(splits, dtype):
     kind=st.sampled_from([*WORDS, "k=int8,v=int4", "k=16bit,v=fp8", "k=int4,v=16bit"]),
     groups=st.sampled_from([(1, 1), (4, 2), (10, 2), (7, 1)]),
     head=st.sampled_from([32, 64, 80, 128]),
-    lengths=st.lists(st.integers(1, 3 * PAGE), min_size=1, max_size=2),
+    lengths=st.lists(st.integers(1, 3 * PAGE_SIZE), min_size=1, max_size=2),
     cap=st.sampled_from([0.0, 3.0]),
     window=st.sampled_from([0, 1, 20, 200]),
 )
 def test_attention(bytes_, dtype, kind, groups, head, lengths, cap, window):
     """``bytes_``: as on a device that does not know float8."""
-    given_ = (*cached(dtype, groups, head, lengths, kind), Scores(head**-0.5, cap, window))
+    given_ = (*cached(dtype, groups, head, lengths, kind), ScoreOptions(head**-0.5, cap, window))
     with pytest.MonkeyPatch.context() as patch:
         if bytes_:
-            patch.setattr(attention, "knows_float8", lambda _device: False)
-        found = attend_fused(*given_)
-    near(found, attend_plain(given_[0].float(), *given_[1:]), dtype)
+            patch.setattr(attention, "supports_float8", lambda _device: False)
+        found = attend_triton(*given_)
+    near(found, attend_reference(given_[0].float(), *given_[1:]), dtype)
 
 
 def test_nothing_attends_to_no_number():
     q, *cache = cached(torch.float32, (4, 2), 64, [40], "")
     q[0, 1, 5] = float("nan")
-    found = attend_fused(q, *cache, Scores(0.125))
+    found = attend_triton(q, *cache, ScoreOptions(0.125))
     assert found[0, 1].isnan().all()
     assert found[0, [0, 2, 3]].isfinite().all()
 
@@ -166,12 +166,12 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
 
     wanted = steps()
     kernel = Kernel("triton", lambda _: True, plane_products.prepare, plane_products.matmul)
-    monkeypatch.setattr(linear, "select", lambda _problem: kernel)
-    monkeypatch.setattr(runtime, "attend", attend_fused)
-    monkeypatch.setattr(runtime, "add_norm", layers.add_norm_fused)
-    monkeypatch.setattr(runtime, "rotate", layers.rotate_fused)
+    monkeypatch.setattr(linear, "select_kernel", lambda _problem: kernel)
+    monkeypatch.setattr(runtime, "attend", attend_triton)
+    monkeypatch.setattr(runtime, "add_rms_norm", layers.add_rms_norm_triton)
+    monkeypatch.setattr(runtime, "apply_rotary", layers.apply_rotary_triton)
     for name, tanh in (("silu_gate", False), ("gelu_gate", True)):
         monkeypatch.setattr(
-            runtime, name, lambda gate, up, tanh=tanh: layers.gate_fused(gate, up, tanh)
+            runtime, name, lambda gate, up, tanh=tanh: layers.gate_triton(gate, up, tanh)
         )
     torch.testing.assert_close(steps(), wanted, rtol=1e-4, atol=2e-4)

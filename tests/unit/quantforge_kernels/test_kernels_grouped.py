@@ -8,51 +8,57 @@ import pytest
 import torch
 
 from quantforge_kernels import fallback
-from quantforge_kernels.cpu import features, packed_integers
-from quantforge_kernels.grouped import GroupedProblem, Owners, by_matrix, matrix, stack
-from quantforge_kernels.problem import Problem
-from quantforge_kernels.select import GROUPED, select_grouped
+from quantforge_kernels.cpu import instruction_sets, packed_integers
+from quantforge_kernels.grouped import (
+    ExpertRouting,
+    GroupedMatmulSpec,
+    make_looped_kernel,
+    prepare_stacked,
+    select_matrix,
+)
+from quantforge_kernels.matmul_spec import MatmulSpec
+from quantforge_kernels.select import GROUPED_KERNELS, select_grouped_kernel
 from tests.thorough import each_value, further
-from tests.triton_kernels import DEVICE, FORMS, expected, problem, relative_error, weights
+from tests.triton_kernels import DEVICE, FORMS, expected, make_spec, relative_error, weights
 
 COUNT, FEW = 6, 3  # matrices
 # As those of single products (test_kernels_triton).
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.2e-3, torch.bfloat16: 1.2e-2}
 
 
-def owned(rows: int, each: int, count: int = COUNT) -> Owners:
+def owned(rows: int, each: int, count: int = COUNT) -> ExpertRouting:
     """Different owners for each row; the last matrix never is one."""
     rng = torch.Generator().manual_seed(rows)
     index = [torch.randperm(count - 1, generator=rng)[:each] for _ in range(rows)]
-    return Owners(torch.stack(index).to(DEVICE), count)
+    return ExpertRouting(torch.stack(index).to(DEVICE), count)
 
 
-def stacked(task: Problem, kernel, count: int = COUNT):
-    given = [weights(task, seed) for seed in range(count)]
+def stacked(spec: MatmulSpec, kernel, count: int = COUNT):
+    given = [weights(spec, seed) for seed in range(count)]
     if "table" in given[0][1]:
         given = [(codes, values | {"table": given[0][1]["table"]}) for codes, values in given]
-    return given, stack(iter(given), GroupedProblem(task, count), kernel)
+    return given, prepare_stacked(iter(given), GroupedMatmulSpec(spec, count), kernel)
 
 
-def wanted(task: Problem, given, x, owners: Owners):
-    each = len(owners.pairs) // len(x)
+def wanted(spec: MatmulSpec, given, x, routing: ExpertRouting):
+    each = len(routing.expert_of_pair) // len(x)
     lines = [
-        expected(task, given[int(owner)], x[number // each][None])
-        for number, owner in enumerate(owners.pairs)
+        expected(spec, given[int(owner)], x[number // each][None])
+        for number, owner in enumerate(routing.expert_of_pair)
     ]
     return torch.cat(lines)
 
 
-def rows_of(task: Problem, rows: int):
+def rows_of(spec: MatmulSpec, rows: int):
     rng = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, task.in_features, generator=rng).to(DEVICE, task.dtype)
+    return torch.randn(rows, spec.in_features, generator=rng).to(DEVICE, spec.dtype)
 
 
 def test_owners_are_sorted_and_counted():
-    owners = Owners(torch.tensor([[4, 1], [1, 0], [4, 3]]), COUNT)
-    assert owners.order.tolist() == [3, 1, 2, 5, 0, 4]
-    assert owners.starts.tolist() == [0, 1, 3, 3, 4, 6, 6]
-    found = [(number, pairs.tolist()) for number, pairs in owners.groups()]
+    routing = ExpertRouting(torch.tensor([[4, 1], [1, 0], [4, 3]]), COUNT)
+    assert routing.sorted_pairs.tolist() == [3, 1, 2, 5, 0, 4]
+    assert routing.expert_starts.tolist() == [0, 1, 3, 3, 4, 6, 6]
+    found = [(number, pairs.tolist()) for number, pairs in routing.pairs_by_expert()]
     assert found == [(0, [3]), (1, [1, 2]), (3, [5]), (4, [0, 4])]
 
 
@@ -61,29 +67,31 @@ def test_owners_are_sorted_and_counted():
     [*((form, 7, 3) for form in FORMS), ("int4", 1, 2), ("int4", 3, 1), ("int4", 0, 2)],
 )
 def test_products_one_after_the_other(form, rows, each):
-    task = problem(**FORMS[form], shape=(5, 256))
-    kernel = by_matrix(fallback.KERNEL)
-    given, packed = stacked(task, kernel)
-    x = rows_of(task, rows)
-    owners = owned(rows, each) if rows else Owners(torch.zeros(0, each), COUNT)
-    y = kernel.matmul(x, owners, packed, GroupedProblem(task, COUNT))
+    spec = make_spec(**FORMS[form], shape=(5, 256))
+    kernel = make_looped_kernel(fallback.KERNEL)
+    given, packed = stacked(spec, kernel)
+    x = rows_of(spec, rows)
+    routing = owned(rows, each) if rows else ExpertRouting(torch.zeros(0, each), COUNT)
+    y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
     assert y.shape == (rows * each, 5)
-    assert not rows or relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
+    assert not rows or relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
     codes, values = given[3]
-    single = fallback.prepare(codes, values, task)
-    assert all(torch.equal(value, single[name]) for name, value in matrix(packed, 3).items())
+    single = fallback.prepare(codes, values, spec)
+    assert all(torch.equal(value, single[name]) for name, value in select_matrix(packed, 3).items())
 
 
 def test_matrices_that_differ_are_not_stacked():
-    task = problem(shape=(5, 256))
-    kernel = by_matrix(fallback.KERNEL)
-    given = [weights(task, seed) for seed in range(2)]
+    spec = make_spec(shape=(5, 256))
+    kernel = make_looped_kernel(fallback.KERNEL)
+    given = [weights(spec, seed) for seed in range(2)]
     wide = (given[1][0], {name: value.float() for name, value in given[1][1].items()})
     with pytest.raises(ValueError, match="scales of matrix 1 differs"):
-        stack(iter([given[0], wide]), GroupedProblem(task, 2), kernel)
-    task = problem(**FORMS["nf4"], shape=(5, 256))
+        prepare_stacked(iter([given[0], wide]), GroupedMatmulSpec(spec, 2), kernel)
+    spec = make_spec(**FORMS["nf4"], shape=(5, 256))
     with pytest.raises(ValueError, match="table of matrix 1 is not that of the first"):
-        stack((weights(task, seed) for seed in range(2)), GroupedProblem(task, 2), kernel)
+        prepare_stacked(
+            (weights(spec, seed) for seed in range(2)), GroupedMatmulSpec(spec, 2), kernel
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -93,12 +101,12 @@ def test_every_form_in_one_launch(form, rows, each):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    task = problem(**FORMS[form], shape=(11, 256))
-    given, packed = stacked(task, plane_products.GROUPED[0], FEW)
-    x, owners = rows_of(task, rows), owned(rows, each, FEW)
-    y = plane_products.grouped_matmul(x, owners, packed, GroupedProblem(task, FEW))
+    spec = make_spec(**FORMS[form], shape=(11, 256))
+    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
+    x, routing = rows_of(spec, rows), owned(rows, each, FEW)
+    y = plane_products.grouped_matmul(x, routing, packed, GroupedMatmulSpec(spec, FEW))
     assert y.shape == (rows * each, 11)
-    assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
+    assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
 
 
 @each_value(
@@ -118,13 +126,13 @@ def test_sixteen_bits_by_either_kernel(kernel, dtype, form):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    task = problem(**FORMS[form], shape=(11, 256), dtype=dtype)
-    given, packed = stacked(task, plane_products.GROUPED[0], FEW)
-    x, owners = rows_of(task, 3), owned(3, 2, FEW)
-    group = GroupedProblem(task, FEW)
-    y = plane_products.launch_grouped(kernel, x, owners, packed, group)
+    spec = make_spec(**FORMS[form], shape=(11, 256), dtype=dtype)
+    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0], FEW)
+    x, routing = rows_of(spec, 3), owned(3, 2, FEW)
+    group = GroupedMatmulSpec(spec, FEW)
+    y = plane_products.launch_grouped(kernel, x, routing, packed, group)
     assert y.dtype == dtype
-    assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[dtype]
+    assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[dtype]
 
 
 @pytest.mark.parametrize("pairs", [70, 150, 400])
@@ -133,15 +141,15 @@ def test_strips_of_any_width(pairs):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    task = problem("int", 4, 64, False, (7, 128))
-    given, packed = stacked(task, plane_products.GROUPED[0])
+    spec = make_spec("int", 4, 64, False, (7, 128))
+    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[0])
     index = (torch.arange(pairs) % 7).clamp(max=3)
     index[index == 1] = 3
-    x, owners = rows_of(task, pairs), Owners(index[:, None].to(DEVICE), COUNT)
+    x, routing = rows_of(spec, pairs), ExpertRouting(index[:, None].to(DEVICE), COUNT)
     widths = {70: 16, 150: 32, 400: 64}
-    assert plane_products.strip_of(pairs, COUNT) == widths[pairs]
-    y = plane_products.launch_grouped("rows", x, owners, packed, GroupedProblem(task, COUNT))
-    assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
+    assert plane_products.choose_strip_rows(pairs, COUNT) == widths[pairs]
+    y = plane_products.launch_grouped("rows", x, routing, packed, GroupedMatmulSpec(spec, COUNT))
+    assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(("out", "tile"), [(140, 128), (30, 8)])
@@ -149,12 +157,14 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
     pytest.importorskip("triton")
     from quantforge_kernels.gpu import plane_products
 
-    task = problem("fp8", 8, 128, True, (out, 256), tile)
-    given, packed = stacked(task, plane_products.GROUPED[-1])
-    x, owners = rows_of(task, 2), owned(2, 2)
+    spec = make_spec("fp8", 8, 128, True, (out, 256), tile)
+    given, packed = stacked(spec, plane_products.GROUPED_KERNELS[-1])
+    x, routing = rows_of(spec, 2), owned(2, 2)
     for kernel in ("matvec", "rows"):
-        y = plane_products.launch_grouped(kernel, x, owners, packed, GroupedProblem(task, COUNT))
-        assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.float32]
+        y = plane_products.launch_grouped(
+            kernel, x, routing, packed, GroupedMatmulSpec(spec, COUNT)
+        )
+        assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(
@@ -163,28 +173,28 @@ def test_tiles_of_each_matrix_may_be_cut_short(out, tile):
         ({}, "triton-int-grouped"),
         ({"grid": "table"}, "triton-table-grouped"),
         ({"grid": "fp8", "bits": 8}, "triton-fp8-grouped"),
-        ({"bits": 8, "activation": "int8", "group_size": 256}, "triton-w8a8"),
-        ({"bits": 4, "activation": "int8"}, "reference"),
+        ({"bits": 8, "activation_kind": "int8", "group_size": 256}, "triton-w8a8"),
+        ({"bits": 4, "activation_kind": "int8"}, "reference"),
     ],
 )
 def test_selection_for_a_gpu(changes, name):
     pytest.importorskip("triton")
-    task = Problem(48, 256, 4, 128, True, torch.bfloat16, "cuda")
-    chosen = select_grouped(GroupedProblem(replace(task, **changes), 8))
+    spec = MatmulSpec(48, 256, 4, 128, True, torch.bfloat16, "cuda")
+    chosen = select_grouped_kernel(GroupedMatmulSpec(replace(spec, **changes), 8))
     assert chosen.name == name
-    assert chosen.waits == (chosen not in GROUPED)
+    assert chosen.needs_host_sync == (chosen not in GROUPED_KERNELS)
 
 
 VECTORS = [
     {"bits": 4, "group": 128}, {"bits": 4, "group": 32, "symmetric": False},
     {"bits": 3, "group": 64}, {"bits": 8, "group": 256},
-    {"bits": 4, "group": 32, "symmetric": False, "minima": True, "superblock": 256},
-    {"bits": 2, "group": 16, "symmetric": False, "minima": True, "superblock": 256, "lower": "pairs"},
+    {"bits": 4, "group": 32, "symmetric": False, "has_minima": True, "superblock_size": 256},
+    {"bits": 2, "group": 16, "symmetric": False, "has_minima": True, "superblock_size": 256, "lower_encoding": "pairs"},
     {"bits": 2, "group": 256},
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 @each_value(
     ("form", VECTORS),
     (
@@ -194,52 +204,52 @@ VECTORS = [
 )
 def test_programs_of_a_processor(form, limit, rows, each, monkeypatch):
     """As single products, to the bit; few pairs by one program, more of them gathered."""
-    monkeypatch.setenv(features.LIMIT, limit)
-    features.feature.cache_clear()
-    packed_integers.plan_of.cache_clear()
+    monkeypatch.setenv(instruction_sets.LIMIT_VARIABLE, limit)
+    instruction_sets.best_instruction_set.cache_clear()
+    packed_integers.get_product_plan.cache_clear()
     try:
-        task = replace(problem(**form, shape=(37, 512), dtype=torch.bfloat16), device="cpu")
-        kernel = select_grouped(GroupedProblem(task, COUNT))
+        spec = replace(make_spec(**form, shape=(37, 512), dtype=torch.bfloat16), device="cpu")
+        kernel = select_grouped_kernel(GroupedMatmulSpec(spec, COUNT))
         assert kernel.name == "llvm-int-grouped"
-        given, packed = stacked(task, kernel)
-        x, owners = rows_of(task, rows).cpu(), owned(rows, each)
-        y = kernel.matmul(x, owners, packed, GroupedProblem(task, COUNT))
+        given, packed = stacked(spec, kernel)
+        x, routing = rows_of(spec, rows).cpu(), owned(rows, each)
+        y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
         assert y.shape == (rows * each, 37)
-        for number, owner in enumerate(owners.pairs.tolist()):
+        for number, owner in enumerate(routing.expert_of_pair.tolist()):
             row = x[number // each][None]
-            single = packed_integers.matmul(row, matrix(packed, owner), task)
+            single = packed_integers.matmul(row, select_matrix(packed, owner), spec)
             assert torch.equal(y[number], single[0])
-        assert relative_error(y, wanted(task, given, x, owners)) < ROUNDING[torch.bfloat16]
+        assert relative_error(y, wanted(spec, given, x, routing)) < ROUNDING[torch.bfloat16]
     finally:
-        features.feature.cache_clear()
-        packed_integers.plan_of.cache_clear()
+        instruction_sets.best_instruction_set.cache_clear()
+        packed_integers.get_product_plan.cache_clear()
 
 
-@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 @pytest.mark.parametrize("rows", [2, 12])
 def test_activations_of_eight_bits_in_grouped_products(rows):
-    task = replace(problem("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
-    task = replace(task, input_bits=8)
-    kernel = select_grouped(GroupedProblem(task, COUNT))
+    spec = replace(make_spec("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
+    spec = replace(spec, input_bits=8)
+    kernel = select_grouped_kernel(GroupedMatmulSpec(spec, COUNT))
     assert kernel.name == "llvm-int8-grouped"
-    given, packed = stacked(task, kernel)
-    x, owners = rows_of(task, rows).cpu(), owned(rows, 2)
-    y = kernel.matmul(x, owners, packed, GroupedProblem(task, COUNT))
-    for number, owner in enumerate(owners.pairs.tolist()):
-        single = packed_integers.matmul(x[number // 2][None], matrix(packed, owner), task)
+    given, packed = stacked(spec, kernel)
+    x, routing = rows_of(spec, rows).cpu(), owned(rows, 2)
+    y = kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT))
+    for number, owner in enumerate(routing.expert_of_pair.tolist()):
+        single = packed_integers.matmul(x[number // 2][None], select_matrix(packed, owner), spec)
         assert torch.equal(y[number], single[0])
-    assert 4e-3 < relative_error(y, wanted(task, given, x, owners)) < 2e-2
+    assert 4e-3 < relative_error(y, wanted(spec, given, x, routing)) < 2e-2
 
 
-@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 def test_threads_change_no_bit_of_a_grouped_product():
-    task = replace(problem("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
-    kernel = select_grouped(GroupedProblem(task, COUNT))
-    _, packed = stacked(task, kernel)
-    x, owners, found = rows_of(task, 2).cpu(), owned(2, 3), []
+    spec = replace(make_spec("int", 4, 64, False, (80, 512), dtype=torch.bfloat16), device="cpu")
+    kernel = select_grouped_kernel(GroupedMatmulSpec(spec, COUNT))
+    _, packed = stacked(spec, kernel)
+    x, routing, found = rows_of(spec, 2).cpu(), owned(2, 3), []
     before = torch.get_num_threads()
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(kernel.matmul(x, owners, packed, GroupedProblem(task, COUNT)))
+        found.append(kernel.matmul(x, routing, packed, GroupedMatmulSpec(spec, COUNT)))
     torch.set_num_threads(before)
     assert torch.equal(*found)

@@ -11,17 +11,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from quantforge_kernels import fallback
-from quantforge_kernels.gpu import eight_bit_products, plane_products
-from quantforge_kernels.layout import WIDTHS, chunk_of, to_planes
-from quantforge_kernels.problem import Problem
-from quantforge_kernels.select import KERNELS, select
+from quantforge_kernels.bit_planes import PLANE_WIDTHS, choose_chunk, pack_bit_planes
+from quantforge_kernels.gpu import plane_products, w8a8_products
+from quantforge_kernels.matmul_spec import MatmulSpec
+from quantforge_kernels.select import KERNELS, select_kernel
 from tests.thorough import each_value
 from tests.triton_kernels import (
     DEVICE,
     FORMS,
     activations,
     expected,
-    problem,
+    make_spec,
     relative_error,
     weights,
 )
@@ -32,19 +32,19 @@ from tests.triton_kernels import (
 ROUNDING = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 6e-3}
 
 
-def run(task: Problem, rows: int = 1):
-    given = weights(task)
-    x = activations(task, rows)
-    y = plane_products.matmul(x, plane_products.prepare(*given, task), task)
-    assert y.shape == (rows, task.out_features)
-    assert y.dtype == task.dtype
-    return relative_error(y, expected(task, given, x))
+def run(spec: MatmulSpec, rows: int = 1):
+    given = weights(spec)
+    x = activations(spec, rows)
+    y = plane_products.matmul(x, plane_products.prepare(*given, spec), spec)
+    assert y.shape == (rows, spec.out_features)
+    assert y.dtype == spec.dtype
+    return relative_error(y, expected(spec, given, x))
 
 
 def from_planes(planes, bits, chunk, columns):
-    """The codes ``[out, columns]`` of `to_planes`."""
+    """The codes ``[out, columns]`` of `pack_bit_planes`."""
     rows, chunks, codes, low = len(planes[0]), -(-columns // chunk), 0, 0
-    for plane, width in zip(planes, WIDTHS[bits], strict=True):
+    for plane, width in zip(planes, PLANE_WIDTHS[bits], strict=True):
         part = plane[:, : chunks * chunk * width // 32].view(rows, chunks, -1)
         values = [(part >> (width * field)) & (2**width - 1) for field in range(32 // width)]
         codes = codes | torch.stack(values, dim=2).view(rows, -1).byte() << low
@@ -58,8 +58,8 @@ def from_planes(planes, bits, chunk, columns):
 )
 def test_planes_are_lossless_and_dense(bits, columns, group):
     codes = torch.randint(0, 2**bits, (3, columns), dtype=torch.uint8)
-    chunk, _ = chunk_of(bits, group)
-    planes = to_planes(codes, bits, chunk)
+    chunk, _ = choose_chunk(bits, group)
+    planes = pack_bit_planes(codes, bits, chunk)
     assert torch.equal(from_planes(planes, bits, chunk, columns), codes)
     padded = columns + -columns % chunk
     least = 3 * padded * bits // 32
@@ -68,7 +68,7 @@ def test_planes_are_lossless_and_dense(bits, columns, group):
 
 def test_a_word_of_the_layout_is_what_it_says():
     codes = torch.arange(256, dtype=torch.uint8)[None] % 16
-    (words,) = to_planes(codes, 4, 128)
+    (words,) = pack_bit_planes(codes, 4, 128)
     assert words.shape == (1, 32)
     for chunk, j, field in ((0, 0, 0), (0, 3, 5), (1, 15, 7)):
         column = chunk * 128 + field * 16 + j
@@ -87,7 +87,7 @@ INTEGERS = [
 
 @pytest.mark.parametrize(("rows", "bits", "symmetric", "shape", "group"), INTEGERS)
 def test_integers(rows, bits, symmetric, shape, group):
-    assert run(problem("int", bits, group, symmetric, shape), rows) < ROUNDING[torch.float32]
+    assert run(make_spec("int", bits, group, symmetric, shape), rows) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -95,8 +95,8 @@ def test_integers(rows, bits, symmetric, shape, group):
 def test_every_form(form, rows, monkeypatch):
     """One row, a few, and so many that slabs of the weight are decoded."""
     monkeypatch.setattr(plane_products, "SLAB_BYTES", 5 * 256 * 4)
-    task = problem(**FORMS[form], shape=(11, 256))
-    assert run(task, rows) < ROUNDING[torch.float32]
+    spec = make_spec(**FORMS[form], shape=(11, 256))
+    assert run(spec, rows) < ROUNDING[torch.float32]
 
 
 SIXTEEN = ["int4", "int3", "int8 per row", "nf4", "nvfp4", "fp8 e5m2", "q2_k", "q4_k"]
@@ -112,7 +112,7 @@ SIXTEEN = ["int4", "int3", "int8 per row", "nf4", "nvfp4", "fp8 e5m2", "q2_k", "
 )
 def test_sixteen_bits(rows, dtype, form):
     """The magic numbers of one row stay as exact as the type; so do weights rounded to it."""
-    error = run(problem(**FORMS[form], shape=(24, 256), dtype=dtype), rows)
+    error = run(make_spec(**FORMS[form], shape=(24, 256), dtype=dtype), rows)
     assert ROUNDING[dtype] / 40 < error < ROUNDING[dtype] * (1 if rows == 1 else 2)
 
 
@@ -121,7 +121,7 @@ def test_sixteen_bits(rows, dtype, form):
 @pytest.mark.parametrize("grid", ["table", "fp8"])
 def test_odd_groups(grid, shape, group, rows):
     bits = 4 if grid == "table" else 8
-    assert run(problem(grid, bits, group, True, shape), rows) < ROUNDING[torch.float32]
+    assert run(make_spec(grid, bits, group, True, shape), rows) < ROUNDING[torch.float32]
 
 
 @each_value(
@@ -129,39 +129,41 @@ def test_odd_groups(grid, shape, group, rows):
     ("rows", [1, 66]),
 )
 def test_tiles_may_be_cut_short(shape, tile_rows, rows):
-    assert run(problem("fp8", 8, 128, True, shape, tile_rows), rows) < ROUNDING[torch.float32]
+    assert run(make_spec("fp8", 8, 128, True, shape, tile_rows), rows) < ROUNDING[torch.float32]
 
 
 @pytest.mark.parametrize(("grid", "least"), [("fp8", 0x7F), ("e5m2", 0x7C)])
 def test_every_float8_is_decoded_and_what_is_not_finite_is_refused(grid, least):
     codes = torch.arange(256, dtype=torch.uint8).view(2, 128).to(DEVICE)
-    task = problem(grid, 8, 128, shape=(2, 128))
+    spec = make_spec(grid, 8, 128, shape=(2, 128))
     scales = {"scales": torch.ones(2, 1, device=DEVICE)}
     for row in range(2):
         for place in range(least, 128):
             one = torch.zeros_like(codes)
             one[row, place] = codes[row, place]
             with pytest.raises(ValueError, match="not finite"):
-                plane_products.prepare(one, scales, task)
+                plane_products.prepare(one, scales, spec)
     codes[:, least:] = 0
-    held = plane_products.prepare(codes, scales, task)
-    found = plane_products.decode(held, task, torch.float32)
-    assert torch.equal(found, codes.view(fallback.FLOAT8[grid]).float())
+    held = plane_products.prepare(codes, scales, spec)
+    found = plane_products.decode_weight(held, spec, torch.float32)
+    assert torch.equal(found, codes.view(fallback.FLOAT8_DTYPES[grid]).float())
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_repacked_weights_are_as_small_as_the_file(form):
-    task = problem(**FORMS[form], shape=(256, 2048))
-    codes, parameters = weights(task)
-    held = sum(part.nbytes for part in plane_products.prepare(codes, parameters, task).values())
-    small = {"zeros": 8 / task.bits} | ({"scales": 8 / 6, "mins": 8 / 6} if task.superblock else {})
+    spec = make_spec(**FORMS[form], shape=(256, 2048))
+    codes, parameters = weights(spec)
+    held = sum(part.nbytes for part in plane_products.prepare(codes, parameters, spec).values())
+    small = {"zeros": 8 / spec.bits} | (
+        {"scales": 8 / 6, "mins": 8 / 6} if spec.superblock_size else {}
+    )
     if form == "q2_k":
         small = dict.fromkeys(("scales", "mins"), 2.0)
     if form == "nvfp4":
         small = {}
     if form == "q6_k":
         small = {}
-    stored = codes.numel() * task.bits / 8 + sum(
+    stored = codes.numel() * spec.bits / 8 + sum(
         value.nbytes / small.get(name, 1) for name, value in parameters.items()
     )
     assert held <= 1.1 * stored
@@ -169,9 +171,9 @@ def test_repacked_weights_are_as_small_as_the_file(form):
 
 @pytest.mark.parametrize("rows", [0, 1, 3, 70])
 def test_nothing_in_nothing_out(rows):
-    task = problem(shape=(4, 128))
-    given, x = weights(task), activations(task, rows)
-    y = plane_products.matmul(x, plane_products.prepare(*given, task), task)
+    spec = make_spec(shape=(4, 128))
+    given, x = weights(spec), activations(spec, rows)
+    y = plane_products.matmul(x, plane_products.prepare(*given, spec), spec)
     assert y.shape == (rows, 4)
 
 
@@ -180,17 +182,17 @@ def test_nothing_in_nothing_out(rows):
     ("rows", [1, 2, 65]),
 )
 def test_nan_and_infinity_come_through(dtype, rows):
-    task = problem(shape=(5, 256), dtype=dtype)
-    given, x = weights(task), activations(task, rows)
+    spec = make_spec(shape=(5, 256), dtype=dtype)
+    given, x = weights(spec), activations(spec, rows)
     x[0, 200] = float("nan")
-    held = plane_products.prepare(*given, task)
-    y = plane_products.matmul(x, held, task)
+    held = plane_products.prepare(*given, spec)
+    y = plane_products.matmul(x, held, spec)
     assert y[0].isnan().all()
     assert y[1:].isfinite().all()
     scales = given[1]["scales"].clone()
     scales[2, 1] = float("nan")
-    held = plane_products.prepare(given[0], {"scales": scales}, task)
-    y = plane_products.matmul(activations(task, rows), held, task)
+    held = plane_products.prepare(given[0], {"scales": scales}, spec)
+    y = plane_products.matmul(activations(spec, rows), held, spec)
     assert y[:, 2].isnan().all()
     assert y[:, [0, 1, 3, 4]].isfinite().all()
 
@@ -200,11 +202,11 @@ def test_nan_and_infinity_come_through(dtype, rows):
     ("tile", [(8, 512, 1, 1), (16, 512, 2, 3), (16, 1024, 4, 2), (32, 512, 1, 7)]),
 )
 def test_any_tile_and_split_gives_the_same(kernel, tile):
-    task = problem("int", 4, 64, False, (37, 1600))
-    given, x = weights(task), activations(task, 1 if kernel == "matvec" else 5)
-    held = plane_products.prepare(*given, task)
-    y = plane_products.launch(kernel, x, held, task, plane_products.Tile(*tile))
-    assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
+    spec = make_spec("int", 4, 64, False, (37, 1600))
+    given, x = weights(spec), activations(spec, 1 if kernel == "matvec" else 5)
+    held = plane_products.prepare(*given, spec)
+    y = plane_products.launch(kernel, x, held, spec, plane_products.Tile(*tile))
+    assert relative_error(y, expected(spec, given, x)) < ROUNDING[torch.float32]
 
 
 @each_value(
@@ -213,21 +215,21 @@ def test_any_tile_and_split_gives_the_same(kernel, tile):
 )
 def test_exponents_stand_for_codes(bits, symmetric):
     """All codes, by the magic numbers and by conversion; on a GPU inline assembly to the bit."""
-    task = problem("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
-    given, x = weights(task), activations(task)
-    held = plane_products.prepare(*given, task)
+    spec = make_spec("int", bits, 128, symmetric, (16, 256), dtype=torch.bfloat16)
+    given, x = weights(spec), activations(spec)
+    held = plane_products.prepare(*given, spec)
     results = [
         plane_products.launch(
             "matvec",
             x,
             held,
-            task,
+            spec,
             plane_products.Tile(8, 256, 1, 2),
             mode,
         )
         for mode in ((0, 1) if DEVICE == "cpu" else (0, 1, 2))
     ]
-    wanted = expected(task, given, x)
+    wanted = expected(spec, given, x)
     assert all(relative_error(y, wanted) < ROUNDING[torch.bfloat16] for y in results)
     assert results[1:] == results[1:2] * (len(results) - 1) or torch.equal(*results[1:])
 
@@ -243,10 +245,10 @@ def test_exponents_stand_for_codes(bits, symmetric):
     seed=st.integers(0, 1000),
 )
 def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
-    task = problem("int", bits, group, symmetric, (out, group * groups))
-    given, x = weights(task, seed), activations(task, rows, seed)
-    y = plane_products.matmul(x, plane_products.prepare(*given, task), task).double()
-    wanted = expected(task, given, x)
+    spec = make_spec("int", bits, group, symmetric, (out, group * groups))
+    given, x = weights(spec, seed), activations(spec, rows, seed)
+    y = plane_products.matmul(x, plane_products.prepare(*given, spec), spec).double()
+    wanted = expected(spec, given, x)
     spread = (
         x.double().abs().sum(1, keepdim=True) * given[1]["scales"].double().abs().max() * 2**bits
     )
@@ -260,14 +262,14 @@ def test_any_integers(bits, group, groups, out, rows, symmetric, seed):
 )
 def test_eight_bit_products(rows, grid, shape, group, tile_rows):
     kind = "int8" if grid == "int" else "fp8"
-    task = problem(grid, 8, group, True, shape, tile_rows, activation=kind)
-    given, x = weights(task), activations(task, rows)
-    held = eight_bit_products.prepare(*given, task)
-    y = eight_bit_products.matmul(x, held, task)
+    spec = make_spec(grid, 8, group, True, shape, tile_rows, activation_kind=kind)
+    given, x = weights(spec), activations(spec, rows)
+    held = w8a8_products.prepare(*given, spec)
+    y = w8a8_products.matmul(x, held, spec)
     assert y.shape == (rows, shape[0])
     if rows:
-        assert relative_error(y, expected(task, given, x)) < ROUNDING[torch.float32]
-        unquantized = expected(problem(grid, 8, group, True, shape, tile_rows), given, x)
+        assert relative_error(y, expected(spec, given, x)) < ROUNDING[torch.float32]
+        unquantized = expected(make_spec(grid, 8, group, True, shape, tile_rows), given, x)
         assert relative_error(y, unquantized) > 1e-3  # x was quantized
 
 
@@ -279,24 +281,33 @@ def test_eight_bit_products(rows, grid, shape, group, tile_rows):
         ({"grid": "table"}, "triton-table"),
         ({"grid": "fp8", "bits": 8}, "triton-fp8"),
         ({"grid": "fp8", "bits": 8, "group_size": 6, "in_features": 48}, "reference"),
-        ({"group_size": 32, "symmetric": False, "minima": True, "superblock": 256}, "triton-int"),
-        ({"group_size": 24, "in_features": 48, "symmetric": False, "minima": True}, "triton-int"),
-        ({"bits": 8, "activation": "int8", "group_size": 256}, "triton-w8a8"),
-        ({"bits": 8, "activation": "int8", "group_size": 256, "symmetric": False}, "reference"),
-        ({"bits": 4, "activation": "int8"}, "reference"),
+        (
+            {"group_size": 32, "symmetric": False, "has_minima": True, "superblock_size": 256},
+            "triton-int",
+        ),
+        (
+            {"group_size": 24, "in_features": 48, "symmetric": False, "has_minima": True},
+            "triton-int",
+        ),
+        ({"bits": 8, "activation_kind": "int8", "group_size": 256}, "triton-w8a8"),
+        (
+            {"bits": 8, "activation_kind": "int8", "group_size": 256, "symmetric": False},
+            "reference",
+        ),
+        ({"bits": 4, "activation_kind": "int8"}, "reference"),
     ],
 )
 def test_selection_for_a_gpu(changes, name):
     from dataclasses import replace
 
-    task = Problem(48, 256, 4, 128, True, torch.bfloat16, "cuda")
-    assert select(replace(task, **changes)).name == name
+    spec = MatmulSpec(48, 256, 4, 128, True, torch.bfloat16, "cuda")
+    assert select_kernel(replace(spec, **changes)).name == name
 
 
 def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
-    for grid, activation in (("table", ""), ("fp8", ""), ("int", "int8")):
-        task = Problem(48, 256, 4, 128, True, torch.bfloat16, "cpu", grid, 1, activation)
-        assert select(task).name == "reference"
+    for grid, activation_kind in (("table", ""), ("fp8", ""), ("int", "int8")):
+        spec = MatmulSpec(48, 256, 4, 128, True, torch.bfloat16, "cpu", grid, 1, activation_kind)
+        assert select_kernel(spec).name == "reference"
     assert KERNELS[-1] is fallback.KERNEL
 
 
@@ -305,7 +316,7 @@ def test_no_operator_of_the_cpu_takes_another_grid_or_activation():
     ("shape", [(1, 1), (1024, 4096), (128256, 4096), (4096, 14336)]),
 )
 def test_sensible_tiles(kernel, shape):
-    chosen = plane_products.tile_of(kernel, problem("int", 4, 128, True, shape))
+    chosen = plane_products.choose_tile(kernel, make_spec("int", 4, 128, True, shape))
     assert chosen.block_k >= 128
     assert chosen.block_k & (chosen.block_k - 1) == 0
     assert 1 <= chosen.split <= max(1, -(-shape[1] // chosen.block_k))

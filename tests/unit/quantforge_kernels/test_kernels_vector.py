@@ -10,15 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge_kernels import fallback
-from quantforge_kernels.cpu import features, many_rows, packed_integers
-from quantforge_kernels.cpu.lane_layout import cut, to_lanes
-from quantforge_kernels.layout import WIDTHS
-from quantforge_kernels.select import failure, select
+from quantforge_kernels.bit_planes import PLANE_WIDTHS
+from quantforge_kernels.cpu import instruction_sets, many_rows, packed_integers
+from quantforge_kernels.cpu.lane_layout import choose_column_blocks, pack_lanes
+from quantforge_kernels.select import find_kernel_failure, select_kernel
 from tests.thorough import each_value
-from tests.triton_kernels import FORMS, problem, weights
+from tests.triton_kernels import FORMS, make_spec, weights
 
 pytestmark = pytest.mark.skipif(
-    features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+    instruction_sets.best_instruction_set() is None or torch.cuda.is_available(),
+    reason="for processors with AVX2",
 )
 INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int") == "int"}
 
@@ -26,16 +27,16 @@ INTEGERS = {name: form for name, form in FORMS.items() if form.get("grid", "int"
 def make(name: str, shape=(21, 768), rows=1, dtype=torch.float16):
     """A problem, packed weights, the weight that they stand for, and activations."""
     form = INTEGERS[name] | ({"group": shape[1]} if name == "int8 per row" else {})
-    task = problem(shape=shape, dtype=dtype, **form)
-    codes, parameters = weights(task)
-    plain = fallback.prepare(codes, parameters, task)
-    weight = fallback.decode_rows(plain, task, slice(None))
+    spec = make_spec(shape=shape, dtype=dtype, **form)
+    codes, parameters = weights(spec)
+    plain = fallback.prepare(codes, parameters, spec)
+    weight = fallback.decode_rows(plain, spec, slice(None))
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-    return task, packed_integers.prepare(codes, parameters, task), weight, x
+    return spec, packed_integers.prepare(codes, parameters, spec), weight, x
 
 
 def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
-    wanted = fallback.product(x, weight)
+    wanted = fallback.reference_product(x, weight)
     return float((y.double() - wanted).norm() / wanted.norm())
 
 
@@ -47,9 +48,9 @@ def error(y: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> float:
     ],
 )
 def test_products_equal_the_formula(name, rows):
-    task, packed, weight, x = make(name, rows=rows)
-    assert packed_integers.accepts(task)
-    y = packed_integers.matmul(x, packed, task)
+    spec, packed, weight, x = make(name, rows=rows)
+    assert packed_integers.accepts(spec)
+    y = packed_integers.matmul(x, packed, spec)
     assert y.shape == (rows, 21)
     assert y.dtype == torch.float16
     assert (
@@ -61,26 +62,28 @@ def test_products_equal_the_formula(name, rows):
 @pytest.mark.parametrize("feature", ["avx2", "avx512bw", "avx512vnni"])
 def test_all_vectors_compute_the_same(name, feature, monkeypatch):
 
-    if features.FEATURES.index(feature) < features.FEATURES.index(features.feature()):
+    if instruction_sets.INSTRUCTION_SETS.index(feature) < instruction_sets.INSTRUCTION_SETS.index(
+        instruction_sets.best_instruction_set()
+    ):
         pytest.skip("not on this processor")
     _, packed, _, x = make(name, rows=3)
     expected = packed_integers.matmul(x, packed, make(name, rows=3)[0])
-    monkeypatch.setattr(packed_integers, "feature", lambda: feature)
-    packed_integers.plan_of.cache_clear()
-    task, packed, _, _ = make(name, rows=3)
-    y = packed_integers.matmul(x, packed, task)
-    packed_integers.plan_of.cache_clear()
+    monkeypatch.setattr(packed_integers, "best_instruction_set", lambda: feature)
+    packed_integers.get_product_plan.cache_clear()
+    spec, packed, _, _ = make(name, rows=3)
+    y = packed_integers.matmul(x, packed, spec)
+    packed_integers.get_product_plan.cache_clear()
     assert torch.equal(y, expected)
 
 
 @pytest.mark.parametrize("rows", [1, 70])
 def test_threads_do_not_change_a_bit(rows):
-    task, packed, _, x = make("int4", (333, 256), rows, torch.bfloat16)
+    spec, packed, _, x = make("int4", (333, 256), rows, torch.bfloat16)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(packed_integers.matmul(x, packed, task))
+            results.append(packed_integers.matmul(x, packed, spec))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
@@ -89,7 +92,9 @@ def test_threads_do_not_change_a_bit(rows):
 
 @pytest.mark.parametrize("name", ["int4", "q4_k"])
 def test_a_row_has_the_same_bits_beside_any_others(name, monkeypatch):
-    monkeypatch.setattr(many_rows, "_native", lambda _dtype: False)  # no row is torch's
+    monkeypatch.setattr(
+        many_rows, "_has_native_arithmetic", lambda _dtype: False
+    )  # no row is torch's
     # 109 rows: strips of 32, groups of 8 and of 4, and one; threads take pieces of them.
     stated, packed, _, x = make(name, (100, 768), 109, torch.bfloat16)
     before = torch.get_num_threads()
@@ -105,11 +110,11 @@ def test_a_row_has_the_same_bits_beside_any_others(name, monkeypatch):
 
 
 def test_an_outlier_costs_its_own_block_only():
-    task, packed, weight, x = make("int4", rows=2)
+    spec, packed, weight, x = make("int4", rows=2)
     x[0] = 0
     x[0, 64:] = x[1, 64:]
     x[1, 5] = 6e4  # beside which the rest of the first block is rounded away
-    y = packed_integers.matmul(x, packed, task)
+    y = packed_integers.matmul(x, packed, spec)
     block = x[1:, :64].double() @ weight[:, :64].double().T
     rest = y[1].double() - block[0]
     assert error(y[:1], x[:1], weight) < 6e-4
@@ -120,21 +125,21 @@ def test_an_outlier_costs_its_own_block_only():
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("rows", [1, 70])
 def test_what_is_no_number_stays_none(value, rows):
-    task, packed, _, x = make("int4", rows=rows)
+    spec, packed, _, x = make("int4", rows=rows)
     x[0, 100] = value
-    y = packed_integers.matmul(x, packed, task)
+    y = packed_integers.matmul(x, packed, spec)
     assert not bool(y[0].isfinite().any())
     assert bool(y[1:].isfinite().all())
 
 
 def test_zero_and_empty_activations():
-    task, packed, _, x = make("q4_k", rows=2)
-    assert not bool(packed_integers.matmul(x * 0, packed, task).any())
-    assert packed_integers.matmul(x[:0], packed, task).shape == (0, 21)
+    spec, packed, _, x = make("q4_k", rows=2)
+    assert not bool(packed_integers.matmul(x * 0, packed, spec).any())
+    assert packed_integers.matmul(x[:0], packed, spec).shape == (0, 21)
 
 
 def from_lanes(planes, widths, rows, columns):
-    """The codes ``[rows, columns]`` of `to_lanes`."""
+    """The codes ``[rows, columns]`` of `pack_lanes`."""
     codes, low = 0, 0
     for plane, width in zip(planes, widths, strict=True):
         words = plane.transpose(1, 2)
@@ -154,47 +159,47 @@ def from_lanes(planes, widths, rows, columns):
     st.sampled_from([8, 16]),
 )  # fmt: skip
 def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
-    widths = WIDTHS[bits]
-    blocks = cut(widths, groups * group, group, 0, lanes)
+    widths = PLANE_WIDTHS[bits]
+    blocks = choose_column_blocks(widths, groups * group, group, 0, lanes)
     assert blocks is not None
     assert group % blocks.block == 0
     codes = torch.randint(0, 2**bits, (rows, groups * group), dtype=torch.uint8)
-    planes = to_lanes(codes, widths, blocks)
+    planes = pack_lanes(codes, widths, blocks)
     assert torch.equal(from_lanes(planes, widths, rows, groups * group), codes)
-    filled = (rows + -rows % lanes) * (groups * group + -(groups * group) % blocks.unit)
+    filled = (rows + -rows % lanes) * (groups * group + -(groups * group) % blocks.unit_columns)
     assert sum(plane.nbytes for plane in planes) == filled * bits // 8
 
 
 def test_columns_that_fill_no_unit_are_padded():
-    task = problem(bits=3, group=48, shape=(16, 144), dtype=torch.float16)  # units of 96 columns
-    codes, parameters = weights(task)
-    weight = fallback.decode_rows(fallback.prepare(codes, parameters, task), task, slice(None))
+    spec = make_spec(bits=3, group=48, shape=(16, 144), dtype=torch.float16)  # units of 96 columns
+    codes, parameters = weights(spec)
+    weight = fallback.decode_rows(fallback.prepare(codes, parameters, spec), spec, slice(None))
     for rows in (1, 20):
         x = torch.randn(rows, 144).half()
-        y = packed_integers.matmul(x, packed_integers.prepare(codes, parameters, task), task)
+        y = packed_integers.matmul(x, packed_integers.prepare(codes, parameters, spec), spec)
         assert error(y, x, weight) < 6e-4
 
 
 def test_selection():
-    task = problem(shape=(40, 256), dtype=torch.bfloat16)
-    assert select(task).name == "llvm-int"
+    spec = make_spec(shape=(40, 256), dtype=torch.bfloat16)
+    assert select_kernel(spec).name == "llvm-int"
     for changes in (
         {"dtype": torch.float32}, {"group_size": 4}, {"device": "cuda"}, {"grid": "table"},
-        {"activation": "int8", "bits": 8},
+        {"activation_kind": "int8", "bits": 8},
     ):  # fmt: skip
-        assert not packed_integers.accepts(replace(task, **changes))
+        assert not packed_integers.accepts(replace(spec, **changes))
 
 
 def test_code_that_cannot_be_compiled_is_a_reason(monkeypatch):
     from quantforge_kernels.cpu import compiler
 
-    task, packed, _, _ = make("int3")
+    spec, packed, _, _ = make("int3")
     monkeypatch.setattr(compiler.llvm, "parse_assembly", lambda text: _refuse())
-    packed_integers.plan_of.cache_clear()
-    packed_integers._compiled.cache_clear()
-    assert "no such instruction" in failure(packed_integers.KERNEL, packed, task)
-    packed_integers.plan_of.cache_clear()
-    packed_integers._compiled.cache_clear()
+    packed_integers.get_product_plan.cache_clear()
+    packed_integers._compile_program.cache_clear()
+    assert "no such instruction" in find_kernel_failure(packed_integers.KERNEL, packed, spec)
+    packed_integers.get_product_plan.cache_clear()
+    packed_integers._compile_program.cache_clear()
 
 
 def rounded_octets(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -208,23 +213,25 @@ def rounded_octets(x: torch.Tensor, block: int) -> torch.Tensor:
     ("name", "feature", "rows"),
     [
         (name, feature, ((1, 70), (3, 20))[at % 2][place % 2])
-        for at, feature in enumerate(features.FEATURES)
+        for at, feature in enumerate(instruction_sets.INSTRUCTION_SETS)
         for place, name in enumerate(INTEGERS)
     ],
 )
 def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypatch):
-    if features.FEATURES.index(feature) < features.FEATURES.index(features.feature()):
+    if instruction_sets.INSTRUCTION_SETS.index(feature) < instruction_sets.INSTRUCTION_SETS.index(
+        instruction_sets.best_instruction_set()
+    ):
         pytest.skip("not on this processor")
-    monkeypatch.setattr(packed_integers, "feature", lambda: feature)
-    packed_integers.plan_of.cache_clear()
-    task, packed, weight, x = make(name, rows=rows)
-    task = replace(task, input_bits=8)
+    monkeypatch.setattr(packed_integers, "best_instruction_set", lambda: feature)
+    packed_integers.get_product_plan.cache_clear()
+    spec, packed, weight, x = make(name, rows=rows)
+    spec = replace(spec, input_bits=8)
     # Without `vpdpbusd` two products of codes of 8 bits overflow.
     taken = name != "int8 per row" or feature == "avx512vnni"
-    assert packed_integers.OF_OCTETS.accepts(task) == taken
-    y = packed_integers.matmul(x, packed, task)
-    near = rounded_octets(x, packed_integers.blocks_of(task, feature).block) if taken else x
-    packed_integers.plan_of.cache_clear()
+    assert packed_integers.INT8_KERNEL.accepts(spec) == taken
+    y = packed_integers.matmul(x, packed, spec)
+    near = rounded_octets(x, packed_integers.column_blocks(spec, feature).block) if taken else x
+    packed_integers.get_product_plan.cache_clear()
     assert error(y, near, weight) < 1e-3
     if taken:  # it is rounded indeed
         assert 1e-3 < error(y, x, weight) < 2e-2
@@ -232,17 +239,17 @@ def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypat
 
 def test_largest_codes_and_activations_do_not_overflow_eight_bits():
     for bits in range(2, 9):
-        task = replace(
-            problem(bits=bits, group=64, shape=(16, 256), dtype=torch.bfloat16), input_bits=8
+        spec = replace(
+            make_spec(bits=bits, group=64, shape=(16, 256), dtype=torch.bfloat16), input_bits=8
         )
         codes = torch.full((16, 256), 2**bits - 1, dtype=torch.uint8)
-        _, parameters = weights(task)
-        packed = packed_integers.prepare(codes, parameters, task)
-        plain = fallback.prepare(codes, parameters, task)
-        weight = fallback.decode_rows(plain, task, slice(None))
+        _, parameters = weights(spec)
+        packed = packed_integers.prepare(codes, parameters, spec)
+        plain = fallback.prepare(codes, parameters, spec)
+        weight = fallback.decode_rows(plain, spec, slice(None))
         for sign in (1, -1):
             x = torch.full((9, 256), 3.0 * sign, dtype=torch.bfloat16)
-            assert error(packed_integers.matmul(x, packed, task), x, weight) < 4e-3
+            assert error(packed_integers.matmul(x, packed, spec), x, weight) < 4e-3
 
 
 def test_rows_of_eight_bits_have_the_same_bits_beside_any_others():
@@ -254,25 +261,25 @@ def test_rows_of_eight_bits_have_the_same_bits_beside_any_others():
 
 
 def test_eight_bits_are_chosen_where_they_are_allowed():
-    task = problem(shape=(40, 256), dtype=torch.bfloat16)
-    assert select(task).name == "llvm-int"
-    assert select(replace(task, input_bits=8)).name == "llvm-int8"
-    assert select(replace(task, dtype=torch.float32)).name == "reference"
-    assert select(replace(task, input_bits=8, dtype=torch.float32)).name == "llvm-int8"
+    spec = make_spec(shape=(40, 256), dtype=torch.bfloat16)
+    assert select_kernel(spec).name == "llvm-int"
+    assert select_kernel(replace(spec, input_bits=8)).name == "llvm-int8"
+    assert select_kernel(replace(spec, dtype=torch.float32)).name == "reference"
+    assert select_kernel(replace(spec, input_bits=8, dtype=torch.float32)).name == "llvm-int8"
 
 
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_activations_in_float32_are_rounded_to_eight_bits_alone(rows):
-    task = replace(problem(bits=4, group=64, shape=(40, 256), dtype=torch.float32), input_bits=8)
-    codes, parameters = weights(task)
-    plain = fallback.prepare(codes, parameters, task)
-    weight = fallback.decode_rows(plain, task, slice(None))
-    unpacked, restored = fallback.restore(plain, task)
+    spec = replace(make_spec(bits=4, group=64, shape=(40, 256), dtype=torch.float32), input_bits=8)
+    codes, parameters = weights(spec)
+    plain = fallback.prepare(codes, parameters, spec)
+    weight = fallback.decode_rows(plain, spec, slice(None))
+    unpacked, restored = fallback.unpack_weight(plain, spec)
     assert torch.equal(unpacked, codes)
-    packed = packed_integers.prepare(unpacked, restored, task)
+    packed = packed_integers.prepare(unpacked, restored, spec)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
-    block = packed_integers.blocks_of(task, features.feature()).block
-    assert error(packed_integers.matmul(x, packed, task), rounded_octets(x, block), weight) < 1e-5
+    block = packed_integers.column_blocks(spec, instruction_sets.best_instruction_set()).block
+    assert error(packed_integers.matmul(x, packed, spec), rounded_octets(x, block), weight) < 1e-5
 
 
 def _refuse():
@@ -285,10 +292,10 @@ def _refuse():
 )
 def test_four_bits_stay_within_a_tenth_of_the_file(symmetric, group):
     form = {"bits": 4, "group": group, "symmetric": symmetric}
-    task = problem(shape=(64, 2048), dtype=torch.bfloat16, **form)
-    codes, parameters = weights(task)
+    spec = make_spec(shape=(64, 2048), dtype=torch.bfloat16, **form)
+    codes, parameters = weights(spec)
     held = sum(
-        tensor.nbytes for tensor in packed_integers.prepare(codes, parameters, task).values()
+        tensor.nbytes for tensor in packed_integers.prepare(codes, parameters, spec).values()
     )
     scales = parameters["scales"]
     stored = codes.numel() / 2 + scales.nbytes + (0 if symmetric else scales.numel() / 2)

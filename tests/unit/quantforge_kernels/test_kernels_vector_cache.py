@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 
 from quantforge.cache_kinds import WORDS, kinds_of
 from quantforge_kernels import kv
-from quantforge_kernels.attention import Scores, attend_plain
-from quantforge_kernels.cpu import features, layer_launchers
-from quantforge_kernels.kv import PAGE, Store
+from quantforge_kernels.attention import ScoreOptions, attend_reference
+from quantforge_kernels.cpu import instruction_sets, layer_launchers
+from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
 from tests.caches import cached
 from tests.thorough import each_value, usual
 
 pytestmark = pytest.mark.skipif(
-    features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+    instruction_sets.best_instruction_set() is None or torch.cuda.is_available(),
+    reason="for processors with AVX2",
 )
 KINDS = (*WORDS, "k=int8,v=int4", "k=16bit,v=fp8", "k=int4,v=16bit")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -28,9 +29,11 @@ STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
 def feature(request, monkeypatch):
     """Vectors of 8 and of 16 lanes."""
-    if features.FEATURES.index(request.param) < features.FEATURES.index(features.feature()):
+    if instruction_sets.INSTRUCTION_SETS.index(
+        request.param
+    ) < instruction_sets.INSTRUCTION_SETS.index(instruction_sets.best_instruction_set()):
         pytest.skip("not on this processor")
-    monkeypatch.setattr(layer_launchers, "feature", lambda: request.param)
+    monkeypatch.setattr(layer_launchers, "best_instruction_set", lambda: request.param)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -43,7 +46,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     kind=st.sampled_from(KINDS),
     groups=st.sampled_from([(1, 1), (4, 2), (3, 1), (10, 2), (7, 1)]),
     head=st.sampled_from([32, 64, 80, 96, 128, 256]),
-    lengths=st.lists(st.integers(1, 4 * PAGE), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 4 * PAGE_SIZE), min_size=1, max_size=3),
     cap=st.sampled_from([0.0, 3.0]),
     window=st.sampled_from([0, 1, 20, 200]),
 )
@@ -53,10 +56,10 @@ def test_attention(dtype, kind, groups, head, lengths, cap, window):
         assert "int4" in kind
         assert head // 2 % 16
         return
-    scores = Scores(head**-0.5, cap, window)
+    scores = ScoreOptions(head**-0.5, cap, window)
     found = layer_launchers.attend(q, *cache, scores)
     # Decoded numbers are not rounded to the type of the queries on the way.
-    wanted = attend_plain(q.float(), *cache, scores)
+    wanted = attend_reference(q.float(), *cache, scores)
     assert found.dtype == dtype
     step = STEPS[dtype] * (20 if dtype == torch.float32 else 2)
     torch.testing.assert_close(found.float(), wanted, rtol=step, atol=step)
@@ -76,16 +79,18 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
     both[1, :, 0] *= 1e-4  # subnormal float8
     both[2, :, 0] *= 1e-9
     keys, values = both.unbind(1)
-    shape, kinds = (2, PAGE, 3), kinds_of(kind)
-    pools = tuple(kv.empty(shape, head, one, dtype, torch.device("cpu")) for one in kinds)
+    shape, kinds = (2, PAGE_SIZE, 3), kinds_of(kind)
+    pools = tuple(kv.allocate(shape, head, one, dtype, torch.device("cpu")) for one in kinds)
     slots = torch.tensor([40, 3, 0, 63])
     assert layer_launchers.accepts_cache(head, kinds, keys, values)
-    layer_launchers.store((keys, values), pools, slots)
+    layer_launchers.store_kv((keys, values), pools, slots)
     for pool, given_ in zip(pools, (keys, values), strict=True):
-        for part, wanted in zip(pool.each(), kv.encode(given_, pool.kind).each(), strict=True):
+        for part, wanted in zip(
+            pool.tensors(), kv.encode(given_, pool.kind).tensors(), strict=True
+        ):
             flat = part.flatten(0, 1)
             assert torch.equal(flat[slots].float(), wanted.float())
-            rest = torch.ones(2 * PAGE, dtype=torch.bool)
+            rest = torch.ones(2 * PAGE_SIZE, dtype=torch.bool)
             rest[slots] = False
             assert not flat[rest].float().any()
 
@@ -93,12 +98,13 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
 def test_measured_scales_are_kept():
     keys, values = random(2, 5, 2, 64, dtype=torch.bfloat16)
     scales = tuple(
-        kv.spread(torch.tensor(given_), 2, 64, "fp8") for given_ in ([0.004, 0.01], [0.002])
+        kv.expand_scale(torch.tensor(given_), 2, 64, "fp8") for given_ in ([0.004, 0.01], [0.002])
     )
     pools = tuple(
-        kv.empty((1, PAGE, 2), 64, "fp8", torch.bfloat16, torch.device("cpu")) for _ in range(2)
+        kv.allocate((1, PAGE_SIZE, 2), 64, "fp8", torch.bfloat16, torch.device("cpu"))
+        for _ in range(2)
     )
-    layer_launchers.store((keys, values), pools, torch.arange(5), scales)
+    layer_launchers.store_kv((keys, values), pools, torch.arange(5), scales)
     for pool, given_, scale in zip(pools, (keys, values), scales, strict=True):
         wanted = kv.encode(given_, "fp8", scale)
         assert torch.equal(pool.codes[0, :5].float(), wanted.codes.float())
@@ -110,11 +116,12 @@ def test_measured_scales_are_kept():
 def test_what_is_no_number_stays_none_under_a_measured_scale(number):
     x = random(3, 2, 64, dtype=torch.float32)
     x[1, 1, 5] = number
-    scale = kv.spread(torch.tensor([0.01]), 2, 64, "fp8")
+    scale = kv.expand_scale(torch.tensor([0.01]), 2, 64, "fp8")
     pools = tuple(
-        kv.empty((1, PAGE, 2), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
+        kv.allocate((1, PAGE_SIZE, 2), 64, "fp8", torch.float32, torch.device("cpu"))
+        for _ in range(2)
     )
-    layer_launchers.store((x, x.clone()), pools, torch.arange(3), (scale, scale))
+    layer_launchers.store_kv((x, x.clone()), pools, torch.arange(3), (scale, scale))
     wanted = kv.encode(x, "fp8", scale).codes.view(torch.uint8)
     for pool in pools:
         assert torch.equal(pool.codes[0, :3].view(torch.uint8), wanted)
@@ -125,19 +132,23 @@ def test_every_float8_comes_back():
     numbers = torch.where(numbers.isnan(), 0, numbers)
     between = (numbers[:-1] + numbers[1:]) / 2  # halves go to even
     given_ = torch.cat((numbers, between.nan_to_num(0), numbers[:1])).view(1, 8, 64)
-    ones = kv.spread(torch.ones(1), 8, 64, "fp8")
+    ones = kv.expand_scale(torch.ones(1), 8, 64, "fp8")
     pools = tuple(
-        kv.empty((1, PAGE, 8), 64, "fp8", torch.float32, torch.device("cpu")) for _ in range(2)
+        kv.allocate((1, PAGE_SIZE, 8), 64, "fp8", torch.float32, torch.device("cpu"))
+        for _ in range(2)
     )
-    layer_launchers.store((given_, given_), pools, torch.tensor([7]), (ones, ones))
+    layer_launchers.store_kv((given_, given_), pools, torch.tensor([7]), (ones, ones))
     assert torch.equal(pools[0].codes[0, 7].float(), given_[0].to(torch.float8_e4m3fn).float())
 
 
 def test_whatever_the_strides():
     """Heads before tokens."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
-    pools = (Store(torch.zeros(1, PAGE, 3, 64)), Store(torch.zeros(1, PAGE, 3, 64)))
-    layer_launchers.store((x, x.contiguous()), pools, torch.arange(5))
+    pools = (
+        EncodedKV(torch.zeros(1, PAGE_SIZE, 3, 64)),
+        EncodedKV(torch.zeros(1, PAGE_SIZE, 3, 64)),
+    )
+    layer_launchers.store_kv((x, x.contiguous()), pools, torch.arange(5))
     assert torch.equal(pools[0].codes, pools[1].codes)
     assert torch.equal(pools[0].codes[0, :5], x)
 
@@ -149,13 +160,13 @@ def test_whatever_the_strides():
 def test_what_is_no_number_stays_none(kind, place):
     q, *cache = cached(torch.float32, (2, 1), 64, [9], kind)
     q[0, 1, place] = float("nan")
-    found = layer_launchers.attend(q, *cache, Scores(0.1))
+    found = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
     assert found[0, 1].isnan().all()
     assert found[0, 0].isfinite().all()
     new = random(1, 1, 64, dtype=torch.float32)
     new[0, 0, place] = float("nan")
-    layer_launchers.store((new, new), tuple(cache[:2]), cache[2][0, :1].long() * PAGE)
-    found = layer_launchers.attend(q, *cache, Scores(0.1))
+    layer_launchers.store_kv((new, new), tuple(cache[:2]), cache[2][0, :1].long() * PAGE_SIZE)
+    found = layer_launchers.attend(q, *cache, ScoreOptions(0.1))
     assert found.isnan().any(-1).all()
 
 
@@ -166,7 +177,7 @@ def test_threads_do_not_change_a_bit(kind):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            results.append(layer_launchers.attend(*cache, Scores(0.1)))
+            results.append(layer_launchers.attend(*cache, ScoreOptions(0.1)))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import gelu, silu
 
 from quantforge_kernels import layers
-from quantforge_kernels.cpu import features, layer_launchers
+from quantforge_kernels.cpu import instruction_sets, layer_launchers
 from tests.thorough import each_value
 
 pytestmark = pytest.mark.skipif(
-    features.feature() is None or torch.cuda.is_available(), reason="for processors with AVX2"
+    instruction_sets.best_instruction_set() is None or torch.cuda.is_available(),
+    reason="for processors with AVX2",
 )
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -22,9 +23,11 @@ STEPS = {torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-
 @pytest.fixture(params=["avx2", "avx512bw"], autouse=True)
 def feature(request, monkeypatch):
     """Vectors of 8 and of 16 lanes."""
-    if features.FEATURES.index(request.param) < features.FEATURES.index(features.feature()):
+    if instruction_sets.INSTRUCTION_SETS.index(
+        request.param
+    ) < instruction_sets.INSTRUCTION_SETS.index(instruction_sets.best_instruction_set()):
         pytest.skip("not on this processor")
-    monkeypatch.setattr(layer_launchers, "feature", lambda: request.param)
+    monkeypatch.setattr(layer_launchers, "best_instruction_set", lambda: request.param)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0, size: float = 1.0) -> torch.Tensor:
@@ -48,10 +51,10 @@ def test_norms(dtype, offset, rows):
     x, residual = (random(rows, 80 * 2, dtype=dtype, seed=seed, size=3) for seed in (0, 1))
     weight = random(160, dtype=dtype, seed=2)
     assert layer_launchers.accepts(160, x, residual, weight)
-    found, total = layers.add_norm(x, residual, weight, 1e-5, offset)
+    found, total = layers.add_rms_norm(x, residual, weight, 1e-5, offset)
     assert torch.equal(total, x + residual)
     near(found, layers.rms_norm(x + residual, weight, 1e-5, offset))
-    found, total = layers.add_norm(x, None, weight, 1e-5, offset)
+    found, total = layers.add_rms_norm(x, None, weight, 1e-5, offset)
     assert torch.equal(total, x)
     near(found, layers.rms_norm(x, weight, 1e-5, offset))
 
@@ -59,7 +62,7 @@ def test_norms(dtype, offset, rows):
 def test_norms_of_heads_that_are_a_part_of_longer_rows():
     x = random(5, 300, dtype=torch.bfloat16)[:, 20 : 20 + 4 * 64].view(5, 4, 64)
     weight = random(64, dtype=torch.bfloat16, seed=1)
-    near(layers.add_norm(x, None, weight, 1e-6)[0], layers.rms_norm(x, weight, 1e-6))
+    near(layers.add_rms_norm(x, None, weight, 1e-6)[0], layers.rms_norm(x, weight, 1e-6))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -90,17 +93,17 @@ def test_rotations_round_as_the_definition_does(dtype, tokens):
     first, second = x[..., :32], x[..., 32:]
     c, s = cosine[:, None], sine[:, None]
     wanted = torch.cat((first * c - second * s, second * c + first * s), -1)
-    assert torch.equal(layers.rotate(x, cosine, sine), wanted)
+    assert torch.equal(layers.apply_rotary(x, cosine, sine), wanted)
 
 
 def test_whatever_the_strides():
     """Heads before tokens, angles that are columns of a wider tensor."""
     x = random(3, 5, 64, dtype=torch.float32).transpose(0, 1)
     cosine, sine = random(5, 96, dtype=torch.float32, seed=1)[:, 8:72].split(32, -1)
-    wanted = layers.rotate(x.contiguous(), cosine.contiguous(), sine.contiguous())
-    assert torch.equal(layers.rotate(x, cosine, sine), wanted)
+    wanted = layers.apply_rotary(x.contiguous(), cosine.contiguous(), sine.contiguous())
+    assert torch.equal(layers.apply_rotary(x, cosine, sine), wanted)
     weight = random(64, dtype=torch.float32, seed=2)
-    near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
+    near(layers.add_rms_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -137,7 +140,7 @@ def test_plain_products(dtype, rows, columns, width, biased):
 def test_what_is_no_number_stays_none(place):
     x, weight = random(1, 64, dtype=torch.float32), torch.ones(64)
     x[0, place] = float("nan")
-    assert layers.add_norm(x, x, weight, 1e-5)[0].isnan().all()
+    assert layers.add_rms_norm(x, x, weight, 1e-5)[0].isnan().all()
     assert layers.linear(x, torch.ones(16, 64)).isnan().all()
     assert layers.silu_gate(x, weight[None])[0, place].isnan()
     assert layers.gelu_gate(x, weight[None])[0, place].isnan()
@@ -146,7 +149,7 @@ def test_what_is_no_number_stays_none(place):
 def test_threads_do_not_change_a_bit():
     def all_of_them():
         x, weight = random(64, 1024, dtype=torch.bfloat16), random(1024, dtype=torch.bfloat16)
-        yield layers.add_norm(x, x, weight, 1e-5)[0]
+        yield layers.add_rms_norm(x, x, weight, 1e-5)[0]
         yield layers.silu_gate(x, x)
         yield layers.linear(x[:3], x)
         yield layers.linear(x[:15].float(), x.float())
@@ -165,7 +168,7 @@ def test_threads_do_not_change_a_bit():
 def test_what_vectors_do_not_divide_is_left_to_torch():
     x, weight = random(2, 36, dtype=torch.bfloat16), random(36, dtype=torch.bfloat16, seed=1)
     assert not layer_launchers.accepts(36, x, weight)
-    near(layers.add_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
+    near(layers.add_rms_norm(x, None, weight, 1e-5)[0], layers.rms_norm(x, weight, 1e-5))
     assert not layer_launchers.accepts(32, x[:, :32], weight[:32].float())
     assert not layer_launchers.accepts(32, x[:0, :32])
     assert not layer_launchers.accepts_linear(
@@ -180,7 +183,7 @@ def test_recorded_programs_compute_from_what_lies_there_now():
     x, weight = random(2, 64, dtype=torch.float32), random(64, dtype=torch.float32, seed=1)
 
     def work():
-        h, total = layers.add_norm(x, None, weight, 1e-5)
+        h, total = layers.add_rms_norm(x, None, weight, 1e-5)
         gate, up = h.view(1, -1).split(64, -1)
         return layers.silu_gate(gate, up), total
 
@@ -188,7 +191,7 @@ def test_recorded_programs_compute_from_what_lies_there_now():
     assert recorded is not None
     before = first.clone()
     x.copy_(random(2, 64, dtype=torch.float32, seed=2))
-    after = recorded.play()
+    after = recorded.replay()
     assert after is first
     assert not torch.equal(after, before)
     assert torch.equal(after, work()[0])
@@ -212,6 +215,6 @@ def test_work_of_torch_is_not_recorded(touch):
     x, weight = random(2, 64, dtype=torch.float32), torch.ones(64)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            result, recorded = record(lambda: touch(layers.add_norm(x, None, weight, 1e-5)[0]))
+            result, recorded = record(lambda: touch(layers.add_rms_norm(x, None, weight, 1e-5)[0]))
             assert recorded is None
             near(result, touch(layers.rms_norm(x, weight, 1e-5)), least=1.0)

@@ -10,9 +10,9 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import TransformersEngine
 from quantforge.runtime.load import load
 from quantforge_kernels import layers
-from quantforge_kernels.cpu import features, layer_launchers, many_rows
-from quantforge_kernels.problem import Problem
-from quantforge_kernels.select import select
+from quantforge_kernels.cpu import instruction_sets, layer_launchers, many_rows
+from quantforge_kernels.matmul_spec import MatmulSpec
+from quantforge_kernels.select import select_kernel
 from tests.thorough import each_value
 
 TYPES = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -22,7 +22,7 @@ SLOW = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::linear",
 @pytest.fixture
 def without(monkeypatch):
     """A processor without instructions for 16 bits."""
-    monkeypatch.setattr(many_rows, "_native", lambda _dtype: False)
+    monkeypatch.setattr(many_rows, "_has_native_arithmetic", lambda _dtype: False)
 
 
 class NoSlowProduct(TorchDispatchMode):
@@ -72,7 +72,12 @@ def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
     x, weight = torch.randn(rows, 64).to(dtype), torch.randn(32, 64).to(dtype)
     if not layer_launchers.accepts_linear(x, weight, None):
         pytest.skip("no vectors")
-    y, each = layers.linear(x, weight), dense.strip(rows, dtype, features.LANES[features.feature()])
+    y, each = (
+        layers.linear(x, weight),
+        dense.choose_strip_rows(
+            rows, dtype, instruction_sets.LANES[instruction_sets.best_instruction_set()]
+        ),
+    )
     for start in [
         *range(0, rows - each, each),
         rows - each,
@@ -87,8 +92,8 @@ def test_strips_of_a_dense_product_are_equal(dtype, rows, without):
 )
 def test_packed_products_of_many_rows(grid, dtype, without):
     bits = {"int": 4, "table": 4, "fp8": 8}[grid]
-    problem = Problem(48, 256, bits, 256, True, dtype, "cpu", grid)
-    kernel = select(problem)
+    problem = MatmulSpec(48, 256, bits, 256, True, dtype, "cpu", grid)
+    kernel = select_kernel(problem)
     codes = torch.randint(0, 3, (48, 256), dtype=torch.uint8)
     parameters = {"scales": torch.rand(48, 1)}
     if grid == "table":
@@ -121,7 +126,7 @@ def test_products_of_other_code_are_widened(without):
     a, b = torch.randn(3, 70, 64).bfloat16(), torch.randn(3, 64, 32).bfloat16()
     weight, bias = torch.randn(32, 64).bfloat16(), torch.randn(32).bfloat16()
     wanted = a.double() @ b.double()
-    with NoSlowProduct(), many_rows.widening(torch.bfloat16):
+    with NoSlowProduct(), many_rows.widen_products(torch.bfloat16):
         found = [a @ b, torch.bmm(a, b), torch.matmul(a, b), a.matmul(b)]
         line = torch.nn.functional.linear(a, weight, bias=bias)
         joined = torch.addmm(bias, a[0], weight.T)
@@ -133,10 +138,10 @@ def test_products_of_other_code_are_widened(without):
 
 
 def test_what_a_processor_multiplies_itself_is_left_to_torch(monkeypatch):
-    monkeypatch.setattr(many_rows, "_native", lambda _dtype: True)
+    monkeypatch.setattr(many_rows, "_has_native_arithmetic", lambda _dtype: True)
     x, weight = torch.randn(70, 64).bfloat16(), torch.randn(32, 64).bfloat16()
     assert torch.equal(layers.linear(x, weight), torch.nn.functional.linear(x, weight))
-    assert many_rows.kind(x) == torch.bfloat16
+    assert many_rows.compute_dtype(x) == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -150,9 +155,9 @@ def test_what_a_processor_multiplies_itself_is_left_to_torch(monkeypatch):
 def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {name: True}, raising=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    many_rows._native.cache_clear()
-    assert many_rows._native(torch.bfloat16) is native
-    many_rows._native.cache_clear()
+    many_rows._has_native_arithmetic.cache_clear()
+    assert many_rows._has_native_arithmetic(torch.bfloat16) is native
+    many_rows._has_native_arithmetic.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -160,17 +165,17 @@ def test_the_choice_is_the_processors(name, limit, native, monkeypatch):
 )
 def test_torch_takes_over_where_it_is_faster(tile, block, most, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {tile: True}, raising=False)
-    assert many_rows.most_packed(torch.bfloat16, block) == most
+    assert many_rows.max_packed_rows(torch.bfloat16, block) == most
 
 
 def test_our_own_limit_counts(monkeypatch):
     from quantforge_kernels.cpu import compiler
 
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True}, raising=False)
-    monkeypatch.setenv(features.LIMIT, "avx2")
-    many_rows._native.cache_clear()
-    assert not many_rows._native(torch.bfloat16)
-    many_rows._native.cache_clear()
-    assert "+avx512" not in compiler._processor()[1]
-    monkeypatch.setenv(features.LIMIT, "anything else")
-    assert features.limit() == "avx2"
+    monkeypatch.setenv(instruction_sets.LIMIT_VARIABLE, "avx2")
+    many_rows._has_native_arithmetic.cache_clear()
+    assert not many_rows._has_native_arithmetic(torch.bfloat16)
+    many_rows._has_native_arithmetic.cache_clear()
+    assert "+avx512" not in compiler._cpu_name_and_features()[1]
+    monkeypatch.setenv(instruction_sets.LIMIT_VARIABLE, "anything else")
+    assert instruction_sets.allowed_instruction_set() == "avx2"

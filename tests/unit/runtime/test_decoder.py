@@ -19,11 +19,11 @@ from quantforge.runtime.load import load
 from quantforge.runtime.packed_experts import PackedExperts
 from quantforge.settings import Settings
 from quantforge_kernels import kv
-from quantforge_kernels.attention import Scores, attend, attend_plain
+from quantforge_kernels.attention import ScoreOptions, attend, attend_reference
 from quantforge_kernels.cpu import layer_launchers
-from quantforge_kernels.cpu.packed_integers import feature
-from quantforge_kernels.kv import PAGE
-from quantforge_kernels.kv_runs import run_of
+from quantforge_kernels.cpu.instruction_sets import best_instruction_set
+from quantforge_kernels.kv import PAGE_SIZE
+from quantforge_kernels.kv_row_layout import channels_per_scale
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 from tests.plain_loop import StopLimits, generate
 from tests.thorough import each_value, further
@@ -214,8 +214,8 @@ def test_bytes_of_a_token(kind, wanted):
     shape = CacheShape(3, 2, 64, kind, torch.bfloat16)
     assert shape.token_bytes == 3 * 2 * wanted
     held = PagedCache(shape, 2, 70, CPU)
-    stored = sum(part.nbytes for pair in held.layers for store in pair for part in store.each())
-    assert stored == shape.token_bytes * 2 * 3 * PAGE
+    stored = sum(part.nbytes for pair in held.layers for store in pair for part in store.tensors())
+    assert stored == shape.token_bytes * 2 * 3 * PAGE_SIZE
 
 
 @each_value(
@@ -225,7 +225,7 @@ def test_bytes_of_a_token(kind, wanted):
 def test_cached_values_are_within_half_a_step(kind, head):
     x = torch.randn(5, 3, head, generator=torch.Generator().manual_seed(1))
     found = kv.decode(kv.encode(x, kind), torch.float32)
-    run = run_of(head, kind)
+    run = channels_per_scale(head, kind)
     runs = x.view(5, 3, -1, run)
     largest = runs.abs().amax(-1, keepdim=True)
     step = {"int8": largest / 127, "fp8": largest / 8,  # of e4m3 in its largest binade
@@ -235,18 +235,18 @@ def test_cached_values_are_within_half_a_step(kind, head):
 
 
 def test_pages_are_taken_and_given_back():
-    held = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE, CPU, pages=6)
-    held.reserve(0, PAGE + 1)
-    held.reserve(1, 4 * PAGE)
+    held = PagedCache(CacheShape(1, 1, 8, "", torch.float32), 3, 4 * PAGE_SIZE, CPU, pages=6)
+    held.reserve(0, PAGE_SIZE + 1)
+    held.reserve(1, 4 * PAGE_SIZE)
     with pytest.raises(InputError, match="room for 64"):
-        held.reserve(0, 2 * PAGE + 1)
+        held.reserve(0, 2 * PAGE_SIZE + 1)
     used = held.table[1].tolist()
     assert sorted([*held.table[0, :2].tolist(), *used]) == list(range(6))
     held.release(1)
-    held.reserve(2, 4 * PAGE)
+    held.reserve(2, 4 * PAGE_SIZE)
     assert set(held.table[2].tolist()) == set(used)
     with pytest.raises(InputError, match="needs a cache of 129"):
-        held.reserve(2, 4 * PAGE + 1)
+        held.reserve(2, 4 * PAGE_SIZE + 1)
 
 
 def test_sequences_do_not_see_each_other(models):
@@ -266,16 +266,16 @@ def test_sequences_do_not_see_each_other(models):
 def test_even_sequences_attend_as_the_definition_says(kind, window):
     held = PagedCache(CacheShape(1, 2, 64, kind, torch.float32), 3, 100, CPU)
     for part in (
-        part for store in held.layers[0] for part in store.each() if part.is_floating_point()
+        part for store in held.layers[0] for part in store.tensors() if part.is_floating_point()
     ):
         part.fill_(float("nan"))  # what no token has been written to
-    tokens = PAGE + 9
+    tokens = PAGE_SIZE + 9
     new = torch.randn(2, 3 * tokens, 2, 64, generator=torch.Generator().manual_seed(4))
     held.write(0, held.slots(tokens)[0].flatten(), *new)
     held.lengths += tokens
     q = torch.randn(3, 8, 64, generator=torch.Generator().manual_seed(5))
-    given = (q, *held.layers[0], held.table, held.lengths, Scores(0.125, 0.0, window))
-    torch.testing.assert_close(attend(*given), attend_plain(*given), rtol=1e-5, atol=1e-6)
+    given = (q, *held.layers[0], held.table, held.lengths, ScoreOptions(0.125, 0.0, window))
+    torch.testing.assert_close(attend(*given), attend_reference(*given), rtol=1e-5, atol=1e-6)
 
 
 # Generation
@@ -313,7 +313,7 @@ def packed(tiny, tmp_path_factory):
     return make
 
 
-@pytest.mark.skipif(feature() is None, reason="for processors with AVX2")
+@pytest.mark.skipif(best_instruction_set() is None, reason="for processors with AVX2")
 @pytest.mark.parametrize(
     ("family", "cached", "ignored"),
     [
@@ -340,7 +340,7 @@ def test_steps_that_are_recorded_compute_the_same(packed, family, cached, ignore
 @torch.inference_mode()
 def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     """So many rows of a dense layer are torch's."""
-    monkeypatch.setattr(layer_launchers, "dense_rows", lambda *_: 8)
+    monkeypatch.setattr(layer_launchers, "max_linear_rows", lambda *_: 8)
     decoder, found = Decoder(models("mistral")[0]), []
     ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):

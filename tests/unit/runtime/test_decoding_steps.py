@@ -15,7 +15,7 @@ from quantforge.runtime.load import load
 from quantforge.runtime.sampling import choose_rows
 from quantforge.runtime.speculation import verify
 from quantforge.settings import Settings
-from quantforge_kernels.cpu.features import feature
+from quantforge_kernels.cpu.instruction_sets import best_instruction_set
 
 PROMPTS = torch.randint(3, 300, (7, 30), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -58,7 +58,7 @@ def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
         assert torch.equal(one, other)
     steps = engine._decoding._steps
     assert set(steps) == {1, 2, 4, 8}
-    if feature() is not None:
+    if best_instruction_set() is not None:
         assert all(step.recorded is not None for _, step in steps.values())
 
 

@@ -19,8 +19,8 @@ from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge_kernels import fallback
-from quantforge_kernels.cpu import features, packed_integers
-from quantforge_kernels.problem import Kernel
+from quantforge_kernels.cpu import instruction_sets, packed_integers
+from quantforge_kernels.matmul_spec import Kernel
 from tests.conftest import FAMILIES, SIZES, TEXT_FAMILIES
 from tests.quantized import decoded, random_tensor
 from tests.thorough import each_value, one_of_each
@@ -89,8 +89,12 @@ def test_a_packed_linear_multiplies_by_the_decoded_weight(grid, rest):
 )
 def test_bfloat16_uses_programs_where_there_are_vectors(scheme, vectors, monkeypatch):
     if not vectors:
-        monkeypatch.setattr(packed_integers, "feature", lambda: None)
-    kernel = "llvm-int" if vectors and features.feature() is not None else "reference"
+        monkeypatch.setattr(packed_integers, "best_instruction_set", lambda: None)
+    kernel = (
+        "llvm-int"
+        if vectors and instruction_sets.best_instruction_set() is not None
+        else "reference"
+    )
     tensor = random_tensor(scheme, (48, 128))
     x = torch.randn(5, 128).bfloat16()
     layer = PackedLinear(tensor, None, torch.bfloat16, CPU)
@@ -188,12 +192,12 @@ def test_packed_linears_hold_at_most_a_tenth_more_than_the_files(quantized, dtyp
     packed = [m for m in loaded.model.modules() if isinstance(m, PackedLinear)]
     assert len(packed) * 2 == len(stored) == 3 * 7 * 2
     assert sum(module.weight_bytes for module in packed) <= 1.1 * sum(stored)
-    fast = "reference" if features.feature() is None else "llvm-int"
+    fast = "reference" if instruction_sets.best_instruction_set() is None else "llvm-int"
     kernel = fast if dtype == torch.bfloat16 else "reference"
     assert {module.kernel for module in packed} == {kernel}
 
 
-@pytest.mark.skipif(features.feature() is None, reason="no vectors")
+@pytest.mark.skipif(instruction_sets.best_instruction_set() is None, reason="no vectors")
 def test_activations_of_eight_bits_are_a_choice(quantized):
     path = quantized("llama", "compressed-tensors", "int4:g32:sym")
     with torch.inference_mode():
@@ -291,7 +295,7 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
         raise RuntimeError("ptxas: no such register")
 
     kernel = Kernel("broken", lambda _: True, fallback.prepare, broken, lambda *_: (None, {}))
-    monkeypatch.setattr(linear, "select", lambda _problem: kernel)
+    monkeypatch.setattr(linear, "select_kernel", lambda _problem: kernel)
     path = quantized("llama", "compressed-tensors", "int4:g32:sym")
     loaded = load(path)
     assert {event.kind for event in loaded.events} == {"kernel-fallback"}
@@ -307,7 +311,7 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
 @pytest.mark.parametrize("limit", [linear.DECODED_BYTES, 0])
 def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch, limit):
     tensor = random_tensor("int4:g32:sym", (48, 64))
-    monkeypatch.setattr(linear, "select", lambda _: fallback.KERNEL)
+    monkeypatch.setattr(linear, "select_kernel", lambda _: fallback.KERNEL)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
     x = torch.randn(7, 64)
     expected = layer(x)

@@ -28,7 +28,7 @@ from quantforge.runtime.packed_experts import (
     stack_of,
 )
 from quantforge.settings import Settings
-from quantforge_kernels.grouped import Owners
+from quantforge_kernels.grouped import ExpertRouting
 from tests.quantized import decoded, random_tensor
 from tests.thorough import each_value
 
@@ -106,7 +106,7 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
     assert isinstance(stack, kind)
     x = torch.randn(9, 64)
     index = torch.arange(18).view(9, 2) % 3
-    found = stack(x, Owners(index, 3)).view(9, 2, 24)
+    found = stack(x, ExpertRouting(index, 3)).view(9, 2, 24)
     singles = [PackedLinear(weight, None, torch.float32, torch.device("cpu")) for weight in weights]
     for row in range(9):
         for place in range(2):
@@ -115,7 +115,7 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
     plain = stack_of(
         lambda expert: [replace(weights[expert], input=None)], 3, torch.float32, torch.device("cpu")
     )
-    assert (plain(x, Owners(index, 3)).view(9, 2, 24) - found).abs().max() > 1e-3
+    assert (plain(x, ExpertRouting(index, 3)).view(9, 2, 24) - found).abs().max() > 1e-3
 
 
 def test_inputs_that_are_rounded_are_not_dropped_where_experts_are_decoded(quantized):

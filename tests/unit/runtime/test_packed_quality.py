@@ -18,9 +18,9 @@ from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge_kernels import fallback
-from quantforge_kernels.cpu import features
+from quantforge_kernels.cpu import instruction_sets
 from quantforge_kernels.gpu import plane_products
-from quantforge_kernels.problem import Kernel
+from quantforge_kernels.matmul_spec import Kernel
 from tests.conftest import make_tiny
 from tests.evaluations import tokenizer_at
 
@@ -61,9 +61,9 @@ def nll(model, windows: Windows) -> float:
 
 def check(path, monkeypatch, dtype, kernel, windows) -> None:
     if kernel is not None:
-        monkeypatch.setattr(linear, "select", lambda _problem: kernel)
+        monkeypatch.setattr(linear, "select_kernel", lambda _problem: kernel)
     ours = nll(load(path, dtype=dtype).model, windows)
-    monkeypatch.setattr(linear, "select", lambda _problem: fallback.KERNEL)
+    monkeypatch.setattr(linear, "select_kernel", lambda _problem: fallback.KERNEL)
     exact = nll(decoded(load(path, dtype=dtype).model), windows)
     # In bfloat16 a product of packed weights is rounded once, one of decoded weights twice.
     assert abs(ours - exact) <= (1e-5 if dtype == torch.float32 else 1e-2)
@@ -90,8 +90,13 @@ def test_nll_of_a_trained_model(tmp_path, monkeypatch):
         tokenizer_at(WREN), (SHARED / "data/wikitext-2/valid.txt").read_text(), 4, 128
     )
     loaded = load(tmp_path / "q", dtype=torch.bfloat16)
-    assert loaded.kernels["reference" if features.feature() is None else "llvm-int"] > 0.1
-    monkeypatch.setattr(linear, "select", lambda _problem: fallback.KERNEL)
+    assert (
+        loaded.kernels[
+            "reference" if instruction_sets.best_instruction_set() is None else "llvm-int"
+        ]
+        > 0.1
+    )
+    monkeypatch.setattr(linear, "select_kernel", lambda _problem: fallback.KERNEL)
     exact = nll(decoded(load(tmp_path / "q", dtype=torch.bfloat16).model), windows)
     assert abs(nll(loaded.model, windows) - exact) <= 1e-3
 

@@ -14,8 +14,8 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged_attention import SHORT, RaggedBatch, Span
 from quantforge.settings import Settings
-from quantforge_kernels.attention import Scores
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.attention import ScoreOptions
+from quantforge_kernels.kv import PAGE_SIZE
 
 FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "cohere", "mixtral")
 IDS = torch.randint(3, 300, (3, 70), generator=torch.Generator().manual_seed(0))
@@ -115,7 +115,7 @@ def test_rejected_tokens_are_forgotten(models):
 
 def test_pages_of_others_are_not_read():
     """Who had a page before may have left what is no number."""
-    held = PagedCache(CacheShape(1, 2, 8, "", torch.float32), 2, 4 * PAGE, torch.device("cpu"))
+    held = PagedCache(CacheShape(1, 2, 8, "", torch.float32), 2, 4 * PAGE_SIZE, torch.device("cpu"))
     for store in held.layers[0]:
         store.codes.fill_(float("nan"))
     for row, tokens in ((0, 40), (1, 3)):
@@ -123,4 +123,4 @@ def test_pages_of_others_are_not_read():
     batch = RaggedBatch([Span(0, 40), Span(1, 3)], held)
     new = torch.randn(2, 43, 2, 8, generator=torch.Generator().manual_seed(0))
     held.write(0, batch.slots[0], *new)
-    assert batch.attend(new[0], 0, held, Scores(1.0)).isfinite().all()
+    assert batch.attend(new[0], 0, held, ScoreOptions(1.0)).isfinite().all()

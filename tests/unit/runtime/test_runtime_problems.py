@@ -17,8 +17,8 @@ from quantforge.runtime import linear
 from quantforge.runtime.linear import PackedLinear
 from quantforge.scheme import Activation
 from quantforge_kernels.gpu import plane_products
-from quantforge_kernels.problem import Kernel, Problem
-from quantforge_kernels.select import select
+from quantforge_kernels.matmul_spec import Kernel, MatmulSpec
+from quantforge_kernels.select import select_kernel
 
 CPU = torch.device("cpu")
 SCHEMES = (
@@ -72,7 +72,7 @@ def test_the_kernels_of_a_gpu_see_the_same(text, monkeypatch):
     """Interpreted: the launcher, given what the runtime states."""
     tensor = rounded(text, (5, 256))
     kernel = Kernel("triton", lambda _: True, plane_products.prepare, plane_products.matmul)
-    monkeypatch.setattr(linear, "select", lambda _: kernel)
+    monkeypatch.setattr(linear, "select_kernel", lambda _: kernel)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
     assert layer.kernel == "triton"
     x = torch.randn(1, 256)
@@ -85,7 +85,7 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
 
     kernel = Kernel("triton-int", lambda _: True, plane_products.prepare, broken)
     tensor = rounded("int4:g128:sym:f16")
-    monkeypatch.setattr(linear, "select", lambda _: kernel)
+    monkeypatch.setattr(linear, "select_kernel", lambda _: kernel)
     layer = PackedLinear(tensor, None, torch.float32, CPU)
     assert layer.kernel == "reference"
     assert layer.failure == "triton-int: RuntimeError: ptxas: no such register"
@@ -94,21 +94,21 @@ def test_a_kernel_that_fails_gives_way_to_the_reference(monkeypatch):
 
 
 def test_a_device_without_fp8_leaves_its_products_to_the_reference(monkeypatch):
-    task = Problem(64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
+    spec = MatmulSpec(64, 256, 8, 256, True, torch.bfloat16, "cuda", "fp8", 1, "fp8")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert select(task).name == "reference"
+    assert select_kernel(spec).name == "reference"
     # Weights alone are decoded with integer operations, on any GPU.
-    assert select(replace(task, activation="")).name == "triton-fp8"
+    assert select_kernel(replace(spec, activation_kind="")).name == "triton-fp8"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    assert select(task).name == "triton-w8a8"
+    assert select_kernel(spec).name == "triton-w8a8"
 
 
 def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
     abilities = {"cuda:0": (9, 0), "cuda:1": (8, 0)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda where: abilities[str(where)])
-    task = Problem(64, 256, 8, 256, True, torch.bfloat16, "cuda:0", "fp8", 1, "fp8")
-    assert select(task).name == "triton-w8a8"
-    assert select(replace(task, device="cuda:1")).name == "reference"
+    spec = MatmulSpec(64, 256, 8, 256, True, torch.bfloat16, "cuda:0", "fp8", 1, "fp8")
+    assert select_kernel(spec).name == "triton-w8a8"
+    assert select_kernel(replace(spec, device="cuda:1")).name == "reference"
 
 
 # Quantized inputs

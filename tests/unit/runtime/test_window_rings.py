@@ -13,7 +13,7 @@ from quantforge.runtime.batching.generation_requests import Finished, Generation
 from quantforge.runtime.cache import PAGED, CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 from tests.choices import plain_text
 from tests.plain_loop import StopLimits
 
@@ -44,7 +44,7 @@ def test_pages_are_counted(decoder, family):
     assert held.layout.rings == {16: 3}  # 16 + 24 - 1 tokens begin anywhere in a page
     assert sorted(pages_of(held)) == [2 * 3] * FAMILIES[family] + [2 * 4] * (3 - FAMILIES[family])
     assert set(pages_of(decoder(family).cache(2, 128))) == {2 * 4}  # who shares pages has them all
-    parts = [part for pair in held.layers for store in pair for part in store.each()]
+    parts = [part for pair in held.layers for store in pair for part in store.tensors()]
     assert sum(part.nbytes for part in parts) == 2 * held.layout.sequence_bytes(128)
 
 
@@ -61,7 +61,7 @@ def test_a_ring_is_as_small_as_it_may_be():
             shape = CacheShape(1, 1, 8, "", torch.float32, (window,))
             pages = CacheLayout(shape, 4096, ahead).rings[window]
             spans = [
-                {place // PAGE for place in range(max(0, start - window + 1), start + ahead)}
+                {place // PAGE_SIZE for place in range(max(0, start - window + 1), start + ahead)}
                 for start in range(200)
             ]
             assert max(map(len, spans)) == max(pages, 1) or window + ahead == 2

@@ -11,7 +11,7 @@ from quantforge.runtime.batching.generation_requests import (
     FinishReason,
     GenerationRequest,
 )
-from quantforge_kernels.kv import PAGE
+from quantforge_kernels.kv import PAGE_SIZE
 from tests.fake_decoder import FakeDecoder, alone, drafted
 
 LONGEST = 150
@@ -28,7 +28,7 @@ def asked(draw):
 
 
 options_of = st.fixed_dictionaries({
-    "rows": st.integers(1, 5), "pages": st.integers(-(-LONGEST // PAGE), 14), "chunk": st.integers(1, 60),
+    "rows": st.integers(1, 5), "pages": st.integers(-(-LONGEST // PAGE_SIZE), 14), "chunk": st.integers(1, 60),
     "token_budget": st.integers(5, 80),
 })  # fmt: skip
 shapes_of = st.none() | st.lists(
@@ -51,7 +51,7 @@ def check_pages(engine):
         assert row in rows or not pages
         assert len(set(pages)) == len(pages)
         assert cache.table[row, : len(pages)].tolist() == list(pages)
-        assert cache.lengths[row] == length <= len(pages) * PAGE
+        assert cache.lengths[row] == length <= len(pages) * PAGE_SIZE
         if row in rows:
             keys, _ = cache.read(0, cache.table[row : row + 1])
             assert keys[0, :length, 0, 0].tolist() == rows[row].tokens[:length]
