@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantforge.architectures.match import ModelLayout
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError
 from quantforge.execution.progress import phase, tell
 from quantforge.formats.configuration import quantization_config
+from quantforge.formats.match_quantized import match_quantized
 from quantforge.planning.notes import CHANGES
 from quantforge.quantizers import RTN, is_sparse
 from quantforge.verification.consistency import check_within
@@ -84,14 +87,7 @@ def verify(
         if match is SourceMatch.SWAPPED:
             return report
         if match is SourceMatch.COMPARABLE:
-            single = any(tensor.expert >= 0 for tensor in artifact.model_layout.tensors)
-            original = open_source(
-                source,
-                declared,
-                adapter,
-                one_by_one=single,
-                derive=derive or single,
-            )
+            artifact, original = _open_matching_source(artifact, source, declared, adapter)
     else:
         report.skip("no source was named (--source)", *COMPARED)
     check_structure(report, artifact, engine, original)
@@ -131,6 +127,27 @@ def verify(
     elif original is not None:
         _check_copy(report, artifact, original)
     return report
+
+
+def _open_matching_source(
+    artifact: Artifact, source: Path, declared: DeclaredChanges, adapter: Path | None
+) -> tuple[Artifact, Original]:
+    """Return an artifact and its source, both matched by derived declarations or neither; errors as `open_source`.
+
+    Derived declarations name tensors as the running model does, which in many families is not how files name them.
+    """
+    single = any(tensor.expert >= 0 for tensor in artifact.model_layout.tensors)
+    derive = _is_derived(artifact.model_layout)
+    original = open_source(source, declared, adapter, one_by_one=single, derive=derive)
+    if derive and original.model_layout.architecture is None:
+        checkpoint = artifact.checkpoint
+        model_layout = match_quantized(checkpoint, artifact.layouts, checkpoint.headers())
+        artifact = replace(artifact, model_layout=model_layout)
+    return artifact, original
+
+
+def _is_derived(model_layout: ModelLayout) -> bool:
+    return model_layout.architecture is not None and model_layout.architecture.derived is not None
 
 
 def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:

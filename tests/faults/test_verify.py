@@ -23,8 +23,9 @@ from quantforge.engines import TARGETS
 from quantforge.errors import InputError, UsageError
 from quantforge.verification.findings import CHECKS, Report, Severity
 from quantforge.verification.verify import verify
+from scripts import tiny_families
 from tests import gguf_models
-from tests.conftest import Tiny
+from tests.conftest import Tiny, tiny_tokenizer
 from tests.runs import command, copied, first_blocks, quantize, recipe, swift
 from tests.thorough import usual
 
@@ -639,6 +640,23 @@ def test_a_source_with_fewer_blocks_is_told(made, source, tmp_path):
     assert {
         item.detail for item in report.findings if item.where.startswith("model.layers.1.")
     } == {"the source has no such tensor"}
+
+
+@pytest.mark.parametrize("family", usual(("llava_next", "fuyu", "lfm3"), "llava_next"))
+def test_names_in_files_that_the_running_model_does_not_have(family, tmp_path):
+    """Of a family without declarations, artifact and source are matched in the same way, whatever can be derived."""
+    source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
+    quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
+    report = verify(tmp_path / "q", source)
+    assert said(report) == []
+    assert report.figures["kl_mean"] > 0
+    (tmp_path / "q" / NAME).unlink()
+    stored = load_file(tmp_path / "q/model.safetensors")
+    gain = next(name for name in stored if ".layers.1." in name and name.endswith("norm.weight"))
+    drop(gain)(tmp_path / "q")
+    for forward in (True, False):
+        found = verify(tmp_path / "q", source, forward=forward).findings
+        assert {item.where for item in found} == {gain}
 
 
 def test_a_copy_of_the_source_is_no_result(source):
