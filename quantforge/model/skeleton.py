@@ -19,6 +19,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from types import TracebackType
 from typing import Any
 
@@ -79,7 +80,8 @@ def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
     It is the text model of a declared family, unless ``whole``; else whatever the configuration names, with all its
     towers.
 
-    Running it raises InputError where transformers cannot run this configuration.
+    Running it raises InputError where transformers cannot run this configuration, and RefusedError where the model
+    needs more than tokens.
 
     Raises:
         InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
@@ -141,8 +143,17 @@ def as_refusals(what: str) -> Iterator[None]:
 
 
 def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any]:
+    parameters = signature(forward)
+
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            parameters.bind(*args, **kwargs)
+        except TypeError as error:
+            raise RefusedError(
+                f"a {model_type} model does not run on tokens alone: {error}",
+                "evaluate it with the engine that serves it",
+            ) from error
         try:
             return forward(*args, **kwargs)
         except _REFUSALS as error:

@@ -169,7 +169,10 @@ class ModelStream:
                 self._standins, self._run, ids, self._layout, self._leaves, self._decoder_calls
             )
         else:
-            self._held.close()
+            if (
+                self._architecture.derived is None
+            ):  # other families may read embeddings after the blocks
+                self._held.close()
             self._standins[-1].answer = self._final_states
 
     def block(self, index: int) -> DecoderBlock:

@@ -659,6 +659,25 @@ def test_names_in_files_that_the_running_model_does_not_have(family, tmp_path):
         assert {item.where for item in found} == {gain}
 
 
+@pytest.mark.thorough
+def test_a_family_that_compares_embeddings_after_its_blocks(tmp_path):
+    source = tiny_families.write("gemma4_unified", tmp_path / "source", tiny_tokenizer())
+    quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
+    report = verify(tmp_path / "q", source)
+    assert said(report) == []
+    assert report.figures["kl_mean"] > 0
+
+
+@pytest.mark.thorough
+def test_a_family_that_needs_pictures_is_not_run(tmp_path):
+    source = tiny_families.write("blip-2", tmp_path / "source", tiny_tokenizer())
+    quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
+    for named in (source, None):
+        report = verify(tmp_path / "q", named)
+        assert said(report) == []
+        assert "does not run on tokens alone" in report.skipped["logits"]
+
+
 def test_a_copy_of_the_source_is_no_result(source):
     model = source("llama-wide")
     assert said(look(model)) == []
