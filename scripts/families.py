@@ -239,10 +239,10 @@ def _decoded(path: Path, out: Path) -> Path:
     from safetensors.torch import save_file
 
     from quantforge.files.reader import open_checkpoint
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
 
     out.mkdir(exist_ok=True)
-    found = decoded(open_checkpoint(path))
+    found = decode_checkpoint(open_checkpoint(path))
     tensors = {name: found.read(name).to(torch.float32).contiguous() for name in found.entries}
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
     (out / "config.json").write_text(json.dumps(dict(found.config)))

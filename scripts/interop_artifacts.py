@@ -110,10 +110,10 @@ def expect(artifact: Path) -> None:
 
 def _digests(artifact: Path) -> dict[str, str]:
     """SHA-256 of each decoded weight ``[out, in]`` in float32 by module, signs of zeros dropped."""
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
     from quantforge.formats.open_model import open_model
 
-    checkpoint = decoded(open_model(artifact))
+    checkpoint = decode_checkpoint(open_model(artifact))
     return {
         name.removesuffix(".weight"): sha256(
             (checkpoint.read(name) + 0.0).numpy().tobytes()

@@ -10,7 +10,7 @@ from pathlib import Path
 from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions, compare_models
 from quantforge.evaluation.text_windows import Windows, cut_windows
 from quantforge.formats.open_model import open_model
-from quantforge.formats.sources.low_precision import readable
+from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.runtime.text_processing import tokenizer_of
 from quantforge.settings import Settings
 from quantforge_calibration.tokenizer import TextTokenizer
@@ -55,7 +55,7 @@ def compared(
     chosen: EvaluationOptions,
     settings: Settings | None = None,
 ) -> Evaluation:
-    opened = [readable(open_model(path)) for path in (reference, *models)]
+    opened = [decode_if_unsupported(open_model(path)) for path in (reference, *models)]
     return compare_models(opened, chosen, settings)
 
 

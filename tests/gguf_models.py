@@ -157,18 +157,20 @@ def byte_level_tokenizer(kind: str) -> Any:
     """A tokenizer whose pre-tokenizer is the one that llama.cpp calls ``kind``."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from quantforge.formats.gguf.vocabulary import BYTES, DIGITS, steps_of
+    from quantforge.formats.gguf.vocabulary import BYTE_LEVEL_STEP, DIGITS_STEP, pre_tokenizer_steps
 
-    known = steps_of(kind)
+    known = pre_tokenizer_steps(kind)
     assert known is not None
     steps, whole = known
     nodes: list[Any] = []
     for step in steps:
-        if step == DIGITS:
+        if step == DIGITS_STEP:
             nodes.append(pre_tokenizers.Digits(individual_digits=True))
-        elif step != BYTES:
+        elif step != BYTE_LEVEL_STEP:
             nodes.append(pre_tokenizers.Split(Regex(step), "isolated"))
-    nodes.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=BYTES in steps))
+    nodes.append(
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=BYTE_LEVEL_STEP in steps)
+    )
     tokenizer = Tokenizer(models.BPE(ignore_merges=whole))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(nodes) if len(nodes) > 1 else nodes[0]
     tokenizer.decoder = decoders.ByteLevel()

@@ -28,7 +28,7 @@ from quantforge.files.hub import resolve
 from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.formats.sources.low_precision import readable
+from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.recipe import AdapterOptions
 from quantforge.settings import Settings, check_device
 
@@ -95,7 +95,7 @@ def evaluate(
     with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         _check_engine(options.get("engine", ""), paths)
-        checkpoints = [readable(open_model(path)) for path in paths]
+        checkpoints = [decode_if_unsupported(open_model(path)) for path in paths]
         for checkpoint in checkpoints:  # what cannot be read shows before anything is loaded
             detect_format(checkpoint.config)
             if checkpoint.declaration_note:

@@ -44,7 +44,7 @@ from quantforge.files.writer import WeightsWriter
 from quantforge.formats import FORMATS, GGUF, PLAIN, Verdict, detect_format
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.formats.open_model import open_model
-from quantforge.formats.sources.low_precision import plain_source, readable
+from quantforge.formats.sources.low_precision import decode_if_low_precision, decode_if_unsupported
 from quantforge.planning.conversion import Conversion, plan_export
 from quantforge.planning.coverage import Coverage
 from quantforge.planning.format_choice import chosen_format, format_of_name
@@ -185,10 +185,12 @@ def _begins_a_run(checkpoint: Checkpoint, key: str, *, mixture: bool) -> bool:
     ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
     """
     if key == PLAIN:  # a source in a layout that no format has
-        return not is_draft(checkpoint.config) and readable(checkpoint) is not checkpoint
+        return (
+            not is_draft(checkpoint.config) and decode_if_unsupported(checkpoint) is not checkpoint
+        )
     if not _is_quantized(checkpoint):
         return True
-    return mixture and plain_source(checkpoint) is not checkpoint
+    return mixture and decode_if_low_precision(checkpoint) is not checkpoint
 
 
 def _refuse_type_of_decoded(checkpoint: Checkpoint, wanted: Recipe) -> None:

@@ -42,7 +42,7 @@ from quantforge.files.disk import save
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import FORMATS, load_format
-from quantforge.formats.open_model import open_model, side_data
+from quantforge.formats.open_model import open_model, tokenizer_side_files
 from quantforge.planning.capacity import Load
 from quantforge_calibration.chat_templates import DEFAULT, choose
 from quantforge_files.roles import CARD as CARD_ROLE
@@ -161,7 +161,7 @@ def write_folder_card(
     shown = next(path for path in paths if path.name == name)
     plan, document = known[shown][0], documents[shown]
     about = load_format(plan.format).INFO
-    chat = DEFAULT in choose(side_data(open_model(shown)), shown).named
+    chat = DEFAULT in choose(tokenizer_side_files(open_model(shown)), shown).named
     code = snippets(about, plan.engines, shown.name, chat=chat, repository=repository)
     content = files_part(files, context, code)
     place = folder / CARD

@@ -13,8 +13,8 @@ from quantforge.errors import UsageError
 from quantforge.files.hub import resolve
 from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
-from quantforge.formats.sources.head_directory import HeadDirectory, open_heads
-from quantforge.formats.sources.low_precision import readable
+from quantforge.formats.sources.head_directory import DraftHeadDirectory, open_draft_heads
+from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.runtime.generated_text import Generated
 from quantforge.runtime.generation_options import MAX_TOKENS, limits_from
 from quantforge.runtime.speculation.options import (
@@ -144,7 +144,7 @@ def check_drafts(
     """
     draft, heads = typed_draft(drafts.draft or None), None
     if draft and draft not in WORDS:
-        heads = open_heads(resolve(draft, settings.offline))
+        heads = open_draft_heads(resolve(draft, settings.offline))
         if heads is None:
             opened_to_answer(draft, settings)
     if steps and (heads or draft in SINGLE):
@@ -153,7 +153,7 @@ def check_drafts(
         from quantforge.runtime.speculation.mtp import as_model
 
         path = resolve(str(model), settings.offline)
-        as_model(readable(open_model(path)), str(path))
+        as_model(decode_if_unsupported(open_model(path)), str(path))
 
 
 def speculative_of(
@@ -164,8 +164,8 @@ def speculative_of(
         return None
     from quantforge.runtime.speculation.decode import speculative_decoder
 
-    def other(named: str) -> Loaded | HeadDirectory:
-        heads = open_heads(resolve(named, settings.offline))
+    def other(named: str) -> Loaded | DraftHeadDirectory:
+        heads = open_draft_heads(resolve(named, settings.offline))
         return heads or loaded_to_answer(named, settings)[0]
 
     return speculative_decoder(loaded, drafts, other)
@@ -178,7 +178,7 @@ def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mappi
         InputError: as `generate`.
     """
     path = resolve(str(model), settings.offline)
-    opened = readable(open_model(path))
+    opened = decode_if_unsupported(open_model(path))
     detect_format(opened.config)
     return path, opened.config
 

@@ -21,9 +21,9 @@ from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import read_header
 from quantforge.formats import detect_format
 from quantforge.formats.gguf import KEY
-from quantforge.formats.gguf.importance_file import is_importance, read_imatrix
+from quantforge.formats.gguf.importance_file import is_importance_matrix, read_imatrix
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
-from quantforge.formats.gguf.source import GgufCheckpoint, headers_alone
+from quantforge.formats.gguf.source import GgufCheckpoint, stored_headers
 from quantforge.formats.gguf.tokenizer_files import template_files
 from quantforge.formats.match_quantized import match_headers
 from quantforge.formats.open_model import open_model
@@ -113,7 +113,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
         InputError: it is none of these, or damaged.
     """
     path = Path(path) if Path(path).is_file() else resolve(str(path), offline)
-    if path.is_file() and is_importance(path):
+    if path.is_file() and is_importance_matrix(path):
         return _importance(path)
     if path.is_file() and not is_gguf(path):
         if path.suffix != ".safetensors":
@@ -129,7 +129,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
             raise
         file = read_gguf(path)
         arch = file.value("general.architecture", str)
-        return _summary(path, f"{KEY} (not read)", arch, headers_alone(file), {}, list(file.files))
+        return _summary(path, f"{KEY} (not read)", arch, stored_headers(file), {}, list(file.files))
     model_type = type_of(checkpoint.config)
     key, layers = _understood(checkpoint)
     found = _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))

@@ -33,7 +33,10 @@ from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats.open_model import open_model
-from quantforge.formats.sources.low_precision import plain_source, quantized_source
+from quantforge.formats.sources.low_precision import (
+    decode_if_low_precision,
+    decode_quantized_source,
+)
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.size_target import AskedSize, asked_size
@@ -123,13 +126,13 @@ def _quantize_to_size(
 def is_quantized(checkpoint: Checkpoint) -> bool:
     """Return whether a model is a result of quantization, not one that is published in low precision."""
     found = checkpoint.config.get("quantization_config")
-    return isinstance(found, Mapping) and plain_source(checkpoint) is checkpoint
+    return isinstance(found, Mapping) and decode_if_low_precision(checkpoint) is checkpoint
 
 
 def decoded_source(checkpoint: Checkpoint) -> tuple[Checkpoint, Event]:
     """Return a quantized model as its decoded weights, and the event for quantizing them again."""
     event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
-    return quantized_source(checkpoint), event
+    return decode_quantized_source(checkpoint), event
 
 
 def quantize_opened(

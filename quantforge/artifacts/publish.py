@@ -26,8 +26,8 @@ from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter, index_json
 from quantforge.formats import load_format
-from quantforge.formats.decoded import plain_config
-from quantforge.formats.open_model import open_model, side_data
+from quantforge.formats.decoded import unquantized_config
+from quantforge.formats.open_model import open_model, tokenizer_side_files
 from quantforge.plans import FilePlan, Plan
 from quantforge.settings import Settings, workers_of
 from quantforge_calibration.chat_templates import DEFAULT, read_templates
@@ -84,7 +84,7 @@ def stage_side_files(
         name = str(path.relative_to(checkpoint.path))
         if stage.copy_file(path, name, checkpoint.path) != source["files"][name]["sha256"]:
             raise changed(path)
-    for name, data in side_data(checkpoint).items():
+    for name, data in tokenizer_side_files(checkpoint).items():
         stage.write_file(name, data)
 
 
@@ -159,7 +159,7 @@ def _write_directory(
     )
     from quantforge.model.transformers_loading import judged_by_names
 
-    config = plain_config(checkpoint)
+    config = unquantized_config(checkpoint)
     if plan.untie:
         config = untied(config)
     engines = judged_by_names(plan.engines, config, plan.tensors)

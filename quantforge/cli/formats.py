@@ -11,7 +11,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.evaluation.columns import GAP
 from quantforge.formats import FORMATS, PLAIN, Compatibility, Verdict, load_format
-from quantforge.formats.convert import express_layer
+from quantforge.formats.convert import layer_scheme_in_format
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
 
@@ -126,7 +126,7 @@ def _fit(scheme: LayerScheme, target: str) -> Compatibility:
         return Compatibility(
             Verdict.DEPENDS_ON_VALUES, "every decoded weight has to be a number of the model's type"
         )
-    return express_layer(scheme, SHAPE, load_format(target), DTYPE)[0]
+    return layer_scheme_in_format(scheme, SHAPE, load_format(target), DTYPE)[0]
 
 
 def cells() -> Iterator[Cell]:

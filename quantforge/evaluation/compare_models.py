@@ -48,8 +48,8 @@ from quantforge.evaluation.verdict import Verdict, judge
 from quantforge.execution.progress import phase, tell
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.formats.sources.low_precision import plain_source
-from quantforge.formats.sources.merged import merged
+from quantforge.formats.sources.low_precision import decode_if_low_precision
+from quantforge.formats.sources.merged import merge_adapter
 from quantforge.runtime.adapter_layers import open_correction, with_low_rank
 from quantforge.runtime.linear import EXACT
 from quantforge.runtime.load import Loaded, load
@@ -309,9 +309,9 @@ def _load(
 ) -> Loaded:
     """Load a model to score it: the reference decoded and with its adapter merged, another with its correction."""
     if is_reference:
-        source = plain_source(model)
+        source = decode_if_low_precision(model)
         if settings.adapter is not None:
-            source = merged(source, open_adapter(settings.adapter))
+            source = merge_adapter(source, open_adapter(settings.adapter))
         return load(source, settings.device, QUALITY_DTYPE)
     loaded = load(model, settings.device, QUALITY_DTYPE, input_bits=settings.input_bits)
     if correction is not None:

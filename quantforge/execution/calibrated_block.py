@@ -378,4 +378,6 @@ class BlockTensors:
                 # Nothing changes a decay, and the logarithm of what is stored differs in its last bits.
                 continue
             (value,) = self._output.read(tensor).values()
-            block.set_parameter(local, self._output.storage.kept(tensor, value).float())
+            block.set_parameter(
+                local, self._output.storage.restore_unquantized(tensor, value).float()
+            )

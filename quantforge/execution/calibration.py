@@ -20,7 +20,7 @@ from quantforge.architectures.match import require_declarations
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.open_model import open_model, tokenizer_folder
+from quantforge.formats.open_model import open_model, tokenizer_directory
 from quantforge.numerics.products import cutting
 from quantforge.planning.calibration_rows import check_towers, few_rows, named_image
 from quantforge.planning.planner import Planned
@@ -107,7 +107,7 @@ def calibrate(
     )  # fmt: skip
     try:
         unused = UnusedColumns()
-        with tokenizer_folder(model) as (folder, _):
+        with tokenizer_directory(model) as (folder, _):
             tokenizer = load_tokenizer(folder, vocabulary)
             chat = load_chat_template(folder) if options.chat_template else None
             sample = draw(
@@ -154,7 +154,7 @@ def own_rows(model: Path, options: CalibrationOptions, device: str) -> Callable[
     def sample(rows: int, length: int) -> Tensor:
         from quantforge.runtime.load import load
 
-        with tokenizer_folder(model) as (folder, _):
+        with tokenizer_directory(model) as (folder, _):
             tokenizer = load_tokenizer(folder, embedding_rows(open_model(model).config))
         first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if first is None:

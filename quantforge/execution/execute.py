@@ -40,7 +40,7 @@ from quantforge.execution.run_tuning import Tuning
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import GUIDE, HEAD, OUTER, block_unit, shares_of, units_of
 from quantforge.files.writer import WeightsWriter
-from quantforge.formats.storage import storage_of
+from quantforge.formats.storage import get_storage
 from quantforge.numerics.threads import reproducible
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Run:
         self._finished = finished
         # Seconds of the experts that were done as units inside of the present one.
         self._inside = 0.0
-        self.output = UnitOutput(storage_of(plan.format), writer)
+        self.output = UnitOutput(get_storage(plan.format), writer)
         self.tensors = BlockTensors(plan, self.output)
         self.rounding = MatrixRounding(inputs, self.output)
         self.rounder = BlockRounder(self.rounding, self.tensors)

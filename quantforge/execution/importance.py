@@ -13,7 +13,7 @@ from quantforge.errors import RefusedError
 from quantforge.execution.progress import tell
 from quantforge.files.opener import changed
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix
+from quantforge.formats.gguf.importance_file import Imatrix, WeightImportance, read_imatrix
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.importance_check import places, values_of
@@ -51,11 +51,11 @@ def observe_importance(
             "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
     named = places(planned.plan.tensors, planned.model_layout)
-    entries: dict[str, Entry] = {}
+    entries: dict[str, WeightImportance] = {}
 
     def add(weight: str, found: Statistics) -> None:
         if weight in named and found.squares is not None:
-            entries[named[weight].name] = Entry(found.squares.cpu()[None], found.tokens)
+            entries[named[weight].name] = WeightImportance(found.squares.cpu()[None], found.tokens)
 
     with ModelStream(
         checkpoint, model_layout, sample, micro_batch=options.micro_batch, device=device,

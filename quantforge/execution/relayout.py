@@ -22,9 +22,9 @@ from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats import PLAIN, Compatibility, Verdict, load_format
-from quantforge.formats.configuration import NUMBERS
-from quantforge.formats.convert import convert, fit_of_values, of_input
-from quantforge.formats.storage import Storage, storage_of
+from quantforge.formats.configuration import CASTABLE_DTYPES
+from quantforge.formats.convert import compare_values, convert, input_parameters
+from quantforge.formats.storage import Storage, get_storage
 from quantforge.grids import PerGroup
 from quantforge.planning.conversion import (
     Conversion,
@@ -110,7 +110,7 @@ def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
     tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
         raise _out_of_order(conversion, layer, wanted)
-    fit = fit_of_values(tensor, wanted.weight, load_format(key).MIN_ZERO_POINT)
+    fit = compare_values(tensor, wanted.weight, load_format(key).MIN_ZERO_POINT)
     if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
         return Compatibility(Verdict.INEXACT, layer.fit.reason)
     if fit.verdict is Verdict.IMPOSSIBLE:
@@ -184,7 +184,7 @@ def write_all(
     Raises:
         InputError: a tensor that is kept is not finite.
     """
-    storage = storage_of(conversion.plan.format)
+    storage = get_storage(conversion.plan.format)
     for number, tensor in enumerate(conversion.plan.tensors):
         tell(tensor.name, number, len(conversion.plan.tensors))
         if tensor.action is Action.DROP:
@@ -196,7 +196,7 @@ def write_all(
             value = conversion.checkpoint.read(tensor.name)
             scan_finite(tensor.name, value)
             (output,) = tensor.outputs
-            outputs = {output.name: storage.keep(tensor, value)}
+            outputs = {output.name: storage.convert_unquantized(tensor, value)}
         elif layer.wanted is None or conversion.plan.format == PLAIN:
             outputs = {tensor.name: _decoded(conversion, layer)}
         else:
@@ -220,7 +220,7 @@ def _layer_outputs(
     target = load_format(conversion.plan.format)
     source, index = _read_layer(conversion, layer)
     if source.input != layer.wanted.input:  # measured parameters of another input are dropped
-        dropped = of_input(source.parameters)
+        dropped = input_parameters(source.parameters)
         kept = {key: value for key, value in source.parameters.items() if key not in dropped}
         source = replace(source, parameters=kept, input=layer.wanted.input)
     tensor = convert(
@@ -306,7 +306,7 @@ def _is_cast(tensor: TensorPlan) -> bool:
     return (
         tensor.action is Action.KEEP
         and len(tensor.outputs) == 1
-        and tensor.dtype in NUMBERS
+        and tensor.dtype in CASTABLE_DTYPES
         and tensor.dtype != tensor.outputs[0].dtype
     )
 

@@ -121,7 +121,7 @@ class MatrixRounding:
 
     def copy(self, tensor: TensorPlan) -> None:
         """Write a tensor as the source has it."""
-        if not tensor.outputs[0].shape or self.output.storage.whole(tensor):
+        if not tensor.outputs[0].shape or self.output.storage.needs_whole_tensor(tensor):
             self.output.write_kept(tensor, self.source.whole(tensor))
         else:
             self.output.write_kept_rows(tensor, partial(self.source.rows, tensor))

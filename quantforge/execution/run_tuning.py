@@ -210,7 +210,7 @@ class Tuning:
             plan = kept[local]
             (value,) = self._output.read(plan).values()
             as_stored = replace(plan, dtype=plan.outputs[0].dtype)  # not rounded to the source's
-            return self._output.storage.kept(as_stored, value)
+            return self._output.storage.restore_unquantized(as_stored, value)
 
         return Written(tensors, stored)
 
@@ -232,7 +232,7 @@ class Tuning:
         for name, gains in block.gains.items():
             tensor = kept[name]
             (before_,) = self._output.read(tensor).values()
-            value = self._output.storage.keep(tensor, gains.stored().cpu())
+            value = self._output.storage.convert_unquantized(tensor, gains.stored().cpu())
             if not torch.equal(value, before_):
                 found.append((tensor.outputs[0].name, value))
                 change = float(gains.factor.abs().max())

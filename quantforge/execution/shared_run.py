@@ -55,7 +55,7 @@ from quantforge.files.lock import StaleLockMonitor, Watch
 from quantforge.files.opener import FILES
 from quantforge.files.safetensors import TensorEntry
 from quantforge.files.writer import WeightsWriter
-from quantforge.formats.storage import storage_of
+from quantforge.formats.storage import get_storage
 from quantforge.plans import FilePlan, StoredTensor
 from quantforge_files.roles import STATES
 
@@ -203,7 +203,7 @@ class Worker:
         layout, size = places(unit)
         files = [FilePlan(claim.file("data"), size, (), layout)] if size else []
         with WeightsWriter(claim.directory, files) as writer:
-            output = UnitOutput(storage_of(self._inputs.planned.plan.format), writer)
+            output = UnitOutput(get_storage(self._inputs.planned.plan.format), writer)
             record = work(MatrixRounding(self._inputs, output))
             return {**record, "unit": unit.name, "sums": output.finish()}
 

@@ -84,7 +84,7 @@ class UnitOutput:
 
     def _as_written(self, tensor: TensorPlan, value: Tensor) -> Tensor:
         """Return what is stored of a kept tensor; computed values are float32, whatever type their tensor has."""
-        return self.storage.keep(tensor, value.to(torch_dtype(tensor.dtype)))
+        return self.storage.convert_unquantized(tensor, value.to(torch_dtype(tensor.dtype)))
 
     def read(self, tensor: TensorPlan) -> dict[str, Tensor]:
         """Read back what was written for a tensor, by the names of the stored tensors."""

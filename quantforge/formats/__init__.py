@@ -6,29 +6,29 @@ Tensor names, types, shapes and the configuration are computed from headers alon
 
 In this folder:
 
-    auto_round             AutoRound's files: layouts of GPTQ and AWQ under a ``quant_method`` of their own
-    awq                    AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model
+    auto_round             AutoRound files: GPTQ and AWQ layouts with their own ``quant_method``
+    awq                    AWQ files in the ``gemm`` layout: 4 bits, one group size for the whole model
     bnb                    bitsandbytes files as transformers serializes them: NF4 or FP4 blocks
-    configuration          ``config.json`` of an artifact: the source's, its type stated twice, the quantization added
-    convert                One quantized tensor in the terms of another format: the same numbers, or a refusal
-    declared_quantization  What a model directory declares about its quantization: where
-    decoded                A quantized checkpoint as if it were not: its weights decoded as they are read
-    engine_rules           Which engines load a quantized model: by its layers, by its family
-    fp8                    Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models
-    gptq                   GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model
+    configuration          The ``config.json`` of a result: the source's
+    convert                Convert a quantized tensor to another format's scheme without changing its values, or refuse
+    declared_quantization  Quantization declared by a model directory: find the declaration, compare it with the tensors
+    decoded                View of a quantized checkpoint as unquantized: weights are decoded when read
+    engine_rules           Rules for which engines load a quantized model: per layer, per family
+    fp8                    Fine-grained fp8 (``quant_method: fp8``), as in DeepSeek's releases
+    gptq                   GPTQ files: 2, 3, 4 or 8 bits, one bit width and group size for the whole model
     gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
-    kv_scales              Scales of an fp8 KV cache, beside the weights of a compressed-tensors model
-    match_quantized        A quantized checkpoint, matched as if its weights were stored plainly
-    mlx                    MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales
-    open_model             One door to every kind of model: a directory, or a GGUF file
-    patterns               Regular expressions that users type and that files hold, for names of modules
-    plain                  Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
-    read_checks            What is checked when files of a format are read, in this order
-    refusal_reasons        Reasons why a scheme, or a mixture of schemes, cannot be stored, which several formats share
-    storage                Storage of a plan's tensors in the files of a format, and back
-    compressed_tensors/    compressed-tensors: integers, floats and block scales, with and without quantized inputs
-    gguf/                  GGUF: one file with weights, hyper-parameters and vocabulary, as llama.cpp and Ollama load it
-    sources/               Sources in low precision: models that are published in 4 or 8 bits
+    kv_scales              Scales of an fp8 KV cache, stored with the weights of a compressed-tensors model
+    match_quantized        Match a quantized checkpoint to its architecture as if its weights were unquantized
+    mlx                    MLX files: integers with a scale and a bias per group, and MLX's block-scale modes
+    open_model             Open a model from a directory or a GGUF file
+    patterns               Match regular expressions from users and configuration files against module names
+    plain                  Unquantized checkpoints: bf16, f16 or f32 weights and no ``quantization_config``
+    read_checks            Checks of a quantized checkpoint, applied in this order when it is read
+    refusal_reasons        Reasons, shared by several formats, why a scheme or a mix of schemes cannot be stored
+    storage                Convert a plan's tensors to the stored tensors of a format, and back
+    compressed_tensors/    compressed-tensors: integers, floats and block scales, with or without quantized inputs
+    gguf/                  GGUF: one file with weights, hyperparameters and vocabulary, for llama.cpp and Ollama
+    sources/               Source models that need decoding or merging: low-precision releases, adapters, draft heads
 """
 
 from __future__ import annotations

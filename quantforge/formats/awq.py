@@ -1,4 +1,4 @@
-"""AWQ files, the ``gemm`` layout: 4 bits, one group size in the whole model.
+"""AWQ files in the ``gemm`` layout: 4 bits, one group size for the whole model.
 
 Everything is transposed, as in GPTQ, but packed along the outputs: for a linear ``P`` with weight
 ``[N, K]``
@@ -23,11 +23,11 @@ from quantforge.errors import Fault, InputError, RefusedError
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
-    half_dtype,
-    head_of,
+    float16_or_model_dtype,
+    head_module,
     quantization_config,
     quantized_modules,
-    skipped_with_mixtures,
+    skip_list_with_experts,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import (
@@ -38,27 +38,27 @@ from quantforge.formats.engine_rules import (
     Engine,
     by_engine,
 )
-from quantforge.formats.gptq import override
+from quantforge.formats.gptq import dynamic_override
 from quantforge.formats.read_checks import (
-    agree,
-    agree_on_head,
-    announced,
-    described,
-    matrix,
-    not_excepted,
-    one_name,
-    require,
-    scale_of,
-    sound,
-    whole_groups,
+    check_aliases_agree,
+    check_config_value,
+    check_head_declaration,
+    check_not_in_skip_list,
+    expected_headers,
+    matrix_shape,
+    require_headers,
+    require_valid_scales,
+    require_whole_groups,
+    scale_type_of,
+    tensor_headers,
 )
 from quantforge.formats.refusal_reasons import (
-    differing_groups,
-    float16_scales,
-    grouped,
-    integers,
-    outside_blocks,
-    possible,
+    check_float16_scales,
+    check_inside_blocks,
+    check_single_group_size,
+    check_weight_only_integers,
+    check_whole_groups,
+    require_possible,
 )
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
@@ -70,11 +70,11 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "awq"
-_SERVING = Engine(refuses=(GROUPS_ONLY,), notes=MARLIN)
+_VLLM_SUPPORT = Engine(refuses=(GROUPS_ONLY,), notes=MARLIN)
 ENGINES = by_engine(
     transformers=Engine(note="through gptqmodel"),
-    vllm=_SERVING,
-    sglang=_SERVING,
+    vllm=_VLLM_SUPPORT,
+    sglang=_VLLM_SUPPORT,
     tensorrt_llm=MODELOPT,
     lmdeploy=TURBOMIND,
     mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
@@ -88,27 +88,27 @@ INFO = FormatInfo(
 )
 MIN_ZERO_POINT = 0
 DEFAULT_BITS = 4
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first
-_INVERSE = (0, 4, 1, 5, 2, 6, 3, 7)
-_SIZES = (128, 64, 32)
-ONE_NAME = (("method", "quant_method"), ("bits", "w_bit"), ("group_size", "q_group_size"))
+NIBBLE_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the output that each nibble of a word holds, lowest first
+_INVERSE_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+_GROUP_SIZES = (128, 64, 32)
+KEY_ALIASES = (("method", "quant_method"), ("bits", "w_bit"), ("group_size", "q_group_size"))
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return float16, whatever the model is."""
+    """Return float16, whatever the model's dtype."""
     del model_dtype
     return ScaleType.F16
 
 
 def default_scheme(bits: int) -> str:
-    """Return groups of 128 with zero points, which the format was made for."""
+    """Return asymmetric integers in groups of 128, the usual AWQ scheme."""
     return f"int{bits}:g128:asym"
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
-    """Judge a weight: 4 bits, a multiple of 8 outputs, groups that divide the columns, float16 scales."""
+    """Check a weight: 4 bits, a multiple of 8 rows, groups that divide the columns, float16 scales."""
     scheme = layer.weight
-    if refusal := integers(layer):
+    if refusal := check_weight_only_integers(layer):
         return refusal
     if scheme.bits != 4:
         wanted = Scheme("int4", scheme.granularity, scheme.zero)
@@ -116,27 +116,33 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
     if shape[0] % 8:
         return Compatibility(Verdict.IMPOSSIBLE, f"{shape[0]} outputs are not a multiple of 8")
     if not isinstance(stored_scheme(scheme, shape).granularity, PerGroup):
-        reason = f"groups are needed, and {shape[1]} columns are not a multiple of {_SIZES[-1]}"
+        reason = (
+            f"groups are needed, and {shape[1]} columns are not a multiple of {_GROUP_SIZES[-1]}"
+        )
         return Compatibility(Verdict.IMPOSSIBLE, reason)
-    return float16_scales(scheme) or grouped(scheme, shape) or Compatibility(Verdict.EXACT)
+    return (
+        check_float16_scales(scheme)
+        or check_whole_groups(scheme, shape)
+        or Compatibility(Verdict.EXACT)
+    )
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Judge a model: one group size, no head or embedding. Symmetric and asymmetric layers mix."""
-    if refusal := outside_blocks(layers):
+    """Check a model: one group size, no quantized head or embedding."""
+    if refusal := check_inside_blocks(layers):
         return refusal
     schemes = {
         module: (stored_scheme(layer.weight, shape), shape)
         for module, (layer, shape) in layers.items()
     }
-    return differing_groups(schemes) or Compatibility(Verdict.EXACT)
+    return check_single_group_size(schemes) or Compatibility(Verdict.EXACT)
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with float16 scales, and coarser granularities as repeated groups."""
+    """Return the scheme with float16 scales; coarser granularities become groups with repeated scales."""
     granularity = scheme.granularity
     if not isinstance(granularity, PerGroup):
-        fitting = (PerGroup(size) for size in _SIZES if shape[1] % size == 0)
+        fitting = (PerGroup(size) for size in _GROUP_SIZES if shape[1] % size == 0)
         granularity = next(fitting, granularity)
     return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
 
@@ -144,7 +150,7 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
+    """Return the headers of the stored tensors of one module."""
     groups = stored_scheme(layer.weight, shape).groups(shape[1])
     return (
         StoredTensor(f"{module}.qweight", "I32", (shape[1], shape[0] // 8)),
@@ -154,48 +160,51 @@ def packed_tensors(
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes, zero points and scales; see the module's table."""
+    """Pack codes, zero points and scales as in the module's table."""
     import torch
 
     from quantforge.packers.bits import unsigned
 
     scheme = stored_scheme(tensor.scheme, tensor.shape)
-    possible(module, check_layer(LayerScheme(scheme), tensor.shape))
+    require_possible(module, check_layer(LayerScheme(scheme), tensor.shape))
     tensor = convert(tensor, scheme)
     scales = tensor.parameters["scales"].T.contiguous()
     zeros = torch.full(scales.shape, 8, dtype=torch.uint8)
     if not tensor.scheme.symmetric:
         zeros = tensor.parameters["zeros"].T
     return {
-        f"{module}.qweight": _words(unsigned(tensor.codes, 4).T),
-        f"{module}.qzeros": _words(zeros),
+        f"{module}.qweight": _pack_words(unsigned(tensor.codes, 4).T),
+        f"{module}.qzeros": _pack_words(zeros),
         f"{module}.scales": scales,
     }
 
 
-def _words(codes: Tensor) -> Tensor:
+def _pack_words(codes: Tensor) -> Tensor:
     from quantforge.packers.bits import pack_rows
 
     rows, outputs = codes.shape
-    return pack_rows(codes.reshape(rows, -1, 8)[..., list(ORDER)].reshape(rows, outputs), 4)
+    return pack_rows(codes.reshape(rows, -1, 8)[..., list(NIBBLE_ORDER)].reshape(rows, outputs), 4)
 
 
-def _codes(words: Tensor) -> Tensor:
+def _unpack_codes(words: Tensor) -> Tensor:
     from quantforge.packers.bits import unpack_rows
 
     rows, outputs = words.shape[0], words.shape[1] * 8
     nibbles = unpack_rows(words, 4, outputs).view(rows, -1, 8)
-    return nibbles[..., list(_INVERSE)].view(rows, outputs).T.contiguous()
+    return nibbles[..., list(_INVERSE_ORDER)].view(rows, outputs).T.contiguous()
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and parameters back."""
+    """Unpack codes and parameters."""
     from quantforge.packers.bits import signed
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), announced(layout, packed_tensors))
-    codes, zeros = _codes(tensors[f"{module}.qweight"]), _codes(tensors[f"{module}.qzeros"])
+    require_headers(tensor_headers(tensors), expected_headers(layout, packed_tensors))
+    codes, zeros = (
+        _unpack_codes(tensors[f"{module}.qweight"]),
+        _unpack_codes(tensors[f"{module}.qzeros"]),
+    )
     parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
     if not scheme.symmetric:
         parameters["zeros"] = zeros
@@ -208,27 +217,27 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
         )
     else:
         codes = signed(codes, 4)
-    return sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+    return require_valid_scales(Quantized(codes, parameters, scheme), f"{module}.scales")
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``, naming all kept linears unless it is the head alone."""
+    """Return ``config.json`` with the list of unquantized linears, unless that is the head alone."""
     modules = quantized_modules(plan, ".qweight")
     schemes = [
         stored_scheme(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None
     ]
     if not schemes:
         raise RefusedError("nothing is quantized", "choose --format plain")
-    kept = skipped_with_mixtures(plan, config, modules)
+    kept = skip_list_with_experts(plan, config, modules)
     quantization = {
         "quant_method": KEY,
         "bits": 4,
         "group_size": schemes[0].group_size(0),
         "zero_point": not all(scheme.symmetric for scheme in schemes),
         "version": "gemm",
-        INFO.skip_list_key: None if kept == [head_of(config)] else kept,
+        INFO.skip_list_key: None if kept == [head_module(config)] else kept,
     }
-    return {"config.json": config_json(config, half_dtype(plan, config), quantization)}
+    return {"config.json": config_json(config, float16_or_model_dtype(plan, config), quantization)}
 
 
 def is_declared(config: Mapping[str, Any]) -> bool:
@@ -256,24 +265,24 @@ def find_layouts(
         )
     zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    not_excepted(found, INFO.skip_list_key, names)
-    agree_on_head(found, "lm_head", names)
-    for first, second in ONE_NAME:
-        one_name(found, first, second)
+    check_not_in_skip_list(found, INFO.skip_list_key, names)
+    check_head_declaration(found, "lm_head", names)
+    for first, second in KEY_ALIASES:
+        check_aliases_agree(found, first, second)
     for name in names:
-        agree(override(found, name), "bits", 4, f"{name} has 4 bits")
-    return [_layout(name, size, zero, tensors) for name in names]
+        check_config_value(dynamic_override(found, name), "bits", 4, f"{name} has 4 bits")
+    return [_read_layout(name, size, zero, tensors) for name in names]
 
 
-def _layout(
+def _read_layout(
     module: str, size: int, zero: Zero, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    scale = scale_of(tensors, f"{module}.scales")
-    columns, words = matrix(tensors, f"{module}.qweight")
+    scale = scale_type_of(tensors, f"{module}.scales")
+    columns, words = matrix_shape(tensors, f"{module}.qweight")
     size = columns if size == -1 else size
-    whole_groups(module, columns, size)
+    require_whole_groups(module, columns, size)
     scheme = LayerScheme(Scheme("int4", PerGroup(size), zero, scale))
     names = tuple(tensor.name for tensor in packed_tensors(module, scheme, (words * 8, columns)))
     layout = ModuleLayout(module, scheme, (words * 8, columns), names)
-    require(tensors, announced(layout, packed_tensors))
+    require_headers(tensors, expected_headers(layout, packed_tensors))
     return layout

@@ -11,8 +11,8 @@ A linear ``P`` ``[out, in]``: in 4 bits, blocks of ``B`` weights (32, 64 ... 409
 ``P.weight.quant_state.bitsandbytes__nf4``  U8  ``[bytes]``    JSON: type, blocksize, shape, offset
 ====================================  ====  ================  ==========================================
 
-``P.weight`` may hold the same bytes in elements of another type (`STORAGE`): ``bnb_4bit_quant_storage``, which training
-in shards sets to the type of the model. Written is U8.
+``P.weight`` may hold the same bytes in elements of another type (`STORAGE_DTYPES`): ``bnb_4bit_quant_storage``, which
+sharded training sets to the model's dtype. We write U8.
 
 The JSON is padded with spaces, so that its length is known before the offset is. Its ``dtype`` is always bfloat16:
 engines decode to that type. In 8 bits (LLM.int8()):
@@ -45,25 +45,25 @@ from quantforge.files.opener import parse_object
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
-    declared_shape,
+    linear_shape,
     model_dtype,
     quantization_config,
     quantized_modules,
-    skipped_with_mixtures,
+    skip_list_with_experts,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import UNTRIED, Engine, by_engine
 from quantforge.formats.read_checks import (
-    agree,
-    described,
-    finite,
-    matrix,
-    not_excepted,
-    refuse_open_head,
-    require,
-    sound,
+    check_config_value,
+    check_not_in_skip_list,
+    matrix_shape,
+    require_finite,
+    require_head_in_skip_list,
+    require_headers,
+    require_valid_scales,
+    tensor_headers,
 )
-from quantforge.formats.refusal_reasons import outside_blocks, possible
+from quantforge.formats.refusal_reasons import check_inside_blocks, require_possible
 from quantforge.grids import NESTED, PerGroup, PerTensor, Row, ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -74,25 +74,25 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "bnb"
-_JOINED = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
-_UNREAD = Engine(never="does not read bitsandbytes")
+_JOINS_EXPERTS = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
+_UNSUPPORTED = Engine(never="does not read bitsandbytes")
 
 
-def _no_expert_bytes(layer: LayerScheme) -> str:
+def _no_int8_experts(layer: LayerScheme) -> str:
     return "its plugin (0.0.3) has no experts in 8 bits" if layer.weight.integer else ""
 
 
 ENGINES = by_engine(
-    transformers=Engine(note="through bitsandbytes", experts=_JOINED, unrolls=True),
+    transformers=Engine(note="through bitsandbytes", experts=_JOINS_EXPERTS, unrolls=True),
     vllm=Engine(
         note="through vllm-bnb-plugin (since vLLM 0.28)",
-        packed_experts=_no_expert_bytes,
+        packed_experts=_no_int8_experts,
         kept_experts="its plugin (0.0.3) takes all experts for packed ones",
     ),
     sglang=Engine(note=UNTRIED),
-    tensorrt_llm=_UNREAD,
-    lmdeploy=_UNREAD,
-    mlx=_UNREAD,
+    tensorrt_llm=_UNSUPPORTED,
+    lmdeploy=_UNSUPPORTED,
+    mlx=_UNSUPPORTED,
 )
 INFO = FormatInfo(
     engine_packages={
@@ -111,34 +111,34 @@ INFO = FormatInfo(
 )
 MIN_ZERO_POINT = 0
 DEFAULT_BITS = 4
-METHOD = "bitsandbytes"
-THRESHOLD = 6.0  # of transformers
+QUANT_METHOD = "bitsandbytes"
+DEFAULT_THRESHOLD = 6.0  # of transformers
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-STATE = ".weight.quant_state.bitsandbytes__"
+STATE_SUFFIX = ".weight.quant_state.bitsandbytes__"
 # Types of ``bnb_4bit_quant_storage`` as headers name them: name in configurations, bytes of an element.
-STORAGE: Mapping[str, tuple[str, int]] = {
+STORAGE_DTYPES: Mapping[str, tuple[str, int]] = {
     "U8": ("uint8", 1), "I8": ("int8", 1), "F16": ("float16", 2), "BF16": ("bfloat16", 2), "F32": ("float32", 4),
     "F64": ("float64", 8),
 }  # fmt: skip
-_STATE_BYTES = 1 << 16
+_MAX_STATE_BYTES = 1 << 16
 _OFFSET_WIDTH = 24  # characters of the longest float
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return float32, whatever the model is."""
+    """Return float32, whatever the model's dtype."""
     del model_dtype
     return ScaleType.F32
 
 
 def default_scheme(bits: int) -> str:
-    """Return NF4 for 4 bits and rows of 8-bit integers for 8."""
+    """Return NF4 for 4 bits, int8 with one scale per row for 8 bits."""
     if bits in {4, 8}:
         return "nf4:g64:sym" if bits == 4 else "int8:row:sym"
     raise RefusedError(f"--bits {bits}: bitsandbytes has 4 and 8 bits", "--bits 4")
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
-    """Judge a weight: NF4 and FP4 in whole blocks within a row; int8 by row, inputs by token or as they are."""
+    """Check a weight: NF4 or FP4 in blocks within a row, or int8 per row with inputs per token or unquantized."""
     scheme = stored_scheme(layer.weight, shape)
     if scheme.grid in {"nf4", "fp4"}:
         return _check_blocks(scheme, layer.input, shape)
@@ -151,12 +151,12 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
         return Compatibility(
             Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym"
         )
-    known = {None, *(Activation("int8", "token", True, t) for t in (None, THRESHOLD))}
+    known = {None, *(Activation("int8", "token", True, t) for t in (None, DEFAULT_THRESHOLD))}
     if layer.input is not None and replace(layer.input, kept=0) not in known:
         return Compatibility(
             Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", "LLM_INT8"
         )
-    return _float32(scheme)
+    return _check_float32_scales(scheme)
 
 
 def _check_blocks(
@@ -171,10 +171,14 @@ def _check_blocks(
         )
     if shape[1] % size or shape[0] * shape[1] % 2:
         return Compatibility(Verdict.IMPOSSIBLE, f"{shape[1]} columns are not a multiple of {size}")
-    return Compatibility(Verdict.EXACT) if scheme.scale is ScaleType.DOUBLE else _float32(scheme)
+    return (
+        Compatibility(Verdict.EXACT)
+        if scheme.scale is ScaleType.DOUBLE
+        else _check_float32_scales(scheme)
+    )
 
 
-def _float32(scheme: Scheme) -> Compatibility:
+def _check_float32_scales(scheme: Scheme) -> Compatibility:
     if scheme.scale in {None, ScaleType.F32}:
         return Compatibility(Verdict.EXACT)
     text = f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:f32"
@@ -182,8 +186,8 @@ def _float32(scheme: Scheme) -> Compatibility:
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Judge a model: one grid and type of scales, one threshold of inputs, and no head or embedding."""
-    if refusal := outside_blocks(layers):
+    """Check a model: one grid, scale type and outlier threshold; no quantized head or embedding."""
+    if refusal := check_inside_blocks(layers):
         return refusal
     weights = (stored_scheme(layer.weight, shape) for layer, shape in layers.values())
     kinds = {f"{weight.grid} with scales of {weight.scale}" for weight in weights}
@@ -197,12 +201,12 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Co
 
 
 def _thresholds(layers: Iterable[LayerScheme]) -> set[float]:
-    """Return the thresholds as configurations say them: 0 where no column of an input is left out."""
+    """Return the outlier thresholds of the inputs, 0 if no column is handled in 16 bits."""
     return {layer.input.threshold or 0.0 for layer in layers if layer.input is not None}
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with float32 scales where they are open, and one per matrix as one per row."""
+    """Return the scheme with float32 scales unless it has others; one scale per matrix becomes one per row."""
     del shape
     granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
     return Scheme(scheme.grid, granularity, scheme.zero, scheme.scale or ScaleType.F32)
@@ -211,7 +215,7 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
+    """Return the headers of the stored tensors of one module."""
     scheme, weight = stored_scheme(layer.weight, shape), f"{module}.weight"
     if scheme.grid == "int8":
         kept = min(layer.input.kept, shape[1]) if layer.input else 0
@@ -236,12 +240,14 @@ def packed_tensors(
         StoredTensor(f"{weight}.absmax", "U8" if double else "F32", (blocks,)),
         StoredTensor(f"{weight}.quant_map", "F32", (16,)),
         *(nested if double else ()),
-        StoredTensor(module + STATE + scheme.grid, "U8", (len(_state(scheme, shape, 0.0)),)),
+        StoredTensor(
+            module + STATE_SUFFIX + scheme.grid, "U8", (len(_state_json(scheme, shape, 0.0)),)
+        ),
     )
 
 
-def _state(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
-    """Return the JSON that says how to decode, in the words of bitsandbytes."""
+def _state_json(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
+    """Return the quantization state of a weight as JSON, as bitsandbytes stores it."""
     document: dict[str, object] = {
         "quant_type": scheme.grid,
         "blocksize": scheme.group_size(shape[1]),
@@ -256,9 +262,9 @@ def _state(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out a module as `packed_tensors` announced."""
+    """Pack a module into the tensors that `packed_tensors` describes."""
     scheme = stored_scheme(tensor.scheme, tensor.shape)
-    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
+    require_possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
     return _pack_rows(module, tensor) if scheme.integer else _pack_blocks(module, tensor)
 
@@ -271,12 +277,12 @@ def _pack_blocks(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     scheme, weight = tensor.scheme, f"{module}.weight"
     flat, parameters = tensor.codes.reshape(-1), tensor.parameters
     offset = parameters["offset"].item() if "offset" in parameters else 0.0
-    state = bytearray(_state(scheme, tensor.shape, offset))
+    state = bytearray(_state_json(scheme, tensor.shape, offset))
     packed = {
         weight: ((flat[::2] << 4) | flat[1::2]).unsqueeze(1),
         f"{weight}.absmax": parameters["scales"].flatten(),
         f"{weight}.quant_map": book(scheme.grid),
-        module + STATE + scheme.grid: torch.frombuffer(state, dtype=torch.uint8),
+        module + STATE_SUFFIX + scheme.grid: torch.frombuffer(state, dtype=torch.uint8),
     }
     if scheme.scale is ScaleType.DOUBLE:
         packed[f"{weight}.nested_absmax"] = parameters["nested"].flatten()
@@ -304,25 +310,25 @@ def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and parameters back."""
+    """Unpack codes and parameters."""
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, layer, shape = layout.module, layout.scheme, layout.shape
     if layer.weight.grid != "int8":
         return _unpack_blocks(layout, tensors)
-    require(described(tensors), packed_tensors(module, layer, shape))
+    require_headers(tensor_headers(tensors), packed_tensors(module, layer, shape))
     if int(tensors[f"{module}.weight_format"]):
         raise InputError(f"{module}.weight_format: only 0 (by row) is read", tensor=module)
     parameters = {"scales": (tensors[f"{module}.SCB"] / 127).unsqueeze(1)}
-    parameters |= _outliers(module, shape, tensors)
+    parameters |= _read_outlier_columns(module, shape, tensors)
     tensor = Quantized(tensors[f"{module}.weight"], parameters, layer.weight, layer.input)
-    return sound(tensor, f"{module}.SCB")
+    return require_valid_scales(tensor, f"{module}.SCB")
 
 
-def _outliers(
+def _read_outlier_columns(
     module: str, shape: tuple[int, int], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the columns that are kept in 16 bits, checked."""
+    """Read and check the columns that are kept in 16 bits."""
     import torch
 
     name = f"{module}.outlier_columns"
@@ -348,12 +354,15 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    weight, name = f"{layout.module}.weight", layout.module + STATE + layout.scheme.weight.grid
+    weight, name = (
+        f"{layout.module}.weight",
+        layout.module + STATE_SUFFIX + layout.scheme.weight.grid,
+    )
     expected = [item for item in packed_tensors(module, layout.scheme, shape) if item.name != name]
-    headers = described(tensors)
+    headers = tensor_headers(tensors)
     if weight in headers:
-        headers[weight] = _as_bytes(headers[weight])
-    require(headers, expected)
+        headers[weight] = _as_uint8_header(headers[weight])
+    require_headers(headers, expected)
     state = _read_state(name, tensors[name])
     stated = (state.get("quant_type"), state.get("blocksize"), state.get("shape"))
     wanted = (scheme.grid, scheme.group_size(shape[1]), list(shape))
@@ -369,13 +378,13 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
             "the checkpoint is damaged: fetch it again",
             tensor=name,
         )
-    _same(f"{weight}.quant_map", tensors, book(scheme.grid))
+    _require_codebook(f"{weight}.quant_map", tensors, book(scheme.grid))
     octets = tensors[weight].flatten().view(torch.uint8)
     codes = torch.stack((octets >> 4, octets & 15), 1).view(shape)
     groups = scheme.parameter_shape(shape)
     parameters = {"scales": tensors[f"{weight}.absmax"].view(groups)}
     if scheme.scale is ScaleType.DOUBLE:
-        _same(f"{weight}.nested_quant_map", tensors, dynamic_map())
+        _require_codebook(f"{weight}.nested_quant_map", tensors, dynamic_map())
         offset = state.get("nested_offset")
         if state.get("nested_blocksize") != NESTED or type(offset) not in {int, float}:
             size = state.get("nested_blocksize")
@@ -385,20 +394,20 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
                 tensor=name,
             )
         nested = tensors[f"{weight}.nested_absmax"].view(1, -1)
-        parameters["nested"] = finite(f"{weight}.nested_absmax", nested)
+        parameters["nested"] = require_finite(f"{weight}.nested_absmax", nested)
         parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
-        finite(name, parameters["offset"], "nested_offset")
-        finite(f"{weight}.absmax", unnest(parameters))  # the sum may be beyond float32
-    return sound(Quantized(codes, parameters, scheme), f"{weight}.absmax")
+        require_finite(name, parameters["offset"], "nested_offset")
+        require_finite(f"{weight}.absmax", unnest(parameters))  # the sum may be beyond float32
+    return require_valid_scales(Quantized(codes, parameters, scheme), f"{weight}.absmax")
 
 
 def _read_state(name: str, blob: Tensor) -> Mapping[str, Any]:
-    if blob.numel() > _STATE_BYTES:
-        raise InputError(f"{name}: {blob.numel()} bytes, more than {_STATE_BYTES}", tensor=name)
+    if blob.numel() > _MAX_STATE_BYTES:
+        raise InputError(f"{name}: {blob.numel()} bytes, more than {_MAX_STATE_BYTES}", tensor=name)
     return parse_object(bytes(blob.tolist()), name)
 
 
-def _same(name: str, tensors: Mapping[str, Tensor], expected: Tensor) -> None:
+def _require_codebook(name: str, tensors: Mapping[str, Tensor], expected: Tensor) -> None:
     if not bool((tensors[name] - expected).abs().max() < 1e-6):
         raise InputError(
             f"{name}: not the levels of its type",
@@ -408,7 +417,7 @@ def _same(name: str, tensors: Mapping[str, Tensor], expected: Tensor) -> None:
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``, naming all linears that stay; 8-bit inputs are always rounded, by default below 6."""
+    """Return ``config.json`` with the list of unquantized linears and, for int8, the outlier threshold."""
     eight = bool(found := quantized_modules(plan, ".SCB"))
     modules = found or quantized_modules(plan, ".weight.absmax")
     schemes = [tensor.scheme for tensor in modules.values() if tensor.scheme is not None]
@@ -424,98 +433,102 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         "bnb_4bit_use_double_quant": scheme.scale is ScaleType.DOUBLE,
         "llm_int8_enable_fp32_cpu_offload": False,
         "llm_int8_has_fp16_weight": False,
-        INFO.skip_list_key: skipped_with_mixtures(plan, config, modules),
-        "llm_int8_threshold": next(iter(_thresholds(schemes)), THRESHOLD),
+        INFO.skip_list_key: skip_list_with_experts(plan, config, modules),
+        "llm_int8_threshold": next(iter(_thresholds(schemes)), DEFAULT_THRESHOLD),
         "load_in_4bit": not eight,
         "load_in_8bit": eight,
-        "quant_method": METHOD,
+        "quant_method": QUANT_METHOD,
     }
     return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
 
 
 def is_declared(config: Mapping[str, Any]) -> bool:
-    """Return whether ``quant_method`` is bitsandbytes (or, in old files, only its options are there)."""
+    """Return whether ``quant_method`` is bitsandbytes, or missing with ``load_in_4bit`` present (old files)."""
     found = quantization_config(config)
     method = found.get("quant_method")
-    return method == METHOD or (method is None and bool(found.keys() & {"load_in_4bit"}))
+    return method == QUANT_METHOD or (method is None and bool(found.keys() & {"load_in_4bit"}))
 
 
 def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
-    """Return the linears with a quantization state, or with row maxima.
+    """Return the linears that have a quantization state (4 bits) or row maxima (8 bits).
 
     Raises:
         InputError: tensors are missing, or disagree with each other or with the architecture.
     """
     quantization = quantization_config(config)
-    refuse_open_head(quantization, INFO.skip_list_key, tensors)
-    described = {name.partition(STATE)[0] for name in tensors if STATE in name}
+    require_head_in_skip_list(quantization, INFO.skip_list_key, tensors)
+    described = {name.partition(STATE_SUFFIX)[0] for name in tensors if STATE_SUFFIX in name}
     for name in tensors:
         module = name.removesuffix(".weight.absmax")
         if module != name and module not in described:
             raise InputError(
-                f"{module}{STATE}*: missing, the type and the shape of packed weights",
+                f"{module}{STATE_SUFFIX}*: missing, the type and the shape of packed weights",
                 "the checkpoint is damaged: fetch it again",
                 tensor=name,
             )
     found = [
-        _rows(config, name.removesuffix(".SCB"), tensors)
+        _int8_layout(config, name.removesuffix(".SCB"), tensors)
         for name in tensors
         if name.endswith(".SCB")
     ]
-    states = (name.rpartition(STATE) for name in tensors if STATE in name)
-    found += [_blocks(config, module, grid, tensors) for module, _, grid in states]
+    states = (name.rpartition(STATE_SUFFIX) for name in tensors if STATE_SUFFIX in name)
+    found += [_block_layout(config, module, grid, tensors) for module, _, grid in states]
     if found:
-        _agree(quantization, found, tensors)
+        _check_options(quantization, found, tensors)
     return found
 
 
-def _agree(
+def _check_options(
     config: Mapping[str, Any],
     found: Sequence[ModuleLayout],
     tensors: Mapping[str, StoredTensor],
 ) -> None:
-    """Raise `InputError` for options that deny what the tensors hold."""
+    """Raise `InputError` if the configuration contradicts the tensors."""
     for bits in (8, 4):
         actual = any(layout.scheme.weight.bits == bits for layout in found)
         for key in (f"load_in_{bits}bit", f"_load_in_{bits}bit"):
-            agree(config, key, actual, f"{'some' if actual else 'no'} modules are of {bits} bits")
+            check_config_value(
+                config, key, actual, f"{'some' if actual else 'no'} modules are of {bits} bits"
+            )
     for layout in found:
         scheme = layout.scheme.weight
         if scheme.bits == 4:
             what = f"{layout.module} is {scheme}"
-            agree(config, "bnb_4bit_quant_type", scheme.grid, what)
-            agree(config, "bnb_4bit_use_double_quant", scheme.scale is ScaleType.DOUBLE, what)
-            storage, _ = STORAGE[tensors[f"{layout.module}.weight"].dtype]
-            agree(
+            check_config_value(config, "bnb_4bit_quant_type", scheme.grid, what)
+            check_config_value(
+                config, "bnb_4bit_use_double_quant", scheme.scale is ScaleType.DOUBLE, what
+            )
+            storage, _ = STORAGE_DTYPES[tensors[f"{layout.module}.weight"].dtype]
+            check_config_value(
                 config, "bnb_4bit_quant_storage", storage, f"{layout.module} is stored as {storage}"
             )
-    not_excepted(config, INFO.skip_list_key, [layout.module for layout in found])
+    check_not_in_skip_list(config, INFO.skip_list_key, [layout.module for layout in found])
 
 
-def _rows(
+def _int8_layout(
     config: Mapping[str, Any], module: str, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    threshold = quantization_config(config).get("llm_int8_threshold", THRESHOLD)
+    threshold = quantization_config(config).get("llm_int8_threshold", DEFAULT_THRESHOLD)
     both = (tensors.get(f"{module}.{key}") for key in ("outlier_columns", "outlier_weight"))
     kept = max((found.shape[-1] for found in both if found and found.shape), default=0)
     activation = Activation("int8", "token", True, float(threshold) or None, kept)
     layer = LayerScheme(Scheme("int8", Row(), scale=ScaleType.F32), activation)
-    shape = matrix(tensors, f"{module}.weight")
+    shape = matrix_shape(tensors, f"{module}.weight")
     expected = packed_tensors(module, layer, shape)
-    require(tensors, expected)
+    require_headers(tensors, expected)
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
 
 
-def _blocks(
+def _block_layout(
     config: Mapping[str, Any], module: str, grid: str, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    weight, name = f"{module}.weight", module + STATE + grid
-    matrix(tensors, weight)
-    packed = _as_bytes(tensors[weight])
+    weight, name = f"{module}.weight", module + STATE_SUFFIX + grid
+    matrix_shape(tensors, weight)
+    packed = _as_uint8_header(tensors[weight])
     octets = packed.shape[0]
-    declared = declared_shape(config, module)
+    declared = linear_shape(config, module)
     shape = _recorded_shape(tensors[name]) if tensors[name].data else declared
     if shape is None:
         raise InputError(
@@ -546,21 +559,21 @@ def _blocks(
     scale = ScaleType.DOUBLE if absmax.dtype == "U8" else ScaleType.F32
     layer = LayerScheme(Scheme(grid, PerGroup(size), scale=scale))
     expected = packed_tensors(module, layer, shape)
-    require({**tensors, weight: packed}, [item for item in expected if item.name != name])
+    require_headers({**tensors, weight: packed}, [item for item in expected if item.name != name])
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))
 
 
-def _as_bytes(weight: StoredTensor) -> StoredTensor:
-    """Return the header of packed weights as if they were stored as U8; of another type than `STORAGE`, as it is."""
-    if weight.dtype not in STORAGE or len(weight.shape) != 2:
+def _as_uint8_header(weight: StoredTensor) -> StoredTensor:
+    """Return the header of packed weights as if stored as U8; unchanged if the dtype is not in `STORAGE_DTYPES`."""
+    if weight.dtype not in STORAGE_DTYPES or len(weight.shape) != 2:
         return weight
     return StoredTensor(
-        weight.name, "U8", (weight.shape[0] * STORAGE[weight.dtype][1], weight.shape[1])
+        weight.name, "U8", (weight.shape[0] * STORAGE_DTYPES[weight.dtype][1], weight.shape[1])
     )
 
 
 def _recorded_shape(state: StoredTensor) -> tuple[int, int] | None:
-    """Return the shape that the JSON of a weight records; None where it records none of two sizes."""
+    """Return the weight shape that the quantization state records; None if it is not two positive sizes."""
     shape = parse_object(state.data, state.name).get("shape")
     if not isinstance(shape, list) or len(shape) != 2:
         return None

@@ -1,4 +1,4 @@
-"""``config.json`` of an artifact: the source's, its type stated twice, the quantization added.
+"""The ``config.json`` of a result: the source's, with both spellings of the dtype and the quantization added.
 
 Engines have to know which linears and mixtures of experts stay as they are, by the names under which they look for
 them: they hold a mixture as one module.
@@ -19,96 +19,101 @@ from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError
 from quantforge.files.hub import is_hub_name
 from quantforge.files.safetensors import TORCH_NAMES
-from quantforge.formats.auto_round import translated
+from quantforge.formats.auto_round import translate_config
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 
-FLOATS = ("F16", "BF16", "F32")
-NUMBERS = (*FLOATS, "F64")  # types of a source that may be restated in one of `FLOATS`
-DECLARING = ("quantization_config", "quantization", "compression_config")
-LOADED_FROM = "_name_or_path"
+FLOAT_DTYPES = ("F16", "BF16", "F32")
+CASTABLE_DTYPES = (
+    *FLOAT_DTYPES,
+    "F64",
+)  # types of a source that may be restated in one of `FLOAT_DTYPES`
+QUANTIZATION_KEYS = ("quantization_config", "quantization", "compression_config")
+NAME_OR_PATH_KEY = "_name_or_path"
 # Last parts of the names of two-dimensional tensors that are looked up, not multiplied.
-EMBEDDINGS = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
-_MIXTURE = re.compile(r"(.*\bexperts)\.")
+EMBEDDING_MODULES = {"embed_tokens", "embed_positions", "wte", "wpe", "embed_in", "word_embeddings"}
+_EXPERTS_MODULE = re.compile(r"(.*\bexperts)\.")
 # vLLM decides on a mixture by these parts of its first expert, however files hold it; which three differs by family.
-_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+_EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``quantization_config`` of a configuration, empty when there is none; AutoRound's translated."""
-    found = config.get("quantization_config")
-    return translated(found) if isinstance(found, Mapping) else {}
+    """Return the ``quantization_config`` of a configuration, {} if there is none; AutoRound's is translated."""
+    quantization = config.get("quantization_config")
+    return translate_config(quantization) if isinstance(quantization, Mapping) else {}
 
 
-def declarations(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what declares a quantization in a configuration and in those nested in it: dotted path and value."""
+def find_quantization_keys(
+    config: Mapping[str, Any], parent_path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the keys that declare a quantization, also in nested configurations: dotted path and value."""
     for key, value in config.items():
-        path = f"{within}.{key}" if within else key
-        if key in DECLARING and (not within or key != "quantization"):
+        path = f"{parent_path}.{key}" if parent_path else key
+        if key in QUANTIZATION_KEYS and (not parent_path or key != "quantization"):
             yield path, value
         elif key.endswith("_config") and isinstance(value, Mapping):
-            yield from declarations(value, path)
+            yield from find_quantization_keys(value, path)
 
 
-def without_declarations(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
-    """Return a configuration without what `declarations` yields."""
+def strip_quantization_keys(config: Mapping[str, Any], parent_path: str = "") -> dict[str, Any]:
+    """Return a copy of a configuration without the keys that `find_quantization_keys` yields."""
     return {
-        key: without_declarations(value, key)
+        key: strip_quantization_keys(value, key)
         if key.endswith("_config") and isinstance(value, Mapping)
         else value
         for key, value in config.items()
-        if key not in DECLARING or (within and key == "quantization")
+        if key not in QUANTIZATION_KEYS or (parent_path and key == "quantization")
     }
 
 
-def listed(config: Mapping[str, Any], key: str) -> list[str]:
-    """Return the list of strings that a configuration has under ``key``, empty where there is none.
+def string_list(config: Mapping[str, Any], key: str) -> list[str]:
+    """Return the list of strings under a key of a configuration, empty if it is missing.
 
     Raises:
         InputError: something else is there.
     """
-    found = config.get(key) or []
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
         raise InputError(
-            f"config.json: {key} = {str(found)[:60]} is no list of names",
+            f"config.json: {key} = {str(names)[:60]} is no list of names",
             "quantization_config is damaged: get the model again",
         )
-    return found
+    return names
 
 
 def model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
-    """Return the type that the source computes in, e.g. ``bfloat16``."""
-    stated = config.get("dtype") or config.get("torch_dtype")
-    if isinstance(stated, str) and stated != "auto":
-        return stated.removeprefix("torch.")
-    counted = Counter(tensor.dtype for tensor in plan.tensors if tensor.dtype in FLOATS)
-    return TORCH_NAMES[counted.most_common(1)[0][0]] if counted else "float32"
+    """Return the dtype in which the source computes, e.g. ``bfloat16``."""
+    declared = config.get("dtype") or config.get("torch_dtype")
+    if isinstance(declared, str) and declared != "auto":
+        return declared.removeprefix("torch.")
+    dtype_counts = Counter(tensor.dtype for tensor in plan.tensors if tensor.dtype in FLOAT_DTYPES)
+    return TORCH_NAMES[dtype_counts.most_common(1)[0][0]] if dtype_counts else "float32"
 
 
-def half_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
-    """Return ``float16``, which kernels want, or the source's type where float16 overflows."""
+def float16_or_model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
+    """Return ``float16``, which kernels need, or the source's dtype if float16 would overflow."""
     architecture = architecture_of(text_config(config))
     safe = architecture is None or architecture.float16
     return "float16" if safe else model_dtype(plan, config)
 
 
-def head_of(config: Mapping[str, Any]) -> str:
-    """Return the module name of the output projection."""
+def head_module(config: Mapping[str, Any]) -> str:
+    """Return the module name of the output projection (``lm_head``)."""
     architecture = architecture_of(text_config(config))
     return "lm_head" if architecture is None else architecture.head
 
 
-def declared_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | None:
-    """Return ``(out_features, in_features)`` of a linear of a block, None where no architecture declares it."""
-    text = text_config(config)
-    architecture = architecture_of(config) or architecture_of(text)
+def linear_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | None:
+    """Return the ``(out_features, in_features)`` of a linear in a block; None if no architecture declares it."""
+    decoder_config = text_config(config)
+    architecture = architecture_of(config) or architecture_of(decoder_config)
     if architecture is None:
         return None
-    local = within_block(module)
-    dimensions = architecture.dimensions(text)
+    local = name_within_block(module)
+    dimensions = architecture.dimensions(decoder_config)
     index = int(module.removesuffix(f".{local}").rpartition(".")[2]) if local else dimensions.layers
     if index >= dimensions.layers:
         return None
-    kind = architecture.layers(text, dimensions)[index]
+    kind = architecture.layers(decoder_config, dimensions)[index]
     for item in kind.parameters:
         weight = (item.stored or item.name).removesuffix(".weight")
         if weight == local and item.name.removesuffix(".weight") in kind.linears:
@@ -118,7 +123,7 @@ def declared_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | 
 
 
 def quantized_modules(plan: Plan, suffix: str) -> dict[str, TensorPlan]:
-    """Return the plan of each module that is written with a tensor named ``suffix``."""
+    """Return the plans of all modules that have a stored tensor with a name suffix, by module name."""
     return {
         output.name.removesuffix(suffix): tensor
         for tensor in plan.quantized()
@@ -127,8 +132,8 @@ def quantized_modules(plan: Plan, suffix: str) -> dict[str, TensorPlan]:
     }
 
 
-def kept_linears(plan: Plan) -> list[str]:
-    """Return the sorted full names of the linear modules that stay as they were."""
+def unquantized_linears(plan: Plan) -> list[str]:
+    """Return the sorted full names of the linears that are not quantized."""
     return sorted(
         output.name.removesuffix(".weight")
         for tensor in plan.tensors
@@ -136,18 +141,18 @@ def kept_linears(plan: Plan) -> list[str]:
         for output in tensor.outputs
         if output.name.endswith(".weight")
         and len(output.shape) == 2
-        and output.name.split(".")[-2] not in EMBEDDINGS
+        and output.name.split(".")[-2] not in EMBEDDING_MODULES
     )
 
 
-def within_block(module: str) -> str:
-    """Return the name of a module relative to its block, "" for one outside of the blocks."""
+def name_within_block(module: str) -> str:
+    """Return the module name relative to its block, "" if it is outside of the blocks."""
     parts = module.split(".")
     numbered = [index for index, part in enumerate(parts) if part.isdecimal()]
     return ".".join(parts[numbered[0] + 1 :]) if numbered else ""
 
 
-def spellings(module: str, config: Mapping[str, Any]) -> list[str]:
+def name_variants(module: str, config: Mapping[str, Any]) -> list[str]:
     """Return the names by which engines may look for a module: as stored, and in a multimodal model as loaded.
 
     Files of multimodal models keep the names of their first release (``language_model.model.layers``);
@@ -162,64 +167,71 @@ def spellings(module: str, config: Mapping[str, Any]) -> list[str]:
     ):
         if module.startswith(stored):
             return [module, loaded + module.removeprefix(stored)]
-    return [module] if module == head_of(config) else [module, f"model.{module}"]
+    return [module] if module == head_module(config) else [module, f"model.{module}"]
 
 
-def skipped(
+def skip_list(
     plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
 ) -> list[str]:
-    """Return the full names of all linears that stay as they are.
+    """Return the full names of all linears that are not quantized.
 
     A tied head is one of them, although no tensor has its name. Where the running model has another name for one,
     as the routers of some families, it is listed under both; of draft heads vLLM holds all in ``model``.
     """
-    head = head_of(config)
-    names = {*kept_linears(plan), head} - quantized.keys()
+    head = head_module(config)
+    names = {*unquantized_linears(plan), head} - quantized.keys()
     names |= {f"model.{name}" for name in names} if is_draft(config) else set()
     family = architecture_of(config) or architecture_of(text_config(config))
     for stored, running in (family.renamed if family else {}).items():
-        found = {name for name in names if name.endswith(f".{stored}")}
-        names |= {name.removesuffix(stored) + running for name in found}
-    taken = {name for module in quantized for name in targeted(module, plan, config)}
-    kept = {name for module in names for name in spellings(module, config)}
-    return sorted(kept.union(plan.running.kept if plan.running else ()) - taken)
+        renamed = {name for name in names if name.endswith(f".{stored}")}
+        names |= {name.removesuffix(stored) + running for name in renamed}
+    quantized_names = {name for module in quantized for name in target_names(module, plan, config)}
+    variants = {name for module in names for name in name_variants(module, config)}
+    return sorted(variants.union(plan.running.kept if plan.running else ()) - quantized_names)
 
 
-def skipped_with_mixtures(
+def skip_list_with_experts(
     plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
 ) -> list[str]:
-    """Return the full names of all linears and mixtures that stay as they are."""
-    return [*skipped(plan, config, quantized), *kept_mixtures(plan, config, quantized)]
+    """Return the full names of all linears and MoE expert modules that are not quantized."""
+    return [
+        *skip_list(plan, config, quantized),
+        *unquantized_expert_modules(plan, config, quantized),
+    ]
 
 
-def skipped_with_stacks(
+def skip_list_with_stacked_experts(
     plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
 ) -> list[str]:
-    """Return what compressed-tensors has to ignore: linears, and of mixtures that are stored stacked the parts too.
+    """Return the ``ignore`` list of compressed-tensors: unquantized linears, stacked experts and their projections.
 
     No file has such parts; without their names vLLM takes a mixture for packed wherever linears are as a class.
     """
-    stacks = _mixtures(_stacks(_kept(plan), config)) - _mixtures(quantized)
+    stacks = _expert_module_names(
+        _stacked_expert_names(_written_tensors(plan), config)
+    ) - _expert_module_names(quantized)
     names = [
         name
         for mixture in stacks
-        for local in (mixture, *(f"{mixture}.0.{part}" for part in _PARTS))
-        for name in spellings(local, config)
+        for local in (mixture, *(f"{mixture}.0.{part}" for part in _EXPERT_PROJECTIONS))
+        for name in name_variants(local, config)
     ]
-    return sorted({*skipped(plan, config, quantized), *names})
+    return sorted({*skip_list(plan, config, quantized), *names})
 
 
-def kept_mixtures(
+def unquantized_expert_modules(
     plan: Plan, config: Mapping[str, Any], quantized: Mapping[str, TensorPlan]
 ) -> list[str]:
-    """Return the names of the mixtures whose experts all stay as they are, however these are stored."""
-    kept = _kept(plan)
-    stored = _mixtures(item.name for item in kept) | _mixtures(_stacks(kept, config))
-    whole = stored - _mixtures(quantized)
-    return sorted(name for mixture in whole for name in spellings(mixture, config))
+    """Return the names of MoE expert modules in which no expert is quantized, stacked or not."""
+    written = _written_tensors(plan)
+    stored = _expert_module_names(item.name for item in written) | _expert_module_names(
+        _stacked_expert_names(written, config)
+    )
+    unquantized = stored - _expert_module_names(quantized)
+    return sorted(name for mixture in unquantized for name in name_variants(mixture, config))
 
 
-def _kept(plan: Plan) -> list[StoredTensor]:
+def _written_tensors(plan: Plan) -> list[StoredTensor]:
     return [
         item
         for tensor in plan.tensors
@@ -228,8 +240,8 @@ def _kept(plan: Plan) -> list[StoredTensor]:
     ]
 
 
-def _stacks(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> list[str]:
-    """Return the names of stacked experts, as parts of a module ``experts`` where files have none."""
+def _stacked_expert_names(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> list[str]:
+    """Return the names of stacked expert tensors, with ``experts`` inserted if the stored names lack it."""
     counts = experts_of(text_config(config))
     names = (
         item.name.removesuffix(".weight")
@@ -237,18 +249,19 @@ def _stacks(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> list[s
         if BLOCK.match(item.name) and is_stack(item.shape, counts)
     )
     return [
-        name if _MIXTURE.match(name) else ".experts.".join(name.rsplit(".", 1)) for name in names
+        name if _EXPERTS_MODULE.match(name) else ".experts.".join(name.rsplit(".", 1))
+        for name in names
     ]
 
 
-def _mixtures(names: Iterable[str]) -> set[str]:
-    return {found[1] for name in names if (found := _MIXTURE.match(name))}
+def _expert_module_names(names: Iterable[str]) -> set[str]:
+    return {found[1] for name in names if (found := _EXPERTS_MODULE.match(name))}
 
 
-def targeted(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:
-    """Return the names by which engines may look for a quantized module; see `spellings`."""
+def target_names(module: str, plan: Plan, config: Mapping[str, Any]) -> list[str]:
+    """Return the names by which engines may look up a quantized module; see `name_variants`."""
     running = plan.running.modules.get(module, module) if plan.running else module
-    return list(dict.fromkeys([*spellings(module, config), running]))
+    return list(dict.fromkeys([*name_variants(module, config), running]))
 
 
 def config_json(
@@ -256,26 +269,26 @@ def config_json(
     dtype: str,
     quantization: Mapping[str, Any] | None = None,
     *,
-    twin: str = "",
+    duplicate_key: str = "",
 ) -> bytes:
-    """Return the bytes of ``config.json``, which declares the quantization once, and under ``twin`` if that is named.
+    """Return ``config.json`` as bytes, with the quantization, repeated under ``duplicate_key`` if that is given.
 
     The keys keep the source's order. Both spellings of the type are written, because transformers 5
     reads ``dtype`` and older engines read ``torch_dtype``.
     """
-    written = without_declarations(config)
-    if twin and quantization is not None:
-        written[twin] = dict(quantization)
-    if not is_hub_name(str(written.get(LOADED_FROM, ""))):
-        written.pop(LOADED_FROM, None)  # a path of whoever saved the source
-    written |= {"dtype": dtype, "torch_dtype": dtype}
-    nested = written.get("text_config")
+    document = strip_quantization_keys(config)
+    if duplicate_key and quantization is not None:
+        document[duplicate_key] = dict(quantization)
+    if not is_hub_name(str(document.get(NAME_OR_PATH_KEY, ""))):
+        document.pop(NAME_OR_PATH_KEY, None)  # a path of whoever saved the source
+    document |= {"dtype": dtype, "torch_dtype": dtype}
+    nested = document.get("text_config")
     if isinstance(nested, Mapping):
-        stated = {key: dtype for key in ("dtype", "torch_dtype") if key in nested}
-        written["text_config"] = {**nested, **stated}
+        dtype_keys = {key: dtype for key in ("dtype", "torch_dtype") if key in nested}
+        document["text_config"] = {**nested, **dtype_keys}
     if quantization is not None:
-        written["quantization_config"] = dict(quantization)
-    return json_bytes(written)
+        document["quantization_config"] = dict(quantization)
+    return json_bytes(document)
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

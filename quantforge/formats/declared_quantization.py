@@ -1,4 +1,4 @@
-"""What a model directory declares about its quantization: where, settled by what its tensors are, and which linears.
+"""Quantization declared by a model directory: find the declaration, compare it with the tensors.
 
 The tensors decide. If none is packed, the weights are plain numbers and any declaration is left over: a merged model
 keeps the declaration of its base model, which was loaded in 4 bits for training. If some are packed, a declaration is
@@ -15,7 +15,7 @@ the same within ``text_config`` and such   multimodal models, for their text mod
 ``hf_quant_config.json``                   NVIDIA's Model Optimizer
 =========================================  ========================================================================
 
-Each method lists the modules that stay unquantized in its own way (`declared`): by whole names or patterns
+Each method lists the unquantized modules in its own way (`quantization_predicate`): by whole names or patterns
 (compressed-tensors' ``ignore``), by parts of names (``modules_to_not_convert``), or by regular expressions (GPTQ's
 ``dynamic``). Readers differ, too: optimum ignores ``dynamic`` and reads only ``modules_in_block_to_quantize``.
 """
@@ -33,33 +33,33 @@ from quantforge.files.opener import FILES, read_object
 from quantforge.files.reader import CONFIG, Checkpoint
 from quantforge.formats import ModuleLayout, detect_format
 from quantforge.formats.configuration import (
-    declarations,
-    head_of,
-    listed,
+    find_quantization_keys,
+    head_module,
+    name_variants,
+    name_within_block,
     quantization_config,
-    spellings,
-    within_block,
-    without_declarations,
+    string_list,
+    strip_quantization_keys,
 )
-from quantforge.formats.patterns import ModulePatterns, matches_module
-from quantforge.formats.read_checks import denied
+from quantforge.formats.patterns import ModulePatterns, config_pattern_matches
+from quantforge.formats.read_checks import contradiction_error
 from quantforge_files import roles
 
-KEY = "quantization_config"
-_MODELOPT = "hf_quant_config.json"
+CONFIG_KEY = "quantization_config"
+_MODELOPT_FILE = "hf_quant_config.json"
 # Endings of quantization parameters: a model with such a tensor keeps its declaration, even if no weight is packed.
-_PARAMETERS = (
+_PARAMETER_SUFFIXES = (
     ".weight_scale", ".weight_scale_inv", ".weight_scale_2", ".qzeros", ".absmax", ".SCB", ".k_scale", ".v_scale",
 )  # fmt: skip
 # Files that declare a quantization, each with the method to assume if the file names none, as the oldest do.
-_FILES = {
+_METHOD_BY_FILE = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "quantization_config.json": "",
-    _MODELOPT: "modelopt",
+    _MODELOPT_FILE: "modelopt",
 }
 # The tool that writes tensors whose names end this way; the first match counts.
-_TOOLS = (
+_TOOL_BY_SUFFIX = (
     (".g_idx", "AutoGPTQ or GPTQModel (GPTQ)"),
     (".qweight", "AutoAWQ (AWQ), or AutoRound"),
     (".weight_packed", "llm-compressor (compressed-tensors)"),
@@ -78,11 +78,11 @@ _TOOLS = (
     (".q_weight", "ExLlamaV2"),
     (".centroids.weight", "VPTQ"),
 )
-_SHOWN = 4  # names in an error
-Declared = Callable[[str], Set[bool]]
+_MAX_SHOWN = 4  # names in an error
+QuantizationPredicate = Callable[[str], Set[bool]]
 
 
-def settle_declared(checkpoint: Checkpoint) -> Checkpoint:
+def resolve_declaration(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with its declaration in ``quantization_config``, or without one if no tensor is packed.
 
     A declaration in another place is moved there, and one that is left over is dropped. Zero biases, which AutoGPTQ of
@@ -120,7 +120,7 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
     declared = [{item.stored or item.name for item in kind.parameters} for kind in kinds]
     added = set()
     for name in found:
-        local = within_block(name)
+        local = name_within_block(name)
         block = int(name.removesuffix(f".{local}").rpartition(".")[2]) if local else len(declared)
         if block >= len(declared) or local in declared[block]:
             continue
@@ -131,44 +131,48 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
 
 
 def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with at most one declaration, in ``quantization_config``; errors as `settle_declared`."""
+    """Return the checkpoint with at most one declaration, in ``quantization_config``."""
     config = checkpoint.config
     packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.header())]
-    if not packed and not any(name.endswith(_PARAMETERS) for name in checkpoint.entries):
-        return _without(checkpoint)
-    found = config.get(KEY)
+    if not packed and not any(name.endswith(_PARAMETER_SUFFIXES) for name in checkpoint.entries):
+        return _drop_declarations(checkpoint)
+    found = config.get(CONFIG_KEY)
     if isinstance(found, Mapping) and found:
-        method = _modelopt_method(checkpoint) if "quant_method" not in found else {}
+        method = _missing_modelopt_method(checkpoint) if "quant_method" not in found else {}
         return (
-            replace(checkpoint, config={**config, KEY: {**found, **method}})
+            replace(checkpoint, config={**config, CONFIG_KEY: {**found, **method}})
             if method
             else checkpoint
         )
     if isinstance(config.get("quantization"), Mapping) and config["quantization"]:
-        return replace(checkpoint, config={**config, KEY: config["quantization"]})
-    places = dict(_declared_elsewhere(checkpoint))
+        return replace(checkpoint, config={**config, CONFIG_KEY: config["quantization"]})
+    places = dict(_other_declarations(checkpoint))
     if not places:
         if packed:
-            raise _undeclared(checkpoint, packed)
-        return _without(checkpoint)
+            raise _undeclared_error(checkpoint, packed)
+        return _drop_declarations(checkpoint)
     first, declared = next(iter(places.items()))
     for place, other in places.items():
         if other != declared:
             raise InputError(
                 f"{checkpoint.path}: {first} and {place} declare different quantizations",
-                f"put the right one into {CONFIG} as {KEY}",
+                f"put the right one into {CONFIG} as {CONFIG_KEY}",
                 file=str(checkpoint.path),
             )
-    config = {**without_declarations(config), KEY: declared}
-    usual = first == _MODELOPT
-    note = "" if usual else f"read from {first}, because {CONFIG} has no {KEY}"
+    config = {**strip_quantization_keys(config), CONFIG_KEY: declared}
+    usual = first == _MODELOPT_FILE
+    note = "" if usual else f"read from {first}, because {CONFIG} has no {CONFIG_KEY}"
     return replace(checkpoint, config=config, declaration_note=note)
 
 
-def _without(checkpoint: Checkpoint) -> Checkpoint:
+def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
     """Return a checkpoint in which no tensor is packed, with every declaration of a quantization removed."""
-    config = without_declarations(checkpoint.config)
-    left = {path: found for path, found in declarations(checkpoint.config) if found is not None}
+    config = strip_quantization_keys(checkpoint.config)
+    left = {
+        path: found
+        for path, found in find_quantization_keys(checkpoint.config)
+        if found is not None
+    }
     if not left:
         return checkpoint if config == checkpoint.config else replace(checkpoint, config=config)
     methods = {
@@ -184,24 +188,24 @@ def _without(checkpoint: Checkpoint) -> Checkpoint:
     )
 
 
-def _declared_elsewhere(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+def _other_declarations(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield other places that declare a quantization, each with the declaration; files only if no key declares one."""
     there = False
-    for path, found in declarations(checkpoint.config):
+    for path, found in find_quantization_keys(checkpoint.config):
         if not isinstance(found, Mapping) or not found or path.endswith("quantization"):
             continue
-        inner = found.get(KEY)
+        inner = found.get(CONFIG_KEY)
         there = True
         yield f"{path} of {CONFIG}", {**found, **inner} if isinstance(inner, Mapping) else {**found}
     if there or not checkpoint.path.is_dir():
         return
     names = FILES.listing(checkpoint.path, None)
-    for name, method in _FILES.items():
+    for name, method in _METHOD_BY_FILE.items():
         if name in names:
-            yield name, _file_declaration(checkpoint, name, method)
+            yield name, _read_declaration_file(checkpoint, name, method)
 
 
-def _file_declaration(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
+def _read_declaration_file(checkpoint: Checkpoint, name: str, method: str) -> dict[str, Any]:
     """Return the declaration in a file, with its method; for Model Optimizer, only its ``quantization`` object."""
     found = read_object(checkpoint.path / name, roles.CONFIG, checkpoint.path)
     inner = found.get("quantization")
@@ -212,23 +216,28 @@ def _file_declaration(checkpoint: Checkpoint, name: str, method: str) -> dict[st
     return {**({"quant_method": method} if method else {}), **found}
 
 
-def _modelopt_method(checkpoint: Checkpoint) -> dict[str, str]:
+def _missing_modelopt_method(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the missing ``quant_method`` to add: ``modelopt`` if the directory has that tool's file, else nothing."""
-    there = _MODELOPT in FILES.listing(checkpoint.path, None)
+    there = _MODELOPT_FILE in FILES.listing(checkpoint.path, None)
     return {"quant_method": "modelopt"} if there else {}
 
 
-def _undeclared(checkpoint: Checkpoint, packed: list[str]) -> InputError:
+def _undeclared_error(checkpoint: Checkpoint, packed: list[str]) -> InputError:
     tool = next(
-        (tool for end, tool in _TOOLS if any(name.endswith(end) for name in checkpoint.entries)), ""
+        (
+            tool
+            for end, tool in _TOOL_BY_SUFFIX
+            if any(name.endswith(end) for name in checkpoint.entries)
+        ),
+        "",
     )
     kinds = sorted({checkpoint.entries[name].dtype for name in packed})
-    more = f" and {len(packed) - _SHOWN} more" if len(packed) > _SHOWN else ""
+    more = f" and {len(packed) - _MAX_SHOWN} more" if len(packed) > _MAX_SHOWN else ""
     written = f"; {tool} writes such names" if tool else ""
-    what = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_SHOWN])}{more})"
+    what = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_MAX_SHOWN])}{more})"
     return InputError(
         f"{checkpoint.path}: {what}, and neither {CONFIG} nor a file beside it declares how{written}",
-        f"fetch {CONFIG} again: its {KEY} is missing",
+        f"fetch {CONFIG} again: its {CONFIG_KEY} is missing",
         file=str(checkpoint.path),
         tensor=packed[0],
     )
@@ -237,7 +246,7 @@ def _undeclared(checkpoint: Checkpoint, packed: list[str]) -> InputError:
 # Which linears
 
 
-def declared(config: Mapping[str, Any]) -> Declared | None:
+def quantization_predicate(config: Mapping[str, Any]) -> QuantizationPredicate | None:
     """Return a function that tells whether the module with a name is quantized; None if the method has no such list.
 
     It returns the set of the answers that readers give: one if they agree, both if they differ, empty if uncertain.
@@ -248,25 +257,31 @@ def declared(config: Mapping[str, Any]) -> Declared | None:
     found = quantization_config(config)
     method = found.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed(found, lambda module: spellings(module, config))
+        return _compressed_tensors_predicate(found, lambda module: name_variants(module, config))
     if method == "gptq":
-        return lambda module: _gptq(found, module, head_of(config))
+        return lambda module: _gptq_answers(found, module, head_module(config))
     key = detect_format(config).INFO.skip_list_key if method else ""
     if not key:
         return None
-    names = listed(found, key) or listed(found, "ignored_layers")
-    return lambda module: _by_parts(names, spellings(module, config), head_of(config))
+    names = string_list(found, key) or string_list(found, "ignored_layers")
+    return lambda module: _answers_by_name_parts(
+        names, name_variants(module, config), head_module(config)
+    )
 
 
-def check_declared(
+def check_declared_modules(
     config: Mapping[str, Any], model_layout: ModelLayout, layouts: Mapping[str, ModuleLayout]
 ) -> None:
-    """Check that exactly those linears in blocks are packed that the configuration declares as quantized.
+    """Check that exactly the linears that the configuration declares as quantized are packed.
 
     Raises:
         InputError: all readers would take a packed linear for an unpacked one, or the other way around.
     """
-    answers = declared(config) if layouts and model_layout.architecture is not None else None
+    answers = (
+        quantization_predicate(config)
+        if layouts and model_layout.architecture is not None
+        else None
+    )
     if answers is None:
         return
     wrong: dict[bool, list[str]] = {}
@@ -277,17 +292,19 @@ def check_declared(
             if answers(module) == {not packed}:
                 wrong.setdefault(packed, []).append(module)
     for packed, modules in wrong.items():
-        more = f" and {len(modules) - _SHOWN} more" if len(modules) > _SHOWN else ""
+        more = f" and {len(modules) - _MAX_SHOWN} more" if len(modules) > _MAX_SHOWN else ""
         stated, actual = ("not quantized", "packed") if packed else ("quantized", "not packed")
-        raise denied(
+        raise contradiction_error(
             f"quantization_config says that {modules[0]} is {stated}",
-            f"{len(modules)} such modules are {actual}: {', '.join(modules[:_SHOWN])}{more}",
+            f"{len(modules)} such modules are {actual}: {', '.join(modules[:_MAX_SHOWN])}{more}",
             modules[0],
         )
 
 
-def _compressed(config: Mapping[str, Any], names_of: Callable[[str], list[str]]) -> Declared:
-    """Return `declared` for compressed-tensors: a linear is quantized if a group targets it and ``ignore`` does not.
+def _compressed_tensors_predicate(
+    config: Mapping[str, Any], names_of: Callable[[str], list[str]]
+) -> QuantizationPredicate:
+    """Return the predicate for compressed-tensors: a linear is quantized if a group targets it and ``ignore`` does not.
 
     ``names_of`` returns all names under which a module may be listed.
     """
@@ -295,26 +312,26 @@ def _compressed(config: Mapping[str, Any], names_of: Callable[[str], list[str]])
     targets = [
         target
         for group in (groups.values() if isinstance(groups, Mapping) else ())
-        for target in listed(group, "targets")
+        for target in string_list(group, "targets")
     ]
-    targeted, ignored = ModulePatterns(targets), ModulePatterns(listed(config, "ignore"))
+    targeted, ignored = ModulePatterns(targets), ModulePatterns(string_list(config, "ignore"))
 
     def quantized(name: str) -> set[bool]:
         names = names_of(name)
-        if any(ignored.rank(item) is not None for item in names):
+        if any(ignored.match_rank(item) is not None for item in names):
             return {False}
-        return {"Linear" in targets or any(targeted.rank(item) is not None for item in names)}
+        return {"Linear" in targets or any(targeted.match_rank(item) is not None for item in names)}
 
     return quantized
 
 
-def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
+def _gptq_answers(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
     if module == head:
         return {config.get("lm_head") is True}
     answers = set()
     rules = config.get("dynamic")
     for pattern in rules if isinstance(rules, Mapping) else ():
-        if matches_module(pattern.removeprefix("+:").removeprefix("-:"), module):
+        if config_pattern_matches(pattern.removeprefix("+:").removeprefix("-:"), module):
             answers.add(not pattern.startswith("-:"))
             break
     inside = config.get("modules_in_block_to_quantize") or []
@@ -324,11 +341,11 @@ def _gptq(config: Mapping[str, Any], module: str, head: str) -> set[bool]:
         )
     names = [name for group in inside for name in (group if isinstance(group, list) else [group])]
     if names:
-        answers.add(module in names or within_block(module) in names)
+        answers.add(module in names or name_within_block(module) in names)
     return answers or {True}
 
 
-def _by_parts(entries: Iterable[str], names: Iterable[str], head: str) -> set[bool]:
+def _answers_by_name_parts(entries: Iterable[str], names: Iterable[str], head: str) -> set[bool]:
     """Return the answers for a module with these names: unquantized if an entry is part of one of them.
 
     The head is uncertain where no entry names it: most readers leave it unquantized, but not all.

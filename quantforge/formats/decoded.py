@@ -1,9 +1,9 @@
-"""A quantized checkpoint as if it were not: its weights decoded as they are read, a strip of rows at a time.
+"""View of a quantized checkpoint as unquantized: weights are decoded when read, a strip of rows at a time.
 
 Two kinds of models are read so: models that are published in low precision (`formats.sources`), and models that were
 quantized from a better source. What that first quantization has lost stays lost, so that a run that begins with one of
-the latter records an event. Of the former some are in layouts that no format writes: their readers return `Encoded`
-weights.
+the latter records an event. Some of the former are in layouts that no format writes: their readers return
+`EncodedWeight` objects.
 
 Rows of a weight are rows of its codes and, where rows have scales of their own, of its scales; a scale of a tile
 belongs to some rows. `FormatInfo.row_sliced_suffixes` lists the stored tensors that are sliced with them. What is
@@ -22,35 +22,35 @@ from quantforge.errors import InputError
 from quantforge.files.computed_tensors import PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format, kv_scales
-from quantforge.formats.configuration import without_declarations
+from quantforge.formats.configuration import strip_quantization_keys
 from quantforge.formats.match_quantized import match_headers
 from quantforge.grids import Tile
 
 if TYPE_CHECKING:
     import torch
 
-STRIP = 1 << 19  # weights that are decoded at a time
-WORD = 32  # rows whose zero points fill whole words, whatever their bits
+STRIP_WEIGHTS = 1 << 19  # weights that are decoded at a time
+WORD_BITS = 32  # rows whose zero points fill whole words, whatever their bits
 PRECISION = "precision"  # the subject of what is said of it, see `Checkpoint.facts`
 
 
 @dataclass(frozen=True, slots=True)
-class DecodedRows:
-    """Reader of one quantized weight: rows of it, in float32, out of the tensors that hold them.
+class QuantizedWeightReader:
+    """Reader that decodes rows of one quantized weight to float32.
 
     Attributes:
-        form: the format of the files.
+        file_format: the format of the files.
         layout: of the weight ``[out_features, in_features]``.
-        turned: the family stores it as ``[in_features, out_features]``; a square one looks the same.
+        transposed: the family stores it as ``[in_features, out_features]``; a square one looks the same.
     """
 
-    form: Format
+    file_format: Format
     layout: ModuleLayout
-    turned: bool = False
+    transposed: bool = False
 
     def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
         """Return rows ``first:last`` of the weight as the family stores it."""
-        if not self.turned:
+        if not self.transposed:
             return self._rows(checkpoint, first, last)
         return self._rows(checkpoint, 0, self.layout.shape[0]).T[first:last].contiguous()
 
@@ -59,10 +59,10 @@ class DecodedRows:
         import torch
 
         rows, columns = self.layout.shape
-        if not self.form.INFO.row_sliced_suffixes or self.layout.transposed:
+        if not self.file_format.INFO.row_sliced_suffixes or self.layout.transposed:
             return self._strip(checkpoint, 0, rows)[first:last]
-        unit = 1 if self.layout.scheme.weight.symmetric else WORD
-        step = max(1, STRIP // (columns * unit)) * unit
+        unit = 1 if self.layout.scheme.weight.symmetric else WORD_BITS
+        step = max(1, STRIP_WEIGHTS // (columns * unit)) * unit
         if unit == 1 and 0 < last - first <= step:
             return self._strip(checkpoint, first, last)
         weight = torch.empty((last - first, columns), dtype=torch.float32)
@@ -74,15 +74,15 @@ class DecodedRows:
         return weight
 
     def _strip(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
-        """Return rows ``first:last``; of a strip, each row has scales of its own where they are those of tiles."""
+        """Decode rows ``first:last``; if scales belong to tiles, each row gets its own copy."""
         layout, rows, endings = (
             self.layout,
             self.layout.shape[0],
-            self.form.INFO.row_sliced_suffixes,
+            self.file_format.INFO.row_sliced_suffixes,
         )
         if (first, last) == (0, rows):
             tensors = {part: checkpoint.read(part) for part in layout.tensor_names}
-            return self.form.unpack(layout, tensors).decode()
+            return self.file_format.unpack(layout, tensors).decode()
         scheme, tensors = layout.scheme.weight, {}
         for part in layout.tensor_names:
             held = checkpoint.entries[part].shape
@@ -91,9 +91,11 @@ class DecodedRows:
             elif held[0] == rows:
                 tensors[part] = checkpoint.read_rows(part, first, last)
             elif isinstance(scheme.granularity, Tile):
-                tensors[part] = _of_rows(checkpoint, part, scheme.granularity.rows, first, last)
+                tensors[part] = _repeat_tile_rows(
+                    checkpoint, part, scheme.granularity.rows, first, last
+                )
             else:  # a stream of zero points along the rows
-                start, stop = (-(-row * scheme.bits // WORD) for row in (first, last))
+                start, stop = (-(-row * scheme.bits // WORD_BITS) for row in (first, last))
                 tensors[part] = checkpoint.read_rows(part, start, stop)
         if isinstance(scheme.granularity, Tile):
             scheme = replace(scheme, granularity=Tile(1, scheme.granularity.columns))
@@ -102,14 +104,16 @@ class DecodedRows:
             layout, scheme=layer, shape=(last - first, layout.shape[1]), total_rows=rows
         )
         try:
-            return self.form.unpack(strip, tensors).decode()
+            return self.file_format.unpack(strip, tensors).decode()
         except InputError:
             self._strip(checkpoint, 0, rows)  # names the place in the whole
             raise
 
 
-def _of_rows(checkpoint: Checkpoint, name: str, high: int, first: int, last: int) -> torch.Tensor:
-    """Return the parameters of each of some rows out of those of tiles of ``high`` rows."""
+def _repeat_tile_rows(
+    checkpoint: Checkpoint, name: str, high: int, first: int, last: int
+) -> torch.Tensor:
+    """Return the parameters of rows ``first:last``, repeated from those of tiles that are ``high`` rows tall."""
     import torch
 
     start = first // high
@@ -117,9 +121,9 @@ def _of_rows(checkpoint: Checkpoint, name: str, high: int, first: int, last: int
     return found[torch.arange(first, last) // high - start]
 
 
-def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
-    """Show a quantized checkpoint as float32 weights; errors as `decoded_weights`."""
-    weights = decoded_weights(checkpoint)
+def decode_checkpoint(checkpoint: Checkpoint) -> PreparedCheckpoint:
+    """Return a view of a quantized checkpoint with float32 weights; errors as `quantized_weight_readers`."""
+    weights = quantized_weight_readers(checkpoint)
     headers = checkpoint.headers()
     used = {part for rows, _ in weights.values() for part in rows.layout.tensor_names}
     added = {
@@ -131,35 +135,35 @@ def decoded(checkpoint: Checkpoint) -> PreparedCheckpoint:
     return prepared_checkpoint(
         checkpoint,
         {name: rows for name, (rows, _) in weights.items()},
-        config=plain_config(checkpoint),
+        config=unquantized_config(checkpoint),
         added=added,
-        left_out=used | kv_scales.found(checkpoint.config, headers).tensor_names,
+        left_out=used | kv_scales.find_scales(checkpoint.config, headers).tensor_names,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """One weight in low precision.
+class EncodedWeight:
+    """One weight of a model that was released in low precision.
 
     Attributes:
         name: of the weight that the codes stand for.
         shape: of that weight.
         tensor_names: of the tensors that hold it.
-        rows: decodes rows of it, see `quantforge.files.computed_tensors`.
+        reader: decodes rows of it, see `quantforge.files.computed_tensors`.
         precision: how it is held, for people: ``mxfp4``.
     """
 
     name: str
     shape: tuple[int, ...]
     tensor_names: tuple[str, ...]
-    rows: Rows
+    reader: Rows
     precision: str
 
 
-def decoding(
-    checkpoint: Checkpoint, weights: Iterable[Encoded], left_out: Iterable[str] = ()
+def decode_weights(
+    checkpoint: Checkpoint, weights: Iterable[EncodedWeight], left_out: Iterable[str] = ()
 ) -> PreparedCheckpoint:
-    """Return the view of a source in which its weights are plain, of the type of the model.
+    """Return a view of a source model in which encoded weights appear unquantized, in the model's dtype.
 
     Args:
         checkpoint: the source.
@@ -188,16 +192,18 @@ def decoding(
         added[weight.name] = replace(first, name=weight.name, dtype=dtype, shape=weight.shape)
     return prepared_checkpoint(
         checkpoint,
-        {weight.name: weight.rows for weight in weights},
-        config=plain_config(checkpoint),
+        {weight.name: weight.reader for weight in weights},
+        config=unquantized_config(checkpoint),
         added=added,
         left_out=used.union(left_out),
         facts={PRECISION: ", ".join(words for words, _ in held.most_common())},
     )
 
 
-def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tuple[int, int]]]:
-    """Return readers of the quantized weights with their shapes, by name; errors as ``layouts``, `match_headers`."""
+def quantized_weight_readers(
+    checkpoint: Checkpoint,
+) -> dict[str, tuple[QuantizedWeightReader, tuple[int, int]]]:
+    """Return readers and shapes of the quantized weights by name; errors as ``find_layouts``, `match_headers`."""
     form = detect_format(checkpoint.config)
     headers = checkpoint.headers()
     architecture = architecture_of(checkpoint.config)
@@ -207,11 +213,11 @@ def decoded_weights(checkpoint: Checkpoint) -> dict[str, tuple[DecodedRows, tupl
     for layout in layouts:
         flip = any(layout.module.endswith(f".{linear}") for linear in turned)
         shape = layout.shape[::-1] if flip else layout.shape
-        found[f"{layout.module}.weight"] = DecodedRows(form, layout, flip), shape
+        found[f"{layout.module}.weight"] = QuantizedWeightReader(form, layout, flip), shape
     return found
 
 
-def plain_config(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the configuration without the keys that say how the weights are held."""
-    config = without_declarations(checkpoint.config)
+def unquantized_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the configuration without the keys that describe the quantization."""
+    config = strip_quantization_keys(checkpoint.config)
     return {key: value for key, value in config.items() if key != "gguf_types"}

@@ -1,4 +1,4 @@
-"""Which engines load a quantized model: by its layers, by its family, and by how the family stores tensors.
+"""Rules for which engines load a quantized model: per layer, per family, per way of storing tensors.
 
 The facts are of 2026-11, from the sources of transformers 5.23 (with compressed-tensors 0.20, gptqmodel 7.7,
 bitsandbytes 0.50), vLLM 0.33, SGLang 0.5.23, TensorRT-LLM, LMDeploy 0.18, llama.cpp and mlx-lm 0.32. Those of
@@ -42,7 +42,7 @@ InputRule = Callable[[LayerScheme], str]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Which files of one format an engine loads.
+    """Which files of one format an engine loads, and why not the others.
 
     Attributes:
         never: why it loads no file of the format; "" if it loads some.
@@ -81,7 +81,7 @@ class Engine:
 
 
 def bits_in(*widths: int) -> Rule:
-    """Return a rule: codes of these widths only."""
+    """Return a rule that allows only codes of these widths."""
     shown = " and ".join(map(str, widths))
 
     def rule(scheme: Scheme, _: Shape) -> str:
@@ -91,7 +91,7 @@ def bits_in(*widths: int) -> Rule:
 
 
 def groups_in(*sizes: int, row: bool = True) -> Rule:
-    """Return a rule: groups of these sizes; ``row``: one scale per row as well."""
+    """Return a rule that allows only these group sizes and, with ``row``, one scale per row."""
     shown = ", ".join(map(str, sizes)) + (" or one per row" if row else "")
 
     def rule(scheme: Scheme, shape: Shape) -> str:
@@ -103,17 +103,17 @@ def groups_in(*sizes: int, row: bool = True) -> Rule:
 
 
 def symmetric(reason: str) -> Rule:
-    """Return a rule: no zero points."""
+    """Return a rule that allows only symmetric schemes, without zero points."""
     return lambda scheme, _: "" if scheme.symmetric else reason
 
 
 def at_bits(width: int, answer: str) -> Rule:
-    """Return a rule that gives an answer for codes of one width."""
+    """Return a rule that gives the text ``answer`` for codes of one width."""
     return lambda scheme, _: answer if scheme.bits == width else ""
 
 
 def tiles(out_features: int, in_features: int) -> Rule:
-    """Return a rule: both dimensions are multiples of a kernel's tile."""
+    """Return a rule that allows only shapes that are multiples of a kernel's tile."""
 
     def rule(_: Scheme, shape: Shape) -> str:
         if shape[0] % out_features == 0 and shape[1] % in_features == 0:
@@ -126,7 +126,7 @@ def tiles(out_features: int, in_features: int) -> Rule:
 
 
 def of_integers(*rules: Rule) -> tuple[Rule, ...]:
-    """Return the same rules, for integers only."""
+    """Return the same rules, applied to integer schemes only."""
 
     def limited(rule: Rule) -> Rule:
         return lambda scheme, shape: rule(scheme, shape) if scheme.integer else ""
@@ -135,7 +135,7 @@ def of_integers(*rules: Rule) -> tuple[Rule, ...]:
 
 
 def grid_in(grids: Iterable[str], answer: str) -> Rule:
-    """Return a rule that gives an answer for some grids."""
+    """Return a rule that gives the text ``answer`` for schemes with one of these grids."""
     known = frozenset(grids)
     return lambda scheme, _: answer if scheme.grid in known else ""
 
@@ -153,7 +153,7 @@ def by_engine(
     *, transformers: Engine, vllm: Engine, sglang: Engine, tensorrt_llm: Engine, lmdeploy: Engine, mlx: Engine,
     llama_cpp: Engine = GGUF_ONLY,
 ) -> Mapping[str, Engine]:  # fmt: skip
-    """Return the rules of every engine that directories are written for, by its name."""
+    """Return the table of engines for a format of directories, by engine name."""
     return {
         "transformers": transformers, "vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm,
         "lmdeploy": lmdeploy, "llama.cpp": llama_cpp, "mlx": mlx,
@@ -248,22 +248,22 @@ class ModelToLoad:
 
     @cached_property
     def experts(self) -> tuple[LayerScheme, ...]:
-        """Return the distinct schemes of experts that are stored one by one."""
+        """Return the distinct schemes of unstacked experts."""
         found = (layer for module, (layer, _) in self.layers.items() if _EXPERT.search(module))
         return tuple(dict.fromkeys(found))
 
     @cached_property
     def kept_experts(self) -> bool:
-        """Return whether experts that are stored one by one stay as they are."""
+        """Return whether any unstacked experts are not quantized."""
         return any(_EXPERT.search(name) for name in self.kept)
 
     def among(self, families: tuple[str, ...]) -> bool:
-        """Return whether the text model or the whole is one of these families."""
+        """Return whether the text model or the whole model belongs to one of these families."""
         return any(name in families for name in self.model_types)
 
     @cached_property
     def divided_mixtures(self) -> bool:
-        """Return whether experts of one mixture, stored one by one, have several schemes, or only some have one."""
+        """Return whether unstacked experts of one MoE layer differ in scheme, or only some are quantized."""
         packed = ((module, layer) for module, (layer, _) in self.layers.items())
         bare = ((name, None) for name in self.kept if name.endswith(".weight"))
         ways: dict[str, set[LayerScheme | None]] = {}
@@ -276,7 +276,7 @@ class ModelToLoad:
 def unmapped(
     architecture: Architecture | None, config: Mapping[str, Any], names: Iterable[str]
 ) -> str:
-    """Return why it is not known whether transformers finds tensors by their names, "" where it does.
+    """Return why it is unknown whether transformers finds tensors by their names; "" if it does find them.
 
     Args:
         architecture: the declarations, written or derived; None where there are none.
@@ -293,7 +293,7 @@ def unmapped(
 
 
 def engine_verdicts(about: FormatInfo, model: ModelToLoad) -> tuple[EngineVerdict, ...]:
-    """Return one verdict per engine on a model in a format."""
+    """Return for each engine whether it loads a model in a format."""
     found = layer_verdicts(about.engines, model.layers.values())
     if model.draft:
         return tuple(_of_draft(verdict, model) for verdict in found)
@@ -321,7 +321,7 @@ def _joined(*reasons: str) -> str:
 def layer_verdicts(
     engines: Mapping[str, Engine], layers: Iterable[tuple[LayerScheme, Shape]]
 ) -> tuple[EngineVerdict, ...]:
-    """Return one verdict per engine on the layers of a model, by the rules of a format."""
+    """Return for each engine whether it loads the layers of a model, by the rules of a format."""
     distinct = list(dict.fromkeys(layers))
     return tuple(_layer_verdict(name, engine, distinct) for name, engine in engines.items())
 
@@ -342,7 +342,7 @@ def _layer_verdict(
 
 
 def reads_weights(*model_types: str) -> bool:
-    """Return whether one of these is a family whose blocks take no packed linears."""
+    """Return whether one of these is a family whose blocks read weights directly and so take no packed linears."""
     return any(_NOT_IN_TRANSFORMERS.get(name) == _WEIGHT for name in model_types)
 
 
@@ -379,7 +379,7 @@ def _of_model(verdict: EngineVerdict, engine: Engine, model: ModelToLoad) -> Eng
 
 
 def _of_experts(engine: Engine, model: ModelToLoad) -> Iterator[str]:
-    """Yield why an engine does not load the experts of a model that are stored one by one, "" where it does."""
+    """Yield why an engine does not load the unstacked experts of a model, "" for each rule it meets."""
     if model.experts:
         yield engine.experts
         yield _UNSTACKED if model.unstacked else ""
@@ -399,7 +399,7 @@ def _of_draft(verdict: EngineVerdict, model: ModelToLoad) -> EngineVerdict:
 
 
 def converts(config: Mapping[str, Any]) -> bool:
-    """Return whether transformers joins or cuts tensors of a family, which it cannot do beside packed weights."""
+    """Return whether transformers joins or splits tensors of a family on loading, impossible for packed weights."""
     types = (text_config(config).get("model_type"), config.get("model_type"))
     return any(_NOT_IN_TRANSFORMERS.get(str(name)) == _CONVERTED for name in types)
 
@@ -409,7 +409,7 @@ def _one_scheme(model: ModelToLoad) -> str:
 
 
 def _family(model: ModelToLoad, *, unrolls: bool) -> str:
-    """Return why transformers does not load the family of a model, "" where it does."""
+    """Return why transformers does not load the family of a model, "" if it does."""
     family = next((name for name in model.model_types if name in _NOT_IN_TRANSFORMERS), "")
     reason = _NOT_IN_TRANSFORMERS.get(family, "")
     settled = (model.running and reason == _CONVERTED) or (model.compared and reason in _OF_NAMES)

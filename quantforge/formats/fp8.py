@@ -1,4 +1,4 @@
-"""Fine-grained fp8 (``quant_method: fp8``), as DeepSeek publishes its models: e4m3 in tiles of 128 by 128.
+"""Fine-grained fp8 (``quant_method: fp8``), as in DeepSeek's releases: e4m3 in tiles of 128 by 128.
 
 For a linear ``P`` with weight ``[out, in]``, both multiples of 128 (tiles of any size are read):
 
@@ -26,25 +26,25 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
     quantized_modules,
-    skipped_with_mixtures,
+    skip_list_with_experts,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import UNTRIED, Engine, by_engine
 from quantforge.formats.read_checks import (
-    agree,
-    bare_codes,
-    denied,
-    described,
-    matrix,
-    not_excepted,
-    refuse_open_head,
-    require,
-    scalar,
-    scale_of,
-    sound,
-    whole_tiles,
+    check_config_value,
+    check_not_in_skip_list,
+    contradiction_error,
+    matrix_shape,
+    require_head_in_skip_list,
+    require_headers,
+    require_scales,
+    require_valid_scales,
+    scalar_scale,
+    scale_type_of,
+    split_ragged_tiles,
+    tensor_headers,
 )
-from quantforge.formats.refusal_reasons import outside_blocks, possible
+from quantforge.formats.refusal_reasons import check_inside_blocks, require_possible
 from quantforge.grids import PerTensor, ScaleType, Tile
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -80,108 +80,108 @@ INFO = FormatInfo(
 )
 MIN_ZERO_POINT = 0
 DEFAULT_BITS = 8
-SIDE = 128
-INPUT = Activation("fp8_e4m3", "g128")
-_SCALE = ".weight_scale_inv"
-_NEAREST = "fp8:128x128+fp8:g128:dynamic"
+TILE_SIZE = 128
+INPUT_SCHEME = Activation("fp8_e4m3", "g128")
+_SCALE_SUFFIX = ".weight_scale_inv"
+_DEFAULT_SCHEME = "fp8:128x128+fp8:g128:dynamic"
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return float32, whatever the model is."""
+    """Return float32, whatever the model's dtype."""
     del model_dtype
     return ScaleType.F32
 
 
 def default_scheme(bits: int) -> str:
-    """Return the one scheme of the format."""
+    """Return the only scheme of the format; raise `RefusedError` unless ``bits`` is 8."""
     if bits != 8:
         raise RefusedError(f"--bits {bits}: the format holds 8 bits", "--bits 8")
-    return _NEAREST
+    return _DEFAULT_SCHEME
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
-    """Judge a weight: e4m3 in whole tiles of 128x128, inputs by runs of 128 channels or as they are."""
+    """Check a weight: e4m3 in whole tiles of 128x128; inputs in groups of 128 channels or unquantized."""
     scheme = layer.weight
     if scheme.grid != "fp8_e4m3" or not isinstance(stored_scheme(scheme, shape).granularity, Tile):
         return Compatibility(
-            Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _NEAREST
+            Verdict.IMPOSSIBLE, "the format holds e4m3 in tiles of 128x128", _DEFAULT_SCHEME
         )
-    if layer.input not in {None, INPUT}:
+    if layer.input not in {None, INPUT_SCHEME}:
         return Compatibility(
-            Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", _NEAREST
+            Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", _DEFAULT_SCHEME
         )
-    if stored_scheme(scheme, shape).granularity != Tile(SIDE, SIDE) or any(
-        size % SIDE for size in shape
+    if stored_scheme(scheme, shape).granularity != Tile(TILE_SIZE, TILE_SIZE) or any(
+        size % TILE_SIZE for size in shape
     ):
-        reason = f"{shape[0]}x{shape[1]} is no multiple of {SIDE}x{SIDE}"
+        reason = f"{shape[0]}x{shape[1]} is no multiple of {TILE_SIZE}x{TILE_SIZE}"
         return Compatibility(
             Verdict.IMPOSSIBLE, reason, "fp8:row:sym in --format compressed-tensors"
         )
     if scheme.scale not in {None, ScaleType.F32}:
         return Compatibility(
-            Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", _NEAREST
+            Verdict.IMPOSSIBLE, f"scales are stored as f32, not {scheme.scale}", _DEFAULT_SCHEME
         )
     return Compatibility(Verdict.EXACT)
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Judge a model: no head or embedding."""
-    return outside_blocks(layers) or Compatibility(Verdict.EXACT)
+    """Check a model: no quantized head or embedding."""
+    return check_inside_blocks(layers) or Compatibility(Verdict.EXACT)
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with one scale per matrix as one per tile."""
+    """Return the scheme with float32 scales; one scale per matrix becomes one per tile."""
     del shape
     granularity = scheme.granularity
     if isinstance(granularity, PerTensor):
-        granularity = Tile(SIDE, SIDE)
+        granularity = Tile(TILE_SIZE, TILE_SIZE)
     return replace(scheme, granularity=granularity).with_scale(ScaleType.F32)
 
 
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
+    """Return the headers of the stored tensors of one module."""
     size = stored_scheme(layer.weight, shape).parameter_shape(shape)
     return (
         StoredTensor(f"{module}.weight", "F8_E4M3", shape),
-        StoredTensor(module + _SCALE, "F32", size),
+        StoredTensor(module + _SCALE_SUFFIX, "F32", size),
     )
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes and scales."""
+    """Pack codes and scales."""
     scheme = stored_scheme(tensor.scheme, tensor.shape)
-    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
+    require_possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
-    return {f"{module}.weight": tensor.codes, module + _SCALE: tensor.parameters["scales"]}
+    return {f"{module}.weight": tensor.codes, module + _SCALE_SUFFIX: tensor.parameters["scales"]}
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and scales back."""
+    """Unpack codes and scales."""
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, layer, shape = layout.module, layout.scheme, layout.shape
     codes = StoredTensor(f"{module}.weight", "F8_E4M3", shape)
-    require(described(tensors), [codes])
-    scale = tensors[module + _SCALE].reshape(layer.weight.parameter_shape(shape))
-    weight, parameters = whole_tiles(layer.weight, shape[1], {"scales": scale})
+    require_headers(tensor_headers(tensors), [codes])
+    scale = tensors[module + _SCALE_SUFFIX].reshape(layer.weight.parameter_shape(shape))
+    weight, parameters = split_ragged_tiles(layer.weight, shape[1], {"scales": scale})
     if f"{module}.activation_scale" in tensors:
         found = tensors[f"{module}.activation_scale"]
-        parameters["input_scale"] = scalar(f"{module}.activation_scale", found)
+        parameters["input_scale"] = scalar_scale(f"{module}.activation_scale", found)
     tensor = Quantized(tensors[f"{module}.weight"], parameters, weight, layer.input)
-    return sound(tensor, module + _SCALE)
+    return require_valid_scales(tensor, module + _SCALE_SUFFIX)
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``, naming all linears that stay as they are."""
-    modules = quantized_modules(plan, _SCALE)
+    """Return ``config.json`` with the list of unquantized linears."""
+    modules = quantized_modules(plan, _SCALE_SUFFIX)
     quantization = {
         "quant_method": KEY,
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
-        "weight_block_size": [SIDE, SIDE],
-        INFO.skip_list_key: skipped_with_mixtures(plan, config, modules),
+        "weight_block_size": [TILE_SIZE, TILE_SIZE],
+        INFO.skip_list_key: skip_list_with_experts(plan, config, modules),
     }
     return {"config.json": config_json(config, model_dtype(plan, config), quantization)}
 
@@ -201,19 +201,20 @@ def find_layouts(
             with the configuration.
     """
     found = quantization_config(config)
-    block = found.get("weight_block_size", [SIDE, SIDE])
+    block = found.get("weight_block_size", [TILE_SIZE, TILE_SIZE])
     if block is not None and not _is_tile(block):
         raise InputError(
-            f"config.json: weight_block_size {block!r}", f"[{SIDE}, {SIDE}] and null are usual"
+            f"config.json: weight_block_size {block!r}",
+            f"[{TILE_SIZE}, {TILE_SIZE}] and null are usual",
         )
-    bare_codes(tensors, "_scale_inv")
-    refuse_open_head(found, INFO.skip_list_key, tensors)
-    names = [name.removesuffix(_SCALE) for name in tensors if name.endswith(_SCALE)]
+    require_scales(tensors, "_scale_inv")
+    require_head_in_skip_list(found, INFO.skip_list_key, tensors)
+    names = [name.removesuffix(_SCALE_SUFFIX) for name in tensors if name.endswith(_SCALE_SUFFIX)]
     for key in (INFO.skip_list_key, "ignored_layers"):  # transformers' name, and vLLM's
-        not_excepted(found, key, names)
-    agree(found, "fmt", "e4m3", "codes are e4m3")
+        check_not_in_skip_list(found, key, names)
+    check_config_value(found, "fmt", "e4m3", "codes are e4m3")
     tile = None if block is None else Tile(*block)
-    return [_layout(name, found, tile, tensors) for name in names]
+    return [_read_layout(name, found, tile, tensors) for name in names]
 
 
 def _is_tile(block: object) -> bool:
@@ -222,37 +223,38 @@ def _is_tile(block: object) -> bool:
 
 
 @cache
-def _scheme(tile: Tile | None, scale: ScaleType, *, static: bool) -> LayerScheme:
-    """Return what linears are in that have such scales: one object for all experts."""
+def _layer_scheme(tile: Tile | None, scale: ScaleType, *, static: bool) -> LayerScheme:
+    """Return the scheme of a linear with these tiles and scales; cached, so that experts share one object."""
     activation = Activation(
         "fp8_e4m3", f"g{tile.columns}" if tile else "tensor", not static or tile is not None
     )
     return LayerScheme(Scheme("fp8_e4m3", tile or PerTensor(), scale=scale), activation)
 
 
-def _layout(
+def _read_layout(
     module: str, config: Mapping[str, Any], tile: Tile | None, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    shape = matrix(tensors, f"{module}.weight")
+    shape = matrix_shape(tensors, f"{module}.weight")
     scheme_of_inputs = config.get("activation_scheme", "dynamic")
     if scheme_of_inputs not in ("static", "dynamic"):
         raise InputError(
             f"config.json: activation_scheme {scheme_of_inputs!r}", "static and dynamic are read"
         )
     static = scheme_of_inputs == "static"
-    layer = _scheme(tile, scale_of(tensors, module + _SCALE), static=static)
+    layer = _layer_scheme(tile, scale_type_of(tensors, module + _SCALE_SUFFIX), static=static)
     names = [
         f"{module}.weight",
-        module + _SCALE,
+        module + _SCALE_SUFFIX,
         *([f"{module}.activation_scale"] if static else []),
     ]
-    require(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
+    require_headers(tensors, [StoredTensor(names[0], "F8_E4M3", shape)])
     size = tensors[names[1]].shape
     wanted = layer.weight.parameter_shape(shape)
     one = all(side == 1 for side in size)
     if size != wanted and one and tile and "weight_block_size" not in config:
         raise InputError(
-            f"{names[1]}: one scale, but config.json has no weight_block_size, which means tiles of {SIDE}x{SIDE}",
+            f"{names[1]}: one scale, but config.json has no weight_block_size, which means tiles of "
+            f"{TILE_SIZE}x{TILE_SIZE}",
             'if one scale is right, put "weight_block_size": null into quantization_config',
             tensor=names[1],
         )
@@ -263,7 +265,9 @@ def _layout(
             tensor=names[1],
         )
     if not static and f"{module}.activation_scale" in tensors:
-        raise denied("activation_scheme is dynamic", f"{module} has a scale of its input", module)
+        raise contradiction_error(
+            "activation_scheme is dynamic", f"{module} has a scale of its input", module
+        )
     if static and names[2] not in tensors:
         raise InputError(
             f"{names[2]}: missing, although activation_scheme is static", tensor=names[2]

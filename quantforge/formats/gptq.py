@@ -1,4 +1,4 @@
-"""GPTQ files: 2, 3, 4 or 8 bits, one width and group size in the whole model.
+"""GPTQ files: 2, 3, 4 or 8 bits, one bit width and group size for the whole model.
 
 A linear ``P`` ``[N, K]``: everything is transposed; with ``b`` bits and groups of ``G`` columns:
 
@@ -38,15 +38,15 @@ from quantforge.formats import (
 )
 from quantforge.formats.configuration import (
     config_json,
-    half_dtype,
+    float16_or_model_dtype,
     json_bytes,
-    kept_linears,
-    kept_mixtures,
+    name_within_block,
     quantization_config,
     quantized_modules,
-    within_block,
+    unquantized_expert_modules,
+    unquantized_linears,
 )
-from quantforge.formats.convert import convert, fit_of_schemes
+from quantforge.formats.convert import compare_schemes, convert
 from quantforge.formats.engine_rules import (
     GROUPS,
     MARLIN,
@@ -57,31 +57,31 @@ from quantforge.formats.engine_rules import (
     by_engine,
     symmetric,
 )
-from quantforge.formats.patterns import matches_module
+from quantforge.formats.patterns import config_pattern_matches
 from quantforge.formats.read_checks import (
-    agree,
-    agree_on_head,
-    announced,
-    by_group_index,
-    denied,
-    described,
-    has_group_index,
-    matrix,
-    not_excepted,
-    one_name,
-    require,
-    scale_of,
-    sound,
-    whole_groups,
+    apply_group_index,
+    check_aliases_agree,
+    check_config_value,
+    check_head_declaration,
+    check_not_in_skip_list,
+    contradiction_error,
+    expected_headers,
+    matrix_shape,
+    require_group_index,
+    require_headers,
+    require_valid_scales,
+    require_whole_groups,
+    scale_type_of,
+    tensor_headers,
 )
 from quantforge.formats.refusal_reasons import (
-    differing_groups,
-    float16_scales,
-    grouped,
-    integers,
-    outside_blocks,
-    possible,
-    stated_size,
+    check_float16_scales,
+    check_inside_blocks,
+    check_single_group_size,
+    check_weight_only_integers,
+    check_whole_groups,
+    config_group_size,
+    require_possible,
 )
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
@@ -94,13 +94,13 @@ if TYPE_CHECKING:
     from quantforge.plans import TensorPlan
 
 KEY = "gptq"
-_SERVING = Engine(
+_VLLM_SUPPORT = Engine(
     refuses=(bits_in(4, 8), GROUPS, symmetric("no kernel for zero points")), notes=MARLIN
 )
 ENGINES = by_engine(
     transformers=Engine(note="through gptqmodel and optimum"),
-    vllm=_SERVING,
-    sglang=_SERVING,
+    vllm=_VLLM_SUPPORT,
+    sglang=_VLLM_SUPPORT,
     tensorrt_llm=MODELOPT,
     lmdeploy=replace(TURBOMIND, refuses=(*TURBOMIND.refuses, symmetric("no zero points"))),
     mlx=Engine(never="refuses files with g_idx"),
@@ -115,49 +115,49 @@ INFO = FormatInfo(
 )
 MIN_ZERO_POINT = 1
 DEFAULT_BITS = 4
-WIDTHS = (2, 3, 4, 8)
+SUPPORTED_BITS = (2, 3, 4, 8)
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return float16, whatever the model is."""
+    """Return float16, whatever the model's dtype."""
     del model_dtype
     return ScaleType.F16
 
 
 def default_scheme(bits: int) -> str:
-    """Return groups of 128 without zero points, which every engine of the format loads."""
+    """Return symmetric integers in groups of 128, which every engine of the format loads."""
     return f"int{bits}:g128:sym"
 
 
 def check_layer(
     layer: LayerScheme, shape: tuple[int, int], *, min_zero_point: int = MIN_ZERO_POINT
 ) -> Compatibility:
-    """Judge a weight: 2, 3, 4 and 8 bits; whole words along both dimensions; float16 scales.
+    """Check a weight: 2, 3, 4 or 8 bits, rows and columns that fill 32-bit words, float16 scales.
 
     ``min_zero_point``, here and below, is 1 in the first layout and 0 in gptq_v2.
     """
     scheme = layer.weight
-    if refusal := integers(layer):
+    if refusal := check_weight_only_integers(layer):
         return refusal
-    if scheme.bits not in WIDTHS:
+    if scheme.bits not in SUPPORTED_BITS:
         wider = Scheme("int8", scheme.granularity, scheme.zero)
         return Compatibility(
-            Verdict.IMPOSSIBLE, f"the layout holds {either(WIDTHS)} bits", str(wider)
+            Verdict.IMPOSSIBLE, f"the layout holds {either(SUPPORTED_BITS)} bits", str(wider)
         )
     if any(size * scheme.bits % 32 for size in shape):
         reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
         return Compatibility(Verdict.IMPOSSIBLE, reason)
     wanted = stored_scheme(scheme, shape)
     return (
-        float16_scales(scheme)
-        or grouped(scheme, shape)
-        or fit_of_schemes(scheme, wanted, shape, min_zero_point)
+        check_float16_scales(scheme)
+        or check_whole_groups(scheme, shape)
+        or compare_schemes(scheme, wanted, shape, min_zero_point)
     )
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Judge a model: one width and one group size; no head or embedding. Symmetric and asymmetric layers mix."""
-    if refusal := outside_blocks(layers):
+    """Check a model: one bit width and one group size; no quantized head or embedding."""
+    if refusal := check_inside_blocks(layers):
         return refusal
     schemes = {
         module: (stored_scheme(layer.weight, shape), shape)
@@ -170,11 +170,11 @@ def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Co
         return Compatibility(
             Verdict.IMPOSSIBLE, reason, "--format compressed-tensors, which mixes schemes"
         )
-    return differing_groups(schemes) or Compatibility(Verdict.EXACT)
+    return check_single_group_size(schemes) or Compatibility(Verdict.EXACT)
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with float16 scales, and one scale per matrix as one per row."""
+    """Return the scheme with float16 scales; one scale per matrix becomes one per row."""
     del shape
     granularity = Row() if isinstance(scheme.granularity, PerTensor) else scheme.granularity
     return Scheme(scheme.grid, granularity, scheme.zero, ScaleType.F16)
@@ -183,7 +183,7 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
+    """Return the headers of the stored tensors of one module."""
     bits, groups = layer.weight.bits, stored_scheme(layer.weight, shape).groups(shape[1])
     return (
         StoredTensor(f"{module}.qweight", "I32", (shape[1] * bits // 32, shape[0])),
@@ -196,13 +196,13 @@ def packed_tensors(
 def pack(
     module: str, tensor: QuantizedTensor, *, min_zero_point: int = MIN_ZERO_POINT
 ) -> dict[str, Tensor]:
-    """Lay out codes, zero points (less ``min_zero_point``), scales and group numbers."""
+    """Pack codes, zero points (minus ``min_zero_point``), scales and the group index of each column."""
     import torch
 
     from quantforge.packers.bits import pack_rows, unsigned
 
     scheme, columns = stored_scheme(tensor.scheme, tensor.shape), tensor.shape[1]
-    possible(module, check_layer(LayerScheme(scheme), tensor.shape))
+    require_possible(module, check_layer(LayerScheme(scheme), tensor.shape))
     tensor = convert(tensor, scheme, min_zero_point)
     scales = tensor.parameters["scales"].T.contiguous()
     zeros = torch.full(scales.shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
@@ -222,28 +222,28 @@ def pack(
 def unpack(
     layout: ModuleLayout, tensors: Mapping[str, Tensor], *, min_zero_point: int = MIN_ZERO_POINT
 ) -> QuantizedTensor:
-    """Read codes and parameters back; scattered groups as `by_group_index` says."""
+    """Unpack codes and parameters; act-order groups are resolved by `apply_group_index`."""
     from quantforge.packers.bits import signed, unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), announced(layout, packed_tensors))
+    require_headers(tensor_headers(tensors), expected_headers(layout, packed_tensors))
     codes = unpack_rows(tensors[f"{module}.qweight"].T.contiguous(), scheme.bits, shape[1])
     zeros = unpack_rows(tensors[f"{module}.qzeros"], scheme.bits, shape[0])
-    _check_zeros(f"{module}.qzeros", zeros, scheme, min_zero_point)
+    _check_zero_points(f"{module}.qzeros", zeros, scheme, min_zero_point)
     parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
     if scheme.symmetric:
         codes = signed(codes, scheme.bits)
     else:
         parameters["zeros"] = (zeros + min_zero_point).T.contiguous()
-    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+    tensor = require_valid_scales(Quantized(codes, parameters, scheme), f"{module}.scales")
     index = tensors.get(f"{module}.g_idx")
     if index is None:
         return tensor
-    return by_group_index(tensor, index, f"{module}.g_idx", act_order=layout.act_order)
+    return apply_group_index(tensor, index, f"{module}.g_idx", act_order=layout.act_order)
 
 
-def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, min_zero_point: int) -> None:
+def _check_zero_points(name: str, zeros: Tensor, scheme: Scheme, min_zero_point: int) -> None:
     middle = (1 << (scheme.bits - 1)) - min_zero_point
     if scheme.symmetric and bool((zeros != middle).any()):
         raise InputError(
@@ -265,7 +265,7 @@ def _check_zeros(name: str, zeros: Tensor, scheme: Scheme, min_zero_point: int) 
 def side_files(
     plan: Plan, config: Mapping[str, Any], *, checkpoint_format: str = KEY
 ) -> dict[str, bytes]:
-    """Return ``config.json`` and ``quantize_config.json``, which is its ``quantization_config`` alone."""
+    """Return ``config.json``, and ``quantize_config.json`` with the quantization alone."""
     modules = quantized_modules(plan, ".qweight")
     schemes = [
         stored_scheme(t.scheme.weight, t.matrix) for t in modules.values() if t.scheme is not None
@@ -275,7 +275,7 @@ def side_files(
     quantization: dict[str, Any] = {
         "quant_method": KEY,
         "bits": schemes[0].bits,
-        "group_size": stated_size(schemes[0]),
+        "group_size": config_group_size(schemes[0]),
         "desc_act": any(tensor.scattered for tensor in modules.values()),
         "sym": all(scheme.symmetric for scheme in schemes),
         "lm_head": False,
@@ -283,28 +283,28 @@ def side_files(
         "pack_dtype": "int32",
         "meta": {"quantizer": [f"quantforge:{__version__}"]},
     }
-    quantization |= _skipping(plan, config, modules)
+    quantization |= _skip_rules(plan, config, modules)
     return {
-        "config.json": config_json(config, half_dtype(plan, config), quantization),
+        "config.json": config_json(config, float16_or_model_dtype(plan, config), quantization),
         "quantize_config.json": json_bytes(quantization),
     }
 
 
-def _skipping(
+def _skip_rules(
     plan: Plan, config: Mapping[str, Any], modules: Mapping[str, TensorPlan]
 ) -> dict[str, Any]:
-    """Return both spellings of the linears inside the blocks that stay as they were.
+    """Return both forms in which engines look up the unquantized linears of the blocks.
 
     Names relative to the block serve when every block skips the same ones; otherwise full names do,
     because readers only ask whether a module's name ends with (optimum) or contains (vLLM) an
     entry.
     """
-    kept = [name for name in kept_linears(plan) if within_block(name)]
-    whole = kept_mixtures(plan, config, modules)
+    kept = [name for name in unquantized_linears(plan) if name_within_block(name)]
+    whole = unquantized_expert_modules(plan, config, modules)
     if not kept and not whole:
         return {}
-    relative = list(dict.fromkeys(map(within_block, modules)))
-    mixed = any(within_block(name) in relative for name in kept)
+    relative = list(dict.fromkeys(map(name_within_block, modules)))
+    mixed = any(name_within_block(name) in relative for name in kept)
     return {
         # The model's own name may have a prefix that the checkpoint's has not (gpt2).
         "dynamic": {rf"-:(.*\.)?{re.escape(name)}$": {} for name in (*kept, *whole)},
@@ -313,7 +313,7 @@ def _skipping(
 
 
 def is_declared(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> bool:
-    """Return whether ``quant_method`` is gptq, in this checkpoint format."""
+    """Return whether ``quant_method`` is gptq, with this checkpoint format."""
     found = quantization_config(config)
     return (
         found.get("quant_method") == "gptq" and gptq_checkpoint_format(found) == checkpoint_format
@@ -323,55 +323,57 @@ def is_declared(config: Mapping[str, Any], *, checkpoint_format: str = KEY) -> b
 def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
-    """Return the linears that have a ``qweight``, each as ``dynamic`` rules override it.
+    """Return the linears that have a ``qweight``, with their ``dynamic`` overrides applied.
 
     Raises:
         InputError: a width that is not read, or headers that disagree with the configuration.
     """
     found = quantization_config(config)
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]
-    agree(found, "pack_dtype", "int32", "codes are packed into int32")
-    agree_on_head(found, "lm_head", names)
-    one_name(found, "method", "quant_method")
-    not_excepted(found, "modules_to_not_convert", names)
-    return [_layout_of(name, {**found, **override(found, name)}, tensors) for name in names]
+    check_config_value(found, "pack_dtype", "int32", "codes are packed into int32")
+    check_head_declaration(found, "lm_head", names)
+    check_aliases_agree(found, "method", "quant_method")
+    check_not_in_skip_list(found, "modules_to_not_convert", names)
+    return [
+        _read_layout(name, {**found, **dynamic_override(found, name)}, tensors) for name in names
+    ]
 
 
-def _layout_of(
+def _read_layout(
     module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    """Return the layout of one module from its headers and what the configuration says of it.
+    """Return the layout of one module from its headers and the configuration.
 
     Raises:
         InputError: a width that is not read, or headers that disagree with the configuration.
     """
     bits, size = config.get("bits"), config.get("group_size", -1)
-    if bits not in WIDTHS or not isinstance(size, int):
+    if bits not in SUPPORTED_BITS or not isinstance(size, int):
         raise InputError(
             f"{module}: config.json says GPTQ with bits = {bits!r}, group_size = {size!r}",
-            f"{either(WIDTHS)} bits and a number are read",
+            f"{either(SUPPORTED_BITS)} bits and a number are read",
             tensor=module,
         )
-    scale = scale_of(tensors, f"{module}.scales")
-    words, rows = matrix(tensors, f"{module}.qweight")
+    scale = scale_type_of(tensors, f"{module}.scales")
+    words, rows = matrix_shape(tensors, f"{module}.qweight")
     columns = words * 32 // bits
     granularity = PerGroup(size) if size > 0 else Row()
     zero = Zero.NONE if config.get("sym", True) else Zero.INT
     scheme = Scheme(f"int{bits}", granularity, zero, scale)
-    whole_groups(module, columns, scheme.group_size(columns))
+    require_whole_groups(module, columns, scheme.group_size(columns))
     names = [tensor.name for tensor in packed_tensors(module, LayerScheme(scheme), (rows, columns))]
     present = tuple(name for name in names if name in tensors or not name.endswith("g_idx"))
     act_order = config.get("desc_act")
     if not isinstance(act_order, bool | None):
         raise InputError(f"{module}: desc_act = {act_order!r}", "true or false", tensor=module)
     layout = ModuleLayout(module, LayerScheme(scheme), (rows, columns), present, act_order)
-    require(tensors, announced(layout, packed_tensors))
-    has_group_index(act_order, f"{module}.g_idx", scheme.groups(columns), present)
+    require_headers(tensors, expected_headers(layout, packed_tensors))
+    require_group_index(act_order, f"{module}.g_idx", scheme.groups(columns), present)
     return layout
 
 
-def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """Return the values of the first rule of ``dynamic`` whose pattern matches a packed module, {} without one.
+def dynamic_override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """Return the values of the first ``dynamic`` rule that matches a packed module, {} if none does.
 
     Raises:
         InputError: it says that the module is not packed, or ``dynamic`` is no table.
@@ -380,8 +382,10 @@ def override(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     if not isinstance(rules, Mapping) or not all(isinstance(v, Mapping) for v in rules.values()):
         raise InputError("config.json: dynamic is no table of rules by pattern")
     for pattern, values in rules.items():
-        if matches_module(pattern.removeprefix("+:").removeprefix("-:"), module):
+        if config_pattern_matches(pattern.removeprefix("+:").removeprefix("-:"), module):
             if pattern.startswith("-:"):
-                raise denied(f"dynamic excepts {pattern!r}", f"{module} is packed", module)
+                raise contradiction_error(
+                    f"dynamic excepts {pattern!r}", f"{module} is packed", module
+                )
             return dict(values)
     return {}

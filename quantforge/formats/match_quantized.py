@@ -1,4 +1,4 @@
-"""A quantized checkpoint, matched as if its weights were stored plainly.
+"""Match a quantized checkpoint to its architecture as if its weights were unquantized.
 
 The layouts that a format finds in the headers are replaced by the weights they stand for, so that the declarations of
 an architecture account for every tensor of it, exactly as for the source.
@@ -14,7 +14,7 @@ from quantforge.architectures.match import ModelLayout, match_tensors, resolve_t
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import ModuleLayout, kv_scales
-from quantforge.formats.declared_quantization import check_declared
+from quantforge.formats.declared_quantization import check_declared_modules
 from quantforge.plans import StoredTensor
 
 
@@ -25,14 +25,14 @@ def match_quantized(
     *,
     derive: bool = False,
 ) -> ModelLayout:
-    """Match a checkpoint; errors as `quantforge.architectures.match.match_tensors`.
+    """Match a checkpoint's tensors to its architecture.
 
     ``derive``: of a family that is not declared, derive the declarations where that can be done.
     """
-    entries = _plain(checkpoint, layouts, headers, architecture_of(checkpoint.config))
+    entries = _unquantized_headers(checkpoint, layouts, headers, architecture_of(checkpoint.config))
     model_layout = match_tensors(checkpoint.config, entries, checkpoint.declared)
     if derive and model_layout.architecture is None:
-        model_layout = _derived(checkpoint.config, entries) or model_layout
+        model_layout = _match_derived(checkpoint.config, entries) or model_layout
     return drop_tied_copy(model_layout, checkpoint)
 
 
@@ -41,37 +41,37 @@ def match_headers(
     layouts: Mapping[str, ModuleLayout],
     headers: Mapping[str, StoredTensor],
 ) -> ModelLayout:
-    """Match a checkpoint by its headers alone; a tied head that is stored twice is not compared.
+    """Match a checkpoint by its headers alone, without comparing a tied head that is stored twice.
 
     Raises:
-        InputError: as `match` and `check_declared`.
+        InputError: as `match` and `check_declared_modules`.
     """
-    entries = _plain(checkpoint, layouts, headers, architecture_of(checkpoint.config))
+    entries = _unquantized_headers(checkpoint, layouts, headers, architecture_of(checkpoint.config))
     model_layout = match_tensors(checkpoint.config, entries, checkpoint.declared)
-    check_declared(checkpoint.config, model_layout, layouts)
+    check_declared_modules(checkpoint.config, model_layout, layouts)
     return model_layout
 
 
-def _plain(
+def _unquantized_headers(
     checkpoint: Checkpoint,
     layouts: Mapping[str, ModuleLayout],
     headers: Mapping[str, StoredTensor],
     architecture: Architecture | None,
 ) -> list[StoredTensor]:
-    """Return the tensors that a checkpoint would hold if none were quantized."""
-    turned = architecture.linears if architecture and architecture.transposed else ()
+    """Return the headers that a checkpoint would have if no tensor were quantized."""
+    transposed_linears = architecture.linears if architecture and architecture.transposed else ()
     packed = {name for layout in layouts.values() for name in layout.tensor_names}
-    packed |= kv_scales.found(checkpoint.config, headers).tensor_names
+    packed |= kv_scales.find_scales(checkpoint.config, headers).tensor_names
     entries = [tensor for name, tensor in headers.items() if name not in packed]
     for module, layout in layouts.items():
-        flip = any(module.endswith(f".{linear}") for linear in turned)
-        shape = layout.shape[::-1] if flip else layout.shape
+        is_transposed = any(module.endswith(f".{linear}") for linear in transposed_linears)
+        shape = layout.shape[::-1] if is_transposed else layout.shape
         entries.append(StoredTensor(f"{module}.weight", checkpoint.dtype, shape))
     return entries
 
 
-def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> ModelLayout | None:
-    """Return a match by derived declarations; None where there are none."""
+def _match_derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> ModelLayout | None:
+    """Match with derived declarations; return None if there are none."""
     from quantforge.model.derive.derive import derive_for
 
     try:
@@ -81,7 +81,7 @@ def _derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> ModelLay
 
 
 def drop_tied_copy(model_layout: ModelLayout, checkpoint: Checkpoint) -> ModelLayout:
-    """Drop a tied head that is stored twice, after reading both; raise `InputError` if it is not the embedding."""
+    """Drop a tied head that is stored twice; raise `InputError` if it differs from the embedding."""
 
     def equal(first: str, second: str) -> bool:
         import torch

@@ -1,4 +1,4 @@
-"""MLX files: integers with a scale and a bias for each group, and MLX's modes of block scales.
+"""MLX files: integers with a scale and a bias per group, and MLX's block-scale modes.
 
 For a linear ``P`` with weight ``[out, in]``, ``b`` bits, groups of ``G``:
 
@@ -34,17 +34,17 @@ from quantforge.formats.configuration import (
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import Engine, by_engine
 from quantforge.formats.read_checks import (
-    agree,
-    denied,
-    described,
-    finite,
-    matrix,
-    require,
-    scale_of,
-    sound,
-    whole_groups,
+    check_config_value,
+    contradiction_error,
+    matrix_shape,
+    require_finite,
+    require_headers,
+    require_valid_scales,
+    require_whole_groups,
+    scale_type_of,
+    tensor_headers,
 )
-from quantforge.formats.refusal_reasons import grouped, possible
+from quantforge.formats.refusal_reasons import check_whole_groups, require_possible
 from quantforge.grids import PerGroup, ScaleType, Zero
 from quantforge.notation import parse
 from quantforge.plans import Plan, StoredTensor
@@ -56,13 +56,13 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
-_NOT = Engine(never="does not read MLX files")
+_UNSUPPORTED = Engine(never="does not read MLX files")
 ENGINES = by_engine(
-    transformers=_NOT,
-    vllm=_NOT,
-    sglang=_NOT,
-    tensorrt_llm=_NOT,
-    lmdeploy=_NOT,
+    transformers=_UNSUPPORTED,
+    vllm=_UNSUPPORTED,
+    sglang=_UNSUPPORTED,
+    tensorrt_llm=_UNSUPPORTED,
+    lmdeploy=_UNSUPPORTED,
     mlx=Engine(embedding=True),
 )
 INFO = FormatInfo(
@@ -75,38 +75,40 @@ INFO = FormatInfo(
 )
 MIN_ZERO_POINT = 0
 DEFAULT_BITS = 4
-WIDTHS = (2, 3, 4, 5, 6, 8)
-SIZES = (32, 64, 128)
-MODES = ("mxfp4", "mxfp8")  # their grids have the same names
-READ = (*MODES, "nvfp4")
+SUPPORTED_BITS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+WRITTEN_MODES = ("mxfp4", "mxfp8")  # their grids have the same names
+READABLE_MODES = (*WRITTEN_MODES, "nvfp4")
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return the type of the model, or bfloat16 where that is float32."""
+    """Return float16 for float16 models, else bfloat16."""
     return ScaleType.F16 if model_dtype == "F16" else ScaleType.BF16
 
 
 def default_scheme(bits: int) -> str:
-    """Return groups of 64 with a minimum, as mlx-lm makes them; raise `RefusedError` for other widths."""
-    if bits not in WIDTHS:
-        raise RefusedError(f"--bits {bits}: MLX has {either(WIDTHS)}", f"--bits {min(bits + 1, 8)}")
+    """Return integers in groups of 64 with a minimum, as mlx-lm does; raise `RefusedError` for other widths."""
+    if bits not in SUPPORTED_BITS:
+        raise RefusedError(
+            f"--bits {bits}: MLX has {either(SUPPORTED_BITS)}", f"--bits {min(bits + 1, 8)}"
+        )
     return f"int{bits}:g64:min"
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
-    """Judge a weight: integers in groups of 32, 64 or 128, mxfp4 and mxfp8; inputs not quantized."""
+    """Check a weight: integers in groups of 32, 64 or 128, mxfp4 or mxfp8; inputs unquantized."""
     scheme = stored_scheme(layer.weight, shape)
-    if layer.input is not None and (scheme.integer or scheme.grid in MODES):
+    if layer.input is not None and (scheme.integer or scheme.grid in WRITTEN_MODES):
         return Compatibility(
             Verdict.IMPOSSIBLE, "quantized inputs are not written", str(layer.weight)
         )
-    if scheme.grid in MODES:
-        return grouped(scheme, shape) or Compatibility(Verdict.EXACT)
-    if not scheme.integer or scheme.bits not in WIDTHS:
+    if scheme.grid in WRITTEN_MODES:
+        return check_whole_groups(scheme, shape) or Compatibility(Verdict.EXACT)
+    if not scheme.integer or scheme.bits not in SUPPORTED_BITS:
         nearest = "int8:g64:min" if scheme.bits > 6 else "int4:g64:min"
         return Compatibility(Verdict.IMPOSSIBLE, f"{scheme.grid} is no number of MLX", nearest)
-    if not isinstance(scheme.granularity, PerGroup) or scheme.granularity.size not in SIZES:
-        reason = f"groups of {either(SIZES)}, not {scheme.granularity} of {shape[1]} columns"
+    if not isinstance(scheme.granularity, PerGroup) or scheme.granularity.size not in GROUP_SIZES:
+        reason = f"groups of {either(GROUP_SIZES)}, not {scheme.granularity} of {shape[1]} columns"
         return Compatibility(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
     if scheme.scale not in {None, ScaleType.F16, ScaleType.BF16}:
         return Compatibility(
@@ -114,23 +116,23 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
             f"scales of 16 bits are read, not {scheme.scale}",
             f"{scheme.grid}:{scheme.granularity}:{scheme.zero}:bf16",
         )
-    return grouped(scheme, shape) or Compatibility(Verdict.EXACT)
+    return check_whole_groups(scheme, shape) or Compatibility(Verdict.EXACT)
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Return EXACT: every module may have its own entry."""
+    """Return EXACT: every module can have its own entry in the configuration."""
     del layers
     return Compatibility(Verdict.EXACT)
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with minima, and coarser granularities as repeated groups."""
+    """Return the scheme with minima; coarser granularities become groups with repeated scales."""
     if not scheme.integer:
         return scheme
     granularity = scheme.granularity
     size = scheme.group_size(shape[1])
-    if not isinstance(granularity, PerGroup) or size not in SIZES:
-        fitting = [one for one in reversed(SIZES) if size % one == 0 and shape[1] % one == 0]
+    if not isinstance(granularity, PerGroup) or size not in GROUP_SIZES:
+        fitting = [one for one in reversed(GROUP_SIZES) if size % one == 0 and shape[1] % one == 0]
         granularity = PerGroup(fitting[0]) if fitting else granularity
     return replace(scheme, granularity=granularity, zero=Zero.MIN)
 
@@ -138,7 +140,7 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
+    """Return the headers of the stored tensors of one module."""
     scheme = stored_scheme(layer.weight, shape)
     words = StoredTensor(f"{module}.weight", "U32", (shape[0], shape[1] * scheme.bits // 32))
     size = scheme.parameter_shape(shape)
@@ -150,13 +152,13 @@ def packed_tensors(
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes, scales and biases."""
+    """Pack codes, scales and biases."""
     import torch
 
     from quantforge.packers.bits import pack_rows
 
     scheme = stored_scheme(tensor.scheme, tensor.shape)
-    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
+    require_possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     tensor = convert(tensor, scheme)
     codes = tensor.codes.contiguous()
     words = pack_rows(codes.view(torch.uint8), scheme.bits).view(torch.uint32)
@@ -170,33 +172,33 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes, scales and biases back."""
+    """Unpack codes, scales and biases."""
     import torch
 
     from quantforge.packers.bits import unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), packed_tensors(module, layout.scheme, shape))
+    require_headers(tensor_headers(tensors), packed_tensors(module, layout.scheme, shape))
     codes = unpack_rows(tensors[f"{module}.weight"].view(torch.int32), scheme.bits, shape[1])
     if scheme.grid == "mxfp8":
         codes = codes.view(torch.float8_e4m3fn)
     scales = tensors[f"{module}.scales"]
     if scheme.integer:
-        biases = finite(f"{module}.biases", tensors[f"{module}.biases"], "bias")
+        biases = require_finite(f"{module}.biases", tensors[f"{module}.biases"], "bias")
         parameters = {"scales": scales, "mins": biases}
     elif scheme.grid == "nvfp4":
         parameters = {"scales": scales.view(torch.float8_e4m3fn), "divisor": torch.ones(1, 1)}
     else:
         parameters = {"exponents": scales}
-    return sound(Quantized(codes, parameters, scheme), f"{module}.scales")
+    return require_valid_scales(Quantized(codes, parameters, scheme), f"{module}.scales")
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json``: the commonest parameters for the model, and an entry for every other module."""
+    """Return ``config.json`` with the most common parameters as default, and an entry for each other module."""
     modules = quantized_modules(plan, ".scales")
     entries = {
-        module: _entry(stored_scheme(tensor.scheme.weight, tensor.matrix))
+        module: _config_entry(stored_scheme(tensor.scheme.weight, tensor.matrix))
         for module, tensor in modules.items()
         if tensor.scheme is not None
     }
@@ -206,16 +208,16 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     common = max(kinds, key=kinds.count)
     quantization = {**common, **{name: entry for name, entry in entries.items() if entry != common}}
     dtype = model_dtype(plan, config)
-    return {"config.json": config_json(config, dtype, quantization, twin="quantization")}
+    return {"config.json": config_json(config, dtype, quantization, duplicate_key="quantization")}
 
 
-def _entry(scheme: Scheme) -> dict[str, Any]:
+def _config_entry(scheme: Scheme) -> dict[str, Any]:
     entry: dict[str, Any] = {"group_size": scheme.group_size(0), "bits": scheme.bits}
     return entry if scheme.integer else entry | {"mode": scheme.grid}
 
 
 def is_declared(config: Mapping[str, Any]) -> bool:
-    """Return whether there is a ``quantization`` without any ``quant_method``."""
+    """Return whether there is a ``quantization`` object and no ``quant_method``."""
     found = config.get("quantization")
     return isinstance(found, Mapping) and "quant_method" not in quantization_config(config)
 
@@ -230,43 +232,51 @@ def find_layouts(
     """
     found = config["quantization"]
     if quantization_config(config) not in ({}, found):
-        raise denied("quantization differs from quantization_config", "MLX writes the same twice")
+        raise contradiction_error(
+            "quantization differs from quantization_config", "MLX writes the same twice"
+        )
     names = [name.removesuffix(".scales") for name in tensors if name.endswith(".scales")]
     for name, own in found.items():
         packed = name in names
         if f"{name}.weight" in tensors and not packed and own is not False:
-            raise denied(f"quantization has {name!r}: {own!r}", f"{name} has no scales", name)
+            raise contradiction_error(
+                f"quantization has {name!r}: {own!r}", f"{name} has no scales", name
+            )
         if packed and own is not True and not isinstance(own, Mapping):
-            raise denied(f"quantization has {name!r}: {own!r}", f"{name} is packed", name)
-    return [_layout(name, found, tensors) for name in names]
+            raise contradiction_error(
+                f"quantization has {name!r}: {own!r}", f"{name} is packed", name
+            )
+    return [_read_layout(name, found, tensors) for name in names]
 
 
-def _layout(
+def _read_layout(
     module: str, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
     found = own if isinstance(own := config.get(module), Mapping) else config
     bits, size = found.get("bits", 4), found.get("group_size", 64)
     mode = found.get("mode", "affine")
-    if mode == "affine" and bits in WIDTHS and type(size) is int and size > 1:
-        scale = scale_of(tensors, f"{module}.scales")
+    if mode == "affine" and bits in SUPPORTED_BITS and type(size) is int and size > 1:
+        scale = scale_type_of(tensors, f"{module}.scales")
         scheme = Scheme(f"int{bits}", PerGroup(size), Zero.MIN, scale)
-    elif mode in READ:
+    elif mode in READABLE_MODES:
         scheme = parse(mode)
     else:
         raise InputError(
             f"config.json: MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
-            f"affine with {either(WIDTHS)} bits, and {', '.join(READ)} are",
+            f"affine with {either(SUPPORTED_BITS)} bits, and {', '.join(READABLE_MODES)} are",
             tensor=module,
         )
-    rows, words = matrix(tensors, f"{module}.weight")
+    rows, words = matrix_shape(tensors, f"{module}.weight")
     shape = (rows, words * 32 // scheme.bits)
-    whole_groups(module, shape[1], group := scheme.group_size(0))
+    require_whole_groups(module, shape[1], group := scheme.group_size(0))
     layer = LayerScheme(scheme)
     expected = packed_tensors(module, layer, shape)
-    require(tensors, expected)
+    require_headers(tensors, expected)
     if not scheme.integer:
         for key, actual in (("bits", scheme.bits), ("group_size", group)):
-            agree(found, key, actual, f"{module} is {scheme}, of {actual}")
+            check_config_value(found, key, actual, f"{module} is {scheme}, of {actual}")
         if f"{module}.biases" in tensors:
-            raise denied(f"mode = {mode!r}", f"{module} has biases, which are of affine", module)
+            raise contradiction_error(
+                f"mode = {mode!r}", f"{module} has biases, which are of affine", module
+            )
     return ModuleLayout(module, layer, shape, tuple(item.name for item in expected))

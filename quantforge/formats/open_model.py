@@ -1,4 +1,4 @@
-"""One door to every kind of model: a directory, or a GGUF file."""
+"""Open a model from a directory or a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from typing import TYPE_CHECKING
 
 from quantforge.files.disk import save
 from quantforge.files.reader import Checkpoint, open_checkpoint
-from quantforge.formats.declared_quantization import settle_declared
+from quantforge.formats.declared_quantization import resolve_declaration
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.formats.sources.low_precision import plain_source
-from quantforge.formats.sources.merged import merged
+from quantforge.formats.sources.low_precision import decode_if_low_precision
+from quantforge.formats.sources.merged import merge_adapter
 
 if TYPE_CHECKING:
     from quantforge.formats.gguf.parsing import GgufFile
 
 
 def open_model(path: Path) -> Checkpoint:
-    """Open a model directory, or a file that begins like GGUF, whatever it is called.
+    """Open a model directory, or a file that begins with GGUF's magic number, whatever its name.
 
     Raises:
-        InputError: as `open_checkpoint`, `settle_declared` and `quantforge.formats.gguf.source.open_gguf`.
+        InputError: as `open_checkpoint`, `resolve_declaration` and `quantforge.formats.gguf.source.open_gguf`.
     """
     if path.is_file():
         from quantforge.formats.gguf.source import open_gguf
 
         return open_gguf(path)
-    return settle_declared(open_checkpoint(path))
+    return resolve_declaration(open_checkpoint(path))
 
 
 def open_plain_source(path: Path, adapter: Path | None = None) -> Checkpoint:
-    """Open a model as a run reads it: decoded where it is published in low precision, with its adapter merged.
+    """Open a source model for a run: decoded if it was released in low precision, with its adapter merged.
 
-    Errors as `open_model` and `plain_source`, and with an adapter as `open_adapter` and `merged`.
+    Errors as `open_model` and `decode_if_low_precision`, and with an adapter as `open_adapter` and `merge_adapter`.
     """
-    checkpoint = plain_source(open_model(path))
-    return checkpoint if adapter is None else merged(checkpoint, open_adapter(adapter))
+    checkpoint = decode_if_low_precision(open_model(path))
+    return checkpoint if adapter is None else merge_adapter(checkpoint, open_adapter(adapter))
 
 
-def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """Return the tokenizer files that a GGUF file stands for, by name; {} for a directory, which has its own."""
+def tokenizer_side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
+    """Return tokenizer files made from the keys of a GGUF file, by name; {} for a directory."""
     if checkpoint.path.is_dir():
         return {}
     from quantforge.formats.gguf.source import GgufCheckpoint
@@ -54,7 +54,7 @@ def side_data(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 @contextmanager
-def tokenizer_folder(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
+def tokenizer_directory(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
     """Yield a directory with the files of a model's tokenizer.
 
     Yields:
@@ -71,9 +71,9 @@ def tokenizer_folder(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
     from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 
     file = read_gguf(path)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as directory:
         for name, data in tokenizer_files(file).items():
-            place = Path(folder) / name
-            place.parent.mkdir(exist_ok=True)
-            save(place, data)
-        yield Path(folder), file
+            target = Path(directory) / name
+            target.parent.mkdir(exist_ok=True)
+            save(target, data)
+        yield Path(directory), file

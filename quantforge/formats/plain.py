@@ -1,4 +1,4 @@
-"""Plain checkpoints: bf16, f16 or f32 weights and no ``quantization_config``."""
+"""Unquantized checkpoints: bf16, f16 or f32 weights and no ``quantization_config``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import RefusedError
 from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats import KEEP, Compatibility, FormatInfo, ModuleLayout, Verdict
-from quantforge.formats.configuration import NUMBERS, config_json, model_dtype, quantization_config
+from quantforge.formats.configuration import (
+    CASTABLE_DTYPES,
+    config_json,
+    model_dtype,
+    quantization_config,
+)
 from quantforge.formats.engine_rules import Engine, by_engine
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
@@ -36,30 +41,30 @@ _HINT = "choose --format compressed-tensors, gptq or awq"
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return the model's own type; this format has no scales and does not use it."""
+    """Return the model's dtype; unused, because this format has no scales."""
     return ScaleType(model_dtype.lower())
 
 
 def default_scheme(bits: int) -> str:
-    """Return `KEEP` for the format's own width; raise `RefusedError` for any other."""
+    """Return `KEEP` for 16 bits; raise `RefusedError` for any other width."""
     if bits == DEFAULT_BITS:
         return KEEP
     raise RefusedError(f"--bits {bits}: {_NO_CODES}", _HINT)
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
-    """Return IMPOSSIBLE: nothing quantized can be stored."""
+    """Return IMPOSSIBLE: the format cannot store quantized weights."""
     del layer, shape
     return Compatibility(Verdict.IMPOSSIBLE, _NO_CODES)
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Return EXACT where nothing is quantized."""
+    """Return EXACT if no layer is quantized."""
     return Compatibility(Verdict.IMPOSSIBLE, _NO_CODES) if layers else Compatibility(Verdict.EXACT)
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme as it is."""
+    """Return the scheme unchanged."""
     del shape
     return scheme
 
@@ -67,40 +72,40 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Refuse every module, as `check_layer` does."""
+    """Raise `RefusedError`, because the format cannot store quantized weights."""
     raise RefusedError(f"{module}: {layer} of {shape[0]}x{shape[1]}: {_NO_CODES}", _HINT)
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Refuse every module, as `check_layer` does."""
+    """Raise `RefusedError`, because the format cannot store quantized weights."""
     raise RefusedError(f"{module}: {tensor.scheme}: {_NO_CODES}", _HINT)
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Refuse every module: `find_layouts` is always empty."""
+    """Raise `RefusedError`, because `find_layouts` never finds a quantized linear."""
     raise RefusedError(f"{layout.module}: {len(tensors)} tensors: {_NO_CODES}", _HINT)
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json`` without any quantization; of a cast model its ``dtype`` is that of the numbers."""
+    """Return ``config.json`` without quantization; ``dtype`` is that of the weights if they were cast."""
     cast = {
         output.dtype
         for tensor in plan.tensors
         for output in tensor.outputs
-        if tensor.dtype in NUMBERS and output.dtype != tensor.dtype
+        if tensor.dtype in CASTABLE_DTYPES and output.dtype != tensor.dtype
     }
     dtype = TORCH_NAMES[min(cast)] if cast else model_dtype(plan, config)
     return {"config.json": config_json(config, dtype)}
 
 
 def is_declared(config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration states no quantization."""
+    """Return whether the configuration declares no quantization."""
     return not quantization_config(config)
 
 
 def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
-    """Return nothing: no module is quantized."""
+    """Return an empty tuple: no module is quantized."""
     del config, tensors
     return ()

@@ -16,7 +16,7 @@ from quantforge.architectures.configuration import positions_in
 from quantforge.architectures.match import ModelLayout, Role, require_declarations
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
-from quantforge.formats.open_model import tokenizer_folder
+from quantforge.formats.open_model import tokenizer_directory
 from quantforge.planning.peak_memory import RunSizes, whole_model
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import GPTQ
@@ -97,7 +97,7 @@ def check_source(
     from quantforge_calibration.row_count import check_rows  # tokenizers, as below
 
     try:
-        with tokenizer_folder(model) as (folder, _):
+        with tokenizer_directory(model) as (folder, _):
             check_rows(
                 place or options.source,
                 folder,
@@ -192,7 +192,7 @@ def _builtin_rows(options: CalibrationOptions, model: Path) -> int | None:
     )  # tokenizers, which planning does without
 
     try:
-        with tokenizer_folder(model) as (folder, _):
+        with tokenizer_directory(model) as (folder, _):
             return builtin_rows(folder, options.length, options.samples)
     except (SourceError, InputError):
         return None

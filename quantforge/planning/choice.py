@@ -30,7 +30,7 @@ from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, nearest
 from quantforge.events import Event
 from quantforge.formats import KEEP, patterns
-from quantforge.formats.gguf.families import name_here
+from quantforge.formats.gguf.families import name_from_gguf
 from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
@@ -102,7 +102,7 @@ def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> fr
     if not roles:
         names = {tensor.name.removesuffix(".weight") for tensor in layers}
         leaves = {name.rpartition(".")[2] for name in names}
-        here = name_here(pattern, sorted(names))
+        here = name_from_gguf(pattern, sorted(names))
         raise InputError(
             f"pattern '{pattern}' matches no layer",
             f"that is a name of llama.cpp's files: here it is {here}"
@@ -133,13 +133,13 @@ def matches(pattern: str, tensor: MatchedTensor) -> bool:
     Raises:
         InputError: the pattern is no regular expression, or takes too long.
     """
-    if len(pattern) > patterns.LONGEST:
+    if len(pattern) > patterns.MAX_PATTERN_LENGTH:
         raise InputError(f"pattern '{pattern[:100]}...': {len(pattern)} characters")
     names = {name.removesuffix(".weight") for name in (tensor.name, tensor.header.name)}
     if pattern.startswith("re:"):
         text = pattern.removeprefix("re:")
         try:
-            return any(patterns.matches(text, name, whole=True) for name in names)
+            return any(patterns.matches_pattern(text, name, full_match=True) for name in names)
         except InputError as error:
             hint = error.hint or "patterns without re: are globs"
             raise InputError(f"re:{error.message}", hint) from error

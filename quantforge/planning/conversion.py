@@ -32,11 +32,16 @@ from quantforge.formats import (
     kv_scales,
     load_format,
 )
-from quantforge.formats.configuration import EMBEDDINGS, FLOATS, NUMBERS, head_of
-from quantforge.formats.convert import express_layer
+from quantforge.formats.configuration import (
+    CASTABLE_DTYPES,
+    EMBEDDING_MODULES,
+    FLOAT_DTYPES,
+    head_module,
+)
+from quantforge.formats.convert import layer_scheme_in_format
 from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.match_quantized import drop_tied_copy, match_headers
-from quantforge.formats.refusal_reasons import named, split_group
+from quantforge.formats.refusal_reasons import common_split_size, summarize_names
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
 from quantforge.planning.choice import Choices, matches
@@ -243,15 +248,15 @@ def _number_type(recipe: Recipe) -> str | None:
     """Return the type that is asked for of decoded weights, None where none is or the format has types of its own.
 
     Raises:
-        UnknownNameError: it is none of `FLOATS`.
+        UnknownNameError: it is none of `FLOAT_DTYPES`.
     """
     if recipe.format != PLAIN or recipe.type is None:
         return None
     kind = recipe.type.upper()
-    if kind not in FLOATS:
+    if kind not in FLOAT_DTYPES:
         raise UnknownNameError(
             f"--type {recipe.type}: with --format {PLAIN} it names the type of the numbers",
-            f"one of {', '.join(FLOATS)}; the types of GGUF are of --format gguf",
+            f"one of {', '.join(FLOAT_DTYPES)}; the types of GGUF are of --format gguf",
         )
     return kind
 
@@ -273,7 +278,7 @@ def _lost(checkpoint: Checkpoint, target: Format, tensors: Iterable[TensorPlan])
     """Return events for what the target has no place for, and for what stays unquantized."""
     lost = []
     headers = checkpoint.headers()
-    scales = kv_scales.found(checkpoint.config, headers).tensor_names
+    scales = kv_scales.find_scales(checkpoint.config, headers).tensor_names
     if scales and not target.INFO.holds_kv_scales:
         why = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
         lost.append(Event("kv-scales-left-out", checkpoint.path.name, why))
@@ -293,7 +298,7 @@ def _loaded(
         transposed=family is not None and family.transposed,
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
         kept=tuple(name for name in checkpoint.entries if name.rpartition(".")[0] not in modules),
-        embedding=any(module.rpartition(".")[2] in EMBEDDINGS for module in modules),
+        embedding=any(module.rpartition(".")[2] in EMBEDDING_MODULES for module in modules),
         unmapped=unmapped(family, checkpoint.config, checkpoint.entries),
         draft=_kind_of_heads(checkpoint),
     )
@@ -330,7 +335,7 @@ def _draft_safetensors(
     headers = checkpoint.headers()
     used = {name for layer in layers for name in layer.layout.tensor_names}
     if not target.INFO.holds_kv_scales:
-        used |= kv_scales.found(checkpoint.config, headers).tensor_names
+        used |= kv_scales.find_scales(checkpoint.config, headers).tensor_names
     tensors = [
         TensorPlan(
             item.name,
@@ -340,7 +345,9 @@ def _draft_safetensors(
             "kept",
             block=_block_of(item.name),
             outputs=(
-                replace(item, dtype=asked_type or item.dtype) if item.dtype in NUMBERS else item,
+                replace(item, dtype=asked_type or item.dtype)
+                if item.dtype in CASTABLE_DTYPES
+                else item,
             ),
         )
         for name, item in headers.items()
@@ -442,7 +449,7 @@ def _plan_layer(
             Compatibility(Verdict.DEPENDS_ON_VALUES, "decoded weights"),
             transposed,
         )
-    fit, wanted = express_layer(layout.scheme, layout.shape, target, checkpoint.dtype)
+    fit, wanted = layer_scheme_in_format(layout.scheme, layout.shape, target, checkpoint.dtype)
     if _is_left_plain(checkpoint, layout, (fit, wanted), target):
         return ConvertedLayer(layout, None, Compatibility(Verdict.DEPENDS_ON_VALUES), transposed)
     if fit.verdict is Verdict.IMPOSSIBLE:
@@ -481,8 +488,8 @@ def _is_left_plain(
 ) -> bool:
     """Return whether an embedding or a head is decoded, since the target holds none, or none with such numbers."""
     fit, wanted = expressed
-    head = head_of(checkpoint.config)
-    if layout.module != head and layout.module.rpartition(".")[2] not in EMBEDDINGS:
+    head = head_module(checkpoint.config)
+    if layout.module != head and layout.module.rpartition(".")[2] not in EMBEDDING_MODULES:
         return False
     if target.KEY == GGUF or is_draft(checkpoint.config):
         return False
@@ -502,7 +509,7 @@ def _with_one_group(
         The layers, and a note on what was split.
     """
     held = ((layer.wanted, layer.layout.shape) for layer in layers if layer.wanted is not None)
-    size = split_group(held) if target.INFO.single_group_size else None
+    size = common_split_size(held) if target.INFO.single_group_size else None
     if size is None:
         return layers, ()
     found, names, more = [], [], 0
@@ -517,7 +524,7 @@ def _with_one_group(
         more += _nbytes(target.packed_tensors(module, new, shape))
         more -= _nbytes(target.packed_tensors(module, old, shape))
     note = (
-        f"groups of {named(names)} are split into groups of {size} columns, with the same"
+        f"groups of {summarize_names(names)} are split into groups of {size} columns, with the same"
         f" scales repeated ({more:,} bytes): the files state one group size for the whole model"
     )
     return found, (note,)

@@ -113,7 +113,9 @@ def _is_integer(scheme: Scheme) -> bool:
 def _schemes_of(wanted: Recipe, form: Format) -> list[Scheme]:
     """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
     if form.KEY == GGUF and wanted.scheme is None:
-        label = (wanted.type or mixture.BY_BITS.get(wanted.bits or form.DEFAULT_BITS, "")).upper()
+        label = (
+            wanted.type or mixture.MIXTURE_BY_BITS.get(wanted.bits or form.DEFAULT_BITS, "")
+        ).upper()
         grid = mixture.MIXTURES.get(label, (0, ""))[1].lower()
         named = [grid] if grid in GRIDS else []
     else:

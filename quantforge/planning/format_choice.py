@@ -14,7 +14,7 @@ from pathlib import Path
 from quantforge.engines import preferred_formats
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import DEFAULT_FORMAT, FORMATS, GGUF, KEEP, Format, Verdict, load_format
-from quantforge.formats.convert import fit_of_schemes
+from quantforge.formats.convert import compare_schemes
 from quantforge.grids import PerGroup
 from quantforge.notation import parse_layer
 from quantforge.plans import choice
@@ -111,7 +111,7 @@ def _holds(
     if form.check_layer(replace(layer, weight=weight), shape).verdict is Verdict.IMPOSSIBLE:
         return False
     wanted = form.stored_scheme(weight, shape)
-    return fit_of_schemes(weight, wanted, shape, form.MIN_ZERO_POINT).verdict is Verdict.EXACT
+    return compare_schemes(weight, wanted, shape, form.MIN_ZERO_POINT).verdict is Verdict.EXACT
 
 
 def _shape_for(layer: LayerScheme) -> Shape:

@@ -26,10 +26,10 @@ from quantforge.formats import KEEP, gguf
 from quantforge.formats.engine_rules import layer_verdicts
 from quantforge.formats.gguf import ggml_scheme, mixture
 from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan
-from quantforge.formats.gguf.families import Named, model_types_read, names
-from quantforge.formats.gguf.metadata import general, merged, provenance, split_keys
+from quantforge.formats.gguf.families import GgufName, gguf_names, model_type_by_arch
+from quantforge.formats.gguf.metadata import general_keys, merge_keys, provenance_keys, split_keys
 from quantforge.formats.gguf.mixture import file_type
-from quantforge.formats.gguf.parameters import Parameters, parameters
+from quantforge.formats.gguf.parameters import HyperParameters, translate_parameters
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, has_projector
 from quantforge.formats.gguf.vocabulary import (
     CarriedVocabulary,
@@ -58,7 +58,7 @@ LANGUAGE_ONLY = (
 )
 UNREAD = "llama.cpp computes this family's files; `eval` and `verify` do not read them back"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
-_OUTSIDE = {*mixture.LOOKED_UP, _OUTPUT}
+_OUTSIDE = {*mixture.EMBEDDING_TENSORS, _OUTPUT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class FileTensor:
     """One source tensor on its way: its name, shape and type in the file, and the rule by which it has that type."""
 
     tensor: MatchedTensor
-    named: Named
+    named: GgufName
     shape: tuple[int, ...]
     type: str
     rule: str
@@ -126,9 +126,9 @@ class _Contents:
     checkpoint: Checkpoint
     model_layout: ModelLayout
     kept: Sequence[MatchedTensor]
-    named: Mapping[str, Named]
-    parameters: Parameters
-    shape: mixture.Shape
+    named: Mapping[str, GgufName]
+    parameters: HyperParameters
+    shape: mixture.ModelShape
 
 
 def draft_gguf(
@@ -159,8 +159,8 @@ def draft_gguf(
     def made_by(recipe: Recipe) -> Metadata:
         text = recipe.calibration
         if not observed:
-            return provenance(recipe, "", 0, 0)
-        return provenance(recipe, text.source, linears, coming_rows(text, checkpoint.path))
+            return provenance_keys(recipe, "", 0, 0)
+        return provenance_keys(recipe, text.source, linears, coming_rows(text, checkpoint.path))
 
     return _draft(recipe, contents, types, made_by, tower)
 
@@ -186,16 +186,16 @@ def draft_gguf_export(
     wanted = Recipe(embedding=recipe.embedding, pre=recipe.pre)
 
     def made_by(_: Recipe) -> Metadata:
-        return provenance(first_recipe(checkpoint), "", 0, 0)
+        return provenance_keys(first_recipe(checkpoint), "", 0, 0)
 
     return _draft(wanted, contents, types, made_by, tower)
 
 
 def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
-    found = parameters(_with_vision(model_layout.config, checkpoint.config))
+    found = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
     kept, sizes = _written(model_layout), found.dimensions
-    named = names(found.family, sizes.layers, [tensor.name for tensor in kept])
-    shape = mixture.Shape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
+    named = gguf_names(found.family, sizes.layers, [tensor.name for tensor in kept])
+    shape = mixture.ModelShape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
     return _Contents(checkpoint, model_layout, kept, named, found, shape)
 
 
@@ -224,8 +224,10 @@ def _draft(
     kind = file_type(types.label, held, contents.shape)
 
     def keys(recipe: Recipe) -> Metadata:
-        return merged(
-            general(_name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens),
+        return merge_keys(
+            general_keys(
+                _name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens
+            ),
             found.keys,
             tokens.keys(),
             made_by(recipe),
@@ -240,7 +242,7 @@ def _draft(
             f"{label}: {_summary(targets)}",
             *choices.notes,
             *(_of_towers(checkpoint, tower) if len(model_layout.foreign) > len(model_layout.draft_heads) else ()),
-            *([] if family.arch in model_types_read() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
+            *([] if family.arch in model_type_by_arch() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
             *tokens.notes,
         ),
         late=tuple(
@@ -349,14 +351,15 @@ def _label(targets: Sequence[FileTensor], types: FileTypes) -> str:
         if item.tensor.role is Role.LINEAR and item.type.lower() in GGML_BLOCKS
     ]  # fmt: skip
     if all(
-        item.type == mixture.fitting(types.meant(item.tensor), item.shape[-1]) for item in linears
+        item.type == mixture.fitting_type(types.meant(item.tensor), item.shape[-1])
+        for item in linears
     ):
         return types.label
     weights = sum(math.prod(item.shape) for item in linears)
     nbytes = sum(
         TYPES[item.type].row_bytes(item.shape[-1]) * math.prod(item.shape[:-1]) for item in linears
     )
-    return f"{mixture.MIXED}-{8 * nbytes / weights:.2f}bpw"
+    return f"{mixture.MIXED_PREFIX}-{8 * nbytes / weights:.2f}bpw"
 
 
 def _summary(targets: Iterable[FileTensor]) -> str:
@@ -366,7 +369,7 @@ def _summary(targets: Iterable[FileTensor]) -> str:
 
 
 def _target(
-    tensor: MatchedTensor, named: Named, choices: Choices[str], squeezed: tuple[str, ...]
+    tensor: MatchedTensor, named: GgufName, choices: Choices[str], squeezed: tuple[str, ...]
 ) -> FileTensor:
     """Decide on the type of a tensor."""
     *outer, last = file_shape(tensor)
@@ -405,7 +408,7 @@ class FileTypes(Terms[str]):
     def fitted(self, tensor: MatchedTensor, form: str) -> Fitted[str]:
         """Return the type, or the one that llama.cpp takes where its blocks do not divide the rows."""
         shape = file_shape(tensor)
-        given = mixture.fitting(form, shape[-1])
+        given = mixture.fitting_type(form, shape[-1])
         if given == form:
             return Fitted(form)
         nbytes = TYPES[given].row_bytes(shape[-1]) * math.prod(shape[:-1])
@@ -431,9 +434,9 @@ class MixtureTypes(FileTypes):
     def __init__(
         self,
         wanted: Recipe,
-        names: Mapping[str, Named],
+        names: Mapping[str, GgufName],
         tensors: Sequence[MatchedTensor],
-        shape: mixture.Shape,
+        shape: mixture.ModelShape,
     ) -> None:
         self._names = names
         self._observed = shape.importance
@@ -451,7 +454,7 @@ class MixtureTypes(FileTypes):
         if self._one_scheme and pure:
             self._types = dict.fromkeys(columns, self.label)
         else:
-            self._types = mixture.assign(self.label, columns.items(), shape)
+            self._types = mixture.assign_types(self.label, columns.items(), shape)
 
     def check(self, targets: Sequence[FileTensor]) -> None:
         """Refuse types that llama-quantize does not make without an importance; in the blocks alone it asks for one."""
@@ -472,7 +475,7 @@ class MixtureTypes(FileTypes):
         if self._one_scheme and tensor.role is not Role.LINEAR:
             return Decision("Q6_K", "outside of the blocks")
         name = self._names[tensor.name].name
-        if name in mixture.UNTOUCHED and self._types[name] not in mixture.FLOATING:
+        if name in mixture.UNQUANTIZED_TENSORS and self._types[name] not in mixture.FLOAT_TYPES:
             return Decision(tensor.header.dtype, "kept in every mixture")
         return Decision(self._types[name], self.label)
 
@@ -507,7 +510,7 @@ class GivenTypes(FileTypes):
         if self._tied and tensor.role is Role.EMBEDDING:
             columns = tensor.header.shape[-1]
             kind = mixture.output_type(self.label, self.label, columns)
-            return Decision(mixture.fitting(kind, columns), tied_rule(gguf))
+            return Decision(mixture.fitting_type(kind, columns), tied_rule(gguf))
         return Decision(tensor.header.dtype, "kept")
 
     def meant(self, tensor: MatchedTensor) -> str:
@@ -544,18 +547,18 @@ def _asked_label(wanted: Recipe) -> str:
     """Return the name of the mixture, or the grid that all linears get."""
     if wanted.type is not None:
         if wanted.type.upper() not in mixture.MIXTURES:
-            hint = nearest(wanted.type.upper(), mixture.MIXTURES, mixture.TYPE_WORDS)
+            hint = nearest(wanted.type.upper(), mixture.MIXTURES, mixture.TYPE_HINTS)
             raise UnknownNameError(f"--type {wanted.type}: unknown", hint)
         return wanted.type.upper()
     if wanted.scheme is not None:
         return type_of(LayerScheme(parse(wanted.scheme)), "--scheme")
     bits = wanted.bits or 4
-    if bits not in mixture.BY_BITS:
+    if bits not in mixture.MIXTURE_BY_BITS:
         raise InputError(f"--bits {bits}: no mixture of that size", "2, 3, 4, 5, 6 or 8, or --type")
-    return mixture.BY_BITS[bits]
+    return mixture.MIXTURE_BY_BITS[bits]
 
 
-def _tensor_table(targets: Iterable[FileTensor], found: Parameters) -> list[GgufTensor]:
+def _tensor_table(targets: Iterable[FileTensor], found: HyperParameters) -> list[GgufTensor]:
     """Return the tensor table in file order: experts stacked, computed tables added."""
     stacks: dict[str, list[FileTensor]] = {}
     for item in targets:
@@ -575,10 +578,10 @@ def _tensor_table(targets: Iterable[FileTensor], found: Parameters) -> list[Gguf
                 tensor=first.tensor.header.name,
             )
         tensors.append(GgufTensor(name, first.type, (len(items), *first.shape), pieces=len(items)))
-    return sorted(tensors, key=lambda tensor: mixture.order(tensor.name))
+    return sorted(tensors, key=lambda tensor: mixture.file_order(tensor.name))
 
 
-def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
+def _tensor_plan(item: FileTensor, found: HyperParameters) -> TensorPlan:
     """Return the plan of a source tensor: its place in the table, and what is done with its rows."""
     tensor, family_heads = item.tensor, _heads(item, found)
     shape = item.shape if item.named.expert < 0 else (found.experts, *item.shape)
@@ -611,7 +614,7 @@ def _tensor_plan(item: FileTensor, found: Parameters) -> TensorPlan:
     )
 
 
-def _heads(item: FileTensor, found: Parameters) -> int:
+def _heads(item: FileTensor, found: HyperParameters) -> int:
     """Return the number of heads whose rows are reordered, 0 for none."""
     if not found.family.interleaved:
         return 0

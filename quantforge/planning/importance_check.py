@@ -14,8 +14,8 @@ from pathlib import Path
 from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.formats.gguf.families import Named, family_of, names
-from quantforge.formats.gguf.importance_file import check_form
+from quantforge.formats.gguf.families import GgufName, family_of, gguf_names
+from quantforge.formats.gguf.importance_file import check_structure
 from quantforge.packers.lattices import NEED_IMPORTANCE
 from quantforge.plans import Action, TensorPlan
 
@@ -45,7 +45,7 @@ def compare_importance(
         for tensor in tensors
         if tensor.action is Action.QUANTIZE and tensor.name in named
     }
-    known = check_form(path, values_of(rounded.values(), named))
+    known = check_structure(path, values_of(rounded.values(), named))
     _refuse_another(path, known, model_layout, {named[name].name for name in rounded})
     lacking = [
         tensor
@@ -66,7 +66,7 @@ def compare_importance(
     return tuple(events), tuple(notes)
 
 
-def places(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> dict[str, Named]:
+def places(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> dict[str, GgufName]:
     """Return the places of matrices in a GGUF file by the names of the source.
 
     Raises:
@@ -74,13 +74,13 @@ def places(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> dict[str
     """
     linears = {tensor.name for tensor in tensors if len(tensor.shape) == 2}
     held = [tensor for tensor in model_layout.tensors if tensor.header.name in linears]
-    found = names(
+    found = gguf_names(
         family_of(model_layout.config), model_layout.blocks, [tensor.name for tensor in held]
     )
     return {tensor.header.name: found[tensor.name] for tensor in held}
 
 
-def values_of(tensors: Collection[TensorPlan], named: Mapping[str, Named]) -> dict[str, int]:
+def values_of(tensors: Collection[TensorPlan], named: Mapping[str, GgufName]) -> dict[str, int]:
     """Return how many values the importance of tensors has, by their names in a GGUF file; experts are stacked."""
     matrices = Counter(place.name for place in named.values())
     return {named[one.name].name: matrices[named[one.name].name] * one.matrix[1] for one in tensors}
@@ -104,7 +104,7 @@ def _refuse_another(
 
 
 def _refuse_needy(
-    path: Path, lacking: Sequence[TensorPlan], blocks: int, named: Mapping[str, Named]
+    path: Path, lacking: Sequence[TensorPlan], blocks: int, named: Mapping[str, GgufName]
 ) -> None:
     """Refuse types that llama-quantize does not make without an importance, where the file lacks it."""
     needy = [one for one in lacking if _type(one).lower() in NEED_IMPORTANCE]
@@ -122,7 +122,7 @@ def _type(tensor: TensorPlan) -> str:
     return tensor.scheme.weight.grid.upper() if tensor.scheme else ""
 
 
-def _listed(tensors: Sequence[TensorPlan], named: Mapping[str, Named]) -> str:
+def _listed(tensors: Sequence[TensorPlan], named: Mapping[str, GgufName]) -> str:
     return _first(list(dict.fromkeys(named[one.name].name for one in tensors)))
 
 

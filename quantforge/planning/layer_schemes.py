@@ -16,7 +16,7 @@ from dataclasses import replace
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.formats import KEEP, Compatibility, Format, Verdict
-from quantforge.formats.refusal_reasons import USUAL_GROUPS, named
+from quantforge.formats.refusal_reasons import COMMON_GROUP_SIZES, summarize_names
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
 from quantforge.planning.choice import QUANTIZABLE, Choice, Decision, Fitted, Terms
@@ -78,7 +78,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         self._together = {
             group: widths
             for group, widths in together.items()
-            if group in USUAL_GROUPS
+            if group in COMMON_GROUP_SIZES
             or len(_odd(group, widths)) < len(widths)  # else `check_groups` refuses it
             if any(not _odd(size, widths) for size in _sizes(group))
         }
@@ -159,7 +159,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         """
         for layer, matrices in self._asked.items():
             group = layer.weight.granularity
-            if not isinstance(group, PerGroup) or group.size in USUAL_GROUPS:
+            if not isinstance(group, PerGroup) or group.size in COMMON_GROUP_SIZES:
                 continue
             if any(columns % group.size == 0 for _, columns in matrices):
                 continue
@@ -177,7 +177,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
             fits = (self._check(scheme, layer.input, matrix).verdict for matrix in matrices)
             return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
 
-        counts = {size: held(size) for size in USUAL_GROUPS}
+        counts = {size: held(size) for size in COMMON_GROUP_SIZES}
         most = max(counts.values())
         fitting = [f"g{size}" for size, count in counts.items() if most and count == most]
         return (
@@ -241,7 +241,7 @@ class LayerSchemes(Terms[LayerScheme | None]):
         reason = (
             f"one group size for the whole model in {self._format.KEY}, and {columns} input columns"
         )
-        reason += f" ({named(names)}) are no multiple of {size}"
+        reason += f" ({summarize_names(names)}) are no multiple of {size}"
         return Compatibility(Verdict.IMPOSSIBLE, reason)
 
     def _check(
@@ -282,7 +282,7 @@ def _group(scheme: Scheme) -> int:
 
 def _sizes(group: int) -> list[int]:
     """Return a group size, then the usual ones that are smaller."""
-    return [group, *(size for size in USUAL_GROUPS if size < group)]
+    return [group, *(size for size in COMMON_GROUP_SIZES if size < group)]
 
 
 def _odd(size: int, widths: Widths) -> dict[int, Sequence[str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.formats.gguf.importance_file import check_form
+from quantforge.formats.gguf.importance_file import check_structure
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.recipe import NO_DATA, AdapterOptions, CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -94,7 +94,7 @@ def _importance(options: CalibrationOptions, imatrix: Path | None) -> Calibratio
     """Return the options with the digest of an importance matrix, where its file is there."""
     if imatrix is None or not imatrix.exists():
         return options
-    check_form(imatrix)
+    check_structure(imatrix)
     digest = manifest.sha256(imatrix, None, roles.IMATRIX)
     if options.sha256 and options.sha256[0].partition("  ")[0] != digest:
         raise _another(f"--imatrix {imatrix}", options)

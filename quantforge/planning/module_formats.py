@@ -23,7 +23,10 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.files.computed_tensors import RUNNING
 from quantforge.formats import PLAIN, Format, Verdict, kv_scales, load_format
-from quantforge.formats.compressed_tensors.linears import packed_transposed_tensors, transposable
+from quantforge.formats.compressed_tensors.linears import (
+    can_store_transposed,
+    packed_transposed_tensors,
+)
 from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import Choices
@@ -133,7 +136,7 @@ def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
     if not form.INFO.stores_transposed or not all(tensor.transposed for tensor in rounded):
         return tensors
     layers = {layer for tensor in rounded if (layer := tensor.scheme) is not None}
-    if len(layers) > 1 or not all(map(transposable, layers)):
+    if len(layers) > 1 or not all(map(can_store_transposed, layers)):
         return tensors
     return [
         replace(
@@ -258,7 +261,7 @@ def _cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
     dimensions = model_layout.dimensions
     if kind == kv_scales.NONE or dimensions is None:  # the latter is refused later
         return []
-    inside = f".{kv_scales.ATTENTION}."
+    inside = f".{kv_scales.ATTENTION_MODULE}."
     attention = {
         tensor.block: tensor.header.name.partition(inside)[0] + inside[:-1]
         for tensor in model_layout.tensors
@@ -266,7 +269,7 @@ def _cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
     }
     if len(attention) < model_layout.blocks:
         raise RefusedError(
-            f"--kv-cache {kind}: no {kv_scales.ATTENTION} in every block of this family",
+            f"--kv-cache {kind}: no {kv_scales.ATTENTION_MODULE} in every block of this family",
             "engines look for the scales there: drop --kv-cache",
         )
     heads = _key_heads(model_layout, dimensions)
@@ -291,7 +294,7 @@ def _cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
             block=block,
         )
         for block, name in sorted(attention.items())
-        for item in kv_scales.announced(name, kind, dimensions.kv_heads)
+        for item in kv_scales.scale_tensors(name, kind, dimensions.kv_heads)
     ]
 
 

@@ -25,7 +25,7 @@ from quantforge.files.hub import source_name
 from quantforge.files.output_names import side_of
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import DEFAULT_FORMAT, PLAIN, load_format
-from quantforge.formats.gguf.mixture import MIXED, MIXTURES
+from quantforge.formats.gguf.mixture import MIXED_PREFIX, MIXTURES
 from quantforge.grids import GRIDS, ScaleType
 from quantforge.notation import ALIASES, parse_layer
 from quantforge.planning.format_choice import format_of_name
@@ -73,7 +73,7 @@ def derived(
     known = method is not None or bool(first)
     moved = method is None
     scheme = _scheme(schemes.most_common(1)[0][0], key, moved=moved) if schemes and known else ""
-    parts = (origin, "" if word == key else _safe(word), scheme, MIXED if mixed else "")
+    parts = (origin, "" if word == key else _safe(word), scheme, MIXED_PREFIX if mixed else "")
     return "-".join(filter(None, (*parts, key if key != DEFAULT_FORMAT or not known else "")))
 
 
@@ -144,7 +144,7 @@ def _zeros(pattern: Sparsity | None) -> tuple[str, ...]:
 
 def _without_type(stem: str) -> str:
     """Return a name without its type: ``wren`` for ``wren-Q8_0``, ``wren.Q8_0`` and ``wren-mixed-4.06bpw``."""
-    stem = re.sub(rf"(?<=.)-{MIXED}-[0-9.]+bpw$", "", stem)
+    stem = re.sub(rf"(?<=.)-{MIXED_PREFIX}-[0-9.]+bpw$", "", stem)
     base, kind = re.fullmatch(r"(.*?)(?:[-.]([^-.]+))?", stem, re.DOTALL).groups()  # type: ignore[union-attr]
     return base if base and kind and kind.upper() in MIXTURES else stem
 

@@ -23,7 +23,7 @@ from quantforge.engines import check_engine
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import DEFAULT_FORMAT, GGUF, PLAIN, Format, kv_scales, load_format
-from quantforge.formats.decoded import plain_config
+from quantforge.formats.decoded import unquantized_config
 from quantforge.formats.engine_rules import TRANSFORMERS
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic
@@ -379,7 +379,7 @@ def with_judged_names(checkpoint: Checkpoint, draft: Draft) -> Draft:
         return draft
     from quantforge.model import transformers_loading  # torch, which planning does without
 
-    config = plain_config(checkpoint)
+    config = unquantized_config(checkpoint)
     config = untied(config) if draft.untie else config
     engines = transformers_loading.judged_by_names(draft.engines, config, draft.tensors)
     for verdict in engines:

@@ -263,8 +263,8 @@ def _described(name: str, path: Path) -> BuiltinRecipe:
 
 
 def _bits(wanted: Recipe) -> int:
-    from quantforge.formats.gguf.mixture import BY_BITS  # which --help does without
+    from quantforge.formats.gguf.mixture import MIXTURE_BY_BITS  # which --help does without
 
     if wanted.type is not None:
-        return next(bits for bits, mixture in BY_BITS.items() if mixture == wanted.type)
+        return next(bits for bits, mixture in MIXTURE_BY_BITS.items() if mixture == wanted.type)
     return wanted.bits or parse_layer(wanted.scheme or "").weight.bits

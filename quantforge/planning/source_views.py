@@ -25,8 +25,8 @@ from quantforge.files.without_experts import Removed, fewer_experts, fewer_heads
 from quantforge.formats import GGUF, KEEP, load_format
 from quantforge.formats.engine_rules import TRANSFORMERS, converts
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.formats.sources.low_precision import plain_source
-from quantforge.formats.sources.merged import merged
+from quantforge.formats.sources.low_precision import decode_if_low_precision
+from quantforge.formats.sources.merged import merge_adapter
 from quantforge.planning.choice import Rules
 from quantforge.planning.format_choice import base_scheme, chosen_format
 from quantforge.quantizers import prepared, source_transforms
@@ -39,9 +39,9 @@ def source_as_read(
 ) -> Checkpoint:
     """Return a model as a run reads it, before the recipe changes it; errors as `open_plain_source`."""
     key = chosen_format(recipe, out)[0].format
-    source = plain_source(opened)
+    source = decode_if_low_precision(opened)
     if settings.adapter is not None:
-        source = merged(source, open_adapter(settings.adapter))
+        source = merge_adapter(source, open_adapter(settings.adapter))
     if recipe.engine == TRANSFORMERS and key != GGUF and converts(source.config):
         from quantforge.model.transformers_layout import (
             running_form,  # torch, which planning does without

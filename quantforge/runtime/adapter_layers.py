@@ -17,7 +17,7 @@ from torch.nn import functional
 from quantforge.errors import InputError, UsageError
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import TensorEntry, read_tensor
-from quantforge.formats.sources.adapter import Adapter, LowRank, open_adapter
+from quantforge.formats.sources.adapter import Adapter, LowRankUpdate, open_adapter
 from quantforge.runtime.load import Loaded
 
 
@@ -73,7 +73,7 @@ class _Added:
         return output + (self._scaling * functional.linear(seen, self._b)).to(output)
 
 
-def _linear(model: nn.Module, name: str, change: LowRank, path: Path) -> nn.Module:
+def _linear(model: nn.Module, name: str, change: LowRankUpdate, path: Path) -> nn.Module:
     module: nn.Module | None = dict(model.named_modules()).get(name)
     weight = getattr(module, "weight", None)
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()

@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.kv_scales import ATTENTION, HEAD, CacheScales
-from quantforge.formats.read_checks import positive
+from quantforge.formats.kv_scales import ATTENTION_MODULE, HEAD, KVCacheScales
+from quantforge.formats.read_checks import require_positive
 from quantforge.packers.fp8 import cast, largest
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def listening(block: nn.Module, cache: CachePeaks | None) -> AbstractContextMana
     """Return a context in which the attention of a block hands its keys and values to ``cache``, if there is one."""
     if cache is None:
         return nullcontext()
-    return listen(block.get_submodule(ATTENTION), cache)
+    return listen(block.get_submodule(ATTENTION_MODULE), cache)
 
 
 class _Chain:
@@ -112,15 +112,15 @@ class _Chain:
 
 
 def read_scales(
-    checkpoint: Checkpoint, found: CacheScales, device: torch.device, share: Share | None = None
+    checkpoint: Checkpoint, found: KVCacheScales, device: torch.device, share: Share | None = None
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.read_checks.positive`.
+    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.read_checks.require_positive`.
 
     With the ``share`` of a process, those of its heads.
     """
 
     def read(name: str) -> Tensor:
-        scale = positive(name, checkpoint.read(name)).to(device)
+        scale = require_positive(name, checkpoint.read(name)).to(device)
         return scale if share is None else share.of_heads(scale)
 
     return {block: (read(keys), read(values)) for block, (keys, values) in found.names.items()}

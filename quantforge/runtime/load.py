@@ -39,7 +39,7 @@ from quantforge.formats import Format, ModuleLayout, detect_format, kv_scales
 from quantforge.formats.decoded import PRECISION
 from quantforge.formats.match_quantized import drop_tied_copy, match_headers
 from quantforge.formats.open_model import open_model
-from quantforge.formats.sources.low_precision import readable
+from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.model.model_class import known_type
 from quantforge.model.model_parts import find_base_model
 from quantforge.model.skeleton import build
@@ -138,7 +138,7 @@ def load(
         RefusedError: a model that is written and not run here, or that processes do not share.
         ResourceError: a GPU has no room for it.
     """
-    checkpoint = readable(open_model(source)) if isinstance(source, Path) else source
+    checkpoint = decode_if_unsupported(open_model(source)) if isinstance(source, Path) else source
     form = detect_format(checkpoint.config)
     stored = checkpoint.headers()
     layouts = {item.module: item for item in form.find_layouts(checkpoint.config, stored)}
@@ -156,7 +156,7 @@ def load(
     filler.fill(model, mapping, decoded)
     if input_bits != EXACT:
         filler.events += round_inputs(model, input_bits)
-    cache = kv_scales.found(checkpoint.config, stored)
+    cache = kv_scales.find_scales(checkpoint.config, stored)
     scales = read_scales(checkpoint, cache, where, share) if cache.names else None
     if scales is not None:
         _round_cache(model, model_layout, scales)
@@ -219,7 +219,7 @@ def _sizes(
 def _round_cache(model: PreTrainedModel, model_layout: ModelLayout, scales: LayerScales) -> None:
     """Let attention layers compute with keys and values rounded by the scales of each."""
     for block, pair in scales.items():
-        attention = f"{model_layout.block_name(block)}.{kv_scales.ATTENTION}"
+        attention = f"{model_layout.block_name(block)}.{kv_scales.ATTENTION_MODULE}"
         listen(model.get_submodule(attention), RoundedCache(*pair))
 
 

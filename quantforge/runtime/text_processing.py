@@ -17,7 +17,7 @@ from quantforge.architectures.configuration import embedding_rows, positions_in
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.open_model import tokenizer_folder
+from quantforge.formats.open_model import tokenizer_directory
 from quantforge_calibration.chat import ChatTemplate, find_chat_template
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
@@ -50,7 +50,7 @@ def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
     Raises:
         InputError: no tokenizer that can be read, or a damaged file.
     """
-    with tokenizer_folder(path) as (folder, file), as_input_errors():
+    with tokenizer_directory(path) as (folder, file), as_input_errors():
         tokenizer = load_tokenizer(folder, embedding_rows(config))
         template = find_chat_template(folder)
         stop = _listed(text_config(config).get("eos_token_id"))
@@ -70,7 +70,7 @@ def tokenizer_of(model: Checkpoint) -> TextTokenizer:
     Raises:
         InputError: there is none that can be read.
     """
-    with tokenizer_folder(model.path) as (folder, _), as_input_errors():
+    with tokenizer_directory(model.path) as (folder, _), as_input_errors():
         return load_tokenizer(folder, embedding_rows(model.config))
 
 

@@ -16,12 +16,12 @@ from quantforge.errors import InputError, IntegrityError
 from quantforge.files.reader import CONFIG
 from quantforge.formats import kv_scales
 from quantforge.formats.compressed_tensors.groups import (
-    MIXED,
-    group_of,
+    MIXED_PRECISION,
     input_arguments,
+    parse_group,
     weight_arguments,
 )
-from quantforge.formats.configuration import quantization_config, spellings
+from quantforge.formats.configuration import name_variants, quantization_config
 from quantforge.verification.findings import Report
 from quantforge.verification.json_diff import ABSENT, changes, same, shorten, shown
 from quantforge.verification.opening import Artifact
@@ -123,17 +123,17 @@ def _other_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
 def _unannounced(own: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield what ``quantization_config`` says against itself, and what it would do to sound weights."""
     found = _quantization(own)
-    groups, form = found.get("config_groups"), found.get("format") or MIXED
+    groups, form = found.get("config_groups"), found.get("format") or MIXED_PRECISION
     parts = [*groups.values()] if isinstance(groups, Mapping) else []
     others = [part.get("format") for part in parts if isinstance(part, Mapping)]
     for other in (found.get("checkpoint_format"), *others):
-        if form != MIXED and other not in (None, form):
+        if form != MIXED_PRECISION and other not in (None, form):
             yield CONFIG, f"format = {shown(form)}, and elsewhere {shown(other)}"
     sparsity = found.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
         yield CONFIG, f"sparsity_config = {shown(sparsity)}: loaders unpack the weights by it"
     announced = found.get("kv_cache_scheme") or found.get("quant_method") != "compressed-tensors"
-    if not announced and (scales := kv_scales.named(own.tensors)):
+    if not announced and (scales := kv_scales.scale_names(own.tensors)):
         text = f"{scales[0]} is a scale of a KV cache ({len(scales)} in all)"
         yield CONFIG, f"kv_cache_scheme is missing, but {text}"
 
@@ -166,10 +166,10 @@ def _group_doubts(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]
         yield "config_groups has no group_0, the only group that TensorRT-LLM reads"
     if (status := found.get("quantization_status")) not in (None, "compressed"):
         yield f"quantization_status = {shown(status)}: loaders expect weights that are not packed"
-    modules = [name for module in artifact.layouts for name in spellings(module, config)]
+    modules = [name for module in artifact.layouts for name in name_variants(module, config)]
     for name, stated in groups.items():
-        group, place = group_of(stated, found), f"config_groups.{shorten(name)}"
-        if not any(group.rank(module) is not None for module in modules):
+        group, place = parse_group(stated, found), f"config_groups.{shorten(name)}"
+        if not any(group.match_rank(module) is not None for module in modules):
             yield f"{place}.targets = {shown(stated.get('targets'))} name no quantized layer"
         for key in stated.keys() - _GROUP:
             if stated[key] is not None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from quantforge.artifacts import manifest
 from quantforge.execution.progress import tell
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.open_model import side_data
+from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.recipe import read_toml
 from quantforge.verification.opening import Original, open_source
 from quantforge.verification.side_files import STORAGE_KEYS
@@ -158,7 +158,7 @@ def _snr(first: Tensor | None, second: Tensor | None) -> float:
 
 
 def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    return checkpoint.side_data() if checkpoint.path.is_dir() else side_data(checkpoint)
+    return checkpoint.side_data() if checkpoint.path.is_dir() else tokenizer_side_files(checkpoint)
 
 
 def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:

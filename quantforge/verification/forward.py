@@ -33,8 +33,8 @@ from quantforge.evaluation.text_windows import cut_windows
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import kv_scales
 from quantforge.formats.configuration import quantization_config
-from quantforge.formats.decoded import decoded
-from quantforge.formats.read_checks import positive
+from quantforge.formats.decoded import decode_checkpoint
+from quantforge.formats.read_checks import require_positive
 from quantforge.model.block import DecoderBlock
 from quantforge.model.model_class import class_of
 from quantforge.model.statistics import Statistic, Statistics
@@ -175,7 +175,7 @@ class ForwardPass:
         self._device, self._values, self._at_head = device, stored, False
         if not run:
             return
-        own = decoded(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
+        own = decode_checkpoint(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
         weights = ChangedWeights(own, artifact.model_layout, stored)
         if source is None:
             self._ids = spread(artifact.model_layout)
@@ -477,13 +477,13 @@ def check_input(
 def check_cache(report: Report, checkpoint: Checkpoint, caches: Mapping[int, CachePeaks]) -> None:
     """Check the scales of an fp8 cache: positive numbers, and near the ranges that the source shows.
 
-    `kv_scales.found` checks that all are there. ``caches``: what the source puts into the cache, by block.
+    `kv_scales.find_scales` checks that all are there. ``caches``: what the source puts into the cache, by block.
     """
     headers = checkpoint.headers()
-    found = kv_scales.found(checkpoint.config, headers)
+    found = kv_scales.find_scales(checkpoint.config, headers)
     for name in sorted(found.tensor_names):
         try:
-            positive(name, checkpoint.read(name))
+            require_positive(name, checkpoint.read(name))
         except InputError as error:
             report.add("scale", name, error.message)
             return

@@ -1,8 +1,8 @@
 """The keys of a GGUF file against those that follow from the source, in both directions.
 
-What is expected is derived as when a file is written (`parameters`, `vocabulary`). Other converters leave out what
-llama.cpp assumes anyway, or write it down: `defaults` has these values. A key of another value is an error; a key that
-follows from nothing in the source and that llama.cpp is not known to obey is a warning.
+The expected keys are derived as when a file is written (`translate_parameters`, `vocabulary`). Other converters omit
+what llama.cpp assumes anyway, or write it down: `defaults` has these values. A key of another value is an error; a key
+that follows from nothing in the source and that llama.cpp is not known to obey is a warning.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from quantforge.architectures.match import Role
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.output_names import projector_name
 from quantforge.files.safetensors import read_tensor
-from quantforge.formats.gguf.parameters import Parameters, parameters
+from quantforge.formats.gguf.parameters import HyperParameters, translate_parameters
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.projector_file import ARCH, projector_file
 from quantforge.formats.gguf.source import GgufCheckpoint
-from quantforge.formats.gguf.vocabulary import Kind, begins_by_default, vocabulary
+from quantforge.formats.gguf.vocabulary import TokenType, adds_bos_by_default, vocabulary
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.json_diff import ABSENT, difference, same, shorten, shown
 from quantforge.verification.opening import Artifact, Original
@@ -75,7 +75,7 @@ def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
         "use_parallel_residual": True, **dict.fromkeys(_ZERO.split(), 0),
     }  # fmt: skip
     of_tokenizer: dict[str, Any] = {
-        "add_space_prefix": pieces, "add_bos_token": begins_by_default(kind, str(keys.get(PRE, ABSENT))),
+        "add_space_prefix": pieces, "add_bos_token": adds_bos_by_default(kind, str(keys.get(PRE, ABSENT))),
         "add_eos_token": False, "add_sep_token": False, "token_type_count": 0, "remove_extra_whitespaces": False,
         "pre": "default", "precompiled_charsmap": [], "bos_token_id": 1 if pieces else 11,
         "eos_token_id": 2 if pieces else 11, "eot_token_id": ABSENT, **({"unknown_token_id": 0} if pieces else {}),
@@ -107,17 +107,19 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: Original) -> Non
         _check_frequencies(report, file, computed)
 
 
-def expected_keys(file: GgufFile, source: Original) -> tuple[dict[str, Any], Parameters | None]:
+def expected_keys(
+    file: GgufFile, source: Original
+) -> tuple[dict[str, Any], HyperParameters | None]:
     """Return the keys that follow from the source, and what is computed from its configuration.
 
     Raises:
-        InputError, RefusedError: as `parameters` and `vocabulary`.
+        InputError, RefusedError: as `translate_parameters` and `vocabulary`.
     """
     checkpoint = source.checkpoint
     if isinstance(checkpoint, GgufCheckpoint):
         return {key: value.value for key, value in checkpoint.file.metadata.items()}, None
     config = source.model_layout.config
-    found = parameters(config)
+    found = translate_parameters(config)
     rows = next(t.header.shape[0] for t in source.model_layout.tensors if t.role is Role.EMBEDDING)
     try:
         words = vocabulary(checkpoint.path, rows, config)
@@ -162,7 +164,7 @@ def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
             differ = [
                 n
                 for n in differ
-                if (own[n], other[n]) != (Kind.CONTROL, Kind.USER_DEFINED)
+                if (own[n], other[n]) != (TokenType.CONTROL, TokenType.USER_DEFINED)
                 or not _LOOKS_SPECIAL.fullmatch(str(tokens[n]))
             ]
         if not differ:
@@ -184,12 +186,12 @@ def _order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
     numbers = {
         n: score if isinstance(score, float) else -math.inf
         for n, (score, piece, kind) in enumerate(pieces)
-        if kind == Kind.NORMAL and len(str(piece)) > 1
+        if kind == TokenType.NORMAL and len(str(piece)) > 1
     }
     return sorted(numbers, key=numbers.__getitem__, reverse=True)
 
 
-def _check_frequencies(report: Report, file: GgufFile, found: Parameters) -> None:
+def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -> None:
     """Check tables of rotary frequencies: those that follow from the configuration, and no others."""
     expected = {
         tensor.name: memoryview(tensor.fixed or b"").cast("f").tolist() for tensor in found.computed

@@ -26,7 +26,7 @@ from quantforge.files import without_experts
 from quantforge.files.computed_tensors import RUNNING
 from quantforge.files.reader import CONFIG, Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.gguf import KEY
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.match_quantized import match_quantized
@@ -195,7 +195,7 @@ def open_source(
     checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
     stored, layouts = _headers(checkpoint)
     model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
-    plain = decoded(checkpoint) if layouts else checkpoint
+    plain = decode_checkpoint(checkpoint) if layouts else checkpoint
     view = running_form(plain) if declared.running else plain
     if one_by_one:
         view = split_experts(view)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.formats.convert import as_integers
+from quantforge.formats.convert import ggml_as_integers
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, ScaleType
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -118,7 +118,7 @@ def rounded_in(found: QuantizedTensor) -> Scheme:
     """
     if found.scheme.granularity == PerGroup(1):
         return replace(found.scheme, granularity=Row())
-    tensor = as_integers(found)
+    tensor = ggml_as_integers(found)
     scheme, shape = tensor.scheme, tensor.scheme.parameter_shape(tensor.shape)
     values = [v.float() for k, v in tensor.parameters.items() if k in {"scales", "zeros", "mins"}]
     grouped = scheme.integer and isinstance(scheme.granularity, PerGroup | Row) and values

@@ -34,7 +34,7 @@ from quantforge.files.opener import FILES, parse_object
 from quantforge.files.reader import CONFIG, INDEX, is_licence
 from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats.gguf.tokenizer import added_tokens, template_key
-from quantforge.formats.open_model import side_data
+from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.json_diff import ABSENT, Change, changes, same, shorten
 from quantforge.verification.opening import Artifact, Original
@@ -332,7 +332,7 @@ def side_files_of(model: Artifact | Original) -> SideFiles:
     """
     checkpoint = model.checkpoint
     path = checkpoint.path
-    files = checkpoint.side_data() if path.is_dir() else side_data(checkpoint)
+    files = checkpoint.side_data() if path.is_dir() else tokenizer_side_files(checkpoint)
     copies = {name for name in COPIES if (path / name).is_file()}
     files |= {name: FILES.read(path / name, SETTINGS_ROLE, path) for name in copies}
     tensors = {name: entry.dtype for name, entry in checkpoint.entries.items()}

@@ -12,12 +12,12 @@ from quantforge.engines import target_of
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES, parse_object
 from quantforge.files.reader import CONFIG
-from quantforge.formats.configuration import head_of, quantization_config
-from quantforge.formats.declared_quantization import declared
-from quantforge.formats.decoded import decoded
+from quantforge.formats.configuration import head_module, quantization_config
+from quantforge.formats.declared_quantization import quantization_predicate
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts
 from quantforge.formats.gguf.tokenizer import added_tokens
-from quantforge.formats.open_model import side_data
+from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.model.transformers_loading import Loading, compare, compare_plain
 from quantforge.plans import StoredTensor
 from quantforge.verification.findings import Report, Severity
@@ -60,7 +60,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
         report.add("nothing-quantized", report.path.name, text)
     linears = _linears(artifact)
     try:
-        says = declared(config) if artifact.layouts or only_cache else None
+        says = quantization_predicate(config) if artifact.layouts or only_cache else None
         if says is None:
             report.skip("the format has no list of unquantized layers", "ignore-list")
             return
@@ -88,7 +88,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
 def _linears(artifact: Artifact) -> dict[str, bool | None]:
     """Return whether each linear is quantized, by module as stored; None for a tied head, which has no tensor."""
     found: dict[str, bool | None] = {}
-    head = head_of(artifact.checkpoint.config)
+    head = head_module(artifact.checkpoint.config)
     for tensor in artifact.model_layout.tensors:
         module, packed = _module(tensor), artifact.layout(tensor) is not None
         if packed or tensor.role is Role.LINEAR or module == head:
@@ -127,7 +127,7 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
         if path.is_dir():
             data = FILES.read(file, TOKENIZER, path) if file.is_file() else None
         else:  # what the keys of a GGUF file describe
-            data = side_data(artifact.checkpoint).get(TOKENIZER_FILE)
+            data = tokenizer_side_files(artifact.checkpoint).get(TOKENIZER_FILE)
         if data is None:
             report.skip(f"there is no {TOKENIZER_FILE}", "vocabulary")
             return
@@ -219,7 +219,7 @@ def _tower(name: str) -> str:
 
 def _plain(artifact: Artifact) -> list[StoredTensor]:
     """Return the headers of the tensors, quantized weights as if they were plain."""
-    return [entry.header() for entry in decoded(artifact.checkpoint).entries.values()]
+    return [entry.header() for entry in decode_checkpoint(artifact.checkpoint).entries.values()]
 
 
 def _model_of(artifact: Artifact) -> ModelToLoad:

@@ -47,10 +47,10 @@ def _weights(artifact: Path, record: dict[str, str], expected: dict[str, str]) -
     """Compare every decoded weight, rounded to the type that the tool decodes to."""
     import torch
 
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
     from quantforge.formats.open_model import open_model
 
-    checkpoint = decoded(open_model(artifact))
+    checkpoint = decode_checkpoint(open_model(artifact))
     dtype = getattr(torch, record["dtype"])
     found = {
         name.removesuffix(".weight"): digest(checkpoint.read(name).to(dtype).float().numpy())

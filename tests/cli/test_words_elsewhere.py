@@ -9,7 +9,7 @@ import pytest
 from quantforge.engines import ENGINE_WORDS, TARGETS, target_of
 from quantforge.errors import QuantForgeError, either, nearest
 from quantforge.formats import FORMAT_HINTS, FORMATS, load_format
-from quantforge.formats.gguf.mixture import MIXTURES, TYPE_WORDS
+from quantforge.formats.gguf.mixture import MIXTURES, TYPE_HINTS
 from quantforge.notation import parse_layer
 from quantforge.quantizers import METHOD_WORDS, METHODS
 from tests.conftest import Tiny
@@ -96,7 +96,7 @@ def test_a_word_of_another_tool_is_answered_with_ours(
     assert meant in ended.err.partition("hint: ")[2], ended.err
 
 
-@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_HINTS, METHOD_WORDS, TYPE_WORDS])
+@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_HINTS, METHOD_WORDS, TYPE_HINTS])
 def test_no_word_of_ours_is_hidden_by_one_of_others(table: dict[str, str]) -> None:
     words = [word for key in table for word in key.split()]
     assert len({*words}) == len(words)

@@ -12,7 +12,7 @@ import torch
 from quantforge.cli.formats import cells
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, load_format
-from quantforge.formats.convert import convert, express_layer, fit_of_values
+from quantforge.formats.convert import compare_values, convert, layer_scheme_in_format
 from quantforge.notation import parse_layer
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -53,14 +53,16 @@ def test_what_a_format_holds_is_exact_in_others_or_they_say_why_not(source, text
 
 def exact_or_refused(tensor: QuantizedTensor, target: str) -> None:
     form = load_format(target)
-    fit, wanted = express_layer(LayerScheme(tensor.scheme, tensor.input), SHAPE, form, "BF16")
+    fit, wanted = layer_scheme_in_format(
+        LayerScheme(tensor.scheme, tensor.input), SHAPE, form, "BF16"
+    )
     if fit.verdict is Verdict.IMPOSSIBLE:
         assert fit.reason
         with pytest.raises(RefusedError):
             form.pack("model.layers.0.m", tensor)
         return
     bare = tensor if wanted.input == tensor.input else replace(tensor, input=wanted.input)
-    found = fit_of_values(bare, wanted.weight, form.MIN_ZERO_POINT)
+    found = compare_values(bare, wanted.weight, form.MIN_ZERO_POINT)
     if found.verdict is Verdict.EXACT:
         same = convert(bare, wanted.weight, form.MIN_ZERO_POINT)
         assert torch.equal(through(same, target).decode(), tensor.decode())

@@ -15,7 +15,7 @@ from quantforge import api
 from quantforge.api.reproduce import reproduce
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
@@ -117,7 +117,7 @@ def test_plain_rounding_afterwards_keeps_every_zero(tiny: Tiny, tmp_path: Path) 
     for scheme in ("int4:g32:sym", "int3:g32:asym", "fp8_e4m3:row"):
         out = tmp_path / scheme.replace(":", "-")
         quantize(tmp_path / "s", out, recipe("rtn", scheme=scheme))
-        plain = decoded(open_model(out))
+        plain = decode_checkpoint(open_model(out))
         for name, gone in masks.items():
             value = plain.read(name)
             assert (value[gone] == 0).all(), name

@@ -21,7 +21,7 @@ from quantforge.execution import unit_output
 from quantforge.execution.execute import RunInputs
 from quantforge.execution.progress import Progress
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
@@ -29,7 +29,7 @@ from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
 
 def errors(source: Path, out: Path) -> dict[str, float]:
     """Relative errors of all tensors of a result, decoded."""
-    before, after = open_checkpoint(source), decoded(open_model(out))
+    before, after = open_checkpoint(source), decode_checkpoint(open_model(out))
     found = {}
     for name in after.entries:
         own = name if name in before.entries else "model.embed_tokens.weight"
@@ -102,7 +102,7 @@ def test_scales_of_a_cache_are_the_peaks_of_the_model(
     monkeypatch.setattr(Job, "read_inputs", noted)
     quantize(model, out, recipe(**values, scheme=scheme, kv_cache="fp8"))
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    after = decoded(open_model(out))
+    after = decode_checkpoint(open_model(out))
     whole.load_state_dict({name: after.read(name).float() for name in whole.state_dict()})
     with torch.inference_mode():
         cache = whole(rows[0], use_cache=True).past_key_values

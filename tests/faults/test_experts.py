@@ -21,7 +21,7 @@ from quantforge.execution import calibrated_experts, claims
 from quantforge.execution.calibrated_experts import few_tokens
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.experts import RoutedTokens
 from quantforge.runtime.load import load
@@ -186,7 +186,7 @@ def test_gptq_errs_less_than_rtn_on_what_experts_read(
         calibration = replace(MORE, experts=experts)
         wanted = swift(method, scheme="int3:g32:asym", calibration=calibration)
         quantize(tiny(family), tmp_path / method, wanted)
-        after = decoded(open_checkpoint(tmp_path / method))
+        after = decode_checkpoint(open_checkpoint(tmp_path / method))
         errors[method] = 0.0
         for number in range(4):
             tokens, place = (index == number).nonzero(as_tuple=True)

@@ -22,7 +22,7 @@ from quantforge.errors import (
 )
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.disk import writing
-from quantforge.formats.gguf.importance_file import Entry, read_imatrix, write_imatrix
+from quantforge.formats.gguf.importance_file import WeightImportance, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
 from tests.runs import (
@@ -225,7 +225,8 @@ def test_resume_with_another_importance_is_refused(model, out):
     found = read_imatrix(file)
     file.unlink()
     entries = {
-        name: Entry(entry.means * 2 + 1, entry.rows) for name, entry in found.entries.items()
+        name: WeightImportance(entry.means * 2 + 1, entry.rows)
+        for name, entry in found.entries.items()
     }
     write_imatrix(file, replace(found, entries=entries))
     with pytest.raises(IntegrityError, match=r"differs in: imatrix; calibration\.sha256$"):

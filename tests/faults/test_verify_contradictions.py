@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge.errors import InputError
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.verification.verify import verify
 from tests import peers
@@ -297,6 +297,6 @@ def test_what_no_loader_misreads_is_no_finding(name, tmp_path):
 def test_columns_that_are_scattered_against_the_configuration_are_not_read(tmp_path):
     model = Model(ORDERED, tmp_path)
     said(desc_act=False)(model)
-    checkpoint = decoded(open_model(model.written()))
+    checkpoint = decode_checkpoint(open_model(model.written()))
     with pytest.raises(InputError, match=r"runs of columns, but .*g_idx scatters them"):
         checkpoint.read(f"{UP}.weight")

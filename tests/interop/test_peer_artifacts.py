@@ -17,7 +17,7 @@ import torch
 from quantforge import api
 from quantforge.api.inspect import inspect
 from quantforge.evaluation import compare_models as evaluation
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -58,7 +58,7 @@ def source(tmp_path_factory):
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
     """Decoded weights by module, float32."""
-    checkpoint = decoded(open_model(path))
+    checkpoint = decode_checkpoint(open_model(path))
     return {name.removesuffix(".weight"): checkpoint.read(name) for name in checkpoint.computed}
 
 

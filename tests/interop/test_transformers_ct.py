@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from quantforge.formats import compressed_tensors as ct
-from quantforge.formats.read_checks import described
+from quantforge.formats.read_checks import tensor_headers
 from tests.quantized import decoded, kept_plan, plan_of, quantized_plan, random_tensor
 
 IDS = torch.arange(48).reshape(1, 48) * 7 % 512
@@ -155,7 +155,7 @@ def test_we_read_what_the_library_saves(tmp_path, weights):
     compressor.decompress_model(model)
 
     written, stated = load_file(tmp_path / "m"), json.loads((tmp_path / "config.json").read_text())
-    layouts = ct.find_layouts(stated, described(written))
+    layouts = ct.find_layouts(stated, tensor_headers(written))
     assert len(layouts) == 14
     for layout in layouts:
         tensor = ct.unpack(layout, {name: written[name] for name in layout.tensor_names})

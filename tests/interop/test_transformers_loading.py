@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from quantforge import api
 from quantforge.architectures import architecture_of
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.engine_rules import unmapped
 from quantforge.formats.open_model import open_model
 from quantforge.model.transformers_loading import Loading, compare
@@ -54,7 +54,7 @@ def ours(path: Path) -> Loading:
         model.config,
         [entry.header() for entry in model.entries.values()],
         model.read,
-        lambda: [entry.header() for entry in decoded(model).entries.values()],
+        lambda: [entry.header() for entry in decode_checkpoint(model).entries.values()],
     )
 
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: integers, floats and block scales, with and without quantized inputs, mixed in one model.
+"""compressed-tensors: integers, floats and block scales, with or without quantized inputs, mixed in one model.
 
 `linears` has how one module is stored; here is what holds the modules of a model together. ``config_groups`` says which
 modules have which scheme (`groups`). One scheme in the whole model targets the class ``Linear`` and, by name, a
@@ -7,8 +7,8 @@ their formats differ.
 
 In this folder:
 
-    groups   Config groups of compressed-tensors: which modules have which scheme and format, written and read
-    linears  One linear ``P`` ``[out, in]`` in each format of compressed-tensors: announced, written and read
+    groups   Config groups of compressed-tensors: which modules have which scheme and format
+    linears  Pack and unpack one linear ``P`` ``[out, in]`` in each format of compressed-tensors
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from quantforge.errors import InputError
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict, kv_scales
 from quantforge.formats.compressed_tensors import linears
 from quantforge.formats.compressed_tensors.groups import (
-    DAMAGED,
-    FLOATS,
-    INTEGERS,
-    MIXED,
-    MXFP8,
-    NAIVE,
+    DAMAGED_HINT,
+    FLOAT_QUANTIZED,
+    INT_QUANTIZED,
+    MIXED_PRECISION,
+    MXFP8_QUANTIZED,
+    NAIVE_QUANTIZED,
     format_name,
-    group_for,
-    group_of,
+    group_of_module,
     input_arguments,
+    parse_group,
     weight_arguments,
 )
-from quantforge.formats.compressed_tensors.linears import in_blocks, in_groups
+from quantforge.formats.compressed_tensors.linears import transposed_scheme, untransposed_scheme
 from quantforge.formats.configuration import (
     config_json,
-    head_of,
+    head_module,
     model_dtype,
     quantization_config,
     quantized_modules,
-    skipped_with_stacks,
-    targeted,
+    skip_list_with_stacked_experts,
+    target_names,
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import (
@@ -61,8 +61,8 @@ from quantforge.formats.engine_rules import (
     reads_weights,
     symmetric,
 )
-from quantforge.formats.read_checks import bare_codes, denied
-from quantforge.formats.refusal_reasons import grouped, possible
+from quantforge.formats.read_checks import contradiction_error, require_scales
+from quantforge.formats.refusal_reasons import check_whole_groups, require_possible
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
@@ -98,8 +98,8 @@ def _no_inputs(layer: LayerScheme) -> str:
     return "" if layer.input is None else "no quantized inputs of this format"
 
 
-def _joined_experts(layer: LayerScheme) -> str:
-    """Return why transformers 5.23 does not load such experts rightly: seen with mixtral and qwen3_moe."""
+def _unsupported_expert_scheme(layer: LayerScheme) -> str:
+    """Return why transformers 5.23 does not load experts of this scheme correctly (seen with mixtral, qwen3_moe)."""
     known = layer.weight.integer or layer.weight.grid in {"fp8_e4m3", "mxfp4"}
     inputs = layer.input is None or layer.weight.grid == "fp8_e4m3"
     return "" if known and inputs else "its loader cannot join packed experts of this scheme"
@@ -113,40 +113,42 @@ _FLOAT_NOTES = (
     ),
     grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
 )
-_PACKED = Engine(
+_VLLM_SUPPORT = Engine(
     refuses=(*of_integers(bits_in(4, 8), GROUPS), _no_fp8_groups),
     notes=(*of_integers(*MARLIN), *_FLOAT_NOTES),
 )
-_ZERO_POINTS = (
+_PACKED_ZERO_POINTS_REASON = (
     "compressed-tensors 0.18 to 0.20 cannot load packed zero points: load with "
     "CompressedTensorsConfig(dequantize=True)"
 )
-_DENSE = tuple(at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7))
+_UNUSUAL_BITS_NOTES = tuple(
+    at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7)
+)
 
 # Seen with transformers 5.23 and compressed-tensors 0.20.
-_CONV1D = (
+_CONV1D_REASON = (
     "its Conv1D layers take no packed weights and would stay random; quantforge eval loads them, and --for "
     "transformers stores symmetric integers in groups, of one scheme, for it to decode on loading"
 )
-_MIXED_EXPERTS = (
+_MIXED_EXPERTS_REASON = (
     "its loader joins the matrices of experts into one tensor, so that all of them need one scheme"
 )
-_JOINED_WHOLE = (
+_UNQUANTIZED_EXPERTS_REASON = (
     "beside packed layers its loader joins packed experts alone, and these stay as they are"
 )
 ENGINES = by_engine(
     transformers=Engine(
-        refuses=(symmetric(_ZERO_POINTS),),
-        notes=of_integers(*_DENSE),
-        transposed=_CONV1D,
-        kept_experts=_JOINED_WHOLE,
-        packed_experts=_joined_experts,
-        mixed_experts=_MIXED_EXPERTS,
+        refuses=(symmetric(_PACKED_ZERO_POINTS_REASON),),
+        notes=of_integers(*_UNUSUAL_BITS_NOTES),
+        transposed=_CONV1D_REASON,
+        kept_experts=_UNQUANTIZED_EXPERTS_REASON,
+        packed_experts=_unsupported_expert_scheme,
+        mixed_experts=_MIXED_EXPERTS_REASON,
         unrolls=True,
         decodes=True,
     ),
-    vllm=replace(_PACKED, unrolls=True),
-    sglang=_PACKED,
+    vllm=replace(_VLLM_SUPPORT, unrolls=True),
+    sglang=_VLLM_SUPPORT,
     tensorrt_llm=Engine(
         refuses=(
             lambda scheme, _: "reads no integers of this format" if scheme.integer else "",
@@ -197,10 +199,17 @@ INFO = FormatInfo(
 MIN_ZERO_POINT = 0
 DEFAULT_BITS = 4
 unpack = linears.unpack
-PLAIN = (INTEGERS, FLOATS, NAIVE, MXFP8)  # formats whose codes are stored as they are
-UNSAID = (MIXED,)  # says nothing of how a module is stored; engines infer it from the scheme
+UNPACKED_FORMATS = (
+    INT_QUANTIZED,
+    FLOAT_QUANTIZED,
+    NAIVE_QUANTIZED,
+    MXFP8_QUANTIZED,
+)  # formats whose codes are stored as they are
+UNSPECIFIC_FORMATS = (
+    MIXED_PRECISION,
+)  # says nothing of how a module is stored; engines infer it from the scheme
 # How inputs may be quantized beside a weight of each grid.
-INPUTS: Mapping[str, tuple[Activation, ...]] = {
+SUPPORTED_INPUTS: Mapping[str, tuple[Activation, ...]] = {
     "int8": (Activation("int8", "token"), Activation("int8", "tensor", dynamic=False)),
     "fp8_e4m3": (
         Activation("fp8_e4m3", "token"),
@@ -215,17 +224,17 @@ INPUTS: Mapping[str, tuple[Activation, ...]] = {
 
 
 def default_scale_type(model_dtype: str) -> ScaleType:
-    """Return the type of the model: engines cast the scales of integers to it."""
+    """Return the model's dtype, to which engines cast the scales of integers."""
     return ScaleType(model_dtype.lower())
 
 
 def default_scheme(bits: int) -> str:
-    """Return groups of 128 without zero points, which every engine of the format loads."""
+    """Return symmetric integers in groups of 128, which every engine of the format loads."""
     return f"int{bits}:g128:sym"
 
 
 def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
-    """Judge a weight: any integers in groups that divide the columns; e4m3, block scales; inputs as in `INPUTS`."""
+    """Check a weight: integers in groups that divide the columns, e4m3, block scales; see `SUPPORTED_INPUTS`."""
     scheme = layer.weight
     if format_name(layer) is None or scheme.zero is Zero.MIN:
         nearest = "int4:g128:sym" if scheme.weight_bits < 8 else "fp8:row:sym"
@@ -233,7 +242,7 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
             Verdict.IMPOSSIBLE, f"{scheme.grid}:{scheme.zero} is no number of this format", nearest
         )
     if layer.input is not None:
-        if layer.input not in INPUTS.get(scheme.grid, ()):
+        if layer.input not in SUPPORTED_INPUTS.get(scheme.grid, ()):
             return Compatibility(
                 Verdict.IMPOSSIBLE, f"no {layer.input} inputs beside {scheme.grid}", str(scheme)
             )
@@ -241,17 +250,17 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
             return Compatibility(
                 Verdict.IMPOSSIBLE, "with 8-bit inputs, weights have one scale per row", "W8A8"
             )
-    return grouped(scheme, shape) or Compatibility(Verdict.EXACT)
+    return check_whole_groups(scheme, shape) or Compatibility(Verdict.EXACT)
 
 
 def check_model(layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]) -> Compatibility:
-    """Return EXACT: schemes mix freely."""
+    """Return EXACT: schemes can be mixed freely."""
     del layers
     return Compatibility(Verdict.EXACT)
 
 
 def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
-    """Return the scheme with its scale type; of integers, one scale per matrix becomes one per row, as kernels read."""
+    """Return the scheme with its scale type; for integers, one scale per matrix becomes one per row."""
     del shape
     if not scheme.integer:
         return scheme.with_scale(ScaleType.F32)
@@ -262,40 +271,44 @@ def stored_scheme(scheme: Scheme, shape: tuple[int, int]) -> Scheme:
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module."""
+    """Return the headers of the stored tensors of one module."""
     return linears.packed_tensors(
         module, LayerScheme(stored_scheme(layer.weight, shape), layer.input), shape
     )
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes and parameters as `packed_tensors` announced."""
+    """Pack codes and parameters into the tensors that `packed_tensors` describes."""
     scheme = stored_scheme(tensor.scheme, tensor.shape)
-    possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
+    require_possible(module, check_layer(LayerScheme(scheme, tensor.input), tensor.shape))
     return linears.pack(module, convert(tensor, scheme))
 
 
 def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return ``config.json`` with one group per scheme, in the order of the plan."""
+    """Return ``config.json`` with one config group per scheme, in the order of the plan."""
     modules = quantized_modules(plan, ".weight_scale")
     targets: dict[LayerScheme, list[str]] = {}
     for module, tensor in modules.items():
         if tensor.scheme is not None:
             weight = stored_scheme(tensor.scheme.weight, tensor.matrix)
-            layer = replace(tensor.scheme, weight=in_blocks(weight) if tensor.turned else weight)
+            layer = replace(
+                tensor.scheme, weight=transposed_scheme(weight) if tensor.turned else weight
+            )
             targets.setdefault(layer, []).append(module)
     if len(targets) == 1 and not any("embed" in module for module in modules):
         # A head by name too: its module in SGLang is not a Linear, and one that no target names is read as unquantized.
-        named = [module for module in modules if module == head_of(config)]
+        named = [module for module in modules if module == head_module(config)]
         targets = {layer: ["Linear", *named] for layer in targets}
     formats = list(dict.fromkeys(format_name(layer) for layer in targets))
     quantization: dict[str, Any] = {
         "quant_method": KEY,
-        "format": MIXED if len(formats) > 1 else formats[0],
+        "format": MIXED_PRECISION if len(formats) > 1 else formats[0],
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
-                "targets": [name for module in names for name in targeted(module, plan, config)],
+                "targets": [
+                    name for module in names for name in target_names(module, plan, config)
+                ],
                 "weights": weight_arguments(layer.weight),
                 "input_activations": input_arguments(layer.input),
                 "output_activations": None,
@@ -303,8 +316,8 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             }
             for index, (layer, names) in enumerate(targets.items())
         },
-        "ignore": skipped_with_stacks(plan, config, modules),
-        "kv_cache_scheme": kv_scales.scheme(
+        "ignore": skip_list_with_stacked_experts(plan, config, modules),
+        "kv_cache_scheme": kv_scales.kv_cache_scheme(
             item for tensor in plan.tensors for item in tensor.outputs
         ),
     }
@@ -312,7 +325,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
     if len(targets) == 1 and (reads or any(tensor.turned for tensor in modules.values())):
         quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)
-    if head_of(config) in modules and config.get("tie_word_embeddings"):
+    if head_module(config) in modules and config.get("tie_word_embeddings"):
         config = untied(config)  # a relaid head, whatever its source says
     return {"config.json": config_json(config, dtype, quantization)}
 
@@ -325,7 +338,7 @@ def is_declared(config: Mapping[str, Any]) -> bool:
 def find_layouts(
     config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Sequence[ModuleLayout]:
-    """Return the quantized linears; a group's target is a module name, ``re:`` pattern or class name.
+    """Return the quantized linears, each with the scheme of the config group that targets it.
 
     Raises:
         InputError: another format of the family, a module without a group or without scales, headers that
@@ -339,22 +352,29 @@ def find_layouts(
         )
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise InputError("config.json: compressed-tensors without config_groups", DAMAGED)
-    said = [group_of(group, found) for group in groups.values()]
-    bare_codes(tensors, "_scale")
+        raise InputError("config.json: compressed-tensors without config_groups", DAMAGED_HINT)
+    said = [parse_group(group, found) for group in groups.values()]
+    require_scales(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")
     names = [name.removesuffix(end) for name in tensors for end in ends if name.endswith(end)]
     family = architecture_of(config)
     result = []
     for name in dict.fromkeys(names):
-        chosen = group_for(name, said)
-        packed = f"{name}{linears.PACKED}" in tensors
-        if packed != (chosen.kind not in PLAIN) and chosen.kind not in UNSAID:
+        chosen = group_of_module(name, said)
+        packed = f"{name}{linears.PACKED_SUFFIX}" in tensors
+        if (
+            packed != (chosen.kind not in UNPACKED_FORMATS)
+            and chosen.kind not in UNSPECIFIC_FORMATS
+        ):
             how = "packed" if packed else "not packed"
-            raise denied(f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name)
-        transposed = in_groups(chosen.layer.weight) if family and family.transposed else None
+            raise contradiction_error(
+                f"the format of its group is {chosen.kind!r}", f"{name} is {how}", name
+            )
+        transposed = (
+            untransposed_scheme(chosen.layer.weight) if family and family.transposed else None
+        )
         if transposed is not None:
-            result.append(linears.layout_of_transposed(name, transposed, tensors))
+            result.append(linears.read_transposed_layout(name, transposed, tensors))
             continue
-        result.append(linears.layout_of(name, chosen.layer, tensors, act_order=chosen.act_order))
+        result.append(linears.read_layout(name, chosen.layer, tensors, act_order=chosen.act_order))
     return result

@@ -1,4 +1,4 @@
-"""Config groups of compressed-tensors: which modules have which scheme and format, written and read.
+"""Config groups of compressed-tensors: which modules have which scheme and format.
 
 Only keys are written that the library's release 0.17 knows (vLLM 0.33 uses it): its classes refuse any other.
 """
@@ -10,22 +10,39 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantforge.errors import InputError
-from quantforge.formats.configuration import listed
+from quantforge.formats.configuration import string_list
 from quantforge.formats.patterns import ModulePatterns
 from quantforge.grids import INTEGER_BITS, Granularity, PerGroup, PerTensor, Row, Tile, Zero
 from quantforge.notation import parse
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 Arguments = Mapping[str, Any]
-PACKED, INTEGERS = "pack-quantized", "int-quantized"
-FLOATS, NAIVE = "float-quantized", "naive-quantized"
-NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
-MIXED = "mixed-precision"
-READ = (PACKED, INTEGERS, FLOATS, NAIVE, NVFP4, MXFP4, MXFP8)
-_OF_GRID = {"fp8_e4m3": FLOATS, "nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8}
+PACK_QUANTIZED, INT_QUANTIZED = "pack-quantized", "int-quantized"
+FLOAT_QUANTIZED, NAIVE_QUANTIZED = "float-quantized", "naive-quantized"
+NVFP4_PACK_QUANTIZED, MXFP4_PACK_QUANTIZED, MXFP8_QUANTIZED = (
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+)
+MIXED_PRECISION = "mixed-precision"
+READABLE_FORMATS = (
+    PACK_QUANTIZED,
+    INT_QUANTIZED,
+    FLOAT_QUANTIZED,
+    NAIVE_QUANTIZED,
+    NVFP4_PACK_QUANTIZED,
+    MXFP4_PACK_QUANTIZED,
+    MXFP8_QUANTIZED,
+)
+_FORMAT_BY_GRID = {
+    "fp8_e4m3": FLOAT_QUANTIZED,
+    "nvfp4": NVFP4_PACK_QUANTIZED,
+    "mxfp4": MXFP4_PACK_QUANTIZED,
+    "mxfp8": MXFP8_QUANTIZED,
+}
 _SCALE_DTYPES = {"nvfp4": "torch.float8_e4m3fn", "mxfp4": "torch.uint8", "mxfp8": "torch.uint8"}
-_FLOAT = {"type": "float", "symmetric": True}
-DAMAGED = "quantization_config is damaged: get the model again"
+_FLOAT_ARGUMENTS = {"type": "float", "symmetric": True}
+DAMAGED_HINT = "quantization_config is damaged: get the model again"
 ACT_ORDER_VALUES = (
     "group",
     "dynamic",
@@ -34,23 +51,23 @@ ACT_ORDER_VALUES = (
 
 
 def format_name(layer: LayerScheme) -> str | None:
-    """Return the name of the format that holds a layer, None when there is none."""
+    """Return the name of the compressed-tensors format that holds a layer, None if there is none."""
     if layer.weight.integer:
-        return PACKED if layer.input is None else INTEGERS
-    return _OF_GRID.get(layer.weight.grid)
+        return PACK_QUANTIZED if layer.input is None else INT_QUANTIZED
+    return _FORMAT_BY_GRID.get(layer.weight.grid)
 
 
 def weight_arguments(scheme: Scheme) -> dict[str, Any]:
-    """Return the ``weights`` of a config group."""
+    """Return the ``weights`` object of a config group for a scheme."""
     if scheme.grid in _SCALE_DTYPES:
-        return _microscaled(scheme.grid, scheme.group_size(0))
+        return _block_scale_arguments(scheme.grid, scheme.group_size(0))
     arguments: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "int",
         "symmetric": scheme.symmetric,
     }
     if not scheme.integer:
-        arguments |= _FLOAT
+        arguments |= _FLOAT_ARGUMENTS
     match scheme.granularity:
         case PerGroup(size):
             return arguments | {"strategy": "group", "group_size": size}
@@ -62,11 +79,11 @@ def weight_arguments(scheme: Scheme) -> dict[str, Any]:
             return arguments | {"strategy": "channel"}
 
 
-def _microscaled(grid: str, size: int) -> dict[str, Any]:
+def _block_scale_arguments(grid: str, size: int) -> dict[str, Any]:
     bits, strategy = (8 if grid == "mxfp8" else 4), ("tensor_group" if grid == "nvfp4" else "group")
     return {
         "num_bits": bits,
-        **_FLOAT,
+        **_FLOAT_ARGUMENTS,
         "strategy": strategy,
         "group_size": size,
         "scale_dtype": _SCALE_DTYPES[grid],
@@ -74,16 +91,16 @@ def _microscaled(grid: str, size: int) -> dict[str, Any]:
 
 
 def input_arguments(activation: Activation | None) -> dict[str, Any] | None:
-    """Return the ``input_activations`` of a config group."""
+    """Return the ``input_activations`` object of a config group, None for unquantized inputs."""
     if activation is None:
         return None
     grid, granularity = activation.grid, activation.granularity
     if grid in _SCALE_DTYPES:
         dynamic: bool | str = "local" if grid == "nvfp4" else True
-        return _microscaled(grid, int(granularity[1:])) | {"dynamic": dynamic}
+        return _block_scale_arguments(grid, int(granularity[1:])) | {"dynamic": dynamic}
     arguments: dict[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True}
     if grid != "int8":
-        arguments |= _FLOAT
+        arguments |= _FLOAT_ARGUMENTS
     if granularity.startswith("g"):
         arguments |= {"strategy": "group", "group_size": int(granularity[1:])}
     else:
@@ -92,40 +109,43 @@ def input_arguments(activation: Activation | None) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """Content of a config group: the scheme of its modules, the format, and whether columns are scattered."""
+class ConfigGroup:
+    """A parsed config group: target modules, scheme, format, and whether groups are in act-order."""
 
     targets: ModulePatterns
     layer: LayerScheme
     kind: str
     act_order: bool
 
-    def rank(self, module: str) -> int | None:
-        """Return how nearly the group targets a module: 0 by name, 1 by pattern, 2 by class; None where it does not."""
-        found = self.targets.rank(module)
-        if found is None and any(self.targets.rank(kind) == 0 for kind in ("Linear", "Embedding")):
+    def match_rank(self, module: str) -> int | None:
+        """Return how the group targets a module: 0 by name, 1 by pattern, 2 by class; None if not at all."""
+        found = self.targets.match_rank(module)
+        if found is None and any(
+            self.targets.match_rank(kind) == 0 for kind in ("Linear", "Embedding")
+        ):
             return 2
         return found
 
 
-def group_of(group: object, config: Mapping[str, Any]) -> Group:
-    """Return what a config group says.
+def parse_group(group: object, config: Mapping[str, Any]) -> ConfigGroup:
+    """Parse a config group.
 
     Raises:
         InputError: it is no group, or says what is not read.
     """
     if not isinstance(group, Mapping):
-        raise InputError("config.json: a config group is not a table", DAMAGED)
-    kind = group.get("format") or config.get("format") or MIXED
-    if kind not in (*READ, MIXED):
+        raise InputError("config.json: a config group is not a table", DAMAGED_HINT)
+    kind = group.get("format") or config.get("format") or MIXED_PRECISION
+    if kind not in (*READABLE_FORMATS, MIXED_PRECISION):
         raise InputError(
-            f"config.json: compressed-tensors format {kind!r} is not read", f"{', '.join(READ)} are"
+            f"config.json: compressed-tensors format {kind!r} is not read",
+            f"{', '.join(READABLE_FORMATS)} are",
         )
     weights = group.get("weights")
-    layer = LayerScheme(_read_weights(weights), _read_input(group.get("input_activations")))
-    expected = {format_name(layer), NAIVE, MIXED}
+    layer = LayerScheme(_parse_weights(weights), _parse_input(group.get("input_activations")))
+    expected = {format_name(layer), NAIVE_QUANTIZED, MIXED_PRECISION}
     if layer.weight.grid == "int8":
-        expected |= {PACKED, INTEGERS}
+        expected |= {PACK_QUANTIZED, INT_QUANTIZED}
     if kind not in expected:
         raise InputError(
             f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
@@ -133,16 +153,16 @@ def group_of(group: object, config: Mapping[str, Any]) -> Group:
     act_order = (
         weights.get("actorder") in ACT_ORDER_VALUES if isinstance(weights, Mapping) else False
     )
-    return Group(ModulePatterns(listed(group, "targets")), layer, str(kind), act_order)
+    return ConfigGroup(ModulePatterns(string_list(group, "targets")), layer, str(kind), act_order)
 
 
-def group_for(module: str, groups: Iterable[Group]) -> Group:
-    """Return the group that speaks of a module: by its name first, then by pattern, then by class.
+def group_of_module(module: str, groups: Iterable[ConfigGroup]) -> ConfigGroup:
+    """Return the group that targets a module, preferring names over patterns over classes.
 
     Raises:
         InputError: none does.
     """
-    ranked = [(rank, group) for group in groups if (rank := group.rank(module)) is not None]
+    ranked = [(rank, group) for group in groups if (rank := group.match_rank(module)) is not None]
     if not ranked:
         raise InputError(
             f"{module}: no config group in config.json targets it",
@@ -152,34 +172,34 @@ def group_for(module: str, groups: Iterable[Group]) -> Group:
     return min(ranked, key=lambda item: item[0])[1]
 
 
-def _read_weights(arguments: object) -> Scheme:
-    """Return the scheme that the ``weights`` of a config group describe, its scale type open.
+def _parse_weights(arguments: object) -> Scheme:
+    """Return the scheme that the ``weights`` of a config group describe, without its scale type.
 
     Raises:
         InputError: no such numbers are read.
     """
     if not isinstance(arguments, Mapping):
-        raise _unread("no weights in a config group", {})
+        raise _unsupported_error("no weights in a config group", {})
     found = arguments
     bits, kind, size = found.get("num_bits", 8), found.get("type", "int"), found.get("group_size")
-    if kind == "float" and (grid := _microscaled_grid(bits, found)):
+    if kind == "float" and (grid := _block_scale_grid(bits, found)):
         return parse(grid)
     if kind == "int" and bits in INTEGER_BITS:
         grid = f"int{bits}"
     elif kind == "float" and bits == 8:
         grid = "fp8_e4m3"
     else:
-        raise _unread(f"{kind} weights of {bits!r} bits", found)
+        raise _unsupported_error(f"{kind} weights of {bits!r} bits", found)
     symmetric = found.get("symmetric", True)
     if not isinstance(symmetric, bool):
-        raise _unread(f"symmetric = {symmetric!r}", found)
+        raise _unsupported_error(f"symmetric = {symmetric!r}", found)
     zero = Zero.NONE if symmetric else Zero.INT
     if grid == "fp8_e4m3" and zero is not Zero.NONE:
-        raise _unread("asymmetric float weights", found)
-    return Scheme(grid, _granularity(found.get("strategy"), size, found), zero)
+        raise _unsupported_error("asymmetric float weights", found)
+    return Scheme(grid, _parse_granularity(found.get("strategy"), size, found), zero)
 
 
-def _microscaled_grid(bits: object, found: Arguments) -> str:
+def _block_scale_grid(bits: object, found: Arguments) -> str:
     size, scale = found.get("group_size"), str(found.get("scale_dtype"))
     if (bits, size) == (4, 16):
         return "nvfp4"
@@ -188,7 +208,7 @@ def _microscaled_grid(bits: object, found: Arguments) -> str:
     return "mxfp8" if (bits, size, scale) == (8, 32, "torch.uint8") else ""
 
 
-def _granularity(strategy: object, size: object, found: Arguments) -> Granularity:
+def _parse_granularity(strategy: object, size: object, found: Arguments) -> Granularity:
     if strategy == "block":
         block = found.get("block_structure")
         if (
@@ -203,30 +223,30 @@ def _granularity(strategy: object, size: object, found: Arguments) -> Granularit
         return PerGroup(size)
     if strategy == "channel" or (strategy in (None, "group") and size in (None, -1)):
         return Row()
-    raise _unread(f"strategy {strategy!r} with group_size {size!r}", found)
+    raise _unsupported_error(f"strategy {strategy!r} with group_size {size!r}", found)
 
 
-def _read_input(arguments: object) -> Activation | None:
-    """Return what the ``input_activations`` of a config group describe; errors as `_read_weights`."""
+def _parse_input(arguments: object) -> Activation | None:
+    """Return the activation scheme that ``input_activations`` describe; errors as `_parse_weights`."""
     if arguments is None:
         return None
     found = arguments if isinstance(arguments, Mapping) else {}
     bits, kind, size = found.get("num_bits", 8), found.get("type", "int"), found.get("group_size")
     strategy, dynamic = found.get("strategy") or "tensor", found.get("dynamic", False)
     if found.get("symmetric", True) is not True:
-        raise _unread("asymmetric activations", found)
-    if kind == "float" and (grid := _microscaled_grid(bits, found)):
+        raise _unsupported_error("asymmetric activations", found)
+    if kind == "float" and (grid := _block_scale_grid(bits, found)):
         return Activation(grid, f"g{size}", grid != "nvfp4")
     grid = {"int": "int8", "float": "fp8_e4m3"}.get(str(kind), "") if bits == 8 else ""
     known = [("token", True), ("tensor", True), ("tensor", False), ("group", True)]
     sized = strategy != "group" or (type(size) is int and size > 0)
     if not grid or not sized or (strategy, dynamic) not in known:
-        raise _unread(f"{kind} activations of {bits!r} bits per {strategy}", found)
+        raise _unsupported_error(f"{kind} activations of {bits!r} bits per {strategy}", found)
     return Activation(grid, f"g{size}" if strategy == "group" else str(strategy), bool(dynamic))
 
 
-def _unread(what: str, found: Arguments) -> InputError:
+def _unsupported_error(what: str, found: Arguments) -> InputError:
     return InputError(
         f"config.json: compressed-tensors with {what} is not read ({dict(found)})",
-        f"read are {', '.join(READ)}",
+        f"read are {', '.join(READABLE_FORMATS)}",
     )

@@ -1,4 +1,4 @@
-"""One linear ``P`` ``[out, in]`` in each format of compressed-tensors: announced, written and read.
+"""Pack and unpack one linear ``P`` ``[out, in]`` in each format of compressed-tensors.
 
 ``pack-quantized`` (integers of 2 to 8 bits):
 
@@ -55,16 +55,16 @@ from typing import TYPE_CHECKING
 from quantforge.errors import Fault, InputError
 from quantforge.formats import ModuleLayout
 from quantforge.formats.read_checks import (
-    by_group_index,
-    described,
-    has_group_index,
-    matrix,
-    require,
-    scalar,
-    scale_of,
-    sound,
-    whole_groups,
-    whole_tiles,
+    apply_group_index,
+    matrix_shape,
+    require_group_index,
+    require_headers,
+    require_valid_scales,
+    require_whole_groups,
+    scalar_scale,
+    scale_type_of,
+    split_ragged_tiles,
+    tensor_headers,
 )
 from quantforge.grids import PerGroup, PerTensor, ScaleType, Tile, words_per_row
 from quantforge.plans import StoredTensor
@@ -75,22 +75,27 @@ if TYPE_CHECKING:
 
     from quantforge.packers.tensor import QuantizedTensor
 
-WEIGHT, PACKED = ".weight", ".weight_packed"
-PLAIN_CODES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
-_OLD = "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed with gaps: not read"
+WEIGHT_SUFFIX, PACKED_SUFFIX = ".weight", ".weight_packed"
+UNPACKED_DTYPES = {"int8": "I8", "fp8_e4m3": "F8_E4M3", "mxfp8": "F8_E4M3"}
+_OLD_PACKING_HINT = (
+    "3-, 5-, 6- and 7-bit files of compressed-tensors before 0.18 are packed with gaps: not read"
+)
 
 
 def packed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int], *, plain: bool | None = None
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module; ``plain``: codes are not packed, by default where inputs are quantized."""
+    """Return the headers of the stored tensors of one module.
+
+    ``plain`` stores codes unpacked; by default if inputs are quantized.
+    """
     scheme, (rows, columns) = layer.weight, shape
     inputs = _input_tensors(module, layer)
     if scheme.grid in {"nvfp4", "mxfp4"}:
         kind = "F8_E4M3" if scheme.grid == "nvfp4" else "U8"
         divisor = StoredTensor(f"{module}.weight_global_scale", "F32", (1,))
         return (
-            StoredTensor(module + PACKED, "U8", (rows, columns // 2)),
+            StoredTensor(module + PACKED_SUFFIX, "U8", (rows, columns // 2)),
             StoredTensor(f"{module}.weight_scale", kind, scheme.parameter_shape(shape)),
             *([divisor] if scheme.grid == "nvfp4" else []),
             *inputs,
@@ -102,14 +107,14 @@ def packed_tensors(
         size = (1,) if per_tensor else scheme.parameter_shape(shape)
         scale = "U8" if scheme.grid == "mxfp8" else (scheme.scale or ScaleType.F32).value.upper()
         return (
-            StoredTensor(module + WEIGHT, PLAIN_CODES[scheme.grid], shape),
+            StoredTensor(module + WEIGHT_SUFFIX, UNPACKED_DTYPES[scheme.grid], shape),
             StoredTensor(f"{module}.weight_scale", scale, size),
             *inputs,
         )
     scale = (scheme.scale or ScaleType.F16).value.upper()
     groups = scheme.groups(columns)
     tensors = (
-        StoredTensor(module + PACKED, "I32", (rows, words_per_row(columns, scheme.bits))),
+        StoredTensor(module + PACKED_SUFFIX, "I32", (rows, words_per_row(columns, scheme.bits))),
         StoredTensor(f"{module}.weight_scale", scale, (rows, groups)),
         StoredTensor(f"{module}.weight_shape", "I64", (2,)),
     )
@@ -122,7 +127,7 @@ def packed_tensors(
 
 
 def _input_tensors(module: str, layer: LayerScheme) -> tuple[StoredTensor, ...]:
-    """Return the tensor that holds a static range of the input, if there is one."""
+    """Return the header of the static input scale, if the layer has one."""
     if layer.input is None or layer.input.dynamic:
         return ()
     name = "input_global_scale" if layer.input.grid == "nvfp4" else "input_scale"
@@ -130,7 +135,7 @@ def _input_tensors(module: str, layer: LayerScheme) -> tuple[StoredTensor, ...]:
 
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes and parameters; see the module's tables."""
+    """Pack codes and parameters as in the module's tables."""
     scheme, parameters = tensor.scheme, tensor.parameters
     if scheme.grid in {"nvfp4", "mxfp4"}:
         packed = _pack_nibbles(module, tensor)
@@ -140,7 +145,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
         scale = parameters["exponents" if scheme.grid == "mxfp8" else "scales"]
         flat = isinstance(scheme.granularity, PerTensor)
         packed = {
-            module + WEIGHT: tensor.codes.contiguous(),
+            module + WEIGHT_SUFFIX: tensor.codes.contiguous(),
             f"{module}.weight_scale": scale.view(1) if flat else scale.contiguous(),
         }
     for item in _input_tensors(module, LayerScheme(scheme, tensor.input)):
@@ -156,7 +161,7 @@ def _pack_words(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
     bits = tensor.scheme.bits
     packed = {
-        module + PACKED: pack_rows(unsigned(tensor.codes, bits), bits),
+        module + PACKED_SUFFIX: pack_rows(unsigned(tensor.codes, bits), bits),
         f"{module}.weight_scale": tensor.parameters["scales"].contiguous(),
         f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
     }
@@ -168,7 +173,7 @@ def _pack_words(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 def _pack_nibbles(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     codes, parameters = tensor.codes, tensor.parameters
-    packed = {module + PACKED: codes[:, ::2] | (codes[:, 1::2] << 4)}
+    packed = {module + PACKED_SUFFIX: codes[:, ::2] | (codes[:, 1::2] << 4)}
     if tensor.scheme.grid == "mxfp4":
         return packed | {f"{module}.weight_scale": parameters["exponents"].contiguous()}
     return packed | {
@@ -178,7 +183,7 @@ def _pack_nibbles(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and parameters back."""
+    """Unpack codes and parameters."""
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     if layout.transposed:
@@ -186,19 +191,21 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
     module, scheme = layout.module, layout.scheme.weight
     if scheme.grid in {"nvfp4", "mxfp4"}:
         codes, parameters = _unpack_nibbles(layout, tensors)
-    elif module + PACKED in layout.tensor_names:
+    elif module + PACKED_SUFFIX in layout.tensor_names:
         return _unpack_words(layout, tensors)
     else:
         expected = packed_tensors(module, layout.scheme, layout.shape, plain=True)
-        headers = described(tensors)
-        found = {item.name: _comparable(item, headers.get(item.name)) for item in expected}
-        require({name: item for name, item in found.items() if item}, expected)
-        codes, scale = tensors[module + WEIGHT], tensors[f"{module}.weight_scale"]
+        headers = tensor_headers(tensors)
+        found = {
+            item.name: _normalized_scalar_header(item, headers.get(item.name)) for item in expected
+        }
+        require_headers({name: item for name, item in found.items() if item}, expected)
+        codes, scale = tensors[module + WEIGHT_SUFFIX], tensors[f"{module}.weight_scale"]
         key = "exponents" if scheme.grid == "mxfp8" else "scales"
         parameters = {key: scale.reshape(scheme.parameter_shape(layout.shape))}
-    scheme, parameters = whole_tiles(scheme, layout.shape[1], parameters)
+    scheme, parameters = split_ragged_tiles(scheme, layout.shape[1], parameters)
     parameters |= _input_scale(layout, tensors)
-    return sound(
+    return require_valid_scales(
         Quantized(codes, parameters, scheme, layout.scheme.input), f"{module}.weight_scale"
     )
 
@@ -212,7 +219,7 @@ def _input_scale(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> dict[st
                 tensor=item.name,
                 fault=Fault.SCALE,
             )
-        scale = scalar(item.name, tensors[item.name])
+        scale = scalar_scale(item.name, tensors[item.name])
         found["input_scale"] = 1 / scale if item.name.endswith("global_scale") else scale
     return found
 
@@ -223,13 +230,13 @@ def _unpack_nibbles(
     import torch
 
     module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), packed_tensors(module, layout.scheme, layout.shape))
-    octets, scale = tensors[module + PACKED], tensors[f"{module}.weight_scale"]
+    require_headers(tensor_headers(tensors), packed_tensors(module, layout.scheme, layout.shape))
+    octets, scale = tensors[module + PACKED_SUFFIX], tensors[f"{module}.weight_scale"]
     codes = torch.stack((octets & 15, octets >> 4), 2).view(layout.shape)
     if scheme.grid == "mxfp4":
         return codes, {"exponents": scale}
     name = f"{module}.weight_global_scale"
-    return codes, {"scales": scale, "divisor": scalar(name, tensors[name])}
+    return codes, {"scales": scale, "divisor": scalar_scale(name, tensors[name])}
 
 
 def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
@@ -237,9 +244,15 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
-    require(described(tensors), packed_tensors(module, layout.scheme, shape, plain=False), _OLD)
-    _check_shape(f"{module}.weight_shape", tensors, (layout.total_rows or shape[0], shape[1]))
-    codes = unpack_rows(tensors[module + PACKED], scheme.bits, shape[1])
+    require_headers(
+        tensor_headers(tensors),
+        packed_tensors(module, layout.scheme, shape, plain=False),
+        _OLD_PACKING_HINT,
+    )
+    _check_recorded_shape(
+        f"{module}.weight_shape", tensors, (layout.total_rows or shape[0], shape[1])
+    )
+    codes = unpack_rows(tensors[module + PACKED_SUFFIX], scheme.bits, shape[1])
     parameters = {"scales": tensors[f"{module}.weight_scale"]}
     zeros = tensors.get(f"{module}.weight_zero_point")
     if scheme.symmetric:
@@ -247,24 +260,24 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     elif zeros is not None:
         rows = unpack_rows(zeros.T.contiguous(), scheme.bits, shape[0])
         parameters["zeros"] = rows.T.contiguous()
-    tensor = sound(Quantized(codes, parameters, scheme), f"{module}.weight_scale")
+    tensor = require_valid_scales(Quantized(codes, parameters, scheme), f"{module}.weight_scale")
     index = tensors.get(f"{module}.weight_g_idx")
     # The library fills an index that it has no use for with -1.
     if index is None or bool((index == -1).all()):
         return tensor
-    return by_group_index(tensor, index, f"{module}.weight_g_idx", act_order=layout.act_order)
+    return apply_group_index(tensor, index, f"{module}.weight_g_idx", act_order=layout.act_order)
 
 
-def _check_shape(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
-    require(described(tensors), [StoredTensor(name, "I64", (2,))])
+def _check_recorded_shape(name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
+    require_headers(tensor_headers(tensors), [StoredTensor(name, "I64", (2,))])
     if (recorded := tuple(tensors[name].tolist())) != shape:
-        raise _wrong_shape(name, recorded, shape)
+        raise _shape_error(name, recorded, shape)
 
 
-def _columns(
+def _column_count(
     module: str, scheme: Scheme, tensors: Mapping[str, StoredTensor], packed: tuple[int, int]
 ) -> int:
-    """Return the columns of a module packed into ``packed`` rows x words, as ``weight_shape`` records them.
+    """Return the number of columns of a module with ``packed`` rows x words, as recorded in ``weight_shape``.
 
     Words alone do not tell them: the last word of a row may hold padding. Where its values were not read, whole groups
     tell them, and with one scale per row the words are taken to be full.
@@ -273,19 +286,19 @@ def _columns(
         InputError: the recorded shape does not fit the other tensors.
     """
     (rows, words), size, name = packed, scheme.group_size(0), f"{module}.weight_shape"
-    groups = matrix(tensors, f"{module}.weight_scale")[1]
+    groups = matrix_shape(tensors, f"{module}.weight_scale")[1]
     columns = groups * size if size else words * 32 // scheme.bits
-    require(tensors, [StoredTensor(name, "I64", (2,))])
+    require_headers(tensors, [StoredTensor(name, "I64", (2,))])
     if not tensors[name].data:
         return columns
     recorded: tuple[int, int] = struct.unpack("<2q", tensors[name].data)
     fits = recorded[1] == columns if size else words_per_row(recorded[1], scheme.bits) == words
     if recorded[0] != rows or recorded[1] < 1 or not fits:
-        raise _wrong_shape(name, recorded, (rows, columns))
+        raise _shape_error(name, recorded, (rows, columns))
     return recorded[1]
 
 
-def _wrong_shape(name: str, recorded: tuple[int, ...], shape: tuple[int, int]) -> InputError:
+def _shape_error(name: str, recorded: tuple[int, ...], shape: tuple[int, int]) -> InputError:
     return InputError(
         f"{name}: {'x'.join(map(str, recorded))}, but by config.json, the other tensors hold {shape[0]}x{shape[1]}",
         "the checkpoint is damaged",
@@ -293,47 +306,53 @@ def _wrong_shape(name: str, recorded: tuple[int, ...], shape: tuple[int, int]) -
     )
 
 
-def layout_of(
+def read_layout(
     module: str,
     layer: LayerScheme,
     tensors: Mapping[str, StoredTensor],
     *,
     act_order: bool | None = None,
 ) -> ModuleLayout:
-    """Return the layout of a module that is stored with this scheme (its scale type open), from the headers.
+    """Return the layout of a module with this scheme (without scale type), from the headers.
 
     Raises:
         InputError: the headers disagree with the scheme, or columns are said to be ``act_order`` and nothing says how.
     """
-    scheme, packed = layer.weight, module + PACKED in tensors
+    scheme, packed = layer.weight, module + PACKED_SUFFIX in tensors
     scale_name = f"{module}.weight_scale"
-    rows, columns = matrix(tensors, module + (PACKED if packed else WEIGHT))
+    rows, columns = matrix_shape(tensors, module + (PACKED_SUFFIX if packed else WEIGHT_SUFFIX))
     if scheme.scale is None:
-        scheme = replace(scheme, scale=scale_of(tensors, scale_name))
+        scheme = replace(scheme, scale=scale_type_of(tensors, scale_name))
     if scheme.grid in {"nvfp4", "mxfp4"}:
         columns *= 2
     elif packed:
-        columns = _columns(module, scheme, tensors, (rows, columns))
-    if not packed and (scheme.grid not in PLAIN_CODES or not scheme.symmetric):
+        columns = _column_count(module, scheme, tensors, (rows, columns))
+    if not packed and (scheme.grid not in UNPACKED_DTYPES or not scheme.symmetric):
         raise InputError(
             f"{module}: {scheme} in codes that are not packed is not read",
-            f"{', '.join(PLAIN_CODES)} without zero points are",
+            f"{', '.join(UNPACKED_DTYPES)} without zero points are",
             tensor=module,
         )
     layer = replace(layer, weight=scheme)
     if not isinstance(scheme.granularity, Tile):  # the last tile of a row may be narrower
-        whole_groups(module, columns, scheme.group_size(columns))
+        require_whole_groups(module, columns, scheme.group_size(columns))
     expected = packed_tensors(module, layer, (rows, columns), plain=not packed)
-    found = {item.name: _comparable(item, tensors.get(item.name)) for item in expected}
-    require({name: item for name, item in found.items() if item}, expected, _OLD)
+    found = {
+        item.name: _normalized_scalar_header(item, tensors.get(item.name)) for item in expected
+    }
+    require_headers(
+        {name: item for name, item in found.items() if item}, expected, _OLD_PACKING_HINT
+    )
     index = f"{module}.weight_g_idx"
-    has_group_index(act_order, index, scheme.groups(columns), tensors)
+    require_group_index(act_order, index, scheme.groups(columns), tensors)
     names = (*(item.name for item in expected), *([index] if index in tensors else []))
     return ModuleLayout(module, layer, (rows, columns), names, act_order)
 
 
-def _comparable(expected: StoredTensor, found: StoredTensor | None) -> StoredTensor | None:
-    """Return a scalar scale as one of a single element, in whatever shape and type a tool wrote it."""
+def _normalized_scalar_header(
+    expected: StoredTensor, found: StoredTensor | None
+) -> StoredTensor | None:
+    """Return the header of a single scale, of any shape and dtype, as the expected one; others unchanged."""
     if found is None or expected.shape != (1,):
         return found
     single = all(size == 1 for size in found.shape)
@@ -344,21 +363,21 @@ def _comparable(expected: StoredTensor, found: StoredTensor | None) -> StoredTen
 # Transposed
 
 
-def transposable(layer: LayerScheme) -> bool:
-    """Return whether files can hold a matrix of this scheme ``[in, out]``."""
+def can_store_transposed(layer: LayerScheme) -> bool:
+    """Return whether a matrix of this scheme can be stored ``[in, out]``."""
     weight = layer.weight
     grouped = isinstance(weight.granularity, PerGroup)
     return weight.integer and weight.symmetric and grouped and layer.input is None
 
 
-def in_blocks(scheme: Scheme) -> Scheme:
-    """Return the scheme of a matrix ``[out, in]`` as that of the matrix in the files."""
+def transposed_scheme(scheme: Scheme) -> Scheme:
+    """Return the scheme of the stored matrix ``[in, out]`` for that of a matrix ``[out, in]``."""
     assert isinstance(scheme.granularity, PerGroup)
     return replace(scheme, granularity=Tile(scheme.granularity.size, 1))
 
 
-def in_groups(scheme: Scheme) -> Scheme | None:
-    """Undo `in_blocks`; None for a scheme of any other blocks."""
+def untransposed_scheme(scheme: Scheme) -> Scheme | None:
+    """Invert `transposed_scheme`; return None for any other scheme."""
     found = scheme.granularity
     if not (scheme.integer and scheme.symmetric and isinstance(found, Tile) and found.columns == 1):
         return None
@@ -368,32 +387,34 @@ def in_groups(scheme: Scheme) -> Scheme | None:
 def packed_transposed_tensors(
     module: str, layer: LayerScheme, shape: tuple[int, int]
 ) -> tuple[StoredTensor, ...]:
-    """Announce the tensors of one module; ``shape`` is ``(out_features, in_features)``."""
+    """Return the headers of a module stored ``[in, out]``; ``shape`` is ``(out_features, in_features)``."""
     rows, columns = shape
     scale = (layer.weight.scale or ScaleType.F16).value.upper()
     return (
-        StoredTensor(module + PACKED, "I32", (columns, words_per_row(rows, layer.weight.bits))),
+        StoredTensor(
+            module + PACKED_SUFFIX, "I32", (columns, words_per_row(rows, layer.weight.bits))
+        ),
         StoredTensor(f"{module}.weight_scale", scale, (layer.weight.groups(columns), rows)),
         StoredTensor(f"{module}.weight_shape", "I64", (2,)),
     )
 
 
 def pack_transposed(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
-    """Lay out codes and scales of a matrix ``[out, in]`` as `packed_transposed_tensors` announces."""
+    """Pack codes and scales of a matrix ``[out, in]`` as `packed_transposed_tensors` describes."""
     import torch
 
     from quantforge.packers.bits import pack_rows, unsigned
 
     bits = tensor.scheme.bits
     return {
-        module + PACKED: pack_rows(unsigned(tensor.codes.T.contiguous(), bits), bits),
+        module + PACKED_SUFFIX: pack_rows(unsigned(tensor.codes.T.contiguous(), bits), bits),
         f"{module}.weight_scale": tensor.parameters["scales"].T.contiguous(),
         f"{module}.weight_shape": torch.tensor(tensor.shape[::-1], dtype=torch.int64),
     }
 
 
 def _unpack_transposed(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    """Read codes and scales back as those of a matrix ``[out, in]``.
+    """Unpack a module stored ``[in, out]`` to a matrix ``[out, in]``.
 
     Raises:
         InputError: the tensors are not as `packed_transposed_tensors` announces, or a scale is not sound.
@@ -402,26 +423,31 @@ def _unpack_transposed(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Q
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
-    require(described(tensors), packed_transposed_tensors(module, layout.scheme, layout.shape))
-    codes = unpack_rows(tensors[module + PACKED], scheme.bits, layout.shape[0])
+    require_headers(
+        tensor_headers(tensors), packed_transposed_tensors(module, layout.scheme, layout.shape)
+    )
+    codes = unpack_rows(tensors[module + PACKED_SUFFIX], scheme.bits, layout.shape[0])
     scales = tensors[f"{module}.weight_scale"].T.contiguous()
     tensor = Quantized(signed(codes, scheme.bits).T.contiguous(), {"scales": scales}, scheme)
-    return sound(tensor, f"{module}.weight_scale")
+    return require_valid_scales(tensor, f"{module}.weight_scale")
 
 
-def layout_of_transposed(
+def read_transposed_layout(
     module: str, scheme: Scheme, tensors: Mapping[str, StoredTensor]
 ) -> ModuleLayout:
-    """Return the layout of a module of this scheme (`in_groups`, its scale type open), from the headers.
+    """Return the layout of a module stored ``[in, out]``, from the headers.
 
     Raises:
         InputError: the headers disagree with the scheme.
     """
     scale = f"{module}.weight_scale"
-    columns, rows = matrix(tensors, module + PACKED)[0], matrix(tensors, scale)[1]
-    layer = LayerScheme(replace(scheme, scale=scale_of(tensors, scale)))
-    whole_groups(module, columns, scheme.group_size(columns))
+    columns, rows = (
+        matrix_shape(tensors, module + PACKED_SUFFIX)[0],
+        matrix_shape(tensors, scale)[1],
+    )
+    layer = LayerScheme(replace(scheme, scale=scale_type_of(tensors, scale)))
+    require_whole_groups(module, columns, scheme.group_size(columns))
     expected = packed_transposed_tensors(module, layer, (rows, columns))
-    require(tensors, expected)
+    require_headers(tensors, expected)
     names = tuple(item.name for item in expected)
     return ModuleLayout(module, layer, (rows, columns), names, transposed=True)

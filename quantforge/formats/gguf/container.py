@@ -1,4 +1,4 @@
-"""A GGUF file as bytes: header, metadata, tensor table, and where the data of every tensor goes.
+"""Binary layout of GGUF files: header, metadata, tensor table, and the offset of every tensor's data.
 
 Version 3, little-endian (the format's description: github.com/ggml-org/ggml, ``docs/gguf.md``):
 
@@ -36,7 +36,7 @@ from quantforge.plans import FilePlan, StoredTensor
 MAGIC = b"GGUF"
 VERSION = 3
 ALIGNMENT = 32
-MAX_NAME = 63  # bytes; llama.cpp refuses 64 (GGML_MAX_NAME)
+MAX_NAME_BYTES = 63  # bytes; llama.cpp refuses 64 (GGML_MAX_NAME)
 MAX_RANK = 4
 
 TYPES: Mapping[str, GgmlType] = {
@@ -49,11 +49,11 @@ TYPES: Mapping[str, GgmlType] = {
     "Q8_1": GgmlType(9, 32, 36),
     "Q8_K": GgmlType(15, 256, 292),
 }
-BY_NUMBER: Mapping[int, str] = {kind.number: name for name, kind in TYPES.items()}
+TYPE_NAMES: Mapping[int, str] = {kind.number: name for name, kind in TYPES.items()}
 
 
 class ValueType(IntEnum):
-    """Types of metadata values."""
+    """Type codes of metadata values."""
 
     U8 = 0
     I8 = 1
@@ -70,7 +70,7 @@ class ValueType(IntEnum):
     F64 = 12
 
 
-NUMBERS: Mapping[ValueType, str] = {
+STRUCT_CODES: Mapping[ValueType, str] = {
     ValueType.U8: "<B", ValueType.I8: "<b", ValueType.U16: "<H", ValueType.I16: "<h", ValueType.U32: "<I",
     ValueType.I32: "<i", ValueType.F32: "<f", ValueType.BOOL: "<?", ValueType.U64: "<Q", ValueType.I64: "<q",
     ValueType.F64: "<d",
@@ -78,45 +78,45 @@ NUMBERS: Mapping[ValueType, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
-    """One metadata value; of an array, ``value`` is a sequence and ``element`` its type."""
+class MetadataValue:
+    """One metadata value; for an array, ``value`` is a sequence and ``element`` its element type."""
 
     type: ValueType
     value: object
     element: ValueType | None = None
 
 
-Metadata = Mapping[str, Value]
+Metadata = Mapping[str, MetadataValue]
 
 
-def text(value: str) -> Value:
-    """Return a string as a value."""
-    return Value(ValueType.STRING, value)
+def string_value(value: str) -> MetadataValue:
+    """Return a string as a metadata value."""
+    return MetadataValue(ValueType.STRING, value)
 
 
-def u32(value: int) -> Value:
-    """Return a 32-bit count as a value."""
-    return Value(ValueType.U32, value)
+def u32_value(value: int) -> MetadataValue:
+    """Return an unsigned 32-bit integer as a metadata value."""
+    return MetadataValue(ValueType.U32, value)
 
 
-def f32(value: float) -> Value:
-    """Return a 32-bit float as a value."""
-    return Value(ValueType.F32, value)
+def f32_value(value: float) -> MetadataValue:
+    """Return a 32-bit float as a metadata value."""
+    return MetadataValue(ValueType.F32, value)
 
 
-def flag(value: bool) -> Value:
-    """Return a truth value as a value."""
-    return Value(ValueType.BOOL, value)
+def bool_value(value: bool) -> MetadataValue:
+    """Return a boolean as a metadata value."""
+    return MetadataValue(ValueType.BOOL, value)
 
 
-def array(element: ValueType, values: Sequence[object]) -> Value:
-    """Return an array of values of one type."""
-    return Value(ValueType.ARRAY, values, element)
+def array_value(element: ValueType, values: Sequence[object]) -> MetadataValue:
+    """Return a sequence as a metadata value of array type."""
+    return MetadataValue(ValueType.ARRAY, values, element)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """One tensor of a file: ``shape`` in torch's order, ``pieces`` that it is written in.
+    """One tensor of a GGUF file: ``shape`` in torch's order, number of ``pieces`` in which it is written.
 
     ``fixed`` are its bytes where they are known beforehand (computed tables such as rope frequencies).
     """
@@ -129,12 +129,12 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of its data, without padding."""
+        """Return the size of its data in bytes, without padding."""
         kind = TYPES[self.type]
         return kind.row_bytes(self.shape[-1]) * math.prod(self.shape[:-1])
 
     def outputs(self) -> tuple[StoredTensor, ...]:
-        """Return the pieces in which it is written; blocks are ``U8`` of ``[rows, bytes of a row]``."""
+        """Return the headers of the pieces in which it is written; blocks are ``U8`` ``[rows, bytes per row]``."""
         kind = TYPES[self.type]
         dtype, shape = self.type, self.shape
         if self.pieces > 1:
@@ -155,7 +155,7 @@ def piece_name(name: str, number: int) -> str:
 
 
 def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
-    """Return everything before the data, padded.
+    """Return all bytes before the tensor data, padded to the alignment.
 
     Raises:
         InputError: a tensor name is too long for llama.cpp, or two are equal.
@@ -163,22 +163,22 @@ def header_bytes(metadata: Metadata, tensors: Sequence[GgufTensor]) -> bytes:
     _check_names(tensors)
     parts = [MAGIC, struct.pack("<Iqq", VERSION, len(tensors), len(metadata))]
     for key, value in metadata.items():
-        parts += [_string(key), struct.pack("<i", value.type), _value(value)]
+        parts += [_string_bytes(key), struct.pack("<i", value.type), _value_bytes(value)]
     offset = 0
     for tensor in tensors:
         sizes = tensor.shape[::-1]
         parts += [
-            _string(tensor.name),
+            _string_bytes(tensor.name),
             struct.pack(f"<I{len(sizes)}q", len(sizes), *sizes),
             struct.pack("<iQ", TYPES[tensor.type].number, offset),
         ]
-        offset += padded(tensor.nbytes)
+        offset += round_up_to_alignment(tensor.nbytes)
     data = b"".join(parts)
-    return data + bytes(padded(len(data)) - len(data))
+    return data + bytes(round_up_to_alignment(len(data)) - len(data))
 
 
 def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> FilePlan:
-    """Plan where everything of one file goes."""
+    """Compute the offsets of all parts of one file."""
     header = header_bytes(metadata, tensors)
     fixed, places = [(0, header)], []
     offset = len(header)
@@ -190,21 +190,21 @@ def file_plan(name: str, metadata: Metadata, tensors: Sequence[GgufTensor]) -> F
             for piece in tensor.outputs():
                 places.append((piece, start))
                 start += piece.nbytes
-        offset += padded(tensor.nbytes)
+        offset += round_up_to_alignment(tensor.nbytes)
     return FilePlan(name, offset, tuple(fixed), tuple(places))
 
 
-def padded(size: int, alignment: int = ALIGNMENT) -> int:
-    """Return the size, rounded up to a multiple of the alignment."""
+def round_up_to_alignment(size: int, alignment: int = ALIGNMENT) -> int:
+    """Return the size rounded up to a multiple of the alignment."""
     return -(-size // alignment) * alignment
 
 
 def _check_names(tensors: Iterable[GgufTensor]) -> None:
     seen: set[str] = set()
     for tensor in tensors:
-        if len(tensor.name.encode()) > MAX_NAME:
+        if len(tensor.name.encode()) > MAX_NAME_BYTES:
             raise InputError(
-                f"{tensor.name}: a name of {len(tensor.name.encode())} bytes, llama.cpp takes {MAX_NAME}",
+                f"{tensor.name}: a name of {len(tensor.name.encode())} bytes, llama.cpp takes {MAX_NAME_BYTES}",
                 "the tensor cannot be stored under this name",
                 tensor=tensor.name,
             )
@@ -213,22 +213,26 @@ def _check_names(tensors: Iterable[GgufTensor]) -> None:
         seen.add(tensor.name)
 
 
-def _string(value: str) -> bytes:
+def _string_bytes(value: str) -> bytes:
     data = value.encode("utf-8", "surrogateescape")  # a piece may be any bytes
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: Value) -> bytes:
+def _value_bytes(value: MetadataValue) -> bytes:
     if value.type is not ValueType.ARRAY:
-        return _scalar(value.type, value.value)
+        return _scalar_bytes(value.type, value.value)
     assert value.element is not None
     assert isinstance(value.value, Sequence)
     head = struct.pack("<iQ", value.element, len(value.value))
     if value.element is ValueType.STRING:
-        return head + b"".join(_string(str(item)) for item in value.value)
-    code = NUMBERS[value.element]
+        return head + b"".join(_string_bytes(str(item)) for item in value.value)
+    code = STRUCT_CODES[value.element]
     return head + struct.pack(f"<{len(value.value)}{code[1]}", *value.value)
 
 
-def _scalar(kind: ValueType, value: object) -> bytes:
-    return _string(str(value)) if kind is ValueType.STRING else struct.pack(NUMBERS[kind], value)
+def _scalar_bytes(kind: ValueType, value: object) -> bytes:
+    return (
+        _string_bytes(str(value))
+        if kind is ValueType.STRING
+        else struct.pack(STRUCT_CODES[kind], value)
+    )

@@ -1,4 +1,4 @@
-"""Families that GGUF holds, and the names of their tensors in its files.
+"""Model families that can be stored as GGUF, and the tensor names of their files.
 
 llama.cpp builds the graph of a model from ``general.architecture`` and refuses a file that has one tensor too few or
 too many. What it calls a family, and what its graph takes for granted, is in the family's own file
@@ -26,9 +26,9 @@ from quantforge.architectures.families import declared_families
 from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import RefusedError
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-_INNER = re.compile(r".*?\.(\d+)\.(.*)")  # of a block
-_WORDS = (
+_EXPERT_NAME = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+_BLOCK_NAME = re.compile(r".*?\.(\d+)\.(.*)")  # of a block
+_GGUF_PREFIXES = (
     "attn",
     "ffn",
     "indexer",
@@ -38,18 +38,20 @@ _WORDS = (
     "ssm",
     "token_embd",
 )  # begin its names
-_TYPED = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
+_TYPED_NAME = re.compile(r"(?:re:|\*|\^)*\.?(?:blk\.(\d+|[^.]+)\.)?(\w+)(?:\.weight)?")
 
 
 def family_of(config: Mapping[str, Any]) -> GgufFamily:
-    """Return the family of a configuration.
+    """Return the GGUF family of a configuration.
 
     Raises:
         RefusedError: GGUF holds no such family (or this program does not write it).
     """
     declared = architecture_of(config)
     if declared is None or declared.gguf is None:
-        written = sorted(name for name in declared_families() if declared_of(name).gguf is not None)
+        written = sorted(
+            name for name in declared_families() if declared_architecture(name).gguf is not None
+        )
         raise RefusedError(
             f"model_type {str(config.get('model_type', ''))!r}: not written as GGUF",
             f"written are {', '.join(written)}; --format compressed-tensors --method rtn takes any decoder",
@@ -58,29 +60,29 @@ def family_of(config: Mapping[str, Any]) -> GgufFamily:
 
 
 @cache
-def model_types_read() -> dict[str, str]:
-    """Return, by llama.cpp's name of an architecture, the ``model_type`` that its files are read back as.
+def model_type_by_arch() -> dict[str, str]:
+    """Return the ``model_type`` to use when reading a file, by llama.cpp's architecture name.
 
     Of several families of one name, the first; of a model with towers, its text alone where that has its own type.
     """
     found: dict[str, str] = {}
     for name in declared_families():
-        family = declared_of(name).gguf
+        family = declared_architecture(name).gguf
         if family is not None and family.class_name and f"{name}_text" not in declared_families():
             found.setdefault(family.arch, name)
     return found
 
 
-def declared_of(model_type: str) -> Architecture:
-    """Return the declarations of a family by its ``model_type``, one of `families`."""
+def declared_architecture(model_type: str) -> Architecture:
+    """Return the architecture declared for a ``model_type``."""
     found = architecture_of({"model_type": model_type})
     assert found is not None
     return found
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """Name of a tensor in the file, and which expert of a stack it is (-1: no stack).
+class GgufName:
+    """Name of a tensor in the file, and its index in a stack of experts (-1 if it is not stacked).
 
     ``others`` are the names of further ones, where the last dimension alternates between them.
     """
@@ -90,14 +92,16 @@ class Named:
     others: tuple[str, ...] = ()
 
 
-def names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dict[str, Named]:
-    """Map canonical names of transformers' model to names in the file.
+def gguf_names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dict[str, GgufName]:
+    """Map canonical names of transformers' model to names in the GGUF file.
 
     Raises:
         RefusedError: llama.cpp's graph of the family has no place for a tensor (all are listed).
     """
     canonical = tuple(canonical)
-    found = {name: named for name, named in _named(family, blocks, canonical) if named is not None}
+    found = {
+        name: named for name, named in _map_names(family, blocks, canonical) if named is not None
+    }
     lost = [name for name in canonical if name not in found]
     if lost:
         raise RefusedError(
@@ -108,12 +112,12 @@ def names(family: GgufFamily, blocks: int, canonical: Iterable[str]) -> dict[str
     return found
 
 
-def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
-    """Map every name that a file of the family may have to the canonical ones: one, one per expert, or several.
+def canonical_names(model_type: str, blocks: int, experts: int) -> dict[str, tuple[str, ...]]:
+    """Map each GGUF name of a family to its canonical names: one, one per expert, or several.
 
     Gate and up of an expert may be one matrix, as other converters write it.
     """
-    declared = declared_of(model_type)
+    declared = declared_architecture(model_type)
     family = family_of({"model_type": model_type})
     stacks = {
         stack.parameter: stack
@@ -130,7 +134,7 @@ def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tupl
     canonical = [item.name for item in declared.outer]
     canonical += [f"{declared.blocks}.{block}.{name}" for block in range(blocks) for name in inner]
     found: dict[str, list[str]] = {}
-    for name, named in _named(family, blocks, dict.fromkeys(canonical)):
+    for name, named in _map_names(family, blocks, dict.fromkeys(canonical)):
         if named is not None:
             found.setdefault(named.name, []).append(name)
     places = [f"{declared.blocks}.{block}" for block in range(blocks)]
@@ -146,46 +150,46 @@ def original_names(model_type: str, blocks: int, experts: int) -> dict[str, tupl
     }
     found |= {
         f"{named.name}.weight": joined[name]
-        for name, named in _named(family, blocks, joined)
+        for name, named in _map_names(family, blocks, joined)
         if named is not None
     }
     return {name: tuple(group) for name, group in found.items()}
 
 
-def _named(
+def _map_names(
     family: GgufFamily, blocks: int, canonical: Iterable[str]
-) -> Iterator[tuple[str, Named | None]]:
+) -> Iterator[tuple[str, GgufName | None]]:
     import gguf
 
     numbers = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     mapping = gguf.get_tensor_name_map(numbers[family.arch], blocks)
     for name in canonical:
-        expert = _EXPERT.fullmatch(name)
+        expert = _EXPERT_NAME.fullmatch(name)
         base = f"{expert[1]}.{expert[3]}" if expert else name
         if base.startswith(f"{WITHIN}."):  # gguf's map knows a decoder alone
             base = f"model.{base.removeprefix(f'{WITHIN}.')}"
-        inner = _INNER.fullmatch(base)
+        inner = _BLOCK_NAME.fullmatch(base)
         own = family.names.get(inner[2]) if inner else None
         if inner and own:
             first, *others = (f"blk.{inner[1]}.{word}" for word in own.split())
-            yield name, Named(first, int(expert[2]) if expert else -1, tuple(others))
+            yield name, GgufName(first, int(expert[2]) if expert else -1, tuple(others))
             continue
         target = mapping.get_name(base, try_suffixes=(".weight", ".bias"))
         if target is None or (target.endswith(".bias") and not target.endswith(family.biases)):
             yield name, None
         else:
-            yield name, Named(target, int(expert[2]) if expert else -1)
+            yield name, GgufName(target, int(expert[2]) if expert else -1)
 
 
-def name_here(typed: str, canonical: Iterable[str]) -> str:
-    """Return the name that a model has for what a GGUF file calls ``ffn_down`` or ``blk.3.ffn_down``; "" for none.
+def name_from_gguf(typed: str, canonical: Iterable[str]) -> str:
+    """Return the model's name for a GGUF name such as ``ffn_down`` or ``blk.3.ffn_down``; "" if there is none.
 
     Args:
         typed: a name, or a pattern of one.
         canonical: names of the model, without ``.weight``.
     """
-    found = _TYPED.fullmatch(typed)
-    if found is None or not (found[1] or found[2].startswith(_WORDS)):
+    found = _TYPED_NAME.fullmatch(typed)
+    if found is None or not (found[1] or found[2].startswith(_GGUF_PREFIXES)):
         return ""
     import gguf  # with numpy
 
@@ -203,7 +207,7 @@ def name_here(typed: str, canonical: Iterable[str]) -> str:
         for name in dict.fromkeys(
             re.sub(r"\.experts\.\d+\.", ".experts.*.", one) for one in canonical
         )
-        if ((inner := _INNER.fullmatch(name)) and inner[2].replace(".*", "") in forms)
+        if ((inner := _BLOCK_NAME.fullmatch(name)) and inner[2].replace(".*", "") in forms)
         or name in forms
     ]
     if block and block.isdecimal():

@@ -1,4 +1,4 @@
-"""Importance matrices as llama.cpp's tools write and read them: the mean square of every input column.
+"""Importance matrices (mean squares of each input column) in the file formats of llama.cpp's tools.
 
 Two forms. The current one is a GGUF file without an architecture: ``general.type`` is ``imatrix``, and a weight ``W``
 has two F32 tensors, ``W.in_sum2`` (sums of squares, one row per matrix: several for experts) and ``W.counts`` (rows
@@ -23,22 +23,29 @@ from quantforge.errors import InputError
 from quantforge.files.disk import save
 from quantforge.files.opener import FILES, changed
 from quantforge.files.safetensors import read_tensor
-from quantforge.formats.gguf.container import GgufTensor, ValueType, array, file_plan, text, u32
+from quantforge.formats.gguf.container import (
+    GgufTensor,
+    ValueType,
+    array_value,
+    file_plan,
+    string_value,
+    u32_value,
+)
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from quantforge_files.roles import IMATRIX
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Asked = Callable[[str, int, int], bool]  # name, number of values, matrices
+_WantsEntry = Callable[[str, int, int], bool]  # name, number of values, matrices
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _MAX_ENTRIES, _MAX_TEXT = 1 << 18, 1 << 16
 _HINT = "write it again with llama-imatrix, or with --imatrix and a new name"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Importance of one weight: ``means`` ``[matrices, columns]`` float32, over ``rows`` (older form: calls)."""
+class WeightImportance:
+    """Importance of one weight: ``means`` ``[matrices, columns]`` float32 over ``rows`` tokens (old format: calls)."""
 
     means: Tensor
     rows: int
@@ -46,27 +53,27 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Imatrix:
-    """The importance of all weights by their names in a GGUF file, and what it was taken from."""
+    """The importance of all weights by their GGUF names, and the data set it was computed from."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, WeightImportance]
     dataset: str
     chunks: int
     chunk_size: int
 
 
 def write_imatrix(path: Path, found: Imatrix) -> None:
-    """Write a file, in the older form when its name ends in ``.dat``; whole or not at all.
+    """Write an importance matrix atomically, in the old format if the name ends in ``.dat``.
 
     Raises:
         RefusedError: the file exists.
         ResourceError: the disk is full.
     """
-    data = _legacy(found) if path.suffix == ".dat" else _gguf(found)
+    data = _legacy_bytes(found) if path.suffix == ".dat" else _gguf_bytes(found)
     save(path, data)
 
 
 def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix:
-    """Read a file of either form.
+    """Read an importance matrix in the current or the old format.
 
     Args:
         path: the file.
@@ -91,15 +98,15 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     return found
 
 
-def is_importance(path: Path) -> bool:
-    """Return whether a file says that it is an importance matrix: a GGUF file by its type, another by its name."""
+def is_importance_matrix(path: Path) -> bool:
+    """Return whether a file is an importance matrix: a GGUF file by its ``general.type``, others by suffix."""
     if is_gguf(path):
         return bool(read_gguf(path).value("general.type", str, "model") == "imatrix")
     return path.suffix == ".dat"
 
 
-def check_form(path: Path, wanted: Mapping[str, int] | None = None) -> frozenset[str]:
-    """Return the names of a file by its structure, without reading values; before gigabytes are digested.
+def check_structure(path: Path, wanted: Mapping[str, int] | None = None) -> frozenset[str]:
+    """Return the weight names of an importance matrix, checking its structure without reading values.
 
     Raises:
         InputError: neither form, damaged, with bytes that belong to nothing, or with another number of values than is
@@ -127,22 +134,22 @@ def _check_columns(
         )
 
 
-def _read(path: Path, asked: _Asked) -> Imatrix:
+def _read(path: Path, asked: _WantsEntry) -> Imatrix:
     return _read_gguf(path, asked) if is_gguf(path) else _read_legacy(path, asked)
 
 
-def _gguf(found: Imatrix) -> bytes:
+def _gguf_bytes(found: Imatrix) -> bytes:
     tensors = []
     for name, entry in sorted(found.entries.items()):
         rows = entry.means.new_full((len(entry.means), 1), float(entry.rows))
         for suffix, values in ((_SUMS, entry.means * entry.rows), (_COUNTS, rows)):
             shape = tuple(values.shape if len(values) > 1 else values[0].shape)
-            tensors.append(GgufTensor(name + suffix, "F32", shape, fixed=_bytes(values)))
+            tensors.append(GgufTensor(name + suffix, "F32", shape, fixed=_float32_bytes(values)))
     keys = {
-        "general.type": text("imatrix"),
-        "imatrix.datasets": array(ValueType.STRING, [found.dataset]),
-        "imatrix.chunk_count": u32(found.chunks),
-        "imatrix.chunk_size": u32(found.chunk_size),
+        "general.type": string_value("imatrix"),
+        "imatrix.datasets": array_value(ValueType.STRING, [found.dataset]),
+        "imatrix.chunk_count": u32_value(found.chunks),
+        "imatrix.chunk_size": u32_value(found.chunk_size),
     }
     plan = file_plan("imatrix.gguf", keys, tensors)
     data = bytearray(plan.size)
@@ -151,7 +158,7 @@ def _gguf(found: Imatrix) -> bytes:
     return bytes(data)
 
 
-def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
+def _read_gguf(path: Path, asked: _WantsEntry) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
         raise InputError(f"{path}: a GGUF file, but no importance matrix", _HINT, file=str(path))
@@ -180,7 +187,7 @@ def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
             raise InputError(
                 f"{path}: {weight}: a count is no number", _HINT, file=str(path), tensor=name
             )
-        entries[weight] = Entry(
+        entries[weight] = WeightImportance(
             (sums / counts.clamp(min=1)).where(counts > 0, 1.0), int(counts.max())
         )
     datasets = file.value("imatrix.datasets", list, [""]) or [""]
@@ -192,19 +199,23 @@ def _read_gguf(path: Path, asked: _Asked) -> Imatrix:
     )
 
 
-def _legacy(found: Imatrix) -> bytes:
+def _legacy_bytes(found: Imatrix) -> bytes:
     parts = [struct.pack("<i", len(found.entries))]
     for name, entry in sorted(found.entries.items()):
         calls = max(1, found.chunks)
         values = entry.means.reshape(-1) * calls
-        parts += [_prefixed(name), struct.pack("<ii", calls, len(values)), _bytes(values)]
-    return b"".join([*parts, struct.pack("<i", found.chunks), _prefixed(found.dataset)])
+        parts += [
+            _length_prefixed(name),
+            struct.pack("<ii", calls, len(values)),
+            _float32_bytes(values),
+        ]
+    return b"".join([*parts, struct.pack("<i", found.chunks), _length_prefixed(found.dataset)])
 
 
-def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
+def _read_legacy(path: Path, asked: _WantsEntry) -> Imatrix:
     entries = {}
     with FILES.stream(path, IMATRIX, None) as file:
-        records = _Records(path, file)
+        records = _RecordReader(path, file)
         for _ in range(records.entries()):
             name, calls, count = records.word(), records.number(), records.number()
             if calls < 1 or count < 1:
@@ -217,23 +228,23 @@ def _read_legacy(path: Path, asked: _Asked) -> Imatrix:
             import torch
 
             values = torch.frombuffer(bytearray(records.take(4 * count)), dtype=torch.float32)
-            entries[name] = Entry((values / calls)[None], calls)
+            entries[name] = WeightImportance((values / calls)[None], calls)
         chunks, dataset = (records.number(), records.word()) if records.left else (0, "")
         records.end()
     return Imatrix(entries, dataset, chunks, 0)
 
 
-def _prefixed(name: str) -> bytes:
+def _length_prefixed(name: str) -> bytes:
     data = name.encode()
     return struct.pack("<i", len(data)) + data
 
 
-def _bytes(values: Tensor) -> bytes:
+def _float32_bytes(values: Tensor) -> bytes:
     return values.detach().float().contiguous().numpy().tobytes()
 
 
-class _Records:
-    """The records of the older form, read in order; every length is compared with the bytes that are left."""
+class _RecordReader:
+    """Sequential reader of the old format that checks every length against the remaining bytes."""
 
     def __init__(self, path: Path, file: BufferedReader) -> None:
         self._path, self._file = path, file
@@ -248,7 +259,7 @@ class _Records:
         return data
 
     def skip(self, count: int) -> None:
-        """Pass over bytes."""
+        """Skip ``count`` bytes."""
         self._pass(count)
         self._file.seek(count, os.SEEK_CUR)
 
@@ -266,7 +277,7 @@ class _Records:
         return int(struct.unpack("<i", self.take(4))[0])
 
     def entries(self) -> int:
-        """Read the number of entries, with which a file begins."""
+        """Read the number of entries at the beginning of the file."""
         found = self.number()
         if not 0 < found <= _MAX_ENTRIES:
             raise InputError(
@@ -277,7 +288,7 @@ class _Records:
         return found
 
     def end(self) -> None:
-        """Refuse bytes after the last record."""
+        """Raise `InputError` if bytes are left after the last record."""
         if self.left:
             raise InputError(
                 f"{self._path}: {self.left} bytes after the last record",
@@ -286,7 +297,7 @@ class _Records:
             )
 
     def word(self) -> str:
-        """Read a length and a text."""
+        """Read a length-prefixed string."""
         length = self.number()
         if length > _MAX_TEXT:
             raise InputError(f"{self._path}: a name of {length} bytes", _HINT, file=str(self._path))

@@ -1,4 +1,4 @@
-"""The keys of a file: what the model is, where it comes from, its parameters, its vocabulary."""
+"""General metadata keys of a GGUF file: model name, license, base model, provenance, split parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from quantforge import __version__
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES
-from quantforge.formats.gguf.container import Value, ValueType, text, u32
+from quantforge.formats.gguf.container import MetadataValue, ValueType, string_value, u32_value
 from quantforge.recipe import Recipe
 from quantforge_files.roles import CARD
 
@@ -24,29 +24,31 @@ _NAMED_PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
 _PHI3_TOKENS = frozenset({"</s>", "<unk>", "<s>", "<|endoftext|>"})
 
 
-def general(
+def general_keys(
     name: str, arch: str, file_type: int, weights: int, card: Path | None, tokens: Sequence[str]
-) -> dict[str, Value]:
-    """Return the keys ``general.*``; ``weights`` is their number, ``tokens`` the vocabulary."""
-    found = {"general.architecture": text(arch), "general.type": text("model")}
+) -> dict[str, MetadataValue]:
+    """Return the ``general.*`` keys. ``weights`` is the number of weights, ``tokens`` the vocabulary."""
+    found = {"general.architecture": string_value(arch), "general.type": string_value("model")}
     if not _NAMED_PHI3.search(name) or set(tokens) >= _PHI3_TOKENS:
-        found["general.name"] = text(name)
-    found["general.size_label"] = text(size_label(weights))
-    found |= _from_card(card)
-    found["general.file_type"] = u32(file_type)
-    found["general.quantization_version"] = u32(QUANTIZATION_VERSION)
+        found["general.name"] = string_value(name)
+    found["general.size_label"] = string_value(size_label(weights))
+    found |= _card_keys(card)
+    found["general.file_type"] = u32_value(file_type)
+    found["general.quantization_version"] = u32_value(QUANTIZATION_VERSION)
     return found
 
 
-def strips_after(name: str, tokens: Sequence[str]) -> Callable[[str], bool]:
-    """Return after which added tokens llama.cpp drops spaces: in a model of that name all but three."""
+def phi3_space_stripping(name: str, tokens: Sequence[str]) -> Callable[[str], bool]:
+    """Return a predicate: whether llama.cpp strips spaces after an added token, as it does in models named Phi-3."""
     named = bool(_NAMED_PHI3.search(name)) and set(tokens) >= _PHI3_TOKENS
     kept = _PHI3_TOKENS - {"</s>"}
-    return lambda text: named and text not in kept
+    return lambda string_value: named and string_value not in kept
 
 
-def provenance(recipe: Recipe, dataset: str, entries: int, chunks: int) -> dict[str, Value]:
-    """Return keys that say what made the file.
+def provenance_keys(
+    recipe: Recipe, dataset: str, entries: int, chunks: int
+) -> dict[str, MetadataValue]:
+    """Return the keys that record how the file was made.
 
     Args:
         recipe: by which the weights were quantized; an empty one where that is unknown has no key.
@@ -54,16 +56,16 @@ def provenance(recipe: Recipe, dataset: str, entries: int, chunks: int) -> dict[
         entries: tensors of which it was observed.
         chunks: rows of the dataset, 0 where that is unknown.
     """
-    found = {"quantforge.version": text(__version__)}
+    found = {"quantforge.version": string_value(__version__)}
     if recipe != Recipe():
-        found["quantforge.recipe"] = text(recipe.to_toml())
+        found["quantforge.recipe"] = string_value(recipe.to_toml())
     if dataset:
         found |= {
-            "quantize.imatrix.dataset": text(dataset),
-            "quantize.imatrix.entries_count": u32(entries),
+            "quantize.imatrix.dataset": string_value(dataset),
+            "quantize.imatrix.entries_count": u32_value(entries),
         }
     if chunks:
-        found["quantize.imatrix.chunks_count"] = u32(chunks)
+        found["quantize.imatrix.chunks_count"] = u32_value(chunks)
     return found
 
 
@@ -76,8 +78,8 @@ def size_label(weights: int) -> str:
     return str(weights)
 
 
-def _from_card(card: Path | None) -> dict[str, Value]:
-    """Return licence and base model from the front matter of the model card; none is ever made up."""
+def _card_keys(card: Path | None) -> dict[str, MetadataValue]:
+    """Return license and base model from the front matter of the model card, if it has them."""
     if card is None:
         return {}
     try:
@@ -92,37 +94,37 @@ def _from_card(card: Path | None) -> dict[str, Value]:
     base = item[1].strip().strip("'\"") if item else fields.pop("base_model", "")
     keys = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
     found = {
-        f"general.{keys[key]}": text(value)
+        f"general.{keys[key]}": string_value(value)
         for key, value in fields.items()
         if value and key in keys
     }
-    return found | _base_model(base)
+    return found | _base_model_keys(base)
 
 
-def _base_model(base: str) -> dict[str, Value]:
+def _base_model_keys(base: str) -> dict[str, MetadataValue]:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", base):
         return {}
     organization, _, name = base.partition("/")
     return {
-        "general.base_model.count": u32(1),
-        "general.base_model.0.name": text(name),
-        "general.base_model.0.organization": text(organization),
-        "general.base_model.0.repo_url": text(f"https://huggingface.co/{base}"),
+        "general.base_model.count": u32_value(1),
+        "general.base_model.0.name": string_value(name),
+        "general.base_model.0.organization": string_value(organization),
+        "general.base_model.0.repo_url": string_value(f"https://huggingface.co/{base}"),
     }
 
 
-def split_keys(number: int, count: int, tensors: int) -> dict[str, Value]:
-    """Return the keys by which every part of a split file describes itself."""
+def split_keys(number: int, count: int, tensors: int) -> dict[str, MetadataValue]:
+    """Return the keys that describe one part of a split file."""
     return {
-        "split.no": Value(ValueType.U16, number),
-        "split.count": Value(ValueType.U16, count),
-        "split.tensors.count": Value(ValueType.I32, tensors),
+        "split.no": MetadataValue(ValueType.U16, number),
+        "split.count": MetadataValue(ValueType.U16, count),
+        "split.tensors.count": MetadataValue(ValueType.I32, tensors),
     }
 
 
-def merged(*parts: Mapping[str, Any]) -> dict[str, Value]:
-    """Return all keys in order; one that is stated twice is a mistake of ours."""
-    found: dict[str, Value] = {}
+def merge_keys(*parts: Mapping[str, Any]) -> dict[str, MetadataValue]:
+    """Merge metadata in order; the parts must not share keys."""
+    found: dict[str, MetadataValue] = {}
     for part in parts:
         assert not found.keys() & part.keys()
         found |= part

@@ -1,4 +1,4 @@
-"""Number types of the tensors of a mixture: ``Q4_K_M`` and its relatives, as llama.cpp chooses them.
+"""Tensor types of GGUF mixtures such as ``Q4_K_M``, chosen as llama.cpp chooses them.
 
 A mixture spends more bits where llama.cpp's authors measured that they matter: the output matrix, the values of
 attention, the second matrix of the MLP, and those more in the first and last eighth of the blocks than between. The
@@ -27,7 +27,7 @@ MIXTURES: Mapping[str, tuple[int, str]] = {
     "IQ2_S": (28, "IQ2_XS"), "IQ2_M": (29, "IQ2_S"), "IQ3_XXS": (23, "IQ3_XXS"), "IQ3_XS": (22, "IQ3_S"),
     "IQ3_S": (26, "IQ3_S"), "IQ3_M": (27, "IQ3_S"),
 }  # fmt: skip
-BY_BITS: Mapping[int, str] = {
+MIXTURE_BY_BITS: Mapping[int, str] = {
     2: "Q2_K",
     3: "Q3_K_M",
     4: "Q4_K_M",
@@ -37,7 +37,7 @@ BY_BITS: Mapping[int, str] = {
 }
 # Words of other tools, as `nearest` looks them up.
 _EIGHT_BIT_ENDS = " (with --embedding q8_0, and --head q8_0 where the model has a head of its own, as such files have)"
-TYPE_WORDS: Mapping[str, str] = {
+TYPE_HINTS: Mapping[str, str] = {
     "q4kl q4kxl udq4kxl": f"--type Q4_K_M{_EIGHT_BIT_ENDS}",
     "q3kxl udq3kxl": f"--type Q3_K_L{_EIGHT_BIT_ENDS}",
     "q2kl q2kxl udq2kxl": f"--type Q2_K{_EIGHT_BIT_ENDS}",
@@ -59,10 +59,10 @@ TYPE_WORDS: Mapping[str, str] = {
     "gguf ggml": "--format gguf",
     "auto copy": "leave --type out: --bits chooses it",
 }  # fmt: skip
-MIXED = "mixed"  # begins the name of what rules or an allocation mix: mixed-4.06bpw
-FLOATING = frozenset({"F32", "F16", "BF16"})
+MIXED_PREFIX = "mixed"  # begins the name of what rules or an allocation mix: mixed-4.06bpw
+FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
 # What stands in for a type whose blocks do not divide the rows.
-_FALLBACKS = {
+_FALLBACK_TYPES = {
     "Q2_K": "Q4_0",
     "Q3_K": "Q4_0",
     "Q4_K": "Q5_0",
@@ -71,18 +71,23 @@ _FALLBACKS = {
     **dict.fromkeys(("IQ4_XS", *map(str.upper, LATTICES)), "IQ4_NL"),
 }
 # Mixtures with rules of their own.
-_LOW = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
-_RAISED = frozenset({"IQ2_S", "IQ2_M"})  # of these, those that raise to IQ3_S rather than to Q2_K
+_LOW_BIT_MIXTURES = frozenset({"IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M"})
+_RAISED_TO_IQ3_S = frozenset(
+    {"IQ2_S", "IQ2_M"}
+)  # of these, those that raise to IQ3_S rather than to Q2_K
 _ALWAYS_F32 = ("position_embd.weight", "token_types.weight")
-LOOKED_UP = ("token_embd.weight", "per_layer_token_embd.weight")  # rows of which tokens choose
-UNTOUCHED = ("per_layer_model_proj.weight",)  # keeps its type whatever the mixture
+EMBEDDING_TENSORS = (
+    "token_embd.weight",
+    "per_layer_token_embd.weight",
+)  # rows of which tokens choose
+UNQUANTIZED_TENSORS = ("per_layer_model_proj.weight",)  # keeps its type whatever the mixture
 _EIGHT_EXPERTS, _FEW_EXPERTS = 8, 4
 _LAYERS_70B = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Facts about a model that the rules look at beside the tensors."""
+class ModelShape:
+    """Properties of a model that the rules of the mixtures need."""
 
     layers: int
     heads: int
@@ -91,8 +96,8 @@ class Shape:
     importance: bool = False  # whether the codes are chosen with an importance matrix
 
 
-def order(name: str) -> tuple[int, str]:
-    """Return the sort key of a tensor in a file: by block (those outside of blocks first), then by name."""
+def file_order(name: str) -> tuple[int, str]:
+    """Return the sort key of a tensor in a file: by block (tensors outside of blocks first), then by name."""
     parts = name.split(".")
     return (int(parts[1]) if parts[0] == "blk" else -1, name)
 
@@ -112,18 +117,20 @@ def always_float32(name: str, rank: int) -> bool:
     )
 
 
-def fitting(kind: str, columns: int) -> str:
-    """Return the type itself, or the one that replaces it when ``columns`` is no multiple of its blocks."""
+def fitting_type(kind: str, columns: int) -> str:
+    """Return the type, or its fallback if its block size does not divide ``columns``."""
     if columns % TYPES[kind].columns == 0:
         return kind
-    other = _FALLBACKS.get(kind, "F16")
+    other = _FALLBACK_TYPES.get(kind, "F16")
     return other if columns % TYPES[other].columns == 0 else "F16"
 
 
-def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> dict[str, str]:
-    """Return the types of ``tensors`` ``(name, columns)``, of which none is always F32; `fitting` comes after it."""
+def assign_types(
+    mixture: str, tensors: Iterable[tuple[str, int]], shape: ModelShape
+) -> dict[str, str]:
+    """Return the type of each quantizable tensor ``(name, columns)`` in a mixture, before `fitting_type`."""
     base = MIXTURES[mixture][1]
-    ordered = sorted(tensors, key=lambda item: order(item[0]))
+    ordered = sorted(tensors, key=lambda item: file_order(item[0]))
     names = [name for name, _ in ordered]
     tied = "output.weight" not in names
     values = [name for name in names if _is_value(name)]
@@ -132,24 +139,28 @@ def assign(mixture: str, tensors: Iterable[tuple[str, int]], shape: Shape) -> di
     rows = dict.fromkeys(("ffn_down", "ffn_gate", "ffn_up"), 0)
     for name, columns in ordered:
         matrix = next((part for part in rows if part in name), "")
-        if base in FLOATING:
+        if base in FLOAT_TYPES:
             chosen[name] = base
-        elif name == "output.weight" or (tied and name in LOOKED_UP):
+        elif name == "output.weight" or (tied and name in EMBEDDING_TENSORS):
             chosen[name] = output_type(mixture, base, columns)
-        elif name in LOOKED_UP:
-            chosen[name] = _embedding(mixture, base)
+        elif name in EMBEDDING_TENSORS:
+            chosen[name] = _embedding_type(mixture, base)
         elif _is_value(name):
             chosen[name] = _values_type(mixture, base, value, len(values), shape)
             value += 1
         elif matrix:
-            index = order(name)[0] if shape.experts > 1 and mixture not in _LOW else rows[matrix]
-            choose = _down if matrix == "ffn_down" else _gate_and_up
+            index = (
+                file_order(name)[0]
+                if shape.experts > 1 and mixture not in _LOW_BIT_MIXTURES
+                else rows[matrix]
+            )
+            choose = _down_type if matrix == "ffn_down" else _gate_up_type
             chosen[name] = choose(mixture, base, index, shape)
             rows[matrix] += 1
         elif "attn_output.weight" in name:
-            chosen[name] = _attention_out(mixture, base, shape)
+            chosen[name] = _attention_output_type(mixture, base, shape)
         else:
-            chosen[name] = _keys_and_others(mixture, base, name, shape)
+            chosen[name] = _other_type(mixture, base, name, shape)
     return chosen
 
 
@@ -158,45 +169,45 @@ def _is_value(name: str) -> bool:
 
 
 def _has_more_bits(index: int, count: int) -> bool:
-    """Return whether a layer is in the first or the last eighth, or every third between."""
+    """Return whether a layer gets more bits: the first and last eighth, and every third between."""
     eighth = count // 8
     return index < eighth or index >= 7 * count // 8 or (index - eighth) % 3 == 2
 
 
 def output_type(mixture: str, base: str, columns: int) -> str:
-    """Return the type of the output matrix, or of the embedding that is one, where most tensors are ``base``."""
+    """Return the type of the output matrix (or tied embedding) in a mixture of mostly ``base``."""
     if base == "Q8_0" or columns % TYPES["Q6_K"].columns:
         return "Q8_0"
-    return "Q5_K" if mixture in _LOW or mixture == "IQ3_XXS" else "Q6_K"
+    return "Q5_K" if mixture in _LOW_BIT_MIXTURES or mixture == "IQ3_XXS" else "Q6_K"
 
 
-def _embedding(mixture: str, base: str) -> str:
-    if mixture in _RAISED or mixture == "IQ3_XXS":
+def _embedding_type(mixture: str, base: str) -> str:
+    if mixture in _RAISED_TO_IQ3_S or mixture == "IQ3_XXS":
         return "IQ3_S"
-    return "Q2_K" if mixture in _LOW else base
+    return "Q2_K" if mixture in _LOW_BIT_MIXTURES else base
 
 
-def _keys_and_others(mixture: str, base: str, name: str, shape: Shape) -> str:
-    """Return the type of the keys and queries of attention, and of whatever else there is."""
+def _other_type(mixture: str, base: str, name: str, shape: ModelShape) -> str:
+    """Return the type of attention keys and queries, and of all remaining tensors."""
     if "attn_k.weight" in name and shape.experts == _EIGHT_EXPERTS:
-        return "Q4_K" if mixture in _LOW else "Q8_0"
+        return "Q4_K" if mixture in _LOW_BIT_MIXTURES else "Q8_0"
     lowered = {"IQ3_XS": "IQ3_XXS", "IQ3_XXS": "IQ2_S"}
     return (
         lowered.get(mixture, base) if "attn_k.weight" in name or "attn_q.weight" in name else base
     )
 
 
-def _gate_and_up(mixture: str, base: str, index: int, shape: Shape) -> str:
-    """Return the type of the first matrices of the MLP: those of IQ3_XS have fewer bits between the outer eighths."""
+def _gate_up_type(mixture: str, base: str, index: int, shape: ModelShape) -> str:
+    """Return the type of the MLP's gate and up matrices."""
     between = shape.layers // 8 <= index < 7 * shape.layers // 8
     return "IQ3_XXS" if mixture == "IQ3_XS" and between else base
 
 
-def _values_type(mixture: str, base: str, index: int, count: int, shape: Shape) -> str:
+def _values_type(mixture: str, base: str, index: int, count: int, shape: ModelShape) -> str:
     grouped = shape.heads // shape.kv_heads >= 4
     chosen = base
-    if mixture in _LOW:
-        raised = "IQ3_S" if mixture in _RAISED else "Q2_K"
+    if mixture in _LOW_BIT_MIXTURES:
+        raised = "IQ3_S" if mixture in _RAISED_TO_IQ3_S else "Q2_K"
         return "Q4_K" if grouped or shape.experts >= _FEW_EXPERTS else raised
     if mixture == "IQ3_M" or (mixture in {"IQ3_XXS", "IQ3_XS", "IQ3_S"} and grouped):
         chosen = "Q4_K"
@@ -222,7 +233,7 @@ def _values_type(mixture: str, base: str, index: int, count: int, shape: Shape) 
 
 
 # The second matrices of the MLP in the first blocks, and in the others.
-_DOWN = {
+_DOWN_TYPES = {
     "Q2_K": ("Q3_K", "Q3_K"),
     "Q2_K_S": ("Q4_K", "Q2_K"),
     "Q3_K_M": ("Q5_K", "Q4_K"),
@@ -230,16 +241,16 @@ _DOWN = {
 }
 
 
-def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
+def _down_type(mixture: str, base: str, index: int, shape: ModelShape) -> str:
     first = index < shape.layers // 8
-    if mixture in _LOW:
-        raised = "IQ3_S" if mixture in _RAISED else "Q2_K"
+    if mixture in _LOW_BIT_MIXTURES:
+        raised = "IQ3_S" if mixture in _RAISED_TO_IQ3_S else "Q2_K"
         return raised if first else base
     if mixture == "IQ3_M":
         eight = shape.experts == _EIGHT_EXPERTS and _has_more_bits(index, shape.layers)
         return "Q4_K" if first or eight else base
     if mixture in {"Q2_K", "Q2_K_S", "Q3_K_M"} or (mixture == "IQ3_XXS" and not shape.importance):
-        raised, others = _DOWN[mixture]
+        raised, others = _DOWN_TYPES[mixture]
         return raised if index < shape.layers // (16 if mixture == "Q3_K_M" else 8) else others
     if mixture == "Q3_K_L" or (mixture == "Q4_K_S" and first):
         return "Q5_K"
@@ -252,20 +263,22 @@ def _down(mixture: str, base: str, index: int, shape: Shape) -> str:
     return base
 
 
-def _attention_out(mixture: str, base: str, shape: Shape) -> str:
+def _attention_output_type(mixture: str, base: str, shape: ModelShape) -> str:
     if shape.experts == _EIGHT_EXPERTS:
         raised = {"Q2_K", "Q3_K_S", "Q3_K_M", "IQ4_NL", "IQ4_XS", "Q4_K_S", "Q4_K_M"}
-        raised |= {"IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", *_LOW}
+        raised |= {"IQ3_XXS", "IQ3_XS", "IQ3_S", "IQ3_M", *_LOW_BIT_MIXTURES}
         return "Q5_K" if mixture in raised else base
     others = {
         "Q2_K": "Q3_K", "Q3_K_M": "Q4_K", "Q3_K_L": "Q5_K", "IQ3_XXS": "IQ3_S", "IQ3_M": "Q4_K",
-        "IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", **dict.fromkeys(_RAISED, "IQ3_S"),
+        "IQ1_S": "IQ2_XXS", "IQ1_M": "IQ2_XXS", **dict.fromkeys(_RAISED_TO_IQ3_S, "IQ3_S"),
     }  # fmt: skip
     return others.get(mixture, base)
 
 
-def file_type(label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> int:
-    """Return the number of the mixture that is called so, or of the nearest where rules made the types others.
+def file_type(
+    label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: ModelShape
+) -> int:
+    """Return llama.cpp's file type number for a mixture, or that of the most similar one if rules changed types.
 
     Of several that are as near, one that is mostly of the commonest type comes first.
 
@@ -274,23 +287,25 @@ def file_type(label: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]], sha
         shapes: type and shape of every tensor of the file, by name.
         shape: of the model; with an importance or without one, whichever is nearer.
     """
-    stated, found = _number_of(label), _distances(shapes, shape)
+    stated, found = _file_type_of(label), _mixture_distances(shapes, shape)
     least = min(found.values(), default=0)
     if found.get(stated, least) == least:
         return stated
-    ((common, _),) = Counter(_in_blocks(shapes).values()).most_common(1)
+    ((common, _),) = Counter(_types_in_blocks(shapes).values()).most_common(1)
     nearest = [
         (base != common, number) for number, base in MIXTURES.values() if found[number] == least
     ]
     return min(nearest)[1]
 
 
-def _distances(shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) -> dict[int, int]:
-    """Return, by the number of each mixture, in how many tensors of the blocks it would have another type.
+def _mixture_distances(
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: ModelShape
+) -> dict[int, int]:
+    """Return, by file type number, how many tensors of the blocks would have another type in that mixture.
 
     Empty where no mixture is mostly of the commonest type: only other programs write that, under their own numbers.
     """
-    types = _in_blocks(shapes)
+    types = _types_in_blocks(shapes)
     named = {base for _, base in MIXTURES.values()}
     if not types or Counter(types.values()).most_common(1)[0][0] not in named:
         return {}
@@ -299,15 +314,15 @@ def _distances(shapes: Mapping[str, tuple[str, tuple[int, ...]]], shape: Shape) 
     for label, (number, _) in MIXTURES.items():
         counts = []
         for observed in (False, True):
-            given = assign(label, columns.items(), replace(shape, importance=observed))
-            meant = {name: fitting(kind, columns[name]) for name, kind in given.items()}
+            given = assign_types(label, columns.items(), replace(shape, importance=observed))
+            meant = {name: fitting_type(kind, columns[name]) for name, kind in given.items()}
             counts.append(sum(meant.get(name, kind) != kind for name, kind in types.items()))
         found[number] = min(counts)
     return found
 
 
-def _in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
-    """Return the types of the tensors that a mixture decides on, of ``{name: (type, shape)}``."""
+def _types_in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, str]:
+    """Return the types of the quantizable tensors in blocks."""
     return {
         name: kind
         for name, (kind, shape) in shapes.items()
@@ -315,7 +330,7 @@ def _in_blocks(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, s
     }
 
 
-def _number_of(label: str) -> int:
-    """Return the number of a mixture, or of the first one that is mostly of a type; 0 where llama.cpp has none."""
+def _file_type_of(label: str) -> int:
+    """Return the file type number of a mixture or of the first one that is mostly of a type; 0 if there is none."""
     first = (number for name, (number, base) in MIXTURES.items() if label in (name, base))
     return MIXTURES[label][0] if label in MIXTURES else next(first, 0)

@@ -1,4 +1,4 @@
-"""A ``Modelfile`` for Ollama: the file as it is, with the context and the stop tokens of the model.
+"""Ollama ``Modelfile`` for a GGUF file, with the model's context length and stop tokens.
 
 Ollama translates the chat template of a file itself where it knows it; its own template language is another one, so
 that none is written here. ``ollama create NAME -f FILE.Modelfile`` uses the weights without quantizing them again.
@@ -15,7 +15,7 @@ MAX_CONTEXT = 8192  # memory grows with it; more is for the user to ask for
 
 
 def modelfile(path: Path) -> str:
-    """Return the text of a ``Modelfile`` beside a GGUF file.
+    """Return the text of a ``Modelfile`` for a GGUF file in the same directory.
 
     Raises:
         InputError: the file is damaged.

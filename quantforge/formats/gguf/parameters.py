@@ -1,4 +1,4 @@
-"""Hyper-parameters: from ``config.json`` to the keys that llama.cpp builds its graph from.
+"""Convert hyperparameters from ``config.json`` to the metadata keys of llama.cpp.
 
 llama.cpp knows most of a family by heart (activation, order of norms, attention scale, which layers slide) and reads
 the rest from keys. What it knows by heart has to be what the configuration says, and anything else would load and
@@ -17,14 +17,27 @@ from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import GgufFamily, Stated, types_of_period
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.formats.gguf import not_carried
-from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, f32, flag, u32
+from quantforge.formats.gguf import unsupported_in_gguf
+from quantforge.formats.gguf.container import (
+    GgufTensor,
+    MetadataValue,
+    ValueType,
+    bool_value,
+    f32_value,
+    u32_value,
+)
 from quantforge.formats.gguf.families import family_of
-from quantforge.formats.gguf.rope import Rope, rope_keys, rope_of, rope_tensors, rounding
+from quantforge.formats.gguf.rope import (
+    RopeParameters,
+    read_rope,
+    rope_keys,
+    rope_tensors,
+    yarn_rounding,
+)
 
-_WINDOW = 4096  # of families with a sliding window, where a configuration states none
+_DEFAULT_WINDOW = 4096  # of families with a sliding window, where a configuration states none
 # Keys that change what is computed, whose default is the family's.
-_COMPUTED = (
+_DEFAULTED_KEYS = (
     "rope_theta",
     "rms_norm_eps",
     "num_experts_per_tok",
@@ -36,8 +49,8 @@ _COMPUTED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters:
-    """Hyper-parameters of a model.
+class HyperParameters:
+    """Hyperparameters of a model as GGUF stores them.
 
     Attributes:
         family: llama.cpp's name of it, and what is done to its tensors.
@@ -49,15 +62,15 @@ class Parameters:
     """
 
     family: GgufFamily
-    keys: dict[str, Value]
+    keys: dict[str, MetadataValue]
     dimensions: Dimensions
     computed: tuple[GgufTensor, ...] = ()
     experts: int = 0
     events: tuple[Event, ...] = ()
 
 
-def parameters(config: Mapping[str, Any]) -> Parameters:
-    """Translate the configuration of a text model.
+def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
+    """Translate the configuration of a text model to GGUF keys.
 
     Raises:
         RefusedError: GGUF holds no such family, or the configuration asks for something that llama.cpp's graph of it
@@ -68,48 +81,48 @@ def parameters(config: Mapping[str, Any]) -> Parameters:
     declared = architecture_of(config)
     assert declared is not None  # it has declared the family
     sizes = declared.dimensions(config)
-    config = _with_computed(config, declared.defaults)
+    config = _with_defaults(config, declared.defaults)
     whole = {**declared.defaults, **config}
     mixed = family.experts if isinstance(family.experts, bool) else config.get(family.experts)
-    experts = _experts(sizes) if mixed else 0
+    experts = _expert_count(sizes) if mixed else 0
     _check_heads(config, family, sizes)
     _check_graph(whole, declared, family, sizes)
-    found: dict[str, Value] = {
-        "block_count": u32(sizes.layers),
-        "context_length": u32(sizes.positions),
-        "embedding_length": u32(sizes.hidden),
-        "feed_forward_length": u32(sizes.ffn),
-        "attention.head_count": u32(sizes.heads),
+    found: dict[str, MetadataValue] = {
+        "block_count": u32_value(sizes.layers),
+        "context_length": u32_value(sizes.positions),
+        "embedding_length": u32_value(sizes.hidden),
+        "feed_forward_length": u32_value(sizes.ffn),
+        "attention.head_count": u32_value(sizes.heads),
     }
     key, stated = family.epsilon
-    epsilon = f32(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
+    epsilon = f32_value(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
     if not family.rotary:
-        return Parameters(family, _keyed(family, found | {key: epsilon}), sizes)
-    found["attention.head_count_kv"] = u32(sizes.kv_heads)
+        return HyperParameters(family, _prefix_keys(family, found | {key: epsilon}), sizes)
+    found["attention.head_count_kv"] = u32_value(sizes.kv_heads)
     found[key] = epsilon
-    found["attention.key_length"] = u32(sizes.head)
-    found["attention.value_length"] = u32(sizes.head)
-    rope = rope_of(config, family, sizes)
-    _check_part(rope, family, sizes, declared.defaults)
+    found["attention.key_length"] = u32_value(sizes.head)
+    found["attention.value_length"] = u32_value(sizes.head)
+    rope = read_rope(config, family, sizes)
+    _check_partial_rotary(rope, family, sizes, declared.defaults)
     found |= rope_keys(rope, family)
-    found |= _first_keys(config, family, sizes, rope)
+    found |= _leading_keys(config, family, sizes, rope)
     if experts:
-        found["expert_count"] = u32(experts)
-        found["expert_used_count"] = u32(_used(whole, family, experts))
+        found["expert_count"] = u32_value(experts)
+        found["expert_used_count"] = u32_value(_used_experts(whole, family, experts))
     found |= _family_keys(whole, family, sizes)
-    return Parameters(
+    return HyperParameters(
         family,
-        _keyed(family, found),
+        _prefix_keys(family, found),
         sizes,
         rope_tensors(rope),
         experts,
-        _left_out(whole, declared.windows, family, sizes, rope),
+        _difference_events(whole, declared.windows, family, sizes, rope),
     )
 
 
-def _with_computed(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
-    """Return a configuration with what the family computes with where a key is left out."""
-    own = {key: defaults[key] for key in _COMPUTED if key in defaults}
+def _with_defaults(config: Mapping[str, Any], defaults: Mapping[str, object]) -> dict[str, Any]:
+    """Return the configuration with the family's defaults for missing keys that change what is computed."""
+    own = {key: defaults[key] for key in _DEFAULTED_KEYS if key in defaults}
     if config.get("rope_parameters") is None:  # null, too, asks for those of the family
         config = {key: value for key, value in config.items() if key != "rope_parameters"}
         if config.get("rope_scaling"):
@@ -117,51 +130,55 @@ def _with_computed(config: Mapping[str, Any], defaults: Mapping[str, object]) ->
     return {**own, **config}
 
 
-def _keyed(family: GgufFamily, found: Mapping[str, Value]) -> dict[str, Value]:
+def _prefix_keys(
+    family: GgufFamily, found: Mapping[str, MetadataValue]
+) -> dict[str, MetadataValue]:
     return {f"{family.arch}.{key}": value for key, value in found.items()}
 
 
-def _first_keys(
-    config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions, rope: Rope
-) -> dict[str, Value]:
-    """Return the keys of a family that come before those of its experts."""
-    found = {"vocab_size": u32(sizes.vocab)} if family.counts_vocabulary else {}
+def _leading_keys(
+    config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions, rope: RopeParameters
+) -> dict[str, MetadataValue]:
+    """Return the keys of a family that precede those of its experts."""
+    found = {"vocab_size": u32_value(sizes.vocab)} if family.counts_vocabulary else {}
     if family.original_context:
-        found["rope.scaling.original_context_length"] = u32(rope.original or sizes.positions)
+        found["rope.scaling.original_context_length"] = u32_value(rope.original or sizes.positions)
     for key, usual in family.softcaps.items():
-        found[key] = f32(_softcap(config, key, usual))
-    window = _WINDOW if family.windowed else family.window_key
+        found[key] = f32_value(_softcap(config, key, usual))
+    window = _DEFAULT_WINDOW if family.windowed else family.window_key
     if window is not None:
-        found["attention.sliding_window"] = u32(_integer(config, "sliding_window", window))
+        found["attention.sliding_window"] = u32_value(
+            _integer_or_default(config, "sliding_window", window)
+        )
     return found
 
 
 def _family_keys(
     config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions
-) -> dict[str, Value]:
-    """Return the keys that the family's own file declares, for a configuration with its defaults."""
-    found = {key: u32(sizes.size(size)) for key, size in family.sizes.items()}
+) -> dict[str, MetadataValue]:
+    """Return the keys that the family declares, for a configuration with defaults filled in."""
+    found = {key: u32_value(sizes.size(size)) for key, size in family.sizes.items()}
     for key, place in family.numbers.items():
-        number = place if isinstance(place, int) else _found(place, config)
+        number = place if isinstance(place, int) else _lookup(place, config)
         if number is not None:
-            found[key] = u32(_number(place if isinstance(place, str) else key, number, int))
+            found[key] = u32_value(_number(place if isinstance(place, str) else key, number, int))
     for key, place in family.reals.items():
-        if (real := _found(place, config)) is not None:
+        if (real := _lookup(place, config)) is not None:
             if not real and place in config:  # to llama.cpp, 0 is as good as none
-                raise not_carried(f"{place} = {real}", "a number above 0")
-            found[key] = f32(_number(place if isinstance(place, str) else key, real, float))
+                raise unsupported_in_gguf(f"{place} = {real}", "a number above 0")
+            found[key] = f32_value(_number(place if isinstance(place, str) else key, real, float))
     for key, place in family.flags.items():
         stated = place if isinstance(place, bool) else config.get(place)
         if stated is not None:
-            found[key] = flag(bool(stated))
+            found[key] = bool_value(bool(stated))
     for key, listing in family.lists.items():
         listed = list(listing(config))
         kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
-        found[key] = Value(ValueType.ARRAY, listed, kind)
+        found[key] = MetadataValue(ValueType.ARRAY, listed, kind)
     return found
 
 
-def _found(place: str | Stated, config: Mapping[str, Any]) -> Any:
+def _lookup(place: str | Stated, config: Mapping[str, Any]) -> Any:
     return config.get(place) if isinstance(place, str) else place(config)
 
 
@@ -175,7 +192,7 @@ def _number(key: object, value: object, kind: type) -> Any:
 def _softcap(config: Mapping[str, Any], key: str, otherwise: float) -> float:
     value = config.get(key, otherwise)
     if not isinstance(value, int | float) or value <= 0:
-        raise not_carried(f"{key} = {value!r}", "a soft cap above 0")
+        raise unsupported_in_gguf(f"{key} = {value!r}", "a soft cap above 0")
     return float(value)
 
 
@@ -186,44 +203,46 @@ def _epsilon(config: Mapping[str, Any], key: str, otherwise: float) -> float:
     return float(value)
 
 
-def _integer(config: Mapping[str, Any], key: str, otherwise: int) -> int:
+def _integer_or_default(config: Mapping[str, Any], key: str, otherwise: int) -> int:
     value = config.get(key)
     if value is None:
         return otherwise
     if type(value) is not int or not 0 <= value < 1 << 31:
-        raise not_carried(f"{key} = {value!r}", "an integer")
+        raise unsupported_in_gguf(f"{key} = {value!r}", "an integer")
     return value
 
 
-def _experts(sizes: Dimensions) -> int:
+def _expert_count(sizes: Dimensions) -> int:
     count = sizes.own.get("experts", 0)
     if not 1 < count <= 4096:
-        raise not_carried(f"{count} experts", "2 to 4096")
+        raise unsupported_in_gguf(f"{count} experts", "2 to 4096")
     return count
 
 
-def _used(config: Mapping[str, Any], family: GgufFamily, experts: int) -> int:
-    count = _integer(config, family.used, 2)
+def _used_experts(config: Mapping[str, Any], family: GgufFamily, experts: int) -> int:
+    count = _integer_or_default(config, family.used, 2)
     groups, used = config.get("n_group"), config.get("topk_group")
     most = experts
     if "expert_group_count" in family.numbers and groups and used:
         most = experts // groups * used
     if not 1 <= count <= most:
-        raise not_carried(f"{family.used} = {count}", f"1 to {most}")
+        raise unsupported_in_gguf(f"{family.used} = {count}", f"1 to {most}")
     return count
 
 
 def _check_heads(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> None:
-    """Refuse activations and sizes of heads that llama.cpp's graph of the family does not compute."""
+    """Raise `RefusedError` for activations and head sizes that llama.cpp does not compute for the family."""
     allowed = family.activations
     keys = ("hidden_activation", "hidden_act", "activation_function")
     for stated in (config[key] for key in keys if config.get(key)):
         if stated not in allowed:
-            raise not_carried(f"activation {stated!r}", f"{family.arch} computes {allowed[0]}")
+            raise unsupported_in_gguf(
+                f"activation {stated!r}", f"{family.arch} computes {allowed[0]}"
+            )
     if family.interleaved and sizes.head % 2:
-        raise not_carried(f"head_dim = {sizes.head}", "an even number")
+        raise unsupported_in_gguf(f"head_dim = {sizes.head}", "an even number")
     if family.heads_fill and sizes.head * sizes.heads != sizes.hidden:
-        raise not_carried(
+        raise unsupported_in_gguf(
             f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
         )
 
@@ -231,29 +250,31 @@ def _check_heads(config: Mapping[str, Any], family: GgufFamily, sizes: Dimension
 def _check_graph(
     config: Mapping[str, Any], declared: Architecture, family: GgufFamily, sizes: Dimensions
 ) -> None:
-    """Refuse what llama.cpp's graph of the family does not compute, and what its declarations do not cover."""
+    """Raise `RefusedError` for settings that llama.cpp's graph of the family does not compute."""
     if not config.get("is_causal", True):
-        raise not_carried(f"is_causal = {str(config['is_causal'])[:40]}", "true")
+        raise unsupported_in_gguf(f"is_causal = {str(config['is_causal'])[:40]}", "true")
     for key, value in declared.requires.items():
         if (config.get(key, value) or None) != (value or None):
-            raise not_carried(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
+            raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
     for key, value in family.graph.items():
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
-            raise not_carried(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
+            raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
     if family.unsupported and (why := family.unsupported(config)):
-        raise not_carried(*why)
+        raise unsupported_in_gguf(*why)
     for one, other in family.equal:
         if sizes.size(one) != sizes.size(other):
-            raise not_carried(f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}")
+            raise unsupported_in_gguf(
+                f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}"
+            )
     if family.period:
         _check_windows(config, family.period, sizes.layers)
 
 
-def _check_part(
-    rope: Rope, family: GgufFamily, sizes: Dimensions, defaults: Mapping[str, object]
+def _check_partial_rotary(
+    rope: RopeParameters, family: GgufFamily, sizes: Dimensions, defaults: Mapping[str, object]
 ) -> None:
-    """Refuse heads of which a part rotates, in a family whose heads always do as a whole."""
+    """Raise `RefusedError` for partial rotary embeddings in a family whose heads always rotate fully."""
     known = (
         "partial_rotary_factor" in defaults
         or "rope.dimension_count" in family.sizes
@@ -261,33 +282,35 @@ def _check_part(
     )
     if rope.width != sizes.head and not known:
         share = rope.width / sizes.head
-        raise not_carried(
+        raise unsupported_in_gguf(
             f"partial_rotary_factor = {share:g}", f"{family.arch} rotates whole heads"
         )
 
 
 def _check_windows(config: Mapping[str, Any], period: int, layers: int) -> None:
-    """Raise `RefusedError` unless the last of every ``period`` layers alone has full attention."""
+    """Raise `RefusedError` unless exactly the last of every ``period`` layers has full attention."""
     expected, stated = types_of_period(layers, period), config.get("layer_types")
     if isinstance(stated, list) and stated[:layers] != expected:
-        raise not_carried(f"layer_types = {stated[:8]}...", f"llama.cpp assumes {expected[:8]}...")
+        raise unsupported_in_gguf(
+            f"layer_types = {stated[:8]}...", f"llama.cpp assumes {expected[:8]}..."
+        )
     for key in ("sliding_window_pattern", "_sliding_window_pattern"):
         if config.get(key, period) != period:
-            raise not_carried(f"{key} = {config[key]}", f"{period}")
+            raise unsupported_in_gguf(f"{key} = {config[key]}", f"{period}")
 
 
-def _left_out(
+def _difference_events(
     config: Mapping[str, Any],
     windows: WindowRule,
     family: GgufFamily,
     sizes: Dimensions,
-    rope: Rope,
+    rope: RopeParameters,
 ) -> tuple[Event, ...]:
-    """Return events for frequencies that llama.cpp rounds, and for a sliding window that it does not have.
+    """Return events for rounded rope frequencies and for a sliding window that llama.cpp lacks.
 
     ``config`` is with the family's defaults.
     """
-    said = rounding(rope)
+    said = yarn_rounding(rope)
     rounded = (Event("rope-rounded", "config.json", f"truncate = false: {said}"),) if said else ()
     window = config.get("sliding_window", family.window)
     if window is None or sizes.positions <= window or family.windowed:

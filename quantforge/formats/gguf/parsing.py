@@ -1,4 +1,4 @@
-"""GGUF files, read more strictly than llama.cpp and gguf-py do.
+"""Strict parser of GGUF files, stricter than those of llama.cpp and gguf-py.
 
 A header is numbers from a stranger: counts, lengths, sizes, offsets. Here each is compared with the bytes that are left
 before anything is allocated or looped over, so that a hostile file costs no more time and memory than its own size.
@@ -25,16 +25,16 @@ from quantforge.files.opener import FILES, changed
 from quantforge.files.safetensors import TensorEntry
 from quantforge.formats.gguf.container import (
     ALIGNMENT,
-    BY_NUMBER,
     MAGIC,
-    MAX_NAME,
+    MAX_NAME_BYTES,
     MAX_RANK,
-    NUMBERS,
+    STRUCT_CODES,
+    TYPE_NAMES,
     TYPES,
     VERSION,
-    Value,
+    MetadataValue,
     ValueType,
-    padded,
+    round_up_to_alignment,
 )
 from quantforge_files.opener import Stamp
 from quantforge_files.roles import GGUF_HEADER, WEIGHTS
@@ -42,19 +42,21 @@ from quantforge_files.roles import GGUF_HEADER, WEIGHTS
 MAX_TENSORS = 1 << 18
 MAX_KEYS = 1 << 16
 MAX_HEADER_BYTES, MAX_VALUES = GGUF_HEADER.limit, GGUF_HEADER.values
-_CHUNK = 1 << 20  # bytes that are read at a time
-HINT = "the file is damaged or not GGUF: fetch or export it again"
-MAX_KEY = 65535
+_READ_BYTES = 1 << 20  # bytes that are read at a time
+DAMAGED_HINT = "the file is damaged or not GGUF: fetch or export it again"
+MAX_KEY_BYTES = 65535
 MAX_ALIGNMENT = 1 << 16
-_KEY = re.compile(r"[!-~]+")  # printable ASCII: vocabularies of templates have names of all kinds
-_LEAST_KEY = 13  # bytes: length, type, one byte of value
-_LEAST_TENSOR = 8 + 4 + 8 + 4 + 8
-_TEXTS = (".txt", ".jsonl", ".parquet")
+_KEY_PATTERN = re.compile(
+    r"[!-~]+"
+)  # printable ASCII: vocabularies of templates have names of all kinds
+_MIN_KEY_BYTES = 13  # bytes: length, type, one byte of value
+_MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
+_TEXT_SUFFIXES = (".txt", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """One tensor: type and shape in torch's order, absolute bytes from ``start`` to ``end``."""
+    """One tensor of the file: type, shape in torch's order, absolute byte range ``start`` to ``end``."""
 
     name: str
     type: str
@@ -65,7 +67,7 @@ class TableEntry:
     stamp: Stamp
 
     def raw(self) -> TensorEntry:
-        """Return its bytes as a tensor: blocks as ``U8 [rows, bytes of a row]``, plain types as they are."""
+        """Return its data as a tensor entry: blocks as ``U8 [rows, bytes per row]``, plain types unchanged."""
         layout = TYPES[self.type]
         if layout.columns == 1:
             return TensorEntry(
@@ -77,14 +79,14 @@ class TableEntry:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A file (or all parts of one): its keys, and its tensors in file order."""
+    """A parsed GGUF file (all parts of a split one): its metadata, and its tensors in file order."""
 
     files: tuple[Path, ...]
-    metadata: dict[str, Value]
+    metadata: dict[str, MetadataValue]
     tensors: dict[str, TableEntry]
 
     def value(self, key: str, kind: type, otherwise: Any = None) -> Any:
-        """Return the value of a key, checked to be of a Python type; ``otherwise`` where it is missing.
+        """Return the value of a key, checked to have a Python type; ``otherwise`` if the key is missing.
 
         Raises:
             InputError: another type, or missing without a default.
@@ -93,7 +95,9 @@ class GgufFile:
         if found is None:
             if otherwise is None:
                 raise InputError(
-                    f"{self.files[0]}: key {key!r} is missing", HINT, file=str(self.files[0])
+                    f"{self.files[0]}: key {key!r} is missing",
+                    DAMAGED_HINT,
+                    file=str(self.files[0]),
                 )
             return otherwise
         value: Any = found.value
@@ -102,14 +106,14 @@ class GgufFile:
         if type(value) is not kind:
             raise InputError(
                 f"{self.files[0]}: key {key!r} is {type(value).__name__}, expected {kind.__name__}",
-                HINT,
+                DAMAGED_HINT,
                 file=str(self.files[0]),
             )
         return value
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a file begins like GGUF; its name does not matter."""
+    """Return whether a file begins with GGUF's magic number."""
     try:
         return FILES.head(path, WEIGHTS, len(MAGIC), None) == MAGIC
     except InputError:
@@ -117,44 +121,48 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read and check the header of a file; of numbered parts, those of all parts.
+    """Read and check the header of a file, or the headers of all parts of a split one.
 
     Raises:
         InputError: unreadable, or not exactly a GGUF file: the message names the key, tensor or offset.
     """
-    first = _read_one(path, None)
+    first = _read_part(path, None)
     if "split.count" not in first.metadata:
         return first
-    return _joined(path, first)
+    return _join_parts(path, first)
 
 
-def _read_one(path: Path, inside: Path | None) -> GgufFile:
+def _read_part(path: Path, inside: Path | None) -> GgufFile:
     with FILES.opened(path, WEIGHTS, inside) as descriptor:
         stamp = Stamp.of(descriptor)
-        header = Header(path, descriptor, stamp.size)
+        header = HeaderReader(path, descriptor, stamp.size)
         if stamp.size < 24 or header.take(4) != MAGIC:
-            raise _no_gguf(path, header)
+            raise _not_gguf_error(path, header)
         version = header.number("<I")
         if version != VERSION:
-            raise header.error(_version(version))
+            raise header.error(_version_error(version))
         tensors, keys = header.number("<q"), header.number("<q")
-        header.check_count(tensors, _LEAST_TENSOR, MAX_TENSORS, "tensors")
-        header.check_count(keys, _LEAST_KEY, MAX_KEYS, "keys")
+        header.check_count(tensors, _MIN_TENSOR_BYTES, MAX_TENSORS, "tensors")
+        header.check_count(keys, _MIN_KEY_BYTES, MAX_KEYS, "keys")
         metadata = _read_keys(header, keys)
         alignment = _alignment_of(header, metadata)
-        table = [_entry(header, path, stamp) for _ in range(tensors)]
+        table = [_read_tensor_entry(header, path, stamp) for _ in range(tensors)]
         return GgufFile(
-            (path,), metadata, _placed(header, table, padded(header.position, alignment), alignment)
+            (path,),
+            metadata,
+            _check_offsets(
+                header, table, round_up_to_alignment(header.position, alignment), alignment
+            ),
         )
 
 
-def _no_gguf(path: Path, header: Header) -> InputError:
-    """Return the error for a file that does not begin like one: by its name, what it is instead."""
+def _not_gguf_error(path: Path, header: HeaderReader) -> InputError:
+    """Return the error for a file that is not GGUF, with a hint for other file types."""
     hints = {
         ".toml": "a recipe, not a model: quantforge quantize MODEL --recipe FILE, then name its result",
         ".safetensors": "the weights alone: name the directory that holds them and config.json",
         **dict.fromkeys(
-            _TEXTS,
+            _TEXT_SUFFIXES,
             "a text, not a model: quantforge eval MODEL --text FILE, quantforge quantize MODEL --calibration FILE",
         ),
         ".json": "no model: name the directory that holds it, or a GGUF file",
@@ -164,14 +172,14 @@ def _no_gguf(path: Path, header: Header) -> InputError:
     return header.error("does not begin like a GGUF file")
 
 
-def _version(version: int) -> str:
+def _version_error(version: int) -> str:
     if version & 0xFFFF == 0:
         return f"version {version}: a big-endian file; convert it to little-endian first"
     return f"version {version}, only {VERSION} is read"
 
 
-def _entry(header: Header, path: Path, stamp: Stamp) -> TableEntry:
-    name = _decoded_text(header, header.string("a tensor name", MAX_NAME), "a tensor name")
+def _read_tensor_entry(header: HeaderReader, path: Path, stamp: Stamp) -> TableEntry:
+    name = _decoded_text(header, header.string("a tensor name", MAX_NAME_BYTES), "a tensor name")
     if not name.isprintable() or not name:
         raise header.error(f"tensor name {name!a} is empty or not printable")
     rank = header.number("<I")
@@ -181,23 +189,23 @@ def _entry(header: Header, path: Path, stamp: Stamp) -> TableEntry:
     if any(not 0 < size < 1 << 48 for size in sizes) or math.prod(sizes) >= 1 << 56:
         raise header.error(f"tensor {name!r}: sizes {list(sizes)}", name)
     number = header.number("<i")
-    if number not in BY_NUMBER:
+    if number not in TYPE_NAMES:
         raise header.error(f"tensor {name!r}: unknown type {number}", name)
-    layout = TYPES[BY_NUMBER[number]]
+    layout = TYPES[TYPE_NAMES[number]]
     if sizes[0] % layout.columns:
         raise header.error(
-            f"tensor {name!r}: {sizes[0]} columns are no multiple of {layout.columns} ({BY_NUMBER[number]})",
+            f"tensor {name!r}: {sizes[0]} columns are no multiple of {layout.columns} ({TYPE_NAMES[number]})",
             name,
         )
     offset = header.number("<Q")
     nbytes = layout.row_bytes(sizes[0]) * math.prod(sizes[1:])
-    return TableEntry(name, BY_NUMBER[number], sizes[::-1], path, offset, offset + nbytes, stamp)
+    return TableEntry(name, TYPE_NAMES[number], sizes[::-1], path, offset, offset + nbytes, stamp)
 
 
-def _placed(
-    header: Header, table: list[TableEntry], data: int, alignment: int
+def _check_offsets(
+    header: HeaderReader, table: list[TableEntry], data: int, alignment: int
 ) -> dict[str, TableEntry]:
-    """Check that tensors follow each other without holes up to the end of the file."""
+    """Check that the tensors are contiguous up to the end of the file; return them with absolute offsets."""
     found: dict[str, TableEntry] = {}
     size = header.position + header.left
     expected = 0
@@ -215,15 +223,15 @@ def _placed(
                 entry.name,
             )
         found[entry.name] = replace(entry, start=data + entry.start, end=data + entry.end)
-        expected = padded(entry.end, alignment)
+        expected = round_up_to_alignment(entry.end, alignment)
     last = max((entry.end for entry in found.values()), default=data)
     if size not in {last, data + expected} and not (not found and size < data):
         raise header.error(f"{size - last} bytes after the last tensor")
     return found
 
 
-def _joined(path: Path, first: GgufFile) -> GgufFile:
-    """Return all parts of a numbered file as one, whichever part was named."""
+def _join_parts(path: Path, first: GgufFile) -> GgufFile:
+    """Join all parts of a split file, given any one of them."""
     count = first.value("split.count", int)
     part = re.search(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$", path.name)
     if not 1 <= count <= MAX_KEYS or part is None or int(part[2]) != count:
@@ -237,36 +245,40 @@ def _joined(path: Path, first: GgufFile) -> GgufFile:
         for n in range(1, count + 1)
     ]
     tensors: dict[str, TableEntry] = {}
-    metadata: dict[str, Value] = {}
-    for number, entry in enumerate(_parts(files)):
+    metadata: dict[str, MetadataValue] = {}
+    for number, entry in enumerate(_read_parts(files)):
         if entry.value("split.no", int) != number or entry.value("split.count", int) != count:
             raise InputError(
-                f"{files[number]}: says to be another part", HINT, file=str(files[number])
+                f"{files[number]}: says to be another part", DAMAGED_HINT, file=str(files[number])
             )
         if tensors.keys() & entry.tensors.keys():
             raise InputError(
-                f"{files[number]}: holds a tensor of another part", HINT, file=str(files[number])
+                f"{files[number]}: holds a tensor of another part",
+                DAMAGED_HINT,
+                file=str(files[number]),
             )
         tensors |= entry.tensors
         metadata = metadata or entry.metadata
     stated = first.value("split.tensors.count", int, len(tensors))
     if stated != len(tensors):
         raise InputError(
-            f"{path}: {len(tensors)} tensors in all parts, {stated} stated", HINT, file=str(path)
+            f"{path}: {len(tensors)} tensors in all parts, {stated} stated",
+            DAMAGED_HINT,
+            file=str(path),
         )
     return GgufFile(tuple(files), metadata, tensors)
 
 
-def _parts(files: list[Path]) -> Iterator[GgufFile]:
+def _read_parts(files: list[Path]) -> Iterator[GgufFile]:
     for file in files:
-        yield _read_one(file, file.parent)
+        yield _read_part(file, file.parent)
 
 
 # The header in order
 
 
-class Header:
-    """The bytes of a header, read in order: lengths and counts are compared with the bytes that are left first."""
+class HeaderReader:
+    """Sequential reader of header bytes that checks lengths and counts against the remaining bytes."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         self._path, self._descriptor, self._size = path, descriptor, size
@@ -276,26 +288,26 @@ class Header:
 
     @property
     def left(self) -> int:
-        """Return the number of bytes up to the end of the file."""
+        """Return the number of bytes left in the file."""
         return self._size - self.position
 
     def error(self, what: str, tensor: str | None = None) -> InputError:
-        """Return the error for something at this place."""
+        """Return the error for invalid data at the current position."""
         return InputError(
             f"{self._path}: {what} (at byte {self.position})",
-            HINT,
+            DAMAGED_HINT,
             file=str(self._path),
             tensor=tensor,
         )
 
     def take(self, count: int) -> bytes:
-        """Read the next bytes."""
+        """Read the next ``count`` bytes."""
         if count > self.left or self.position + count > MAX_HEADER_BYTES:
             raise self.error(f"{count} bytes expected, {self.left} left: truncated?")
         offset = self.position - self._start
         if offset + count > len(self._buffer):
             self._start, offset = self.position, 0
-            self._buffer = self._pread(max(count, min(_CHUNK, self.left)))
+            self._buffer = self._pread(max(count, min(_READ_BYTES, self.left)))
         self.position += count
         return self._buffer[offset : offset + count]
 
@@ -310,12 +322,12 @@ class Header:
         return b"".join(parts)
 
     def number(self, code: str) -> int:
-        """Read one integer."""
+        """Read one integer with a struct format."""
         value: int = struct.unpack(code, self.take(struct.calcsize(code)))[0]
         return value
 
     def string(self, what: str, limit: int | None = None) -> bytes:
-        """Read a length and so many bytes."""
+        """Read a length-prefixed string as bytes."""
         length = self.number("<Q")
         if length > self.left or (limit is not None and length > limit):
             raise self.error(
@@ -324,13 +336,13 @@ class Header:
         return self.take(length)
 
     def check_array(self, count: int, least: int, what: str) -> None:
-        """Refuse an array that is longer than the file, or than all arrays of a file together may be."""
+        """Raise `InputError` if an array is longer than the rest of the file or the limit for all arrays."""
         if count > min(MAX_VALUES - self.values, self.left // least):
             raise self.error(f"{what}: an array of {count} values in {self.left} bytes")
         self.values += count
 
     def check_count(self, count: int, least: int, limit: int, what: str) -> None:
-        """Refuse a number of things that cannot be in the file."""
+        """Raise `InputError` if a count is negative, above its limit, or too large for the rest of the file."""
         if not 0 <= count <= min(limit, self.left // least):
             raise self.error(f"{count} {what} in {self.left} bytes")
 
@@ -338,12 +350,12 @@ class Header:
 # Keys
 
 
-def _read_keys(header: Header, count: int) -> dict[str, Value]:
-    """Read ``count`` keys with their values, each key once."""
-    found: dict[str, Value] = {}
+def _read_keys(header: HeaderReader, count: int) -> dict[str, MetadataValue]:
+    """Read ``count`` metadata keys with their values; raise `InputError` for a duplicate key."""
+    found: dict[str, MetadataValue] = {}
     for _ in range(count):
-        key = _decoded_text(header, header.string("a key", MAX_KEY), "a key")
-        if not _KEY.fullmatch(key):
+        key = _decoded_text(header, header.string("a key", MAX_KEY_BYTES), "a key")
+        if not _KEY_PATTERN.fullmatch(key):
             raise header.error(f"key {key[:80]!a} is empty or not printable ASCII")
         if key in found:
             raise header.error(f"key {key[:80]!r} twice")
@@ -351,59 +363,61 @@ def _read_keys(header: Header, count: int) -> dict[str, Value]:
     return found
 
 
-def _read_value(header: Header, key: str) -> Value:
-    kind = _kind(header, key)
+def _read_value(header: HeaderReader, key: str) -> MetadataValue:
+    kind = _read_type(header, key)
     if kind is ValueType.ARRAY:
-        return _array(header, key)
+        return _read_array(header, key)
     if kind is ValueType.STRING:
-        return Value(kind, _decoded_text(header, header.string(f"key {key!r}"), f"key {key!r}"))
-    (value,) = _numbers(header, kind, 1, key)
-    return Value(kind, value)
+        return MetadataValue(
+            kind, _decoded_text(header, header.string(f"key {key!r}"), f"key {key!r}")
+        )
+    (value,) = _read_numbers(header, kind, 1, key)
+    return MetadataValue(kind, value)
 
 
-def _array(header: Header, key: str) -> Value:
-    element = _kind(header, key)
+def _read_array(header: HeaderReader, key: str) -> MetadataValue:
+    element = _read_type(header, key)
     count = header.number("<Q")
     if element is ValueType.ARRAY:
         raise header.error(f"key {key!r}: an array of arrays")
-    least = 8 if element is ValueType.STRING else struct.calcsize(NUMBERS[element])
+    least = 8 if element is ValueType.STRING else struct.calcsize(STRUCT_CODES[element])
     header.check_array(count, least, f"key {key!r}")
     if element is ValueType.STRING:
-        items = [_piece(header.string(f"key {key!r}")) for _ in range(count)]
-        return Value(ValueType.ARRAY, items, element)
-    return Value(ValueType.ARRAY, list(_numbers(header, element, count, key)), element)
+        items = [_decode_piece(header.string(f"key {key!r}")) for _ in range(count)]
+        return MetadataValue(ValueType.ARRAY, items, element)
+    return MetadataValue(ValueType.ARRAY, list(_read_numbers(header, element, count, key)), element)
 
 
-def _numbers(header: Header, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
-    code = NUMBERS[kind][1]
+def _read_numbers(header: HeaderReader, kind: ValueType, count: int, key: str) -> tuple[Any, ...]:
+    code = STRUCT_CODES[kind][1]
     data = header.take(struct.calcsize(f"<{code}") * count)
     if kind is ValueType.BOOL and data.strip(b"\x00\x01"):
         raise header.error(f"key {key!r}: a truth value that is neither 0 nor 1")
     return struct.unpack(f"<{count}{code}", data)
 
 
-def _kind(header: Header, key: str) -> ValueType:
+def _read_type(header: HeaderReader, key: str) -> ValueType:
     number = header.number("<i")
     if number not in set(ValueType):
         raise header.error(f"key {key!r}: unknown type {number}")
     return ValueType(number)
 
 
-def _decoded_text(header: Header, data: bytes, what: str) -> str:
-    """Return bytes as text; raise `InputError`, which calls them ``what``, where they are not UTF-8."""
+def _decoded_text(header: HeaderReader, data: bytes, what: str) -> str:
+    """Decode UTF-8; raise `InputError` for invalid bytes, naming them ``what``."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         raise header.error(f"{what} is not UTF-8") from error
 
 
-def _piece(data: bytes) -> str:
+def _decode_piece(data: bytes) -> str:
     return data.decode("utf-8", "surrogateescape")
 
 
-def _alignment_of(header: Header, metadata: dict[str, Value]) -> int:
+def _alignment_of(header: HeaderReader, metadata: dict[str, MetadataValue]) -> int:
     """Return the alignment of tensors in bytes; raise `InputError` unless it is a power of two within limits."""
-    found = metadata.get("general.alignment", Value(ValueType.U32, ALIGNMENT))
+    found = metadata.get("general.alignment", MetadataValue(ValueType.U32, ALIGNMENT))
     value = found.value
     good = found.type is ValueType.U32 and isinstance(value, int) and 8 <= value <= MAX_ALIGNMENT
     if not good or not isinstance(value, int) or value & (value - 1):

@@ -1,4 +1,4 @@
-"""The file of a vision tower with its projector, as llama.cpp's ``--mmproj`` takes it: what goes where, and its values.
+"""GGUF file of a vision tower with its projector, for llama.cpp's ``--mmproj``.
 
 Matrices are float16, and what llama.cpp adds to float32 numbers is float32. A family's own file says what its tower is
 (`quantforge.architectures.projector`); a checkpoint has to have these tensors and no others. The settings of the
@@ -23,8 +23,15 @@ from quantforge.files.finite_values import scan_finite
 from quantforge.files.hub import source_name
 from quantforge.files.opener import read_object
 from quantforge.files.safetensors import TensorEntry, torch_dtype
-from quantforge.formats.gguf import container, interleaved
-from quantforge.formats.gguf.container import GgufTensor, ValueType, file_plan, flag, text, u32
+from quantforge.formats.gguf import container, interleave_rotary_rows
+from quantforge.formats.gguf.container import (
+    GgufTensor,
+    ValueType,
+    bool_value,
+    file_plan,
+    string_value,
+    u32_value,
+)
 from quantforge.formats.gguf.metadata import QUANTIZATION_VERSION, size_label
 from quantforge.formats.gguf.parsing import GgufFile
 from quantforge.formats.gguf.tokenizer import added_tokens
@@ -40,14 +47,14 @@ OPTION = "--mmproj"
 ARCH = "clip"
 _TYPES = ("F32", "F16", "BF16")
 _F16 = 1  # `general.file_type`
-_NAMED = 5
+_MAX_SHOWN = 5
 _PROCESSOR, _TOKENIZER = ("preprocessor_config.json", "processor_config.json"), "tokenizer.json"
-_LEAST = 1e-3  # that colours are divided by
+_MIN_DEVIATION = 1e-3  # that colours are divided by
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectorFile:
-    """The file of one checkpoint's tower.
+    """Plan of the projector file of one checkpoint.
 
     Attributes:
         plan: its bytes, but for the tensors.
@@ -64,7 +71,7 @@ class ProjectorFile:
     events: tuple[Event, ...] = ()
 
     def values(self, checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the file with its name, one of the checkpoint after the other.
+        """Yield every tensor of the file with its name, reading one checkpoint tensor at a time.
 
         Raises:
             InputError: a value is not finite.
@@ -78,10 +85,10 @@ class ProjectorFile:
                 value = value.float() + 1
             if side := tensor.pixels:  # colours of a pixel beside each other become planes
                 value = value.reshape(len(value), side, side, -1).permute(0, 3, 1, 2)
-            value = interleaved(value, tensor.heads)
+            value = interleave_rotary_rows(value, tensor.heads)
             parts = value.chunk(len(tensor.held), tensor.axis) if len(tensor.held) > 1 else (value,)
             for held, part in zip(tensor.held, parts, strict=True):
-                stored = part.reshape(_shape(tensor)).to(torch_dtype(types[held]))
+                stored = part.reshape(_part_shape(tensor)).to(torch_dtype(types[held]))
                 if not bool(stored.isfinite().all()) and bool(value.isfinite().all()):
                     raise RefusedError(
                         f"{name}: a value is beyond the range of float16, in which {OPTION} stores matrices",
@@ -97,14 +104,14 @@ class ProjectorFile:
 
 
 def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
-    """Plan the file of a checkpoint's tower; ``name`` is what it is called in the stage.
+    """Plan the projector file of a checkpoint; ``name`` is its file name in the stage.
 
     Raises:
         RefusedError: the model has no tower, or none that is written, or llama.cpp computes something else.
         InputError: a tensor of the tower is missing, unknown, or of another shape or type than the configuration says,
             or the settings of the processor are malformed.
     """
-    declared = _declared(checkpoint.config)
+    declared = _declared_projector(checkpoint.config)
     architecture = architecture_of(checkpoint.config)
     assert architecture is not None  # it has declared the tower
     entries = [
@@ -113,9 +120,9 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
     named = {declared.canonical(entry.name): entry for entry in entries}
     wanted = {tensor.name: tensor for tensor in declared.tensors}
     unread = {one for one in named if matches(declared.unread + declared.left_out, one)}
-    _refuse("has twice", [one.name for one in entries if one not in named.values()])
-    _refuse("misses", wanted.keys() - named.keys())
-    _refuse("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
+    _require_none("has twice", [one.name for one in entries if one not in named.values()])
+    _require_none("misses", wanted.keys() - named.keys())
+    _require_none("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
     for tensor in declared.tensors:
         entry = named[tensor.name]
         if entry.shape != tensor.shape or entry.dtype not in _TYPES:
@@ -125,22 +132,24 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
                 tensor=entry.name,
             )
     held = [
-        GgufTensor(one, "F32" if tensor.wide or len(tensor.shape) < 2 else "F16", _shape(tensor))
+        GgufTensor(
+            one, "F32" if tensor.wide or len(tensor.shape) < 2 else "F16", _part_shape(tensor)
+        )
         for tensor in declared.tensors
         for one in tensor.held
     ]
     row = None
     if declared.row:
-        row = (*_place(checkpoint, declared.row), declared.row.held)
+        row = (*_embedding_row(checkpoint, declared.row), declared.row.held)
         held.append(GgufTensor(declared.row.held, "F32", (declared.row.size,)))
-    keys = _keys(declared, checkpoint, held)
+    keys = _metadata_keys(declared, checkpoint, held)
     tensors = {named[tensor.name].name: tensor for tensor in declared.tensors}
-    events = _events(declared, checkpoint.path.name, entries)
+    events = _tower_events(declared, checkpoint.path.name, entries)
     return ProjectorFile(file_plan(name, keys, held), keys, tensors, row, events)
 
 
 def check_no_tower(file: GgufFile) -> None:
-    """Raise `NotReadError` for the file of a tower, which is no model."""
+    """Raise `NotReadError` if the file is a projector file instead of a language model."""
     if file.value("general.architecture", str, "") == ARCH:
         raise NotReadError(
             f"{file.files[0]}: holds a tower that reads pictures, and no model",
@@ -149,12 +158,14 @@ def check_no_tower(file: GgufFile) -> None:
 
 
 def has_projector(config: Mapping[str, Any]) -> bool:
-    """Return whether the tower of a model of this configuration can be written."""
-    return _tower_of(config) is not None and isinstance(config.get("vision_config"), Mapping)
+    """Return whether the vision tower of a model can be written."""
+    return _projector_declaration(config) is not None and isinstance(
+        config.get("vision_config"), Mapping
+    )
 
 
-def _declared(config: Mapping[str, Any]) -> Projector:
-    """Return the tower that a configuration describes; errors as `projector_file`."""
+def _declared_projector(config: Mapping[str, Any]) -> Projector:
+    """Return the projector that a configuration describes; errors as `projector_file`."""
     model_type = str(config.get("model_type", ""))
     if not any(
         key.endswith("_config") and "text" not in key and isinstance(value, Mapping)
@@ -165,9 +176,11 @@ def _declared(config: Mapping[str, Any]) -> Projector:
             f"{OPTION}: a model of type {model_type!r} whose config.json describes no vision tower",
             f"leave {OPTION} out",
         )
-    tower = _tower_of(config)
+    tower = _projector_declaration(config)
     if tower is None or not has_projector(config):
-        written = sorted(one for one in declared_families() if _tower_of({"model_type": one}))
+        written = sorted(
+            one for one in declared_families() if _projector_declaration({"model_type": one})
+        )
         raise RefusedError(
             f"{OPTION}: the tower of model_type {model_type!r} is not written",
             f"written are those of {', '.join(written)}; without {OPTION}, the language model alone",
@@ -175,24 +188,28 @@ def _declared(config: Mapping[str, Any]) -> Projector:
     return tower(config)
 
 
-def _tower_of(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Projector] | None:
+def _projector_declaration(
+    config: Mapping[str, Any],
+) -> Callable[[Mapping[str, Any]], Projector] | None:
     found = architecture_of(config)
     return found.projector.get(str(config.get("model_type"))) if found else None
 
 
-def _refuse(what: str, names: Collection[str]) -> None:
+def _require_none(what: str, names: Collection[str]) -> None:
     if names:
         first = sorted(names)
-        more = f" and {len(first) - _NAMED} more" if len(first) > _NAMED else ""
+        more = f" and {len(first) - _MAX_SHOWN} more" if len(first) > _MAX_SHOWN else ""
         raise InputError(
-            f"the vision tower {what} {', '.join(first[:_NAMED])}{more}",
+            f"the vision tower {what} {', '.join(first[:_MAX_SHOWN])}{more}",
             f"complete files, or leave {OPTION} out",
             tensor=first[0],
         )
 
 
-def _events(declared: Projector, where: str, entries: Iterable[TensorEntry]) -> tuple[Event, ...]:
-    """Return what is less than asked for: what llama.cpp computes otherwise, and towers that are left out."""
+def _tower_events(
+    declared: Projector, where: str, entries: Iterable[TensorEntry]
+) -> tuple[Event, ...]:
+    """Return events for what llama.cpp computes differently and for towers that are left out."""
     found = [Event("tower-differs", where, declared.differs)] if declared.differs else []
     names = {declared.canonical(entry.name): entry.nbytes for entry in entries}
     lost = {name: size for name, size in names.items() if matches(declared.left_out, name)}
@@ -203,8 +220,8 @@ def _events(declared: Projector, where: str, entries: Iterable[TensorEntry]) -> 
     return tuple(found)
 
 
-def _shape(tensor: TowerTensor) -> tuple[int, ...]:
-    """Return the shape of one part."""
+def _part_shape(tensor: TowerTensor) -> tuple[int, ...]:
+    """Return the shape of one stored part of a tensor."""
     if tensor.pixels:
         return tensor.shape[0], 3, tensor.pixels, tensor.pixels
     shape = list(tensor.shape) or [1]
@@ -215,8 +232,8 @@ def _shape(tensor: TowerTensor) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _place(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
-    """Return the matrix that holds a token's embedding in a checkpoint, and its row.
+def _embedding_row(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
+    """Return the name of the token embedding in a checkpoint, and the row of a token.
 
     Raises:
         InputError: the tokenizer has no such token, or the embedding is not there, has no such row, or another width.
@@ -250,38 +267,40 @@ def _place(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
     return name, number
 
 
-def _keys(
+def _metadata_keys(
     declared: Projector, checkpoint: Checkpoint, held: Iterable[GgufTensor]
-) -> dict[str, container.Value]:
-    """Return the keys: what the file is, what the family says, and how colours are shifted and divided."""
+) -> dict[str, container.MetadataValue]:
+    """Return the metadata: general keys, the family's keys, mean and deviation of the image normalization."""
     weights = sum(math.prod(tensor.shape) for tensor in held)
-    mean, deviation = _colours(checkpoint, declared)
+    mean, deviation = _mean_and_deviation(checkpoint, declared)
     return {
-        "general.architecture": text(ARCH),
-        "general.type": text("mmproj"),
-        "general.name": text(source_name(checkpoint.path)[0].rpartition("/")[2]),
-        "general.size_label": text(size_label(weights)),
-        "general.file_type": u32(_F16),
-        "general.quantization_version": u32(QUANTIZATION_VERSION),
-        "quantforge.version": text(__version__),
-        f"{ARCH}.has_vision_encoder": flag(True),
-        f"{ARCH}.projector_type": text(declared.kind),
-        **{f"{ARCH}.{key}": _value(value) for key, value in declared.keys.items()},
-        f"{ARCH}.vision.image_mean": container.array(ValueType.F32, mean),
-        f"{ARCH}.vision.image_std": container.array(ValueType.F32, deviation),
+        "general.architecture": string_value(ARCH),
+        "general.type": string_value("mmproj"),
+        "general.name": string_value(source_name(checkpoint.path)[0].rpartition("/")[2]),
+        "general.size_label": string_value(size_label(weights)),
+        "general.file_type": u32_value(_F16),
+        "general.quantization_version": u32_value(QUANTIZATION_VERSION),
+        "quantforge.version": string_value(__version__),
+        f"{ARCH}.has_vision_encoder": bool_value(True),
+        f"{ARCH}.projector_type": string_value(declared.kind),
+        **{f"{ARCH}.{key}": _metadata_value(value) for key, value in declared.keys.items()},
+        f"{ARCH}.vision.image_mean": container.array_value(ValueType.F32, mean),
+        f"{ARCH}.vision.image_std": container.array_value(ValueType.F32, deviation),
     }
 
 
-def _value(value: Value) -> container.Value:
+def _metadata_value(value: Value) -> container.MetadataValue:
     if isinstance(value, tuple):
-        return container.array(ValueType.BOOL, value)
+        return container.array_value(ValueType.BOOL, value)
     if isinstance(value, bool):
-        return flag(value)
-    return u32(value) if isinstance(value, int) else container.f32(value)
+        return bool_value(value)
+    return u32_value(value) if isinstance(value, int) else container.f32_value(value)
 
 
-def _colours(checkpoint: Checkpoint, declared: Projector) -> tuple[list[float], list[float]]:
-    """Return mean and deviation of the three colours, of the processor's settings or, without them, of the family.
+def _mean_and_deviation(
+    checkpoint: Checkpoint, declared: Projector
+) -> tuple[list[float], list[float]]:
+    """Return mean and deviation of the three color channels, from the processor's settings or the family.
 
     Raises:
         InputError: a setting is malformed.
@@ -296,13 +315,16 @@ def _colours(checkpoint: Checkpoint, declared: Projector) -> tuple[list[float], 
         "image_std": declared.deviation,
     }
     found = usual | {key: settings[key] for key in usual if settings.get(key) is not None}
-    mean, deviation = (_three(found, "image_mean", 0.0), _three(found, "image_std", _LEAST))
+    mean, deviation = (
+        _three_numbers(found, "image_mean", 0.0),
+        _three_numbers(found, "image_std", _MIN_DEVIATION),
+    )
     if not isinstance(found["do_normalize"], bool):
         raise _malformed(found, "do_normalize", "true or false")
     return (mean, deviation) if found["do_normalize"] else ([0.0] * 3, [1.0] * 3)
 
 
-def _three(settings: Mapping[str, Any], key: str, least: float) -> list[float]:
+def _three_numbers(settings: Mapping[str, Any], key: str, least: float) -> list[float]:
     value = settings[key]
     if (
         not isinstance(value, list | tuple)

@@ -1,7 +1,7 @@
-"""Rotary embeddings: bases and scaling, from every spelling of ``config.json`` to keys and tables of GGUF.
+"""Convert rotary embedding settings from ``config.json`` to GGUF keys and tables.
 
 A configuration states them in one mapping for all layers, in one for each kind of layers, or in older keys beside each
-other (`rope_of`). In GGUF, scaling of the types ``linear`` and ``yarn`` is keys (`rope_keys`). That of Llama 3 is a
+other (`read_rope`). In GGUF, scaling of the types ``linear`` and ``yarn`` is keys (`rope_keys`). That of Llama 3 is a
 tensor of divisors of the frequencies, ``rope_freqs.weight``: with ``L`` the wavelength ``2 pi / frequency``, 1 where
 ``L < original / high``, ``factor`` where ``L > original / low``, and ``1 / ((1 - s) / factor + s)`` between,
 ``s = (original / L - low) / (high - low)``. That of Phi 3 (``longrope``) is two tensors, one for contexts beyond the
@@ -23,21 +23,27 @@ from typing import Any
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf import not_carried
-from quantforge.formats.gguf.container import GgufTensor, Value, f32, text, u32
+from quantforge.formats.gguf import unsupported_in_gguf
+from quantforge.formats.gguf.container import (
+    GgufTensor,
+    MetadataValue,
+    f32_value,
+    string_value,
+    u32_value,
+)
 
 FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _PROPORTIONAL = "proportional"  # of a part of a head, by the frequencies of the whole of it
-_NEVER = 1e30  # divides a frequency to nothing
+_NO_ROTATION = 1e30  # divides a frequency to nothing
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # turns, where a configuration leaves them out
 _DEFAULT_BASE = 10_000.0
-_PLAIN = {"", "default"}
+_UNSCALED = {"", "default"}
 
 
 @dataclass(frozen=True, slots=True)
-class Rope:
-    """Rotary embeddings of one model.
+class RopeParameters:
+    """Rotary embedding settings of one model.
 
     Attributes:
         width: dimensions of a head that rotate.
@@ -60,8 +66,8 @@ class Rope:
     divided: bool = False
 
 
-def rope_of(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> Rope:
-    """Read ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``.
+def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) -> RopeParameters:
+    """Read ``rope_parameters``, or the older ``rope_theta`` and ``rope_scaling``, of a configuration.
 
     Raises:
         RefusedError: a kind of scaling that GGUF has no keys for, or llama.cpp's graph of the family no place.
@@ -73,29 +79,31 @@ def rope_of(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) ->
     if family.sliding_base:
         local = _local_base(config, _mapping(stated, "sliding_attention"))
         scaling = _mapping(stated, "full_attention") or scaling
-    base = _number(scaling, "rope_theta", config.get("rope_theta", family.rope_base))
-    kind = _kind(scaling)
+    base = _positive_number(scaling, "rope_theta", config.get("rope_theta", family.rope_base))
+    kind = _rope_type(scaling)
     changed = family.base(config) if family.base else None
     if changed is not None:
         base, kind = changed, ""
-    if kind not in {*_PLAIN, *family.scalings}:
+    if kind not in {*_UNSCALED, *family.scalings}:
         raise RefusedError(
             f"config.json: rope scaling {kind!r} has no keys in GGUF for {family.arch}",
             "use --format compressed-tensors",
         )
-    share = _number(scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    share = _positive_number(
+        scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
+    )
     known = _spelled(stated)
     if stated and {**known, **_spelled(older)} != known:
         raise InputError(
             "config.json: rope_parameters and rope_scaling say different things",
             "keep rope_parameters alone",
         )
-    return Rope(
+    return RopeParameters(
         width=sizes.size(head) if head else int(sizes.head * share),
         base=base,
-        kind="default" if kind in _PLAIN else kind,
+        kind="default" if kind in _UNSCALED else kind,
         local_base=local,
-        original=_original(config, scaling),
+        original=_original_context(config, scaling),
         context=sizes.positions,
         settings=scaling,
         divided=bool(head),
@@ -108,13 +116,18 @@ def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def _local_base(config: Mapping[str, Any], sliding: Mapping[str, Any]) -> float:
-    if _kind(sliding) not in _PLAIN or sliding.get("partial_rotary_factor") not in {None, 1}:
-        raise not_carried("rope scaling of layers that slide", "plain positions there")
-    return _number(sliding, "rope_theta", config.get("rope_local_base_freq", _DEFAULT_BASE))
+    if _rope_type(sliding) not in _UNSCALED or sliding.get("partial_rotary_factor") not in {
+        None,
+        1,
+    }:
+        raise unsupported_in_gguf("rope scaling of layers that slide", "plain positions there")
+    return _positive_number(
+        sliding, "rope_theta", config.get("rope_local_base_freq", _DEFAULT_BASE)
+    )
 
 
-def _original(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
-    """Return the context length before scaling, 0 if none is stated."""
+def _original_context(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
+    """Return the context length before scaling, 0 if it is not given."""
     key = "original_max_position_embeddings"
     found = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
     known = isinstance(found, int | float) and not isinstance(found, bool)
@@ -123,18 +136,18 @@ def _original(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> int:
     return int(found or 0)
 
 
-def _kind(scaling: Mapping[str, Any]) -> str:
+def _rope_type(scaling: Mapping[str, Any]) -> str:
     kind = str(scaling.get("rope_type", scaling.get("type", "")) or "")
     return {"su": "longrope", "mrope": ""}.get(kind, kind)  # of the latter the sections are a key
 
 
 def _spelled(scaling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scaling with the newer name of its kind."""
+    """Return rope scaling settings with the key ``type`` renamed to ``rope_type``."""
     return {"rope_type" if key == "type" else key: value for key, value in scaling.items()}
 
 
-def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
-    """Return a positive number of a mapping; of any other an `InputError`."""
+def _positive_number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
+    """Return a positive number from a mapping; raise `InputError` for any other value."""
     value = source.get(key)
     value = otherwise if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
@@ -142,31 +155,37 @@ def _number(source: Mapping[str, Any], key: str, otherwise: object) -> float:
     return float(value)
 
 
-def rope_keys(rope: Rope, family: GgufFamily) -> dict[str, Value]:
-    """Return the keys, without the name of the architecture; errors as `rope_of`."""
-    keys = {"rope.dimension_count": u32(rope.width), "rope.freq_base": f32(rope.base)}
+def rope_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataValue]:
+    """Return the rope keys without the architecture prefix; errors as `read_rope`."""
+    keys = {"rope.dimension_count": u32_value(rope.width), "rope.freq_base": f32_value(rope.base)}
     if rope.local_base is not None:
-        keys["rope.freq_base_swa"] = f32(rope.local_base)
+        keys["rope.freq_base_swa"] = f32_value(rope.local_base)
     if rope.kind == "linear":
-        keys["rope.scaling.type"] = text("linear")
-        keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
+        keys["rope.scaling.type"] = string_value("linear")
+        keys["rope.scaling.factor"] = f32_value(_positive_number(rope.settings, "factor", None))
     if rope.kind == "yarn":
-        keys |= _yarn(rope, family)
+        keys |= _yarn_keys(rope, family)
     if rope.kind == "longrope":
-        scale = _number(rope.settings, "factor", rope.context / (rope.original or rope.context))
+        scale = _positive_number(
+            rope.settings, "factor", rope.context / (rope.original or rope.context)
+        )
         factor = math.sqrt(1 + math.log(scale) / math.log(rope.original)) if scale > 1 else 1.0
-        keys["rope.scaling.attn_factor"] = f32(_number(rope.settings, "attention_factor", factor))
+        keys["rope.scaling.attn_factor"] = f32_value(
+            _positive_number(rope.settings, "attention_factor", factor)
+        )
     return keys
 
 
-def _yarn(rope: Rope, family: GgufFamily) -> dict[str, Value]:
-    keys: dict[str, Value] = {"rope.scaling.type": text("yarn")}
-    keys["rope.scaling.factor"] = f32(_number(rope.settings, "factor", None))
-    keys["rope.scaling.original_context_length"] = u32(rope.original or rope.context)
+def _yarn_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataValue]:
+    keys: dict[str, MetadataValue] = {"rope.scaling.type": string_value("yarn")}
+    keys["rope.scaling.factor"] = f32_value(_positive_number(rope.settings, "factor", None))
+    keys["rope.scaling.original_context_length"] = u32_value(rope.original or rope.context)
     for name in _BETAS:
         if rope.settings.get(name) is not None:
-            keys[f"rope.scaling.yarn_{name}"] = f32(_number(rope.settings, name, None))
-    _check_range(rope, family)
+            keys[f"rope.scaling.yarn_{name}"] = f32_value(
+                _positive_number(rope.settings, name, None)
+            )
+    _check_yarn_range(rope, family)
     whole = rope.settings.get("mscale_all_dim")
     if whole and rope.settings.get("mscale") != whole:
         raise RefusedError(
@@ -179,7 +198,9 @@ def _yarn(rope: Rope, family: GgufFamily) -> dict[str, Value]:
             "use --format compressed-tensors",
         )
     if whole:
-        keys["rope.scaling.yarn_log_multiplier"] = f32(0.1 * _number(rope.settings, "mscale", None))
+        keys["rope.scaling.yarn_log_multiplier"] = f32_value(
+            0.1 * _positive_number(rope.settings, "mscale", None)
+        )
     if rope.settings.get("attention_factor") is not None:
         raise RefusedError(
             "config.json: attention_factor of yarn scaling has no key in GGUF",
@@ -188,48 +209,48 @@ def _yarn(rope: Rope, family: GgufFamily) -> dict[str, Value]:
     return keys
 
 
-def rope_tensors(rope: Rope) -> tuple[GgufTensor, ...]:
-    """Return the tables, as tensors whose bytes are known."""
+def rope_tensors(rope: RopeParameters) -> tuple[GgufTensor, ...]:
+    """Return the tensors with rope frequency tables, whose bytes are known in advance."""
     if rope.divided:
-        return (_table(FREQUENCIES, _divisors(rope)),)
+        return (_table_tensor(FREQUENCIES, _proportional_divisors(rope)),)
     if rope.kind == "llama3":
-        return (_table(FREQUENCIES, _llama3(rope)),)
+        return (_table_tensor(FREQUENCIES, _llama3_table(rope)),)
     if rope.kind == "longrope":
         found = []
         for name, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
             values = rope.settings.get(key)
             if not isinstance(values, Sequence) or len(values) != rope.width // 2:
                 raise InputError(f"config.json: {key} is no list of {rope.width // 2} numbers")
-            found.append(_table(name, [float(value) for value in values]))
+            found.append(_table_tensor(name, [float(value) for value in values]))
         return tuple(found)
     return ()
 
 
-def _llama3(rope: Rope) -> list[float]:
+def _llama3_table(rope: RopeParameters) -> list[float]:
     return llama3_divisors(
         rope.base,
         rope.width,
-        _number(rope.settings, "factor", 8.0),
-        _number(rope.settings, "low_freq_factor", 1.0),
-        _number(rope.settings, "high_freq_factor", 4.0),
+        _positive_number(rope.settings, "factor", 8.0),
+        _positive_number(rope.settings, "low_freq_factor", 1.0),
+        _positive_number(rope.settings, "high_freq_factor", 4.0),
         rope.original or rope.context,
     )
 
 
-def _divisors(rope: Rope) -> list[float]:
-    """Return divisors of all frequencies of a head, of which a part of it does not turn at all."""
+def _proportional_divisors(rope: RopeParameters) -> list[float]:
+    """Return the divisors of all frequencies of a head; frequencies that do not rotate have a huge divisor."""
     if rope.kind != _PROPORTIONAL:
         return [1.0] * (rope.width // 2)
-    share = _number(rope.settings, "partial_rotary_factor", 1.0)
+    share = _positive_number(rope.settings, "partial_rotary_factor", 1.0)
     turning = int(share * rope.width // 2)
-    factor = _number(rope.settings, "factor", 1.0)
-    return [factor] * turning + [_NEVER] * (rope.width // 2 - turning)
+    factor = _positive_number(rope.settings, "factor", 1.0)
+    return [factor] * turning + [_NO_ROTATION] * (rope.width // 2 - turning)
 
 
 def llama3_divisors(
     base: float, width: int, factor: float, low: float, high: float, original: int
 ) -> list[float]:
-    """Return the divisors of the frequencies, as the module describes them."""
+    """Return the frequency divisors of Llama 3's rope scaling; the module's docstring has the formula."""
     divisors = []
     for position in range(0, width, 2):
         wavelength = 2 * math.pi * base ** (position / width)
@@ -243,12 +264,12 @@ def llama3_divisors(
     return divisors
 
 
-def _table(name: str, values: list[float]) -> GgufTensor:
+def _table_tensor(name: str, values: list[float]) -> GgufTensor:
     return GgufTensor(name, "F32", (len(values),), fixed=struct.pack(f"<{len(values)}f", *values))
 
 
-def _check_range(rope: Rope, family: GgufFamily) -> None:
-    """Refuse a range that differs in llama.cpp, unless `GgufFamily.yarn_rounded` allows for what `rounding` says.
+def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
+    """Raise `RefusedError` if llama.cpp interpolates another range of frequencies than the configuration asks for.
 
     Raises:
         InputError: the range ends before it begins.
@@ -258,46 +279,48 @@ def _check_range(rope: Rope, family: GgufFamily) -> None:
     said = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
     if stated["beta_fast"] < stated["beta_slow"]:
         raise InputError(f"config.json: {said}", "exchange them")
-    if _ends(rope, stated, whole=_whole(rope))[1] < 0:
+    if _yarn_range(rope, stated, whole=_truncates(rope))[1] < 0:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context
         short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
-        raise not_carried(short, "more")
+        raise unsupported_in_gguf(short, "more")
     known = stated if family.yarn_betas else _BETAS
-    if _ends(rope, stated, whole=True) != _ends(rope, known, whole=True):
+    if _yarn_range(rope, stated, whole=True) != _yarn_range(rope, known, whole=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
         flags = " ".join(
             f"--yarn-{name.replace('_', '-')} {value:g}" for name, value in stated.items()
         )
-        raise not_carried(
+        raise unsupported_in_gguf(
             f"{said} of yarn scaling", f"{usual}; with these, llama.cpp has to be run with {flags}"
         )
-    if (said := rounding(rope)) and not family.yarn_rounded:
-        raise not_carried(f"truncate = false of yarn scaling, by which {said},", "true")
+    if (said := yarn_rounding(rope)) and not family.yarn_rounded:
+        raise unsupported_in_gguf(f"truncate = false of yarn scaling, by which {said},", "true")
 
 
-def rounding(rope: Rope) -> str:
-    """Return from where to where llama.cpp interpolates, and transformers does; "" where both do alike."""
-    if rope.kind != "yarn" or _whole(rope):
+def yarn_rounding(rope: RopeParameters) -> str:
+    """Describe the ranges that llama.cpp and transformers interpolate if they differ; "" if they agree."""
+    if rope.kind != "yarn" or _truncates(rope):
         return ""
     betas = _betas(rope)
-    exact, whole = (_ends(rope, betas, whole=rounded) for rounded in (False, True))
+    exact, whole = (_yarn_range(rope, betas, whole=rounded) for rounded in (False, True))
     if exact == whole:
         return ""
     here, there = f"{exact[0]:.2f} to {exact[1]:.2f}", f"{whole[0]:g} to {whole[1]:g}"
     return f"frequencies {here} are interpolated, in llama.cpp {there}"
 
 
-def _whole(rope: Rope) -> bool:
+def _truncates(rope: RopeParameters) -> bool:
     return bool(rope.settings.get("truncate", True))
 
 
-def _betas(rope: Rope) -> dict[str, float]:
-    return {name: _number(rope.settings, name, usual) for name, usual in _BETAS.items()}
+def _betas(rope: RopeParameters) -> dict[str, float]:
+    return {name: _positive_number(rope.settings, name, usual) for name, usual in _BETAS.items()}
 
 
-def _ends(rope: Rope, betas: Mapping[str, float], *, whole: bool) -> tuple[float, float]:
-    """Return the first and the last frequency of the range; ``whole``: rounded outwards."""
+def _yarn_range(
+    rope: RopeParameters, betas: Mapping[str, float], *, whole: bool
+) -> tuple[float, float]:
+    """Return the first and last frequency that YaRN interpolates, rounded outward with ``whole``."""
     original, base = rope.original or rope.context, 2 * math.log(max(rope.base, 1 + 1e-9))
     low, high = (
         rope.width * math.log(original / (2 * math.pi * turns)) / base for turns in betas.values()

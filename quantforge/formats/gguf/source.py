@@ -1,4 +1,4 @@
-"""A GGUF file as if it were a model directory: a checkpoint whose tensors have transformers' names, order and shapes.
+"""Checkpoint view of a GGUF file, with the tensor names, order and shapes of transformers.
 
 What is held in blocks appears as its bytes, and the configuration says of which type (``gguf_types``), so that the
 format finds its layers as any format does. Types that can only be decoded (the lattices IQ1 to IQ3, NVFP4) appear as
@@ -21,13 +21,13 @@ from quantforge.errors import InputError, NotReadError
 from quantforge.files.checksums import Checksums
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import TensorEntry, read_rows, read_tensor
-from quantforge.formats.gguf import KEY, QUANTIZATION, halves
+from quantforge.formats.gguf import KEY, QUANTIZATION_CONFIG, deinterleave_rotary_rows
 from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.gguf.families import (
-    declared_of,
+    canonical_names,
+    declared_architecture,
     family_of,
-    model_types_read,
-    original_names,
+    model_type_by_arch,
 )
 from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.projector_file import check_no_tower
@@ -43,8 +43,8 @@ _MOST_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Place of a tensor of the model in the file, and what was done to it."""
+class _StoredAs:
+    """Where a tensor of the model is in the file, and how it was transformed."""
 
     entry: TensorEntry
     type: str
@@ -55,26 +55,26 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class GgufCheckpoint(Checkpoint):
-    """Checkpoint of a GGUF file; ``path`` is the file."""
+    """Checkpoint that reads a GGUF file; ``path`` is the file."""
 
-    places: Mapping[str, _Place]
+    places: Mapping[str, _StoredAs]
     file: GgufFile
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor as transformers has it (blocks: their bytes, rows in transformers' order)."""
+        """Read a tensor as transformers has it; blocks are returned as bytes with rows in transformers' order."""
         place = self.places[name]
-        return _restored(place, read_tensor(place.entry))
+        return _restore(place, read_tensor(place.entry))
 
     def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
-        """Read rows of a tensor; of one whose rows were reordered, by way of all of them."""
+        """Read rows of a tensor; if its rows were reordered, all of it is read first."""
         place = self.places[name]
         if place.heads or place.transposed:
             return self.read(name)[first:last]
-        return _restored(place, read_rows(place.entry, first, last))
+        return _restore(place, read_rows(place.entry, first, last))
 
     def held(self) -> tuple[HeldTensor, ...]:
-        """Return the tensors with their types in the file: a block type stands for its elements."""
-        return tuple(_held(entry, self.places[name]) for name, entry in self.entries.items())
+        """Return the tensors with their types in the file, and shapes in elements."""
+        return tuple(_held_tensor(entry, self.places[name]) for name, entry in self.entries.items())
 
     def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
         """Return the checkpoint with checksums of its files (as `Checkpoint`)."""
@@ -86,15 +86,15 @@ class GgufCheckpoint(Checkpoint):
 
 
 def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a file, or numbered files by any of them.
+    """Open a GGUF file, or a split one by any of its parts.
 
     Raises:
         InputError: damaged, or with tensors that are not of its architecture.
-        NotReadError: as `config_of`, and of the file of a tower.
+        NotReadError: as `config_from_keys`, and of the file of a tower.
     """
     file = read_gguf(path)
     check_no_tower(file)
-    config = config_of(file)
+    config = config_from_keys(file)
     family = family_of(config)
     blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     if blocks > len(file.tensors):
@@ -104,8 +104,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             file=str(path),
         )
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
-    known = original_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
-    places: dict[str, _Place] = {}
+    known = canonical_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
+    places: dict[str, _StoredAs] = {}
     for entry in file.tensors.values():
         if entry.name in _COMPUTED:
             continue
@@ -116,15 +116,15 @@ def open_gguf(path: Path) -> GgufCheckpoint:
                 file=str(path),
                 tensor=entry.name,
             )
-        places |= _places(entry, known[entry.name], family, config)
-    entries = {name: _shown(name, place) for name, place in sorted(places.items())}
+        places |= _stored_as(entry, known[entry.name], family, config)
+    entries = {name: _visible_entry(name, place) for name, place in sorted(places.items())}
     types = {
         name: place.type.lower()
         for name, place in sorted(places.items())
         if place.type.lower() in GGML_BLOCKS
     }
     if types:
-        config = {**config, "quantization_config": dict(QUANTIZATION), f"{KEY}_types": types}
+        config = {**config, "quantization_config": dict(QUANTIZATION_CONFIG), f"{KEY}_types": types}
     return GgufCheckpoint(
         path=path,
         config=config,
@@ -137,8 +137,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     )
 
 
-def headers_alone(file: GgufFile) -> tuple[HeldTensor, ...]:
-    """Return the tensors of a file of any architecture by their names there; types as `GgufCheckpoint.held`."""
+def stored_headers(file: GgufFile) -> tuple[HeldTensor, ...]:
+    """Return the tensors of a file of any architecture, with their GGUF names."""
     return tuple(
         HeldTensor(
             entry.name,
@@ -150,17 +150,17 @@ def headers_alone(file: GgufFile) -> tuple[HeldTensor, ...]:
     )
 
 
-def _places(
+def _stored_as(
     entry: TableEntry, originals: tuple[str, ...], family: GgufFamily, config: Mapping[str, object]
-) -> dict[str, _Place]:
-    """Return one place, or of a stack one for each matrix of an expert."""
+) -> dict[str, _StoredAs]:
+    """Return where each model tensor of one GGUF tensor is: one, or one per expert matrix of a stack."""
     raw = entry.raw()
-    turned = declared_of(str(config["model_type"])).transposed
+    turned = declared_architecture(str(config["model_type"])).transposed
     turned = turned and entry.name.startswith("blk.") and len(entry.shape) == 2
-    place = _Place(
+    place = _StoredAs(
         raw,
         entry.type,
-        _heads(entry.name, family, config),
+        _head_count(entry.name, family, config),
         family.norm_plus_one and entry.name.endswith("norm.weight"),
         turned,
     )
@@ -190,7 +190,7 @@ def _places(
     }
 
 
-def _heads(name: str, family: GgufFamily, config: Mapping[str, object]) -> int:
+def _head_count(name: str, family: GgufFamily, config: Mapping[str, object]) -> int:
     module = name.rpartition(".")[0]
     key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(
         module.rpartition(".")[2]
@@ -199,11 +199,11 @@ def _heads(name: str, family: GgufFamily, config: Mapping[str, object]) -> int:
     return heads if isinstance(heads, int) else 0
 
 
-def _shown(name: str, place: _Place) -> TensorEntry:
-    """Return the entry that others see: with the model's name, type and shape."""
+def _visible_entry(name: str, place: _StoredAs) -> TensorEntry:
+    """Return the tensor entry with the model's name, dtype and shape."""
     entry = replace(place.entry, name=name)
     if place.type.lower() not in GGML_BLOCKS and TYPES[place.type].columns > 1:
-        entry = replace(entry, dtype="F32", shape=_elements(place))
+        entry = replace(entry, dtype="F32", shape=_block_shape(place))
     if place.transposed and entry.dtype != "U8":
         entry = replace(entry, shape=entry.shape[::-1])
     if place.heads and entry.shape[0] % (2 * place.heads):
@@ -217,27 +217,27 @@ def _shown(name: str, place: _Place) -> TensorEntry:
     return entry
 
 
-def _elements(place: _Place) -> tuple[int, int]:
-    """Return rows and columns of what is held in blocks."""
+def _block_shape(place: _StoredAs) -> tuple[int, int]:
+    """Return the rows and columns, in elements, of a tensor stored in blocks."""
     rows, row_bytes = place.entry.shape
     layout = TYPES[place.type]
     return rows, row_bytes // layout.block_bytes * layout.columns
 
 
-def _held(entry: TensorEntry, place: _Place) -> HeldTensor:
+def _held_tensor(entry: TensorEntry, place: _StoredAs) -> HeldTensor:
     if TYPES[place.type].columns == 1:
         return HeldTensor(entry.name, place.type, entry.shape, place.entry.nbytes, place.entry.name)
-    kind, shape = place.type.lower(), _elements(place)
+    kind, shape = place.type.lower(), _block_shape(place)
     return HeldTensor(entry.name, kind, shape, place.entry.nbytes, place.entry.name)
 
 
-def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:
+def _restore(place: _StoredAs, value: torch.Tensor) -> torch.Tensor:
     blocks = TYPES[place.type].columns > 1
     if blocks and place.type.lower() not in GGML_BLOCKS:
         from quantforge.packers.ggml.blocks import decode_blocks
 
         value = decode_blocks(value, place.type)
-    value = halves(value, place.heads)
+    value = deinterleave_rotary_rows(value, place.heads)
     if place.plus_one:
         value = value - 1
     return value.T.contiguous() if place.transposed and value.dtype.is_floating_point else value
@@ -246,19 +246,19 @@ def _restored(place: _Place, value: torch.Tensor) -> torch.Tensor:
 # config.json from the keys
 
 
-def config_of(file: GgufFile) -> dict[str, Any]:
-    """Return ``config.json``, without anything about quantization.
+def config_from_keys(file: GgufFile) -> dict[str, Any]:
+    """Return a ``config.json`` made from the keys of a GGUF file, without quantization.
 
     Raises:
         InputError: a key is missing or of a wrong type, or the file cannot be restated (`NotReadError`).
     """
     model_type = _model_type(file)
-    declared = declared_of(model_type)
+    declared = declared_architecture(model_type)
     family = family_of({"model_type": model_type})
     table = file.tensors.get("token_embd.weight")
     if table is None:
         raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
-    keys = FileKeys(file, family, declared)
+    keys = ArchitectureKeys(file, family, declared)
     return {
         "architectures": [family.class_name],
         "model_type": model_type,
@@ -275,8 +275,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
 
 
 def _model_type(file: GgufFile) -> str:
-    """Return the ``model_type`` of transformers; only a key says whether a llama has experts."""
-    arch, read = file.value("general.architecture", str), model_types_read()
+    """Return the ``model_type``; a llama file with experts is mixtral."""
+    arch, read = file.value("general.architecture", str), model_type_by_arch()
     if arch not in read:
         raise NotReadError(
             f"{file.files[0]}: architecture {arch!r} is not read",
@@ -301,14 +301,14 @@ _LLAMA3 = [(8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192), (16.0, 1.0, 1.0, 8192)
 _MOST_LAYERS = 1 << 16
 
 
-class FileKeys:
-    """The keys of one architecture, as a family's own file reads them (`quantforge.architectures.llama_cpp.Keys`)."""
+class ArchitectureKeys:
+    """Access to the metadata keys of one architecture, for the ``read_config`` function of a family."""
 
     def __init__(self, file: GgufFile, family: GgufFamily, declared: Architecture) -> None:
         self.file, self._family, self._declared = file, family, declared
 
     def sizes(self) -> dict[str, Any]:
-        """Return what ``config.json`` says of sizes that all families have, of biases, and of values of ``graph``."""
+        """Return the settings of ``config.json`` that all families share: sizes, biases, ``graph`` values."""
         family, file = self._family, self.file
         heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
         head_dim = self.integer("attention.key_length", hidden // heads if heads else 0)
@@ -328,7 +328,7 @@ class FileKeys:
         }
 
     def usual(self) -> dict[str, Any]:
-        """Return what ``config.json`` of a llama says: `sizes`, heads of keys, the MLP, ``reals``, rotary positions."""
+        """Return the settings of a llama-like ``config.json``: `sizes`, KV heads, MLP, ``reals``, rotary embeddings."""
         sizes = self.sizes()
         whole = self._declared.defaults.get("partial_rotary_factor", 1.0) == 1.0
         heads = self.integer("attention.head_count_kv", sizes["num_attention_heads"])
@@ -345,21 +345,21 @@ class FileKeys:
         }
 
     def integer(self, key: str, otherwise: int | None = None) -> int:
-        """Return a count; a negative one is an error."""
+        """Return a non-negative integer; raise `InputError` for a negative one."""
         return self._count(key, self.file.value(self._named(key), int, otherwise))
 
     def real(self, key: str, otherwise: float | None = None) -> float:
-        """Return a number, rounded to what 32 bits hold."""
+        """Return a number, rounded to the shortest decimal with the same float32 value."""
         value: float = self.file.value(self._named(key), float, otherwise)
-        return shortest(value)
+        return shortest_decimal(value)
 
     def text(self, key: str) -> str:
-        """Return a word, "" where there is none."""
+        """Return a string, "" if the key is missing."""
         value: str = self.file.value(self._named(key), str, "")
         return value
 
     def of_layers(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
-        """Return a number, or a truth, for every layer: of a list its items, of a single number that one for all."""
+        """Return one value per layer: the items of a list, or a single number repeated."""
         layers = self.integer("block_count")
         found = self.file.metadata.get(self._named(key))
         if layers > _MOST_LAYERS or (found is not None and isinstance(found.value, list)):
@@ -375,22 +375,23 @@ class FileKeys:
         return found.shape if found else ()
 
     def divisors(self) -> list[float]:
-        """Return by what the frequencies of rotary positions are divided; [] where no table says so."""
+        """Return the divisors of the rotary frequencies, [] if the file has no table."""
         if FREQUENCIES not in self.file.tensors:
             return []
         return [
-            shortest(value) for value in read_tensor(self.file.tensors[FREQUENCIES].raw()).tolist()
+            shortest_decimal(value)
+            for value in read_tensor(self.file.tensors[FREQUENCIES].raw()).tolist()
         ]
 
     def not_read(self, what: str, instead: str) -> NotReadError:
-        """Return the error for a file that no configuration of transformers describes."""
+        """Return the error for a file that no transformers configuration can describe."""
         return NotReadError(
             f"{self.file.files[0]}: {what} is not read (read: {instead})",
             "evaluate it with --engine llama.cpp",
         )
 
     def rope(self, head: int, *, whole: bool = True) -> dict[str, Any]:
-        """Return the rotary positions of all layers.
+        """Return the rotary embedding settings of all layers.
 
         Args:
             head: the columns of one.
@@ -430,7 +431,7 @@ class FileKeys:
         return self.integer("rope.scaling.original_context_length")
 
     def _llama3(self, base: float, width: int) -> dict[str, Any]:
-        """Return the settings whose divisors are those of the table."""
+        """Return the llama3 scaling settings whose divisors equal the file's table."""
         stored = read_tensor(self.file.tensors[FREQUENCIES].raw()).double()
         for factor, low, high, original in _LLAMA3:
             divisors = llama3_divisors(base, width, factor, low, high, original)
@@ -464,8 +465,8 @@ class FileKeys:
         )
 
 
-def shortest(value: float) -> float:
-    """Return the shortest decimal number that is the same in float32: 1e-05 and not 9.999999747378752e-06."""
+def shortest_decimal(value: float) -> float:
+    """Return the shortest decimal with the same float32 value: 1e-05 instead of 9.999999747378752e-06."""
     for digits in range(1, 10):
         candidate = float(f"{value:.{digits}g}")
         if struct.pack("<f", candidate) == struct.pack("<f", value):

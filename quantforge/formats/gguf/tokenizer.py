@@ -1,4 +1,4 @@
-"""The tokenizer of a model directory: pieces, merges, added and special tokens, chat templates, checked.
+"""Read and check the tokenizer of a model directory: vocabulary, merges, added tokens, chat templates.
 
 ``tokenizer_config.json`` names the special tokens, ``tokenizer.json`` says what is really done, and the two disagree
 often. What is done counts: whether a text begins with the beginning-of-sequence token is read from the post-processor.
@@ -18,8 +18,8 @@ from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
 from quantforge_files.roles import SETTINGS
 
-SPACE = "\u2581"  # how sentencepiece writes a space
-_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+SENTENCEPIECE_SPACE = "\u2581"  # how sentencepiece writes a space
+_SPECIAL_ROLES = ("bos", "eos", "unk", "sep", "pad", "mask")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def read_settings(path: Path) -> dict[str, Any]:
     return read_object(path, SETTINGS, path.parent, loose=True)
 
 
-def flat(node: object, key: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a node of ``tokenizer.json``: those of a sequence, or the node itself."""
+def flatten_steps(node: object, key: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a ``tokenizer.json`` node: those of a Sequence, or the node itself."""
     if not isinstance(node, Mapping):
         return []
     inner = node.get(key)
@@ -46,7 +46,7 @@ def flat(node: object, key: str) -> list[Mapping[str, Any]]:
 
 
 def _byte_characters() -> dict[str, int]:
-    """Return the byte that each character stands for in vocabularies of byte-level BPE (GPT-2's)."""
+    """Return the byte for each character of the byte-level BPE alphabet (GPT-2's)."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printed]
     return {chr(byte): byte for byte in printed} | {
@@ -60,8 +60,8 @@ BYTE_CHARACTERS = _byte_characters()
 # Pieces, merges and added tokens
 
 
-def numbered_pieces(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
-    """Return pieces by id; refuse an id that two pieces share."""
+def pieces_by_id(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
+    """Return the tokens by id; raise `InputError` if two tokens share an id."""
     pieces: dict[int, str] = {}
     for piece, number in vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
@@ -74,8 +74,8 @@ def numbered_pieces(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
     return pieces
 
 
-def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the merges in order; each is a string ``left right`` or a list of two, else raise `InputError`.
+def read_merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the BPE merges in order; raise `InputError` unless each is ``left right`` or a list of two.
 
     Of a merge that is there twice the last one counts, as for the ``tokenizers`` library; for llama.cpp the first does.
     """
@@ -95,7 +95,7 @@ def merged_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the added tokens, each with a content and the id that it has.
+    """Return the added tokens, with the ids that the ``tokenizers`` library gives them.
 
     The ``tokenizers`` library reads no id of an added token: one that is a piece of the vocabulary has its id, and
     others follow, in the order of the file, after the number of pieces. So an id that the file says may be another.
@@ -131,8 +131,8 @@ def added_tokens(tokenizer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(found.values())
 
 
-_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-_ROLES = (
+_ADDED_TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TOKEN_KEYS = (
     "bos_token",
     "eos_token",
     "unk_token",
@@ -143,8 +143,10 @@ _ROLES = (
 )
 
 
-def with_settings(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tokenizer.json`` with the added tokens that transformers has after reading ``tokenizer_config.json``.
+def apply_tokenizer_config(
+    tokenizer: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return ``tokenizer.json`` with the added tokens as transformers changes them by ``tokenizer_config.json``.
 
     ``added_tokens_decoder`` replaces the flags of an added token. Pieces of the vocabulary that it lists, or that are
     named as special tokens, become added tokens: text is split at them before anything else.
@@ -155,21 +157,23 @@ def with_settings(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     for item in listed.values() if isinstance(listed, Mapping) else ():
         content = item.get("content") if isinstance(item, Mapping) else None
         if isinstance(content, str) and (content in added or content in vocab):
-            flags = {key: item[key] for key in _FLAGS if isinstance(item.get(key), bool)}
+            flags = {
+                key: item[key] for key in _ADDED_TOKEN_FLAGS if isinstance(item.get(key), bool)
+            }
             added[content] = {
                 "id": vocab.get(content),
                 **added.get(content, {"content": content}),
                 **flags,
             }
-    for content in special_contents(settings):
+    for content in special_token_texts(settings):
         if content in vocab and content not in added:
             added[content] = {"id": vocab[content], "content": content, "special": True}
     return {**tokenizer, "added_tokens": list(added.values())}
 
 
-def special_contents(settings: Mapping[str, Any]) -> list[str]:
-    """Return the texts that ``tokenizer_config.json`` names as special tokens, by role or in a list."""
-    stated = [settings.get(role) for role in _ROLES]
+def special_token_texts(settings: Mapping[str, Any]) -> list[str]:
+    """Return the texts of the special tokens in ``tokenizer_config.json``."""
+    stated = [settings.get(role) for role in _TOKEN_KEYS]
     for key in ("additional_special_tokens", "extra_special_tokens"):
         value = settings.get(key)
         if isinstance(value, Mapping | list):
@@ -178,8 +182,8 @@ def special_contents(settings: Mapping[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str) and text]
 
 
-def check_added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Check that tokens added by tokenizer_config.json are in tokenizer.json too: only these are written."""
+def check_added_tokens(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Raise `InputError` if a token added in ``tokenizer_config.json`` is missing from ``tokenizer.json``."""
     listed = settings.get("added_tokens_decoder")
     added = {item["content"] for item in added_tokens(tokenizer)}
     known = added | tokenizer["model"]["vocab"].keys()
@@ -202,13 +206,13 @@ def special_ids(
     root: Path,
     past: Container[str] = (),
 ) -> dict[str, int]:
-    """Return ids of special tokens by role, of a vocabulary given as ids by piece; those in ``past`` are left out.
+    """Return the ids of special tokens by role. ``numbers`` maps tokens to ids; tokens in ``past`` are left out.
 
     Raises:
         InputError: a special token is not in the vocabulary.
     """
     ids: dict[str, int] = {}
-    for role in _SPECIAL:
+    for role in _SPECIAL_ROLES:
         stated = settings.get(f"{role}_token")
         content = stated.get("content") if isinstance(stated, Mapping) else stated
         number = config.get(f"{role}_token_id")
@@ -228,7 +232,7 @@ def special_ids(
             continue
         if type(number) is int and 0 <= number < len(numbers):
             ids[role] = number
-    ends = [number for number in ends_of(root) if 0 <= number < len(numbers)]
+    ends = [number for number in end_token_ids(root) if 0 <= number < len(numbers)]
     if "eos" not in ids and ends:
         ids["eos"] = ends[0]
     others = [number for number in ends if number != ids.get("eos")]
@@ -236,14 +240,14 @@ def special_ids(
     return ids
 
 
-def ends_of(root: Path) -> list[int]:
-    """Return the ids that ``generation_config.json`` ends a text at."""
+def end_token_ids(root: Path) -> list[int]:
+    """Return the ids of ``eos_token_id`` in ``generation_config.json``."""
     stated = read_settings(root / "generation_config.json").get("eos_token_id")
     listed = stated if isinstance(stated, list) else [stated]
     return [number for number in listed if type(number) is int]
 
 
-def added_around(
+def bos_eos_flags(
     numbers: Mapping[str, int],
     special: Mapping[str, int],
     tokenizer: Mapping[str, Any],
@@ -251,8 +255,8 @@ def added_around(
     *,
     model: str,
 ) -> dict[str, bool]:
-    """Return ``add_bos_token`` and ``add_eos_token``: whether the tokenizer puts these around a text."""
-    first, last = template_ends(tokenizer)
+    """Return ``add_bos_token`` and ``add_eos_token``: whether the tokenizer adds these around a text."""
+    first, last = post_processor_ends(tokenizer)
     if first is None and last is None and model == "llama":
         return {
             f"add_{role}_token": settings.get(f"add_{role}_token") is True
@@ -264,10 +268,10 @@ def added_around(
     }
 
 
-def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the special tokens that the post-processor puts first and last."""
+def post_processor_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the special tokens that the post-processor adds at the beginning and the end, None for none."""
     first = last = None
-    for node in flat(tokenizer.get("post_processor"), "processors"):
+    for node in flatten_steps(tokenizer.get("post_processor"), "processors"):
         single = node.get("single")
         if node.get("type") != "TemplateProcessing" or not isinstance(single, list):
             continue
@@ -280,7 +284,7 @@ def template_ends(tokenizer: Mapping[str, Any]) -> tuple[str | None, str | None]
 
 
 def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
-    """Return chat templates by name in GGUF keys ("" is the default), byte for byte, and notes on them.
+    """Return the chat templates by their names in GGUF keys ("" is the default), and notes about them.
 
     Keys have ASCII letters, digits and ``_`` in names of templates; other characters become ``_``, as in llama.cpp's
     converter. llama.cpp takes an empty template for none.
@@ -311,5 +315,5 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def template_key(name: str) -> str:
-    """Return the last part of the GGUF key for the template of a name."""
+    """Return the GGUF key suffix for a chat template name."""
     return re.sub(r"[^A-Za-z0-9_]", "_", name) or "_"

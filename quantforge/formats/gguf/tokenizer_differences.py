@@ -12,18 +12,18 @@ import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from quantforge.formats.gguf.metadata import strips_after
+from quantforge.formats.gguf.metadata import phi3_space_stripping
 from quantforge.formats.gguf.tokenizer import (
     BYTE_CHARACTERS,
-    SPACE,
+    SENTENCEPIECE_SPACE,
     added_tokens,
-    flat,
-    merged_pairs,
-    special_contents,
-    template_ends,
+    flatten_steps,
+    post_processor_ends,
+    read_merges,
+    special_token_texts,
 )
 
-_SHOWN = 3
+_MAX_SHOWN = 3
 _ASSUMED_EOS = {
     "gpt2": 11,
     "llama": 2,
@@ -38,19 +38,19 @@ _ALWAYS_ENDS = frozenset(
 _NOT_IN_TEXT = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})  # bytes that never occur in UTF-8
 
 
-def of_normalizer(tokenizer: Mapping[str, Any]) -> Iterator[str]:
+def normalizer_differences(tokenizer: Mapping[str, Any]) -> Iterator[str]:
     """Yield the normalizer steps of a byte-level BPE tokenizer; llama.cpp has none of them."""
-    for node in flat(tokenizer.get("normalizer"), "normalizers"):
+    for node in flatten_steps(tokenizer.get("normalizer"), "normalizers"):
         same = ": the same tokens for text that already is" if node.get("type") == "NFC" else ""
         yield f"normalizer {node.get('type')}: llama.cpp does not normalize text{same}"
 
 
-def of_spaces(tokenizer: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where llama.cpp adds a leading space and the tokenizer, a SentencePiece BPE, does not."""
-    before = flat(tokenizer.get("normalizer"), "normalizers")
+def space_differences(tokenizer: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where llama.cpp adds a leading space and the SentencePiece BPE tokenizer does not."""
+    before = flatten_steps(tokenizer.get("normalizer"), "normalizers")
     if any(node.get("type") == "Prepend" for node in before):
         return  # the text then begins with a space already, and Metaspace adds none
-    for node in flat(tokenizer.get("pre_tokenizer"), "pretokenizers"):
+    for node in flatten_steps(tokenizer.get("pre_tokenizer"), "pretokenizers"):
         scheme = prepend_scheme(node)
         if scheme == "first":
             yield (
@@ -65,13 +65,13 @@ def of_spaces(tokenizer: Mapping[str, Any]) -> Iterator[str]:
 
 
 def spelled_with_spaces(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> bool:
-    """Return whether an added token of a SentencePiece BPE tokenizer goes into the file with a space for each `SPACE`.
+    """Return whether an added token is written with real spaces instead of `SENTENCEPIECE_SPACE`.
 
-    Other tokens keep `SPACE`, and are matched in text literally: special ones, and those that are neither in the
-    vocabulary nor normalized.
+    Other tokens keep `SENTENCEPIECE_SPACE`, and are matched in text literally: special ones, and those that are neither
+    in the vocabulary nor normalized.
     """
     known = item.get("normalized") or item["content"] in tokenizer["model"]["vocab"]
-    return bool(known) and not item.get("special") and SPACE in item["content"]
+    return bool(known) and not item.get("special") and SENTENCEPIECE_SPACE in item["content"]
 
 
 def prepend_scheme(node: Mapping[str, Any]) -> str | None:
@@ -82,7 +82,7 @@ def prepend_scheme(node: Mapping[str, Any]) -> str | None:
     return str(node.get("prepend_scheme", default))
 
 
-def of_model(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
+def model_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
     """Yield how BPE itself (the ``model`` object) differs in llama.cpp; ``kind`` is `Vocabulary.model`."""
     model = tokenizer["model"]
     if model.get("dropout"):
@@ -104,7 +104,7 @@ def of_model(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
         yield "model.ignore_merges: llama.cpp merges a text that is a piece like any other"
     last: dict[str, int] = {}
     apart = []
-    for rank, (left, right) in enumerate(merged_pairs(model)):
+    for rank, (left, right) in enumerate(read_merges(model)):
         piece = left + right
         if last.get(piece, rank - 1) != rank - 1:
             apart.append(piece)
@@ -116,7 +116,7 @@ def of_model(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
         )
 
 
-def of_added(
+def added_token_differences(
     tokenizer: Mapping[str, Any], kind: str, name: str, tokens: Sequence[str]
 ) -> Iterator[str]:
     """Yield the flags of added tokens that llama.cpp does not follow, and two added tokens that can overlap.
@@ -128,7 +128,7 @@ def of_added(
         tokens: texts of all tokens in the GGUF file, by id.
     """
     added = added_tokens(tokenizer)
-    stripping = strips_after(name, tokens)
+    stripping = phi3_space_stripping(name, tokens)
     found: dict[str, list[str]] = {}
     for item in added:
         text = item["content"]
@@ -147,9 +147,7 @@ def of_added(
             )
             found.setdefault(difference, []).append(text)
         elif kind == "llama" and spelled_with_spaces(item, tokenizer):
-            difference = (
-                f"hold {SPACE}: llama.cpp looks for spaces instead, before it merges any pieces"
-            )
+            difference = f"hold {SENTENCEPIECE_SPACE}: llama.cpp looks for spaces instead, before it merges any pieces"
             found.setdefault(difference, []).append(text)
     overlapping = _overlapping([item["content"] for item in added])
     if overlapping:
@@ -158,18 +156,18 @@ def of_added(
             f"added tokens {first!a} and {second!a} can overlap: llama.cpp takes the longer one, wherever it begins"
         )
     for difference, texts in found.items():
-        shown = ", ".join(f"{text!a:.40}" for text in texts[:_SHOWN])
+        shown = ", ".join(f"{text!a:.40}" for text in texts[:_MAX_SHOWN])
         yield f"{len(texts)} added token(s) ({shown}) {difference}"
 
 
 def _changed(item: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> bool:
     """Return whether the normalizer changes the text of an added token, which llama.cpp then does not recognize."""
     text = item["content"]
-    for node in flat(tokenizer.get("normalizer"), "normalizers"):
+    for node in flatten_steps(tokenizer.get("normalizer"), "normalizers"):
         kind = node.get("type")
         if kind == "Prepend" or (kind == "NFC" and unicodedata.normalize("NFC", text) != text):
             return True
-        if kind == "Replace" and (SPACE in text or " " in text):
+        if kind == "Replace" and (SENTENCEPIECE_SPACE in text or " " in text):
             return True
     return False
 
@@ -192,7 +190,7 @@ def _overlapping(texts: Sequence[str]) -> tuple[str, str] | None:
     return None
 
 
-def of_post_processor(
+def post_processor_differences(
     tokenizer: Mapping[str, Any],
     special: Mapping[str, int],
     flags: Mapping[str, bool],
@@ -206,7 +204,7 @@ def of_post_processor(
         flags: ``add_bos_token`` and ``add_eos_token``, as written to the file.
         ids: of all tokens by text.
     """
-    nodes = flat(tokenizer.get("post_processor"), "processors")
+    nodes = flatten_steps(tokenizer.get("post_processor"), "processors")
     templates = [node for node in nodes if node.get("type") == "TemplateProcessing"]
     for node in nodes:
         if node.get("type") not in ("TemplateProcessing", "ByteLevel"):
@@ -253,9 +251,9 @@ def of_post_processor(
                 yield f"post_processor puts {shown or 'nothing'} {word} a text: llama.cpp puts {instead}"
 
 
-def of_decoder(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
+def decoder_differences(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
     """Yield the decoder if it turns tokens into other text than llama.cpp does."""
-    nodes = flat(tokenizer.get("decoder"), "decoders")
+    nodes = flatten_steps(tokenizer.get("decoder"), "decoders")
     kinds = [str(node.get("type")) for node in nodes]
     if kind == "gpt2":
         good = kinds == ["ByteLevel"]
@@ -275,16 +273,16 @@ def of_decoder(tokenizer: Mapping[str, Any], kind: str) -> Iterator[str]:
         )
     if not good:
         shown = ", ".join(kinds) or "none"
-        first = "" if kind == "gpt2" else f"{SPACE} as a space, and "
+        first = "" if kind == "gpt2" else f"{SENTENCEPIECE_SPACE} as a space, and "
         yield f"decoder {shown}: llama.cpp reads {first}pieces of bytes as bytes"
 
 
 def _reads_spaces(node: Mapping[str, Any]) -> bool:
-    replaced = (node.get("pattern"), node.get("content")) == ({"String": SPACE}, " ")
+    replaced = (node.get("pattern"), node.get("content")) == ({"String": SENTENCEPIECE_SPACE}, " ")
     return node.get("type") == "Metaspace" or (node.get("type") == "Replace" and replaced)
 
 
-def of_settings(
+def settings_differences(
     settings: Mapping[str, Any], tokenizer: Mapping[str, Any], flags: Mapping[str, bool]
 ) -> Iterator[str]:
     """Yield the settings of ``tokenizer_config.json`` that transformers follows and llama.cpp does not.
@@ -294,7 +292,7 @@ def of_settings(
         tokenizer: ``tokenizer.json``.
         flags: ``add_bos_token`` and ``add_eos_token``, as written to the file.
     """
-    ends = dict(zip(("bos", "eos"), template_ends(tokenizer), strict=True))
+    ends = dict(zip(("bos", "eos"), post_processor_ends(tokenizer), strict=True))
     for role, word in (("bos", "begins"), ("eos", "ends")):
         stated, written = settings.get(f"add_{role}_token"), flags.get(f"add_{role}_token", False)
         if isinstance(stated, bool) and (stated != written or (stated and ends[role] is None)):
@@ -305,9 +303,9 @@ def of_settings(
     known = {item["content"] for item in added_tokens(tokenizer)} | tokenizer["model"][
         "vocab"
     ].keys()
-    unknown = [text for text in special_contents(settings) if text not in known]
+    unknown = [text for text in special_token_texts(settings) if text not in known]
     if unknown:
-        shown = ", ".join(f"{text!a:.40}" for text in unknown[:_SHOWN])
+        shown = ", ".join(f"{text!a:.40}" for text in unknown[:_MAX_SHOWN])
         yield (
             f"{len(unknown)} special token(s) ({shown}) that tokenizer.json lacks: transformers gives them ids after "
             "the vocabulary; llama.cpp reads them as text"
@@ -321,10 +319,10 @@ def of_settings(
         )
 
 
-def of_ends(
+def end_token_differences(
     special: Mapping[str, int], ends: Sequence[int], tokens: Sequence[str], kind: str
 ) -> Iterator[str]:
-    """Yield tokens that end a text only in llama.cpp, or only in transformers.
+    """Yield the tokens that end a text only in llama.cpp, or only in transformers.
 
     Args:
         special: ids by role, as written to the file.
@@ -338,5 +336,5 @@ def of_ends(
     kept = {special.get(role) for role in ("eos", "eot", "eom")}
     lost = [number for number in ends if number not in kept and tokens[number] not in _ALWAYS_ENDS]
     if lost:
-        shown = ", ".join(f"{tokens[number]!a}" for number in lost[:_SHOWN])
+        shown = ", ".join(f"{tokens[number]!a}" for number in lost[:_MAX_SHOWN])
         yield f"eos_token_id: {shown}: there are keys for three tokens that end a text"

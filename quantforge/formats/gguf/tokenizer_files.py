@@ -1,4 +1,4 @@
-"""The files of a tokenizer from the keys of a GGUF file: the inverse of `vocabulary`.
+"""Tokenizer files made from the keys of a GGUF file: the inverse of `vocabulary`.
 
 Of byte-level BPE the merges are stored and the pre-tokenizer has a name; of sentencepiece's BPE every cut of a piece
 into two pieces is a merge, ordered by the score of the whole.
@@ -12,15 +12,15 @@ from typing import Any
 
 from quantforge.errors import InputError
 from quantforge.formats.gguf.parsing import GgufFile
-from quantforge.formats.gguf.tokenizer import SPACE
+from quantforge.formats.gguf.tokenizer import SENTENCEPIECE_SPACE
 from quantforge.formats.gguf.vocabulary import (
-    BYTES,
-    DIGITS,
-    TEMPLATE,
-    Kind,
-    begins_by_default,
+    BYTE_LEVEL_STEP,
+    DIGITS_STEP,
+    TEMPLATE_KEY,
+    TokenType,
+    adds_bos_by_default,
     check_lengths,
-    steps_of,
+    pre_tokenizer_steps,
 )
 from quantforge_calibration.chat_templates import DEFAULT, file_of
 
@@ -36,22 +36,24 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     """
     model = file.value("tokenizer.ggml.model", str)
     tokens = _strings(file, "tokenizer.ggml.tokens")
-    kinds = file.value("tokenizer.ggml.token_type", list, [int(Kind.NORMAL)] * len(tokens))
+    kinds = file.value("tokenizer.ggml.token_type", list, [int(TokenType.NORMAL)] * len(tokens))
     if len(kinds) != len(tokens):
         raise InputError(f"{file.files[0]}: {len(kinds)} token types for {len(tokens)} tokens")
-    vocab = {piece: number for number, piece in enumerate(tokens) if kinds[number] != Kind.UNUSED}
+    vocab = {
+        piece: number for number, piece in enumerate(tokens) if kinds[number] != TokenType.UNUSED
+    }
     ids = _special_ids(file, len(tokens))
     for number in ids.values():  # an unused token that has a role is used
         vocab.setdefault(tokens[number], number)
-    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(model)
+    build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(model)
     if build is None:
         raise InputError(
             f"{file.files[0]}: a vocabulary of kind {model!r} is not read", "gpt2 and llama are"
         )
     added = [
-        _added(number, tokens[number], special=kind == Kind.CONTROL)
+        _added_token(number, tokens[number], special=kind == TokenType.CONTROL)
         for number, kind in enumerate(kinds)
-        if kind in {Kind.CONTROL, Kind.USER_DEFINED, Kind.UNKNOWN}
+        if kind in {TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN}
     ]
     roles = {role: tokens[number] for role, number in ids.items()}
     document = {
@@ -64,16 +66,16 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     }
     config: dict[str, Any] = {f"{role}_token": piece for role, piece in roles.items()}
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    files = {"tokenizer.json": _json(document), "tokenizer_config.json": _json(config)}
+    files = {"tokenizer.json": _json_bytes(document), "tokenizer_config.json": _json_bytes(config)}
     return files | template_files(file)
 
 
 def template_files(file: GgufFile) -> dict[str, bytes]:
-    """Return a file for each chat template; an empty one is none. Errors as `tokenizer_files`."""
+    """Return a file for each non-empty chat template; errors as `tokenizer_files`."""
     found = {}
     for key in file.metadata:
-        if key == TEMPLATE or key.startswith(f"{TEMPLATE}."):
-            name = key.removeprefix(TEMPLATE).removeprefix(".") or DEFAULT
+        if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}."):
+            name = key.removeprefix(TEMPLATE_KEY).removeprefix(".") or DEFAULT
             try:
                 place = file_of(name)
             except ValueError as error:
@@ -87,7 +89,7 @@ def template_files(file: GgufFile) -> dict[str, bytes]:
 
 
 def _strings(file: GgufFile, key: str) -> list[str]:
-    """Return a list of strings; refuse pieces that are no UTF-8, because JSON cannot hold them."""
+    """Return a list of strings; raise `InputError` for tokens that are not UTF-8, which JSON cannot hold."""
     found: list[Any] = file.value(key, list)
     for item in found:
         if not isinstance(item, str) or any("\ud800" <= c <= "\udfff" for c in item):
@@ -105,12 +107,12 @@ def _special_ids(file: GgufFile, count: int) -> dict[str, int]:
     return {role: number for role, number in numbers.items() if 0 <= number < count}
 
 
-def _byte_level(
+def _byte_level_bpe(
     file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any]:
     del roles
     name = file.value("tokenizer.ggml.pre", str, "default")
-    known = steps_of(name)
+    known = pre_tokenizer_steps(name)
     if known is None:
         raise InputError(
             f"{file.files[0]}: pre-tokenizer {name!r} is not read",
@@ -119,9 +121,9 @@ def _byte_level(
     steps, whole = known
     nodes: list[dict[str, Any]] = []
     for step in steps:
-        if step == BYTES:
-            nodes.append(_byte_node(use_regex=True))
-        elif step == DIGITS:
+        if step == BYTE_LEVEL_STEP:
+            nodes.append(_byte_level_step(use_regex=True))
+        elif step == DIGITS_STEP:
             nodes.append({"type": "Digits", "individual_digits": True})
         else:
             nodes.append(
@@ -132,20 +134,20 @@ def _byte_level(
                     "invert": False,
                 }
             )
-    if BYTES not in steps:
-        nodes.append(_byte_node(use_regex=False))
-    merges = [list(_pair(item)) for item in _strings(file, "tokenizer.ggml.merges")]
+    if BYTE_LEVEL_STEP not in steps:
+        nodes.append(_byte_level_step(use_regex=False))
+    merges = [list(_split_merge(item)) for item in _strings(file, "tokenizer.ggml.merges")]
     return {
         "normalizer": None,
         "pre_tokenizer": nodes[0]
         if len(nodes) == 1
         else {"type": "Sequence", "pretokenizers": nodes},
-        "decoder": _byte_node(use_regex=True),
-        "model": _model(vocab, merges, ignore_merges=whole),
+        "decoder": _byte_level_step(use_regex=True),
+        "model": _bpe_model(vocab, merges, ignore_merges=whole),
     }
 
 
-def _byte_node(*, use_regex: bool) -> dict[str, Any]:
+def _byte_level_step(*, use_regex: bool) -> dict[str, Any]:
     return {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -154,14 +156,14 @@ def _byte_node(*, use_regex: bool) -> dict[str, Any]:
     }
 
 
-def _pair(merge: str) -> tuple[str, str]:
+def _split_merge(merge: str) -> tuple[str, str]:
     cut = merge.find(" ", 1)
     if cut < 0:
         raise InputError(f"tokenizer.ggml.merges: {merge!a} is no merge", "the file is damaged")
     return merge[:cut], merge[cut + 1 :]
 
 
-def _sentencepiece(
+def _sentencepiece_bpe(
     file: GgufFile, vocab: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any]:
     check_lengths(file.files[0], vocab)
@@ -182,10 +184,10 @@ def _sentencepiece(
         ]
     merges = [list(pair) for _, _, pair in sorted(ranked)]
     prefix = file.value("tokenizer.ggml.add_space_prefix", bool, True)
-    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
-    steps = [{"type": "Prepend", "prepend": SPACE}, spaces] if prefix else [spaces]
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SENTENCEPIECE_SPACE}
+    steps = [{"type": "Prepend", "prepend": SENTENCEPIECE_SPACE}, spaces] if prefix else [spaces]
     back: list[dict[str, Any]] = [
-        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "Replace", "pattern": {"String": SENTENCEPIECE_SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
@@ -195,13 +197,15 @@ def _sentencepiece(
         "normalizer": {"type": "Sequence", "normalizers": steps},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": back},
-        "model": _model(
+        "model": _bpe_model(
             vocab, merges, byte_fallback=True, fuse_unk=True, unk_token=roles.get("unk")
         ),
     }
 
 
-def _model(vocab: Mapping[str, int], merges: list[list[str]], **options: object) -> dict[str, Any]:
+def _bpe_model(
+    vocab: Mapping[str, int], merges: list[list[str]], **options: object
+) -> dict[str, Any]:
     return {
         "type": "BPE",
         "dropout": None,
@@ -217,7 +221,7 @@ def _model(vocab: Mapping[str, int], merges: list[list[str]], **options: object)
     }
 
 
-def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
+def _added_token(number: int, content: str, *, special: bool) -> dict[str, Any]:
     return {
         "id": number,
         "content": content,
@@ -232,9 +236,9 @@ def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
 def _post_processor(
     file: GgufFile, ids: Mapping[str, int], roles: Mapping[str, str]
 ) -> dict[str, Any] | None:
-    """Put the first token before a text, and the last one behind it, as llama.cpp does, told or not."""
+    """Return a post-processor that adds BOS and EOS around a text as llama.cpp does, None if it adds neither."""
     pre = file.value("tokenizer.ggml.pre", str, "default")
-    first_too = begins_by_default(file.value("tokenizer.ggml.model", str), pre)
+    first_too = adds_bos_by_default(file.value("tokenizer.ggml.model", str), pre)
     unsaid = {"bos": first_too, "eos": False}
     around = {
         role: {"SpecialToken": {"id": roles[role], "type_id": 0}}
@@ -256,5 +260,5 @@ def _post_processor(
     }
 
 
-def _json(document: Mapping[str, Any]) -> bytes:
+def _json_bytes(document: Mapping[str, Any]) -> bytes:
     return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()

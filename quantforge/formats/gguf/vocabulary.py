@@ -1,4 +1,4 @@
-"""Vocabularies: from ``tokenizer.json`` to the keys that llama.cpp builds its tokenizer from.
+"""Convert a ``tokenizer.json`` to the vocabulary keys of llama.cpp.
 
 The list of tokens is exactly as long as the embedding. A shorter vocabulary is filled up with unused tokens. Tokens
 past the embedding that no ordinary text has are left out, as an event; with others the tokenizer is of another model.
@@ -29,38 +29,45 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
 from quantforge.files.opener import read_object
 from quantforge.formats.gguf import tokenizer_differences as differences
-from quantforge.formats.gguf.container import Value, ValueType, array, flag, text, u32
+from quantforge.formats.gguf.container import (
+    MetadataValue,
+    ValueType,
+    array_value,
+    bool_value,
+    string_value,
+    u32_value,
+)
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.tokenizer import (
-    SPACE,
-    added_around,
+    SENTENCEPIECE_SPACE,
     added_tokens,
+    apply_tokenizer_config,
+    bos_eos_flags,
     chat_templates,
-    check_added,
-    ends_of,
-    flat,
-    merged_pairs,
-    numbered_pieces,
+    check_added_tokens,
+    end_token_ids,
+    flatten_steps,
+    pieces_by_id,
+    post_processor_ends,
+    read_merges,
     read_settings,
     special_ids,
-    template_ends,
-    with_settings,
 )
 from quantforge_files.roles import TOKENIZER
 
-DIFFERS = "tokenizer-differs"
+DIFFERS_EVENT = "tokenizer-differs"
 _MAX_ROWS = 1 << 22  # of an embedding; the largest have a quarter of a million
 _MERGE_SPACE = chr(256 + 32)
 _ADDED_SCORE, _UNUSED_SCORE = -1000.0, -10000.0
-_KEYS = {
+_KEY_NAMES = {
     "unk": "unknown",
     "sep": "seperator",
     "pad": "padding",
 }  # "seperator": so llama.cpp spells it
 
 
-class Kind(IntEnum):
-    """Kind of a token in llama.cpp."""
+class TokenType(IntEnum):
+    """Token types of llama.cpp."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -70,14 +77,14 @@ class Kind(IntEnum):
     BYTE = 6
 
 
-TEMPLATE = (
+TEMPLATE_KEY = (
     "tokenizer.chat_template"  # the default; a template of another name is under TEMPLATE.NAME
 )
 
 
 @dataclass(slots=True)
 class Vocabulary:
-    """A tokenizer as llama.cpp holds it.
+    """A tokenizer in the form in which GGUF stores it.
 
     Attributes:
         model: ``gpt2`` or ``llama``.
@@ -105,34 +112,36 @@ class Vocabulary:
     notes: list[str] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
-    def keys(self) -> dict[str, Value]:
-        """Return the metadata."""
+    def keys(self) -> dict[str, MetadataValue]:
+        """Return the metadata keys."""
         found = {
-            "tokenizer.ggml.model": text(self.model),
-            "tokenizer.ggml.pre": text(self.pre),
-            "tokenizer.ggml.tokens": array(ValueType.STRING, self.tokens),
-            "tokenizer.ggml.token_type": array(ValueType.I32, self.kinds),
+            "tokenizer.ggml.model": string_value(self.model),
+            "tokenizer.ggml.pre": string_value(self.pre),
+            "tokenizer.ggml.tokens": array_value(ValueType.STRING, self.tokens),
+            "tokenizer.ggml.token_type": array_value(ValueType.I32, self.kinds),
         }
         if self.scores:
-            found["tokenizer.ggml.scores"] = array(ValueType.F32, self.scores)
+            found["tokenizer.ggml.scores"] = array_value(ValueType.F32, self.scores)
         if self.merges:
-            found["tokenizer.ggml.merges"] = array(ValueType.STRING, self.merges)
+            found["tokenizer.ggml.merges"] = array_value(ValueType.STRING, self.merges)
         for role, number in self.special.items():
-            found[f"tokenizer.ggml.{_KEYS.get(role, role)}_token_id"] = u32(number)
+            found[f"tokenizer.ggml.{_KEY_NAMES.get(role, role)}_token_id"] = u32_value(number)
         for name, value in self.flags.items():
-            found[f"tokenizer.ggml.{name}"] = flag(value)
+            found[f"tokenizer.ggml.{name}"] = bool_value(value)
         if "" in self.templates:
-            found[TEMPLATE] = text(self.templates[""])
+            found[TEMPLATE_KEY] = string_value(self.templates[""])
         named = sorted(name for name in self.templates if name)
         if named:
-            found["tokenizer.chat_templates"] = array(ValueType.STRING, named)
-        return found | {f"{TEMPLATE}.{name}": text(self.templates[name]) for name in named}
+            found["tokenizer.chat_templates"] = array_value(ValueType.STRING, named)
+        return found | {
+            f"{TEMPLATE_KEY}.{name}": string_value(self.templates[name]) for name in named
+        }
 
 
 def vocabulary(
     root: Path, rows: int, config: Mapping[str, Any], pre: str | None = None, name: str = ""
 ) -> Vocabulary:
-    """Read the tokenizer of a model directory.
+    """Read the tokenizer of a model directory and convert it.
 
     Args:
         root: the directory.
@@ -174,46 +183,51 @@ def vocabulary(
                 "this tokenizer cannot be carried",
             )
     settings = read_settings(root / "tokenizer_config.json")
-    pieces = numbered_pieces(path, model["vocab"])
-    tokenizer = with_settings(tokenizer, settings)
+    pieces = pieces_by_id(path, model["vocab"])
+    tokenizer = apply_tokenizer_config(tokenizer, settings)
     found = (
         _sentencepiece(path, tokenizer, pieces, pre)
         if model.get("byte_fallback")
         else _byte_level(tokenizer, pre)
     )
-    check_added(tokenizer, settings)
-    past = _past(path, tokenizer, pieces, rows)
-    _fill(path, found, tokenizer, pieces, rows)
+    check_added_tokens(tokenizer, settings)
+    past = _tokens_past_embedding(path, tokenizer, pieces, rows)
+    _fill_tokens(path, found, tokenizer, pieces, rows)
     numbers = {piece: number for number, piece in enumerate(found.tokens)}
     found.special = special_ids(numbers, settings, config, root, past)
-    found.flags |= added_around(numbers, found.special, tokenizer, settings, model=found.model)
+    found.flags |= bos_eos_flags(numbers, found.special, tokenizer, settings, model=found.model)
     found.templates, notes = chat_templates(root)
     found.notes += notes
-    ends = [number for number in ends_of(root) if 0 <= number < rows]
+    ends = [number for number in end_token_ids(root) if 0 <= number < rows]
     said = (
-        (path, differences.of_normalizer(tokenizer) if found.model == "gpt2" else ()),
-        (path, differences.of_spaces(tokenizer)),
-        (path, differences.of_model(tokenizer, found.model)),
-        (path, differences.of_added(tokenizer, found.model, name, found.tokens)),
-        (path, differences.of_post_processor(tokenizer, found.special, found.flags, numbers)),
-        (path, differences.of_decoder(tokenizer, found.model)),
+        (path, differences.normalizer_differences(tokenizer) if found.model == "gpt2" else ()),
+        (path, differences.space_differences(tokenizer)),
+        (path, differences.model_differences(tokenizer, found.model)),
+        (path, differences.added_token_differences(tokenizer, found.model, name, found.tokens)),
+        (
+            path,
+            differences.post_processor_differences(tokenizer, found.special, found.flags, numbers),
+        ),
+        (path, differences.decoder_differences(tokenizer, found.model)),
         (
             root / "tokenizer_config.json",
-            differences.of_settings(settings, tokenizer, found.flags),
+            differences.settings_differences(settings, tokenizer, found.flags),
         ),
         (
             root / "generation_config.json",
-            differences.of_ends(found.special, ends, found.tokens, found.model),
+            differences.end_token_differences(found.special, ends, found.tokens, found.model),
         ),
     )
-    found.events += [Event(DIFFERS, file.name, text) for file, texts in said for text in texts]
+    found.events += [
+        Event(DIFFERS_EVENT, file.name, text) for file, texts in said for text in texts
+    ]
     return found
 
 
-def _past(
+def _tokens_past_embedding(
     path: Path, tokenizer: Mapping[str, Any], pieces: Mapping[int, str], rows: int
 ) -> dict[str, int]:
-    """Return tokens past the embedding by text, which are left out.
+    """Return the tokens with ids beyond the embedding, which are left out, by text.
 
     Raises:
         InputError: ordinary text has one, or every text begins or ends with one.
@@ -224,12 +238,12 @@ def _past(
     past |= {text: number for text, number in added.items() if number >= rows}
     if not past:
         return past
-    made = {left + right for left, right in merged_pairs(model)}
+    made = {left + right for left, right in read_merges(model)}
     whole = bool(model.get("ignore_merges")) or str(model.get("unk_token")) in past
-    around = {piece for piece in template_ends(tokenizer) if piece is not None}
+    around = {piece for piece in post_processor_ends(tokenizer) if piece is not None}
     for piece, number in past.items():
         ordinary = piece not in added and (
-            whole or piece in made or len(piece) == 1 or _BYTE.fullmatch(piece)
+            whole or piece in made or len(piece) == 1 or _BYTE_PIECE.fullmatch(piece)
         )
         if ordinary or piece in around:
             raise InputError(
@@ -240,22 +254,22 @@ def _past(
     return past
 
 
-def _fill(
+def _fill_tokens(
     path: Path, found: Vocabulary, tokenizer: Mapping[str, Any], pieces: dict[int, str], rows: int
 ) -> None:
-    """Fill in tokens and kinds by id, as many as the embedding has rows; added tokens join the ``pieces``."""
-    kinds: dict[int, Kind] = {}
+    """Fill in token texts and types for every row of the embedding; added tokens are put into ``pieces``."""
+    kinds: dict[int, TokenType] = {}
     model = tokenizer["model"]
     for number, piece in pieces.items():
-        if found.model == "llama" and _BYTE.fullmatch(piece):
-            kinds[number] = Kind.BYTE
+        if found.model == "llama" and _BYTE_PIECE.fullmatch(piece):
+            kinds[number] = TokenType.BYTE
         elif piece == model.get("unk_token"):
-            kinds[number] = Kind.UNKNOWN
+            kinds[number] = TokenType.UNKNOWN
     added = {}
     for item in added_tokens(tokenizer):
         special = bool(item.get("special"))
         spaced = found.model == "llama" and differences.spelled_with_spaces(item, tokenizer)
-        content = item["content"].replace(SPACE, " ") if spaced else item["content"]
+        content = item["content"].replace(SENTENCEPIECE_SPACE, " ") if spaced else item["content"]
         if pieces.get(item["id"], item["content"]) != item["content"]:
             raise InputError(
                 f"{path}: tokens {pieces[item['id']]!r} and {content!r} both have id {item['id']}",
@@ -264,8 +278,8 @@ def _fill(
                 file=str(path),
             )
         added[item["id"]] = pieces[item["id"]] = content
-        if kinds.get(item["id"]) is not Kind.UNKNOWN:
-            kinds[item["id"]] = Kind.CONTROL if special else Kind.USER_DEFINED
+        if kinds.get(item["id"]) is not TokenType.UNKNOWN:
+            kinds[item["id"]] = TokenType.CONTROL if special else TokenType.USER_DEFINED
     past = {number: piece for number, piece in pieces.items() if number >= rows}
     if past:
         shown = ", ".join(f"{past[number]!a:.60} (id {number})" for number in sorted(past)[:3])
@@ -286,7 +300,7 @@ def _fill(
     )
     found.tokens = [pieces.get(number, f"[PAD{number}]") for number in range(rows)]
     found.kinds = [
-        int(kinds.get(number, Kind.NORMAL if number in pieces else Kind.UNUSED))
+        int(kinds.get(number, TokenType.NORMAL if number in pieces else TokenType.UNUSED))
         for number in range(rows)
     ]
     if found.scores:
@@ -300,25 +314,25 @@ def _fill(
         )
 
 
-_GENERAL = ("general.license", "general.base_model", "general.languages", "general.tags")
+_CARRIED_KEYS = ("general.license", "general.base_model", "general.languages", "general.tags")
 
 
 @dataclass(frozen=True, slots=True)
 class CarriedVocabulary:
-    """The vocabulary of another file; see `quantforge.formats.gguf.vocabulary.Vocabulary`."""
+    """Vocabulary copied from another GGUF file, with the same interface as `Vocabulary`."""
 
     tokens: list[str]
-    found: dict[str, Value]
+    found: dict[str, MetadataValue]
     notes: tuple[str, ...] = ()
     events: tuple[Event, ...] = ()
 
-    def keys(self) -> dict[str, Value]:
-        """Return the metadata."""
+    def keys(self) -> dict[str, MetadataValue]:
+        """Return the metadata keys."""
         return self.found
 
 
 def carried_vocabulary(path: Path, rows: int) -> CarriedVocabulary:
-    """Take the vocabulary, licence and origin from a file.
+    """Copy the vocabulary, license and base model from a GGUF file.
 
     Raises:
         InputError: the vocabulary and the embedding have different lengths.
@@ -334,7 +348,7 @@ def carried_vocabulary(path: Path, rows: int) -> CarriedVocabulary:
     keys = {
         key: value
         for key, value in file.metadata.items()
-        if key.startswith(("tokenizer.", *_GENERAL))
+        if key.startswith(("tokenizer.", *_CARRIED_KEYS))
     }
     return CarriedVocabulary(tokens, keys)
 
@@ -351,24 +365,26 @@ _OTHER = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 
 
-def _words(*parts: str) -> str:
+def _join_patterns(*parts: str) -> str:
     return "|".join((*parts, _TAIL))
 
 
-_LLAMA3 = _words(_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _OTHER)
-_QWEN2 = _words(_CONTRACTIONS, _LETTERS, r"\p{N}", _OTHER)
-_QWEN35 = _words(
+_LLAMA3 = _join_patterns(_CONTRACTIONS, _LETTERS, r"\p{N}{1,3}", _OTHER)
+_QWEN2 = _join_patterns(_CONTRACTIONS, _LETTERS, r"\p{N}", _OTHER)
+_QWEN35 = _join_patterns(
     _CONTRACTIONS, r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+", r"\p{N}", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
 )
-_TEKKEN = _words(_UPPER, _LOWER, r"\p{N}", _SLASH)
-_GPT4O = _words(f"{_UPPER}{_CONTRACTIONS}?", f"{_LOWER}{_CONTRACTIONS}?", r"\p{N}{1,3}", _SLASH)
+_TEKKEN = _join_patterns(_UPPER, _LOWER, r"\p{N}", _SLASH)
+_GPT4O = _join_patterns(
+    f"{_UPPER}{_CONTRACTIONS}?", f"{_LOWER}{_CONTRACTIONS}?", r"\p{N}{1,3}", _SLASH
+)
 
 
-BYTES, DIGITS = "bytes", "digits"
+BYTE_LEVEL_STEP, DIGITS_STEP = "bytes", "digits"
 # Steps, and whether words that are tokens are taken whole: the name in llama.cpp.
 _PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
-    ((BYTES,), False): "gpt-2",
-    ((DIGITS, BYTES), False): "smollm",
+    ((BYTE_LEVEL_STEP,), False): "gpt-2",
+    ((DIGITS_STEP, BYTE_LEVEL_STEP), False): "smollm",
     ((_LLAMA3,), True): "llama-bpe",
     ((_LLAMA3,), False): "dbrx",
     ((_QWEN2,), False): "qwen2",
@@ -377,35 +393,35 @@ _PRE_TOKENIZERS: Mapping[tuple[tuple[str, ...], bool], str] = {
     ((_GPT4O,), False): "gpt-4o",
 }
 # Pre-tokenizers of byte-level vocabularies for which llama.cpp begins a text with a token unless told otherwise.
-_FIRST_TOKEN = frozenset(
+_BOS_BY_DEFAULT = frozenset(
     {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken", "chameleon", "pixtral"}
 )
 
 
 def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
     model = tokenizer["model"]
-    kinds = [node.get("type") for node in flat(tokenizer.get("normalizer"), "normalizers")]
+    kinds = [node.get("type") for node in flatten_steps(tokenizer.get("normalizer"), "normalizers")]
     kind = next((kind for kind in kinds if kind != "NFC"), None)
     if kind is not None and pre is None:
         raise RefusedError(
             f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
             "accept that with --pre NAME",
         )
-    found = Vocabulary("gpt2", pre or _recognised(tokenizer), [], [])
+    found = Vocabulary("gpt2", pre or _recognize_pre_tokenizer(tokenizer), [], [])
     found.merges = [
-        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in merged_pairs(model)
+        " ".join(part.replace(" ", _MERGE_SPACE) for part in pair) for pair in read_merges(model)
     ]
     return found
 
 
-def _recognised(tokenizer: Mapping[str, Any]) -> str:
-    """Return the name of the pre-tokenizer of a byte-level BPE tokenizer.
+def _recognize_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
+    """Return llama.cpp's name for the pre-tokenizer of a byte-level BPE tokenizer.
 
     Raises:
         RefusedError: the steps are none that llama.cpp is known to do.
     """
-    steps = _steps(tokenizer.get("pre_tokenizer"))
-    nodes = flat(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    steps = _pre_tokenizer_steps(tokenizer.get("pre_tokenizer"))
+    nodes = flatten_steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
     if not nodes or nodes[-1].get("type") != "ByteLevel":
         steps = (*steps, "no ByteLevel at the end")
     whole = bool(tokenizer["model"].get("ignore_merges", False))
@@ -419,22 +435,24 @@ def _recognised(tokenizer: Mapping[str, Any]) -> str:
     return name
 
 
-def _steps(node: object) -> tuple[str, ...]:
-    """Return the steps that cut, as comparable text; a step that is not understood keeps its own JSON name."""
+def _pre_tokenizer_steps(node: object) -> tuple[str, ...]:
+    """Return the splitting steps as comparable strings; unsupported steps are named by their JSON type."""
     if not isinstance(node, Mapping):
         return ()
     kind = node.get("type")
     if kind == "Sequence":
         inner = node.get("pretokenizers")
         return tuple(
-            step for item in (inner if isinstance(inner, list) else ()) for step in _steps(item)
+            step
+            for item in (inner if isinstance(inner, list) else ())
+            for step in _pre_tokenizer_steps(item)
         )
     if kind == "ByteLevel":
         if node.get("add_prefix_space"):
             return ("a space before the text",)
-        return (BYTES,) if node.get("use_regex", True) else ()
+        return (BYTE_LEVEL_STEP,) if node.get("use_regex", True) else ()
     if kind == "Digits" and node.get("individual_digits"):
-        return (DIGITS,)
+        return (DIGITS_STEP,)
     if kind == "Split":
         pattern = node.get("pattern")
         text = pattern.get("Regex") if isinstance(pattern, Mapping) else None
@@ -444,26 +462,26 @@ def _steps(node: object) -> tuple[str, ...]:
     return (f"a step {kind!r}",)
 
 
-def steps_of(name: str) -> tuple[tuple[str, ...], bool] | None:
-    """Return the steps for which a name stands; None where it is not known."""
+def pre_tokenizer_steps(name: str) -> tuple[tuple[str, ...], bool] | None:
+    """Return the steps of llama.cpp's pre-tokenizer with this name, None if it is unknown."""
     return next((key for key, other in _PRE_TOKENIZERS.items() if other == name), None)
 
 
-def begins_by_default(model: str, pre: str) -> bool:
-    """Return whether llama.cpp begins a text with the first token where a file says nothing of it.
+def adds_bos_by_default(model: str, pre: str) -> bool:
+    """Return whether llama.cpp adds BOS before a text if no key says so.
 
     Args:
         model: the kind of vocabulary: ``llama`` (pieces, as sentencepiece has them) or ``gpt2`` (bytes).
         pre: the pre-tokenizer of a vocabulary of bytes.
     """
-    return model == "llama" or pre in _FIRST_TOKEN
+    return model == "llama" or pre in _BOS_BY_DEFAULT
 
 
 # BPE as sentencepiece does it
 
 
 _MAX_SQUARES = 200_000_000  # of the lengths of all pieces, which looking at every cut costs; the largest: 20 million
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def _sentencepiece(
@@ -471,7 +489,7 @@ def _sentencepiece(
 ) -> Vocabulary:
     model = tokenizer["model"]
     vocab: Mapping[str, int] = model["vocab"]
-    pairs = merged_pairs(model)
+    pairs = read_merges(model)
     ranks: dict[str, int] = {}
     for rank, (left, right) in enumerate(pairs):
         ranks.setdefault(left + right, rank)
@@ -481,13 +499,13 @@ def _sentencepiece(
         _check_merges(path, vocab, pairs, added)
     found = Vocabulary("llama", "default", [], [])
     named = pre is not None
-    found.flags["add_space_prefix"] = _space_before(path, tokenizer, added, named=named)
+    found.flags["add_space_prefix"] = _adds_space_prefix(path, tokenizer, added, named=named)
     found.scores = [-float(ranks.get(pieces[number], 0)) for number in sorted(pieces)]
     return found
 
 
 def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
-    """Check that every byte is a piece: llama.cpp fails on a text with one that is not."""
+    """Raise `RefusedError` unless every byte is a token, as llama.cpp requires."""
     missing = [name for name in (f"<0x{byte:02X}>" for byte in range(256)) if name not in vocab]
     if missing:
         raise RefusedError(
@@ -499,11 +517,11 @@ def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
 def _check_merges(
     path: Path, vocab: Mapping[str, int], pairs: list[tuple[str, str]], added: set[str]
 ) -> None:
-    """Check that every cut of a piece into two pieces is a merge: llama.cpp knows no others."""
+    """Raise `RefusedError` unless every split of a token into two tokens is a merge, as llama.cpp assumes."""
     check_lengths(path, vocab)
     known = set(pairs)
     for piece in vocab.keys() - added:
-        if _BYTE.fullmatch(piece):
+        if _BYTE_PIECE.fullmatch(piece):
             continue
         for cut in range(1, len(piece)):
             pair = piece[:cut], piece[cut:]
@@ -516,7 +534,7 @@ def _check_merges(
 
 
 def check_lengths(path: Path, pieces: Iterable[str]) -> None:
-    """Refuse pieces whose cuts are too many to look at."""
+    """Raise `InputError` if the tokens are too long to check all their splits."""
     if sum(len(piece) ** 2 for piece in pieces) > _MAX_SQUARES:
         raise InputError(
             f"{path}: pieces of such lengths are no vocabulary",
@@ -525,10 +543,10 @@ def check_lengths(path: Path, pieces: Iterable[str]) -> None:
         )
 
 
-def _space_before(
+def _adds_space_prefix(
     path: Path, tokenizer: Mapping[str, Any], added: Container[str], *, named: bool
 ) -> bool:
-    """Return whether a space is put before the text; refuse steps that llama.cpp's tokenizer of this kind lacks.
+    """Return whether a space is added before the text; raise `RefusedError` for steps that llama.cpp lacks.
 
     Args:
         path: ``tokenizer.json``.
@@ -539,26 +557,34 @@ def _space_before(
     prefix = replaced = False
     model = tokenizer["model"]
     for node in (
-        *flat(tokenizer.get("normalizer"), "normalizers"),
-        *flat(tokenizer.get("pre_tokenizer"), "pretokenizers"),
+        *flatten_steps(tokenizer.get("normalizer"), "normalizers"),
+        *flatten_steps(tokenizer.get("pre_tokenizer"), "pretokenizers"),
     ):
         kind = node.get("type")
         spaces = node.get("pattern") == {"String": " "}
-        if kind == "Prepend" and node.get("prepend") == SPACE and not prefix:
+        if kind == "Prepend" and node.get("prepend") == SENTENCEPIECE_SPACE and not prefix:
             prefix = True
-        elif kind == "Metaspace" and node.get("replacement", SPACE) == SPACE:
+        elif (
+            kind == "Metaspace"
+            and node.get("replacement", SENTENCEPIECE_SPACE) == SENTENCEPIECE_SPACE
+        ):
             default = "always" if node.get("add_prefix_space", True) else "never"
             prefix = prefix or node.get("prepend_scheme", default) != "never"
             replaced = True
             across = next(
-                (one for one in model["vocab"] if SPACE in one[1:] and one not in added), None
+                (
+                    one
+                    for one in model["vocab"]
+                    if SENTENCEPIECE_SPACE in one[1:] and one not in added
+                ),
+                None,
             )
             if node.get("split", True) and across is not None and not named:
                 raise RefusedError(
                     f"{path}: Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
                     "accept other tokens for some words with --pre default",
                 )
-        elif kind == "Replace" and spaces and node.get("content") == SPACE:
+        elif kind == "Replace" and spaces and node.get("content") == SENTENCEPIECE_SPACE:
             replaced = True
         elif not (kind == "Split" and spaces and replaced):
             raise RefusedError(
@@ -567,7 +593,7 @@ def _space_before(
             )
     if not replaced:
         raise RefusedError(
-            f"{path}: no step writes spaces as {SPACE}, and llama.cpp does",
+            f"{path}: no step writes spaces as {SENTENCEPIECE_SPACE}, and llama.cpp does",
             "this tokenizer cannot be carried",
         )
     return prefix

@@ -1,4 +1,4 @@
-"""An adapter as PEFT saves it: low-rank changes of linears and embeddings, and tensors in the place of others.
+"""LoRA adapters as PEFT saves them: low-rank updates of linears and embeddings, and replaced tensors.
 
 For a module ``M`` of the model that was trained, ``adapter_model.safetensors`` holds, under ``base_model.model.``:
 
@@ -38,7 +38,7 @@ WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 _FLOATS = frozenset(("F32", "F16", "BF16"))
-_PARTS = {
+_PART_BY_SUFFIX = {
     ".lora_A.weight": "a",
     ".lora_B.weight": "b",
     ".lora_B.bias": "bias",
@@ -50,8 +50,8 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
-    """Change of one weight: ``scaling * b @ a``.
+class LowRankUpdate:
+    """Low-rank update of one weight: ``scaling * b @ a``.
 
     Attributes:
         a: ``[r, in]``.
@@ -77,7 +77,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter whose files were digested: what is read of them later is compared with that.
+    """An opened adapter; later reads are checked against the digests of its files.
 
     Attributes:
         path: its directory.
@@ -93,7 +93,7 @@ class Adapter:
 
     path: Path
     digests: tuple[str, ...]
-    changes: Mapping[str, LowRank]
+    changes: Mapping[str, LowRankUpdate]
     replaced: Mapping[str, TensorEntry]
     turned: bool
     ties: bool
@@ -102,12 +102,12 @@ class Adapter:
 
     @property
     def cited_name(self) -> str:
-        """Return the name of its directory with the digest of its weights, for a report."""
+        """Return the directory name with the digest of the weights, for reports."""
         return f"{self.path.resolve().name} (SHA-256 {self.digests[-1].partition(' ')[0]})"
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Open the directory of an adapter and digest its files.
+    """Open an adapter directory and compute the digests of its files.
 
     Raises:
         InputError: no adapter of LoRA that can be merged; says what is in the way.
@@ -129,11 +129,11 @@ def open_adapter(path: Path) -> Adapter:
     config = parse_object(text, path / CONFIG, roles.SETTINGS)
     check_config(path / CONFIG, config)
     # Looked at before gigabytes are digested, and taken as it is afterwards.
-    _sorted(path, config, read_header(path / WEIGHTS, path))
+    _sort_tensors(path, config, read_header(path / WEIGHTS, path))
     known = take_checksums(path / WEIGHTS, path)
     found = read_header(path / WEIGHTS, path)
     entries = {name: replace(entry, checksums=known) for name, entry in found.items()}
-    changes, replaced = _sorted(path, config, entries)
+    changes, replaced = _sort_tensors(path, config, entries)
     return Adapter(
         path,
         (f"{hashlib.sha256(text).hexdigest()}  {CONFIG}", f"{known.sha256}  {WEIGHTS}"),
@@ -142,72 +142,72 @@ def open_adapter(path: Path) -> Adapter:
         config.get("fan_in_fan_out") is True,
         config.get("ensure_weight_tying") is True,
         trained_on(config),
-        targets(config),
+        target_modules(config),
     )
 
 
-def _sorted(
+def _sort_tensors(
     path: Path, config: Mapping[str, Any], entries: Mapping[str, TensorEntry]
-) -> tuple[dict[str, LowRank], dict[str, TensorEntry]]:
-    """Return the changes by module, and what replaces tensors by name."""
+) -> tuple[dict[str, LowRankUpdate], dict[str, TensorEntry]]:
+    """Return the low-rank updates by module, and the replacing tensors by name."""
     parts: dict[str, dict[str, TensorEntry]] = {}
     replaced: dict[str, TensorEntry] = {}
     tables: set[str] = set()
     for name, entry in entries.items():
         if not name.startswith(PREFIX):
-            raise _bad(path, name, f"the name does not begin with {PREFIX}")
+            raise _tensor_error(path, name, f"the name does not begin with {PREFIX}")
         inner = name.removeprefix(PREFIX)
-        ending = next((end for end in _PARTS if inner.endswith(end)), "")
+        ending = next((end for end in _PART_BY_SUFFIX if inner.endswith(end)), "")
         if ending:
             module = inner.removesuffix(ending).removesuffix(".base_layer")
-            parts.setdefault(module, {})[_PARTS[ending]] = entry
+            parts.setdefault(module, {})[_PART_BY_SUFFIX[ending]] = entry
             tables |= {module} if "embedding" in ending else set()
         elif "lora_" in inner:
-            raise _bad(path, name, "a tensor of no kind that is merged here")
+            raise _tensor_error(path, name, "a tensor of no kind that is merged here")
         elif ".original_module." not in inner:  # what a saved module replaced
             replaced[inner.replace(".base_layer.", ".").replace(".modules_to_save.", ".")] = entry
         if entry.dtype not in _FLOATS:
-            raise _bad(path, name, f"{entry.dtype} is no type of an adapter")
+            raise _tensor_error(path, name, f"{entry.dtype} is no type of an adapter")
     if not parts and not replaced:
         raise InputError(f"{path / WEIGHTS}: the adapter holds nothing", "fetch it again")
     every = "".join(f".{inner}\n" for inner in replaced)
-    for name in promised(config):
+    for name in modules_saved_whole(config):
         if f".{name}." not in every:
-            raise _bad(path, name, f"missing, although {CONFIG} has it in modules_to_save")
+            raise _tensor_error(path, name, f"missing, although {CONFIG} has it in modules_to_save")
     changes = {
-        module: _change(path, config, module, found, module in tables)
+        module: _read_update(path, config, module, found, module in tables)
         for module, found in sorted(parts.items())
     }
     return changes, dict(sorted(replaced.items()))
 
 
-def _change(
+def _read_update(
     path: Path,
     config: Mapping[str, Any],
     module: str,
     found: Mapping[str, TensorEntry],
     embedding: bool,
-) -> LowRank:
+) -> LowRankUpdate:
     if not {"a", "b"} <= found.keys():
-        raise _bad(
+        raise _tensor_error(
             path,
             next(iter(found.values())).name,
             "the other half of the product is missing",
             "the adapter is damaged: fetch it again",
         )
     a, b = found["a"], found["b"]
-    rank = number(path / CONFIG, config, "r", "rank_pattern", module)
-    alpha = number(path / CONFIG, config, "lora_alpha", "alpha_pattern", module)
+    rank = module_number(path / CONFIG, config, "r", "rank_pattern", module)
+    alpha = module_number(path / CONFIG, config, "lora_alpha", "alpha_pattern", module)
     if len(a.shape) != 2 or len(b.shape) != 2 or not a.shape[0] == b.shape[1] == rank:
         shapes = f"{list(a.shape)} and {list(b.shape)}"
         what = f"A and B are {shapes}, {CONFIG} says rank {rank:g}"
-        raise _bad(
+        raise _tensor_error(
             path, a.name, what, f"correct r or rank_pattern in {CONFIG}, or fetch both again"
         )
     scaling = alpha / math.sqrt(rank) if config.get("use_rslora") is True else alpha / rank
     magnitude, bias = found.get("magnitude"), found.get("bias")
     if (config.get("use_dora") is True) != (magnitude is not None):
-        raise _bad(
+        raise _tensor_error(
             path,
             a.name,
             "use_dora and the magnitude vectors disagree",
@@ -215,14 +215,14 @@ def _change(
         )
     for one in (magnitude, bias):
         if one is not None and one.shape != (b.shape[0],):
-            raise _bad(path, one.name, f"{list(one.shape)}, expected [{b.shape[0]}]")
-    return LowRank(a, b, scaling, magnitude, bias, embedding)
+            raise _tensor_error(path, one.name, f"{list(one.shape)}, expected [{b.shape[0]}]")
+    return LowRankUpdate(a, b, scaling, magnitude, bias, embedding)
 
 
 _UNKNOWN = "the adapter is damaged, or of a kind that is not merged here: merge it with PEFT, then quantize the result"
 
 
-def _bad(path: Path, name: str, what: str, hint: str = _UNKNOWN) -> InputError:
+def _tensor_error(path: Path, name: str, what: str, hint: str = _UNKNOWN) -> InputError:
     return InputError(
         f"{path / WEIGHTS}: tensor {name!r}: {what}",
         hint,
@@ -234,7 +234,7 @@ def _bad(path: Path, name: str, what: str, hint: str = _UNKNOWN) -> InputError:
 # The configuration
 
 # Keys that say how it was trained, where it applies (the names of its tensors say that too) and of whom it is.
-_TOLD = frozenset(
+_KNOWN_KEYS = frozenset(
     ("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config", "ensure_weight_tying",
      "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern",
      "layers_to_transform", "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config",
@@ -242,19 +242,20 @@ _TOLD = frozenset(
      "revision", "runtime_config", "target_modules", "task_type", "use_dora", "use_rslora")
 )  # fmt: skip
 # Ways to begin that take a part of the model's weights into the adapter.
-_MOVED = ("pissa", "olora", "loftq", "corda", "lora_ga")
+_WEIGHT_CHANGING_INITS = ("pissa", "olora", "loftq", "corda", "lora_ga")
 # Kinds that PEFT cannot merge.
-_INPUTS = frozenset(
+_UNMERGEABLE_TYPES = frozenset(
     ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE")
 )  # fmt: skip
-_SWITCH = (bool, NoneType)
+_OPTIONAL_BOOL = (bool, NoneType)
 _MOST_SHOWN = 100  # characters of a name
 _MOST_SAVED = (
     1000  # entries of `modules_to_save`, each looked for among all tensors; PEFT writes a few
 )
 _TYPES: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(
-        ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"), _SWITCH
+        ("use_rslora", "use_dora", "fan_in_fan_out", "ensure_weight_tying", "lora_bias"),
+        _OPTIONAL_BOOL,
     ),
     "init_lora_weights": (bool, str, NoneType),
     "modules_to_save": (list, NoneType),
@@ -263,16 +264,16 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def check_config(file: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what is no LoRA, and what changes the meaning of its tensors in a way that is not known."""
+    """Raise `InputError` unless the adapter is LoRA with settings that can be merged."""
     kind, begun = config.get("peft_type"), config.get("init_lora_weights")
-    unknown = sorted(key for key, value in config.items() if value and key not in _TOLD)
+    unknown = sorted(key for key, value in config.items() if value and key not in _KNOWN_KEYS)
     wrong = [key for key, kinds in _TYPES.items() if not isinstance(config.get(key), kinds)]
     what = ""
     if kind != "LORA":
         what = f"peft_type {kind!r}"
     elif unknown:
         what = f"{unknown[0]} = {str(config[unknown[0]])[:60]}"
-    elif isinstance(begun, str) and begun.lower().startswith(_MOVED):
+    elif isinstance(begun, str) and begun.lower().startswith(_WEIGHT_CHANGING_INITS):
         what = f"init_lora_weights = {begun!r} has changed the weights of the model as well"
     elif wrong:
         what = f"{wrong[0]} = {str(config[wrong[0]])[:60]!r} is of another type than PEFT writes"
@@ -282,14 +283,14 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
         raise InputError(
             f"{file}: {what}: not merged here",
             "PEFT merges no such adapter either: what it learned are inputs, not weights"
-            if kind in _INPUTS
+            if kind in _UNMERGEABLE_TYPES
             else merge_steps("MODEL", str(file.parent)),
             file=str(file),
         )
 
 
 def merge_steps(model: str, adapter: str, rows: int | None = None) -> str:
-    """Return a hint with the lines of Python that merge an adapter; ``rows`` is a new number of tokens."""
+    """Return a hint with Python code that merges an adapter with PEFT; ``rows`` is a new vocabulary size."""
     resized = "" if rows is None else f"model.resize_token_embeddings({rows}); "
     return (
         f"merge it with PEFT first: model = AutoModelForCausalLM.from_pretrained({model!r}); {resized}"
@@ -305,27 +306,29 @@ def trained_on(config: Mapping[str, Any]) -> str:
     return f"{CONFIG} names {name} as the model that it was trained on"
 
 
-def promised(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of modules that are saved whole; of tied ones PEFT may leave one out."""
+def modules_saved_whole(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of ``modules_to_save``; empty for tied weights, where PEFT may leave one out."""
     if config.get("ensure_weight_tying") is True:
         return ()
     return tuple(dict.fromkeys(map(str, config.get("modules_to_save") or ())))
 
 
-def targets(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names, or their ends, of linears that are all changed; none where further keys choose among them."""
+def target_modules(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names, or suffixes, of linears that are all changed; empty if other keys restrict them."""
     found = config.get("target_modules")
     chosen = config.get("layers_to_transform") is not None or config.get("exclude_modules")
     return tuple(map(str, found)) if isinstance(found, list) and not chosen else ()
 
 
-def number(file: Path, config: Mapping[str, Any], key: str, table: str, module: str) -> float:
-    """Return a number of the configuration for a module: by the first pattern that fits its name, else that of all."""
+def module_number(
+    file: Path, config: Mapping[str, Any], key: str, table: str, module: str
+) -> float:
+    """Return a number of the configuration for a module: that of the first matching pattern, else the default."""
     found, special = config.get(key), config.get(table) or {}
     if not isinstance(special, Mapping):
         raise InputError(f"{file}: {table} is no table", file=str(file))
     for pattern, value in special.items():
-        if patterns.matches(rf"(.*\.)?({pattern})", module, whole=True):
+        if patterns.matches_pattern(rf"(.*\.)?({pattern})", module, full_match=True):
             found = value
             break
     least = 0 if key == "r" else -(2**31)

@@ -1,4 +1,4 @@
-"""Directories of draft heads: small networks that guess further tokens from what a model has computed.
+"""Directories of draft heads (Medusa, EAGLE-3), small networks that draft tokens for a base model.
 
 They are no models of their own, and lie beside one: Medusa (`medusa_lm_head.safetensors`) and EAGLE-3, in 16 bits or in
 a format that is read here. What a directory holds is told by its configuration alone.
@@ -18,7 +18,7 @@ from quantforge.files.finite_values import scan_finite
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.reader import CONFIG, Checkpoint, open_checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format
-from quantforge.formats.declared_quantization import settle_declared
+from quantforge.formats.declared_quantization import resolve_declaration
 from quantforge_files import roles
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 _PICKLED = (".pt", ".pth", ".bin", ".pkl")
 _INTEGERS = frozenset({"I32", "I64"})
-_MOST = 1 << 20  # of a number in a configuration
-_TRAINED = "take heads that were trained for this very model"
+_MAX_NUMBER = 1 << 20  # of a number in a configuration
+_TRAINED_HINT = "take heads that were trained for this very model"
 
 
 @dataclass(frozen=True, slots=True)
-class HeadDirectory:
+class DraftHeadDirectory:
     """An opened directory of draft heads.
 
     Attributes:
@@ -52,11 +52,11 @@ class HeadDirectory:
 
     @property
     def path(self) -> Path:
-        """Return the path of it."""
+        """Return the path of the directory."""
         return self.checkpoint.path
 
     def number(self, *keys: str, default: int | None = None) -> int:
-        """Return the first of some numbers that the configuration states.
+        """Return the first of several keys that the configuration has, as a positive integer.
 
         Raises:
             InputError: it states none, or one that is no whole number of at least 1.
@@ -64,19 +64,19 @@ class HeadDirectory:
         value = next(
             (self.config[key] for key in keys if self.config.get(key) is not None), default
         )
-        if type(value) is not int or not 1 <= value <= _MOST:
+        if type(value) is not int or not 1 <= value <= _MAX_NUMBER:
             raise self.error(f"{keys[0]} = {str(value)[:40]!r}", "a whole number of at least 1")
         return value
 
     def find(self, *names: str) -> str | None:
-        """Return the first of some names that a tensor has, stored as it is or quantized."""
+        """Return the first of several names that exists as a tensor, quantized or not; None if none does."""
         modules = {f"{module}.weight" for module in self.layouts}
         return next(
             (name for name in names if name in modules | self.checkpoint.entries.keys()), None
         )
 
     def read(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
-        """Read the numbers of the first of some names that is there; a quantized weight in float32.
+        """Read the first of several tensors that exists; a quantized weight is decoded to float32.
 
         Raises:
             InputError: none is there, it has another shape, holds no floats, or one that is not finite.
@@ -87,7 +87,7 @@ class HeadDirectory:
         return weight.decode() if isinstance(weight, Quantized) else weight
 
     def weight(self, shape: tuple[int, ...], *names: str) -> QuantizedTensor | torch.Tensor:
-        """Read a weight as it is stored; errors as `read`."""
+        """Read a weight without decoding it; errors as `read`."""
         name = self._expected(shape, names)
         layout = self.layouts.get(name.removesuffix(".weight"))
         if layout is None:
@@ -96,7 +96,7 @@ class HeadDirectory:
         return self.form.unpack(layout, stored)
 
     def integers(self, shape: tuple[int, ...], *names: str) -> torch.Tensor:
-        """Read whole numbers; errors as `read`."""
+        """Read an integer tensor; errors as `read`."""
         return self._stored(self._expected(shape, names), _INTEGERS)
 
     def _expected(self, shape: tuple[int, ...], names: tuple[str, ...]) -> str:
@@ -107,29 +107,30 @@ class HeadDirectory:
         found = layout.shape if layout else self.checkpoint.entries[name].shape
         if found != shape:
             raise self.error(
-                f"tensor {name!r} is {[*found]}, for this model {[*shape]} is expected", _TRAINED
+                f"tensor {name!r} is {[*found]}, for this model {[*shape]} is expected",
+                _TRAINED_HINT,
             )
         return name
 
     def _stored(self, name: str, types: frozenset[str] = frozenset()) -> torch.Tensor:
-        """Read a tensor of one of some ``types``, of any where none is named; floats are finite."""
+        """Read a stored tensor and check its dtype (any if ``types`` is empty) and that floats are finite."""
         entry = self.checkpoint.entries[name]
         if types and entry.dtype not in types:
             raise self.error(
                 f"tensor {name!r} is {entry.dtype}, expected is {' or '.join(sorted(types))}",
-                _TRAINED,
+                _TRAINED_HINT,
             )
         tensor = self.checkpoint.read(name)
         scan_finite(name, tensor, entry.file)
         return tensor
 
     def error(self, what: str, hint: str) -> InputError:
-        """Return the error of something that is wrong with the directory."""
+        """Return the error for a defect of the directory."""
         return _error(self.path, self.kind, what, hint)
 
 
-def open_heads(path: Path) -> HeadDirectory | None:
-    """Open a directory of draft heads, reading its configuration and headers; None for anything else.
+def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
+    """Open a directory of draft heads by its configuration and headers; return None for any other directory.
 
     Raises:
         InputError: it cannot be read, or holds heads of a kind, or in a format, that is not known here.
@@ -153,7 +154,7 @@ def open_heads(path: Path) -> HeadDirectory | None:
         raise _error(
             path, kind, "are not computed here", f"{known} heads are, or take a draft model"
         )
-    checkpoint = settle_declared(open_checkpoint(path))
+    checkpoint = resolve_declaration(open_checkpoint(path))
     try:
         form = detect_format(checkpoint.config)
     except InputError as error:
@@ -161,7 +162,7 @@ def open_heads(path: Path) -> HeadDirectory | None:
         raise _error(path, kind, what, "take those in 16 bits, or quantize these here") from error
     headers = checkpoint.headers()
     layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
-    return HeadDirectory(kind, config, checkpoint, form, layouts)
+    return DraftHeadDirectory(kind, config, checkpoint, form, layouts)
 
 
 def _error(path: Path, kind: str, what: str, hint: str) -> InputError:

@@ -1,8 +1,8 @@
-"""The view of a source in low precision that runs read, and the words for its precision.
+"""Decode models that were released in low precision, so that runs read plain weights.
 
 A format in which models are published (`FormatInfo.published`) is read by its own reader; some models are published in
-layouts that nothing here writes, which `READERS` has. A result of this program is no such source: its manifest names
-what it was made from, and that is the better one.
+layouts that nothing here writes (`READER_BY_METHOD`). A result of this program is not decoded: its manifest names the
+model that it was made from, which is the better source.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from quantforge.files.previous_output import MANIFEST
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import ModuleLayout, detect_format, kv_scales
 from quantforge.formats.configuration import quantization_config
-from quantforge.formats.decoded import Encoded, decoded_weights, decoding
+from quantforge.formats.decoded import EncodedWeight, decode_weights, quantized_weight_readers
 from quantforge.formats.sources import modelopt, mxfp4_stacks
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, Tile
 from quantforge.plans import StoredTensor
 
 # By ``quant_method``: finds in the headers what is encoded, and what is left out.
-Reader = Callable[[Mapping[str, StoredTensor]], tuple[list[Encoded], list[str]]]
-READERS: Mapping[str, Reader] = {"mxfp4": mxfp4_stacks.weights, "modelopt": modelopt.weights}
+Reader = Callable[[Mapping[str, StoredTensor]], tuple[list[EncodedWeight], list[str]]]
+READER_BY_METHOD: Mapping[str, Reader] = {
+    "mxfp4": mxfp4_stacks.find_encoded_weights,
+    "modelopt": modelopt.find_encoded_weights,
+}
 
 
-def plain_source(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a source as runs read it: decoded where it is published in low precision, else as it is.
+def decode_if_low_precision(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a source as runs read it: a decoded view if it was released in low precision, else unchanged.
 
     Raises:
         InputError: it cannot be decoded: a scale is missing or has another shape, or nothing reads its
@@ -36,29 +39,31 @@ def plain_source(checkpoint: Checkpoint) -> Checkpoint:
     reader = _reader(checkpoint)
     stated = isinstance(checkpoint.config.get("quantization_config"), Mapping)
     if reader is not None:
-        return decoding(checkpoint, *reader(checkpoint.headers()))
+        return decode_weights(checkpoint, *reader(checkpoint.headers()))
     if not stated or checkpoint.path.is_file():
         return checkpoint
     if (checkpoint.path / MANIFEST).exists() or not detect_format(
         checkpoint.config
     ).INFO.used_for_releases:
         return checkpoint
-    return quantized_source(checkpoint)
+    return decode_quantized_source(checkpoint)
 
 
-def quantized_source(checkpoint: Checkpoint) -> Checkpoint:
-    """Return any quantized model as runs read a source: decoded, in the type of the model; errors as `plain_source`."""
+def decode_quantized_source(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a decoded view of any quantized model, in the model's dtype; errors as `decode_if_low_precision`."""
     weights = [
-        Encoded(name, shape, rows.layout.tensor_names, rows, _words(rows.layout))
-        for name, (rows, shape) in decoded_weights(checkpoint).items()
+        EncodedWeight(name, shape, rows.layout.tensor_names, rows, _precision_text(rows.layout))
+        for name, (rows, shape) in quantized_weight_readers(checkpoint).items()
     ]
-    return decoding(
-        checkpoint, weights, kv_scales.found(checkpoint.config, checkpoint.headers()).tensor_names
+    return decode_weights(
+        checkpoint,
+        weights,
+        kv_scales.find_scales(checkpoint.config, checkpoint.headers()).tensor_names,
     )
 
 
-def readable(checkpoint: Checkpoint) -> Checkpoint:
-    """Return a model as its format reads it; decoded where it is in a layout that no format has.
+def decode_if_unsupported(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a model as its format reads it; a decoded view if no format has its layout.
 
     Raises:
         RefusedError: they are draft heads, which compute nothing without their model.
@@ -68,16 +73,16 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path}: {type_of(checkpoint.config)} heads, no model: they guess for one",
             f"quantforge generate MODEL --draft {shlex.quote(str(checkpoint.path))}",
         )
-    return checkpoint if _reader(checkpoint) is None else plain_source(checkpoint)
+    return checkpoint if _reader(checkpoint) is None else decode_if_low_precision(checkpoint)
 
 
 def _reader(checkpoint: Checkpoint) -> Reader | None:
-    """Return what reads a model that is in a layout which no format has."""
-    return READERS.get(str(quantization_config(checkpoint.config).get("quant_method")))
+    """Return the reader for a layout that no format reads, None for other layouts."""
+    return READER_BY_METHOD.get(str(quantization_config(checkpoint.config).get("quant_method")))
 
 
-def _words(layout: ModuleLayout) -> str:
-    """Return how the weights of one linear are held, for people: ``fp8 (128x128 tiles)``."""
+def _precision_text(layout: ModuleLayout) -> str:
+    """Describe how the weights of a linear are stored, e.g. ``fp8 (128x128 tiles)``."""
     scheme = layout.scheme.weight
     name, granularity = scheme.grid.partition("_")[0], scheme.granularity
     if not GRIDS[scheme.grid].free:

@@ -1,4 +1,4 @@
-"""A model with an adapter merged into it: ``W + scaling * B A``, computed when it is read.
+"""A model with a LoRA adapter merged on read: ``W + scaling * B A``.
 
 The formula is PEFT's: products and sums in float32, of DoRA every row brought to its length. PEFT rounds the product to
 the type of the model before it is added, and the sum once more; here what is rounded starts from the float32 sum, and
@@ -21,7 +21,7 @@ from quantforge.errors import InputError
 from quantforge.files.computed_tensors import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import TensorEntry, read_rows, read_tensor
-from quantforge.formats.sources.adapter import CONFIG, WEIGHTS, Adapter, LowRank, merge_steps
+from quantforge.formats.sources.adapter import CONFIG, WEIGHTS, Adapter, LowRankUpdate, merge_steps
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +31,8 @@ _MISSING = ": the model has no such tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class _Changed:
-    """Reader of a weight with its change.
+class _LowRankMergedReader:
+    """Reader of a weight with its low-rank update added.
 
     Attributes:
         base: name of the weight.
@@ -41,7 +41,7 @@ class _Changed:
     """
 
     base: str
-    change: LowRank
+    change: LowRankUpdate
     turned: bool
 
     def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
@@ -52,7 +52,7 @@ class _Changed:
         return self._scaled(checkpoint.read_rows(self.base, first, last).float(), first, last)
 
     def _scaled(self, weight: Tensor, first: int, last: int) -> Tensor:
-        """Return the merged rows of the rows ``first:last`` of the base."""
+        """Return the merged rows for rows ``first:last`` of the base weight, DoRA magnitudes applied."""
         import torch
 
         if first == last:
@@ -95,8 +95,8 @@ class _Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Shifted:
-    """Reader of a bias with what an adapter adds to it."""
+class _BiasReader:
+    """Reader of a bias with the adapter's bias added."""
 
     base: str
     added: TensorEntry
@@ -108,8 +108,8 @@ class _Shifted:
         return checkpoint.read_rows(self.base, first, last).float() + added
 
 
-def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
-    """Return a model with an adapter merged into it.
+def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
+    """Return a view of a model with an adapter merged into it.
 
     Raises:
         InputError: the adapter is of another model: a name matches nothing, or a shape is another; lists all of them.
@@ -117,22 +117,22 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
     found = match_tensors(
         checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
     )
-    places = _Places(checkpoint, found)
+    places = _StoredNames(checkpoint, found)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
     alone = not adapter.ties and places.stand_apart(touched)
-    new, merge = _Merge(checkpoint, places), _Merge(checkpoint, places)
+    new, merge = _MergedTensors(checkpoint, places), _MergedTensors(checkpoint, places)
     for name, entry in adapter.replaced.items():
-        new.put(name, entry.shape, _Replaced(entry))
+        new.put(name, entry.shape, _ReplacementReader(entry))
     for module, change in adapter.changes.items():
         name = f"{module}.weight"
         turned = change.embedding or places.turned(name, adapter.turned)
         shape = change.shape[::-1] if turned else change.shape
-        merge.put(name, shape, _Changed(places.base(name), change, turned))
+        merge.put(name, shape, _LowRankMergedReader(places.base(name), change, turned))
         if change.bias is not None:
             name = f"{module}.bias"
             if not places.base(name):
-                raise _no_bias(checkpoint, adapter, change.bias.name, name)
-            rows = _Shifted(places.base(name), change.bias, change.scaling)
+                raise _no_bias_error(checkpoint, adapter, change.bias.name, name)
+            rows = _BiasReader(places.base(name), change.bias, change.scaling)
             merge.put(name, change.bias.shape, rows)
     unchanged = [
         f"{name}: target_modules name it, and the adapter does not change it"
@@ -142,7 +142,7 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
     resized = {**new.resized, **merge.resized}
     problems = [*new.problems, *merge.problems]
     if not problems and len({rows for rows, _ in resized.values()}) == 1:
-        raise _resized(checkpoint, adapter, resized)
+        raise _resized_error(checkpoint, adapter, resized)
     problems += [
         f"{name}: {rows} rows, that of the model has {own}" for name, (rows, own) in resized.items()
     ]
@@ -154,22 +154,22 @@ def merged(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
             hint = (
                 f"its other tensors fit: train it without what the model has no place for; {hint}"
             )
-        raise _unfit(checkpoint, adapter, [*problems, *unchanged], hint)
-    facts = {ADAPTER: _described(adapter, alone)}
+        raise _mismatch_error(checkpoint, adapter, [*problems, *unchanged], hint)
+    facts = {ADAPTER: _merge_description(adapter, alone)}
     config, added = checkpoint.config, {}
     if alone:
         head = places.stored(places.head)
         added = {head: replace(checkpoint.entries[places.embedding], name=head)}
-        new.computed.setdefault(head, _Same(places.embedding))
+        new.computed.setdefault(head, _UntiedHeadReader(places.embedding))
         config = untied(config)
     whole = prepared_checkpoint(checkpoint, new.computed, config=config, added=added)
     return prepared_checkpoint(whole, merge.computed, facts=facts)
 
 
-def _resized(
+def _resized_error(
     checkpoint: Checkpoint, adapter: Adapter, resized: Mapping[str, tuple[int, int]]
 ) -> InputError:
-    """Return that an adapter was trained with another number of tokens; ``resized`` has its rows and the model's."""
+    """Return the error for an adapter trained with another vocabulary size."""
     rows, own = next(iter(resized.values()))
     what = f"{rows - own} tokens were added" if rows > own else f"{own - rows} tokens were removed"
     have = "have" if len(resized) > 1 else "has"
@@ -181,7 +181,9 @@ def _resized(
     )
 
 
-def _unfit(checkpoint: Checkpoint, adapter: Adapter, problems: list[str], hint: str) -> InputError:
+def _mismatch_error(
+    checkpoint: Checkpoint, adapter: Adapter, problems: list[str], hint: str
+) -> InputError:
     more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
     return InputError(
         f"{adapter.path}: the adapter does not fit {checkpoint.path} ({len(problems)}):"
@@ -191,7 +193,7 @@ def _unfit(checkpoint: Checkpoint, adapter: Adapter, problems: list[str], hint: 
     )
 
 
-def _no_bias(checkpoint: Checkpoint, adapter: Adapter, tensor: str, name: str) -> InputError:
+def _no_bias_error(checkpoint: Checkpoint, adapter: Adapter, tensor: str, name: str) -> InputError:
     return InputError(
         f"{adapter.path}: lora_bias adds to {name}, which {checkpoint.path} does not have",
         "PEFT merges no such adapter either: train it without lora_bias",
@@ -200,8 +202,8 @@ def _no_bias(checkpoint: Checkpoint, adapter: Adapter, tensor: str, name: str) -
     )
 
 
-class _Merge:
-    """Tensors that an adapter computes, and what does not fit.
+class _MergedTensors:
+    """Tensors that an adapter changes, and the problems found.
 
     Attributes:
         computed: readers by stored name.
@@ -209,14 +211,14 @@ class _Merge:
         resized: embedding and head with other rows than the model's alone: theirs, and those of the model.
     """
 
-    def __init__(self, checkpoint: Checkpoint, places: _Places) -> None:
+    def __init__(self, checkpoint: Checkpoint, places: _StoredNames) -> None:
         self._entries, self._places = checkpoint.entries, places
         self.computed: dict[str, Rows] = {}
         self.problems: list[str] = []
         self.resized: dict[str, tuple[int, int]] = {}
 
     def put(self, name: str, shape: tuple[int, ...], rows: Rows) -> None:
-        """Let a tensor of the running model be computed, if the model has it, in this shape."""
+        """Register a reader for a tensor of the model if the model has it in this shape; else record a problem."""
         base, stored = self._places.base(name), self._places.stored(name)
         if not base:
             self.problems.append(f"{name}{_MISSING}")
@@ -236,8 +238,8 @@ class _Merge:
 
 
 @dataclass(frozen=True, slots=True)
-class _Replaced:
-    """Reader of a tensor that takes the place of one."""
+class _ReplacementReader:
+    """Reader of a tensor that replaces one of the model."""
 
     entry: TensorEntry
 
@@ -248,8 +250,8 @@ class _Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class _Same:
-    """Reader of the head that was the embedding."""
+class _UntiedHeadReader:
+    """Reader of a head that was tied and is now stored separately."""
 
     base: str
 
@@ -258,8 +260,8 @@ class _Same:
         return checkpoint.read_rows(self.base, first, last)
 
 
-def _described(adapter: Adapter, alone: bool) -> str:
-    """Say for people and for the manifest what was merged."""
+def _merge_description(adapter: Adapter, alone: bool) -> str:
+    """Describe what was merged, for messages and the manifest."""
     ranks = sorted({change.a.shape[0] for change in adapter.changes.values()})
     words = (
         [f"{len(adapter.changes)} modules of rank {', '.join(map(str, ranks))}"] if ranks else []
@@ -274,8 +276,8 @@ def _described(adapter: Adapter, alone: bool) -> str:
     return f"{adapter.path.resolve().name}: {', '.join(words)}; SHA-256 {digest}"
 
 
-class _Places:
-    """_Places of the modules of a running model in its files."""
+class _StoredNames:
+    """Names in the checkpoint files for tensors of the running model."""
 
     def __init__(self, checkpoint: Checkpoint, found: ModelLayout) -> None:
         self._entries = checkpoint.entries
@@ -292,29 +294,29 @@ class _Places:
         return known.header.name if known else name
 
     def base(self, name: str) -> str:
-        """Return the stored name of the tensor that a change is of; "" where the model has none."""
+        """Return the stored name of the tensor to change; "" if the model has none."""
         stored = self.stored(name)
         if stored in self._entries:
             return stored
         return self.embedding if self._found.tied and name == self.head else ""
 
     def turned(self, name: str, said: bool) -> bool:
-        """Return whether the weight of a linear is stored ``[in, out]``; as the adapter ``said`` where nobody knows."""
+        """Return whether a linear is stored ``[in, out]``; ``said`` by the adapter if the family is not declared."""
         known = self._found.by_name.get(name)
         return known.transposed if known and self._found.architecture else said
 
     def of_linears(self, ends: Collection[str]) -> list[str]:
-        """Return the stored weights of the linears whose module ends so, experts apart: PEFT finds these stacked."""
+        """Return the stored weights of linears whose names end with one of ``ends``, experts excepted."""
         wanted = frozenset(ends)
         return [
             tensor.header.name
             for tensor in self._found.tensors
             if tensor.role is Role.LINEAR and "experts." not in tensor.name
-            if not wanted.isdisjoint(_ends(tensor.name.removesuffix(".weight")))
+            if not wanted.isdisjoint(_name_suffixes(tensor.name.removesuffix(".weight")))
         ]
 
     def stand_apart(self, touched: set[str]) -> bool:
-        """Return whether a tied head has to be stored on its own: an adapter changes it or the embedding."""
+        """Return whether a tied head must be stored separately, because the adapter changes it or the embedding."""
         outer = {self.head, self.embedding}
         return (
             self._found.tied
@@ -323,8 +325,8 @@ class _Places:
         )
 
 
-def _ends(module: str) -> Iterator[str]:
-    """Yield the name of a module and what follows each of its dots."""
+def _name_suffixes(module: str) -> Iterator[str]:
+    """Yield a module name and each of its suffixes after a dot."""
     while module:
         yield module
         module = module.partition(".")[2]

@@ -23,24 +23,24 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.decoded import Encoded
-from quantforge.formats.read_checks import bare_codes, matrix
+from quantforge.formats.decoded import EncodedWeight
+from quantforge.formats.read_checks import matrix_shape, require_scales
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
-_WEIGHT, _SCALE, _SECOND = ".weight", ".weight_scale", ".weight_scale_2"
-_BESIDE = (".input_scale", ".k_scale", ".v_scale", ".input_quantizer._amax")
-_FOLDED = ".pre_quant_scale"
+_WEIGHT_SUFFIX, _SCALE_SUFFIX, _SECOND_SCALE_SUFFIX = ".weight", ".weight_scale", ".weight_scale_2"
+_ENGINE_ONLY_SUFFIXES = (".input_scale", ".k_scale", ".v_scale", ".input_quantizer._amax")
+_PRE_SCALE_SUFFIX = ".pre_quant_scale"
 _TILE = 128
 _STRIP = 1 << 21  # weights that are decoded at a time
 _FLOATS = ("F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrix:
-    """Reader of one weight.
+class _MatrixReader:
+    """Reader that decodes rows of one weight.
 
     Attributes:
         module: whose weight it is.
@@ -66,9 +66,11 @@ class _Matrix:
         each = max(1, _STRIP // columns)
         for start in range(first, last, each):
             stop = min(start + each, last)
-            values = self._values(checkpoint.read_rows(self.module + _WEIGHT, start, stop))
+            values = self._values(checkpoint.read_rows(self.module + _WEIGHT_SUFFIX, start, stop))
             strip = self._steps(checkpoint, start, stop) if steps is None else steps
-            weight[start - first : stop - first] = values.mul_(_spread(strip, self.wide, columns))
+            weight[start - first : stop - first] = values.mul_(
+                _broadcast_scales(strip, self.wide, columns)
+            )
         return weight
 
     def _values(self, stored: torch.Tensor) -> torch.Tensor:
@@ -82,12 +84,12 @@ class _Matrix:
         return values_e2m1(torch.stack((stored & 15, stored >> 4), 2).view(len(stored), -1))
 
     def _steps(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
-        """Return the steps of some rows in float32, ``[rows, groups]`` or ``[1, 1]``."""
+        """Return the scales of rows ``first:last`` in float32, ``[rows, groups]`` or ``[1, 1]``."""
         import torch
 
         from quantforge.packers.fp4 import power_of_two
 
-        name = self.module + _SCALE
+        name = self.module + _SCALE_SUFFIX
         if not self.high:
             return self._sound(checkpoint.read(name).float().reshape(1, 1))
         low, up = first // self.high, -(-last // self.high)
@@ -96,7 +98,7 @@ class _Matrix:
             steps = power_of_two(scales).masked_fill_(scales == 255, torch.nan)
         else:
             steps = scales.float()
-        second = self.module + _SECOND
+        second = self.module + _SECOND_SCALE_SUFFIX
         if second in checkpoint.entries:
             steps = steps * checkpoint.read(second).float().reshape(1, 1)
         steps = self._sound(steps)
@@ -105,52 +107,54 @@ class _Matrix:
     def _sound(self, steps: torch.Tensor) -> torch.Tensor:
         if not bool(steps.isfinite().all()):
             raise InputError(
-                f"{self.module}{_SCALE}: a scale is not finite",
+                f"{self.module}{_SCALE_SUFFIX}: a scale is not finite",
                 "the checkpoint is damaged: fetch it again",
-                tensor=self.module + _SCALE,
+                tensor=self.module + _SCALE_SUFFIX,
                 fault=Fault.NOT_FINITE,
             )
         return steps
 
 
-def _spread(steps: torch.Tensor, wide: int, columns: int) -> torch.Tensor:
-    """Return steps that broadcast over the columns."""
+def _broadcast_scales(steps: torch.Tensor, wide: int, columns: int) -> torch.Tensor:
+    """Return scales expanded to broadcast over the columns."""
     return steps if steps.shape[1] == 1 else steps.repeat_interleave(wide, 1)[:, :columns]
 
 
-def weights(headers: Mapping[str, StoredTensor]) -> tuple[list[Encoded], list[str]]:
-    """Return the weights of a checkpoint that are encoded, and the names of tensors that engines alone read.
+def find_encoded_weights(
+    headers: Mapping[str, StoredTensor],
+) -> tuple[list[EncodedWeight], list[str]]:
+    """Return the encoded weights of a checkpoint, and the names of tensors that only engines need.
 
     Raises:
         InputError: a scale is missing or of a shape that is not known, or a weight was scaled against its input.
     """
-    folded = [name for name in headers if name.endswith(_FOLDED)]
+    folded = [name for name in headers if name.endswith(_PRE_SCALE_SUFFIX)]
     if folded:
         raise InputError(
             f"{folded[0]}: the weights were scaled against their inputs",
             "quantize the model that this one was made from",
             tensor=folded[0],
         )
-    bare_codes(headers, "_scale")
-    modules = [name.removesuffix(_SCALE) for name in headers if name.endswith(_SCALE)]
-    beside = [name for name in headers if name.endswith(_BESIDE)]
-    return [_encoded(module, headers) for module in modules], beside
+    require_scales(headers, "_scale")
+    modules = [name.removesuffix(_SCALE_SUFFIX) for name in headers if name.endswith(_SCALE_SUFFIX)]
+    beside = [name for name in headers if name.endswith(_ENGINE_ONLY_SUFFIXES)]
+    return [_encoded_weight(module, headers) for module in modules], beside
 
 
-def _encoded(module: str, headers: Mapping[str, StoredTensor]) -> Encoded:
-    rows, columns = matrix(headers, module + _WEIGHT)
-    codes, scale = headers[module + _WEIGHT].dtype, headers[module + _SCALE]
+def _encoded_weight(module: str, headers: Mapping[str, StoredTensor]) -> EncodedWeight:
+    rows, columns = matrix_shape(headers, module + _WEIGHT_SUFFIX)
+    codes, scale = headers[module + _WEIGHT_SUFFIX].dtype, headers[module + _SCALE_SUFFIX]
     nibbles = codes == "U8"
     columns *= 2 if nibbles else 1
-    stored = [module + _WEIGHT, module + _SCALE]
+    stored = [module + _WEIGHT_SUFFIX, module + _SCALE_SUFFIX]
     size = scale.shape
     if len(size) == 4 and size[1] == size[3] == 1:  # tiles as [rows, 1, columns, 1]
         size = size[::2]
     tiles = (-(-rows // _TILE), -(-columns // _TILE))
     found: tuple[int, int, str] | None = None
     if nibbles and scale.dtype == "F8_E4M3" and size == (rows, columns // 16):
-        _check_second(module, headers)
-        stored.append(module + _SECOND)
+        _check_second_scale(module, headers)
+        stored.append(module + _SECOND_SCALE_SUFFIX)
         found = 1, 16, "nvfp4"
     elif codes == "F8_E4M3" and scale.dtype == "U8" and size == (rows, columns // 32):
         found = 1, 32, "mxfp8"
@@ -163,22 +167,23 @@ def _encoded(module: str, headers: Mapping[str, StoredTensor]) -> Encoded:
             found = _TILE, _TILE, f"fp8 ({_TILE}x{_TILE} tiles)"
     if found is None:
         raise InputError(
-            f"{module}: {codes} {list(headers[module + _WEIGHT].shape)} under scales {scale.dtype} {list(scale.shape)}"
+            f"{module}: {codes} {list(headers[module + _WEIGHT_SUFFIX].shape)} under scales {scale.dtype}"
+            f" {list(scale.shape)}"
             " is no layout that is read",
             "read are NVFP4, MXFP8, and fp8 with one scale, a scale for each row or for tiles of 128x128",
-            tensor=module + _SCALE,
+            tensor=module + _SCALE_SUFFIX,
         )
     high, wide, words = found
-    reader = _Matrix(module, (rows, columns), high, wide, nibbles)
-    return Encoded(module + _WEIGHT, (rows, columns), tuple(stored), reader, words)
+    reader = _MatrixReader(module, (rows, columns), high, wide, nibbles)
+    return EncodedWeight(module + _WEIGHT_SUFFIX, (rows, columns), tuple(stored), reader, words)
 
 
-def _check_second(module: str, headers: Mapping[str, StoredTensor]) -> None:
-    second = headers.get(module + _SECOND)
+def _check_second_scale(module: str, headers: Mapping[str, StoredTensor]) -> None:
+    second = headers.get(module + _SECOND_SCALE_SUFFIX)
     if second is None or second.dtype != "F32" or any(size != 1 for size in second.shape):
         what = "missing" if second is None else f"{second.dtype} {list(second.shape)}"
         raise InputError(
-            f"{module}{_SECOND}: {what}, expected one float32 number",
+            f"{module}{_SECOND_SCALE_SUFFIX}: {what}, expected one float32 number",
             "the checkpoint is damaged: fetch it again",
-            tensor=module + _SECOND,
+            tensor=module + _SECOND_SCALE_SUFFIX,
         )

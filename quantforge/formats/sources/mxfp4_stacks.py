@@ -1,4 +1,4 @@
-"""Experts in MXFP4 as gpt-oss is published (``quant_method: mxfp4``): elements of 4 bits under powers of two.
+"""MXFP4 experts as in gpt-oss (``quant_method: mxfp4``): 4-bit elements with power-of-two block scales.
 
 For stacked experts ``P`` ``[experts, in, out]``:
 
@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import Fault, InputError
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.decoded import Encoded
-from quantforge.formats.read_checks import require
+from quantforge.formats.decoded import EncodedWeight
+from quantforge.formats.read_checks import require_headers
 from quantforge.plans import StoredTensor
 
 if TYPE_CHECKING:
     import torch
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
-_OCTETS, _GROUP, _NO_NUMBER = 16, 32, 255
-_DAMAGED = "the checkpoint is damaged: fetch it again"
+_BLOCKS_SUFFIX, _SCALES_SUFFIX = "_blocks", "_scales"
+_BYTES_PER_GROUP, _GROUP_SIZE, _NAN_EXPONENT = 16, 32, 255
+_DAMAGED_HINT = "the checkpoint is damaged: fetch it again"
 
 
 @dataclass(frozen=True, slots=True)
-class _Experts:
-    """Reader of the experts of one stack."""
+class _ExpertReader:
+    """Reader that decodes one stack of experts."""
 
     name: str
 
@@ -40,63 +40,69 @@ class _Experts:
         """Return experts ``first:last`` in float32, ``[experts, in, out]``."""
         import torch
 
-        _, rows, groups = checkpoint.entries[self.name + _SCALES].shape
-        stack = torch.empty((last - first, groups * _GROUP, rows), dtype=torch.float32)
+        _, rows, groups = checkpoint.entries[self.name + _SCALES_SUFFIX].shape
+        stack = torch.empty((last - first, groups * _GROUP_SIZE, rows), dtype=torch.float32)
         for expert in range(first, last):
             stack[expert - first] = self._matrix(checkpoint, expert).T
         return stack
 
     def _matrix(self, checkpoint: Checkpoint, expert: int) -> torch.Tensor:
-        """Return the weight of an expert as the files have it, ``[out, in]``."""
+        """Decode the weight of one expert as stored, ``[out, in]``."""
         import torch
 
         from quantforge.packers.fp4 import power_of_two, values_e2m1
 
-        octets = checkpoint.read_rows(self.name + _BLOCKS, expert, expert + 1)[0]
-        exponents = checkpoint.read_rows(self.name + _SCALES, expert, expert + 1)[0]
-        if bool((exponents == _NO_NUMBER).any()):
-            row, group = (exponents == _NO_NUMBER).nonzero()[0].tolist()
-            name = self.name + _SCALES
+        octets = checkpoint.read_rows(self.name + _BLOCKS_SUFFIX, expert, expert + 1)[0]
+        exponents = checkpoint.read_rows(self.name + _SCALES_SUFFIX, expert, expert + 1)[0]
+        if bool((exponents == _NAN_EXPONENT).any()):
+            row, group = (exponents == _NAN_EXPONENT).nonzero()[0].tolist()
+            name = self.name + _SCALES_SUFFIX
             raise InputError(
-                f"{name}: exponent {_NO_NUMBER} of expert {expert}, row {row}, group {group} is no number",
-                _DAMAGED,
+                f"{name}: exponent {_NAN_EXPONENT} of expert {expert}, row {row}, group {group} is no number",
+                _DAMAGED_HINT,
                 tensor=name,
                 fault=Fault.NOT_FINITE,
             )
         codes = torch.stack((octets & 15, octets >> 4), -1).view(len(octets), -1)
-        values = values_e2m1(codes).view(*exponents.shape, _GROUP)
+        values = values_e2m1(codes).view(*exponents.shape, _GROUP_SIZE)
         return values.mul_(power_of_two(exponents).unsqueeze(-1)).view(len(octets), -1)
 
 
-def weights(headers: Mapping[str, StoredTensor]) -> tuple[list[Encoded], list[str]]:
-    """Return the stacks of a checkpoint, and no tensors that are left out.
+def find_encoded_weights(
+    headers: Mapping[str, StoredTensor],
+) -> tuple[list[EncodedWeight], list[str]]:
+    """Return the encoded expert stacks of a checkpoint, and an empty list of tensors to leave out.
 
     Raises:
         InputError: blocks without exponents or the other way round, or of shapes that do not belong together.
     """
-    ends = (_BLOCKS, _SCALES)
+    ends = (_BLOCKS_SUFFIX, _SCALES_SUFFIX)
     names = {name.removesuffix(end) for name in headers for end in ends if name.endswith(end)}
-    return [_stack(name, headers) for name in sorted(names)], []
+    return [_encoded_stack(name, headers) for name in sorted(names)], []
 
 
-def _stack(name: str, headers: Mapping[str, StoredTensor]) -> Encoded:
-    blocks = headers.get(name + _BLOCKS)
+def _encoded_stack(name: str, headers: Mapping[str, StoredTensor]) -> EncodedWeight:
+    blocks = headers.get(name + _BLOCKS_SUFFIX)
     if blocks is None:
-        raise InputError(f"{name}{_BLOCKS}: missing", _DAMAGED, tensor=name + _BLOCKS)
-    if len(blocks.shape) != 4 or blocks.shape[3] != _OCTETS:
         raise InputError(
-            f"{blocks.name}: {list(blocks.shape)}, expected [experts, rows, groups, {_OCTETS}]",
-            _DAMAGED,
+            f"{name}{_BLOCKS_SUFFIX}: missing", _DAMAGED_HINT, tensor=name + _BLOCKS_SUFFIX
+        )
+    if len(blocks.shape) != 4 or blocks.shape[3] != _BYTES_PER_GROUP:
+        raise InputError(
+            f"{blocks.name}: {list(blocks.shape)}, expected [experts, rows, groups, {_BYTES_PER_GROUP}]",
+            _DAMAGED_HINT,
             tensor=blocks.name,
         )
     experts, rows, groups, _ = blocks.shape
-    require(
+    require_headers(
         headers,
         [
-            StoredTensor(name + _BLOCKS, "U8", blocks.shape),
-            StoredTensor(name + _SCALES, "U8", (experts, rows, groups)),
+            StoredTensor(name + _BLOCKS_SUFFIX, "U8", blocks.shape),
+            StoredTensor(name + _SCALES_SUFFIX, "U8", (experts, rows, groups)),
         ],
-        _DAMAGED,
+        _DAMAGED_HINT,
     )
-    shape = (experts, groups * _GROUP, rows)
-    return Encoded(name, shape, (name + _BLOCKS, name + _SCALES), _Experts(name), "mxfp4")
+    shape = (experts, groups * _GROUP_SIZE, rows)
+    return EncodedWeight(
+        name, shape, (name + _BLOCKS_SUFFIX, name + _SCALES_SUFFIX), _ExpertReader(name), "mxfp4"
+    )

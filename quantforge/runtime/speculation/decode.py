@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.sources.head_directory import HeadDirectory
+from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.runtime.cache import CacheView
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import CHUNK_TOKENS, Step, prefill
@@ -83,7 +83,7 @@ class SpeculativeDecoder:
 
 
 def speculative_decoder(
-    loaded: Loaded, options: DraftOptions, load_draft: Callable[[str], Loaded | HeadDirectory]
+    loaded: Loaded, options: DraftOptions, load_draft: Callable[[str], Loaded | DraftHeadDirectory]
 ) -> SpeculativeDecoder:
     """Return a loaded model with a drafter.
 
@@ -107,7 +107,7 @@ def speculative_decoder(
     if options.draft == MTP:
         return _with_network(decoder, read_mtp(loaded), shape)
     other = load_draft(options.draft)
-    if not isinstance(other, HeadDirectory):
+    if not isinstance(other, DraftHeadDirectory):
         return _with_model(decoder, Decoder(other.model, scales=other.kv_scales), options)
     embedding = loaded.model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quantforge.formats.sources.head_directory import HeadDirectory
+from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.linear import PackedLinear
@@ -136,7 +136,7 @@ class FeatureDrafter(Drafter):
 
 
 def read_linear(
-    heads: HeadDirectory, shape: tuple[int, int], names: Sequence[str], like: Tensor
+    heads: DraftHeadDirectory, shape: tuple[int, int], names: Sequence[str], like: Tensor
 ) -> Linear:
     """Read a linear with a weight ``[out_features, in_features]``, and the bias beside it if there is one.
 
@@ -147,7 +147,7 @@ def read_linear(
         like: has the type and the device of the activations.
 
     Raises:
-        InputError: as `HeadDirectory.read`.
+        InputError: as `DraftHeadDirectory.read`.
     """
     weight, bias = heads.weight(shape, *(f"{name}.weight" for name in names)), None
     biases = [f"{name}.bias" for name in names]

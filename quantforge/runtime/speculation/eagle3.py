@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.draft_heads import EMBEDDING, stored_names
-from quantforge.formats.sources.head_directory import HeadDirectory
+from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.ragged_attention import RaggedBatch, Span
 from quantforge.runtime.rotary import STATIC_ROTARY, angles_at, kinds_of
@@ -47,7 +47,7 @@ class Eagle3Layer:
         InputError: a tensor is missing, or of another width or vocabulary; or it is another kind of network.
     """
 
-    def __init__(self, heads: HeadDirectory, embedding: Tensor, layers: int) -> None:
+    def __init__(self, heads: DraftHeadDirectory, embedding: Tensor, layers: int) -> None:
         vocabulary, seen = embedding.shape
         config, hidden = heads.config, heads.number("hidden_size")
         expected = {"num_hidden_layers": 1, "hidden_act": "silu", "vocab_size": vocabulary}
@@ -145,7 +145,7 @@ class Eagle3Layer:
 
 
 def _targets(
-    heads: HeadDirectory, own: int, vocabulary: int, device: torch.device
+    heads: DraftHeadDirectory, own: int, vocabulary: int, device: torch.device
 ) -> Tensor | None:
     """Return the model's ids of its tokens ``[own]``; None where they are the same."""
     if own == vocabulary and heads.find("d2t") is None:
@@ -159,7 +159,7 @@ def _targets(
     return targets.to(device)
 
 
-def _rotary(heads: HeadDirectory, hidden: int, q_heads: int, width: int) -> Any:
+def _rotary(heads: DraftHeadDirectory, hidden: int, q_heads: int, width: int) -> Any:
     """Return the frequencies of a llama of this configuration."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -177,7 +177,7 @@ def _rotary(heads: HeadDirectory, hidden: int, q_heads: int, width: int) -> Any:
     return rotary
 
 
-def _blocks(heads: HeadDirectory, layers: int) -> tuple[int, ...]:
+def _blocks(heads: DraftHeadDirectory, layers: int) -> tuple[int, ...]:
     """Return the blocks whose inputs are read: those that are listed, or an early, a middle and a late one."""
     key, nested = "eagle_aux_hidden_state_layer_ids", heads.config.get("eagle_config")
     listed = {**(nested if isinstance(nested, dict) else {}), **heads.config}.get(key)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from quantforge.formats.sources.head_directory import HeadDirectory
+from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.drafter import Computed, Drafter, Linear, read_linear
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf
@@ -34,7 +34,7 @@ class MedusaHead:
         return self.output(hidden).float()
 
 
-def read_medusa(heads: HeadDirectory, embedding: Tensor) -> list[MedusaHead]:
+def read_medusa(heads: DraftHeadDirectory, embedding: Tensor) -> list[MedusaHead]:
     """Read heads for a model with an embedding ``[vocabulary, hidden]``, whose type and device they get.
 
     Raises:

@@ -23,7 +23,7 @@ from quantforge.architectures.draft_heads import NEXTN_LAYERS, layers_of, withou
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.finite_values import scan_finite
 from quantforge.formats.open_model import open_model
-from quantforge.formats.sources.low_precision import readable
+from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.speculation.drafter import Computed
@@ -76,7 +76,7 @@ class MtpLayer:
 
 def read_mtp(loaded: Loaded) -> MtpLayer:
     """Read the first layer for further tokens in the files that a model was loaded from; errors as `as_model`."""
-    checkpoint = readable(open_model(loaded.path))
+    checkpoint = decode_if_unsupported(open_model(loaded.path))
     source, joins = as_model(checkpoint, str(loaded.path))
     embedding = loaded.model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)

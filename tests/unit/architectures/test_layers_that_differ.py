@@ -9,7 +9,7 @@ import pytest
 from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats.gguf.parameters import parameters
+from quantforge.formats.gguf.parameters import translate_parameters
 from quantforge.model.skeleton import build
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, SIZES, Tiny
@@ -205,7 +205,7 @@ def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
     ]
     model_layout = match_tensors(config, stored)
     assert {tensor.name for tensor in model_layout.tensors} == held.keys() - {"lm_head.weight"}
-    keys = parameters(text).keys
+    keys = translate_parameters(text).keys
     full = [index for index, word in enumerate(LARGE[name]["layer_types"]) if word == F]
     heads = keys["gemma4.attention.head_count_kv"].value
     assert {heads[index] for index in full} == {2 if name == "mixture" else 1}

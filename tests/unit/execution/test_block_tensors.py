@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import torch
 
 from quantforge.execution.calibrated_block import BlockTensors
-from quantforge.formats.storage import storage_of
+from quantforge.formats.storage import get_storage
 from quantforge.plans import Action, StoredTensor, TensorPlan
 
 
 def test_decays_of_a_gguf_file_stay_as_the_source_has_them_to_the_bit():
-    storage = storage_of("gguf")
+    storage = get_storage("gguf")
     values = {"A_log": torch.linspace(-4, 2, 12), "norm.weight": torch.linspace(0, 1, 12)}
     plans = [
         TensorPlan(name, "F32", (12,), Action.KEEP, "", outputs=(StoredTensor(name, "F32", (12,)),),
                    decay=name == "A_log") for name in values
     ]  # fmt: skip
-    written = {plan.name: storage.keep(plan, values[plan.name]) for plan in plans}
+    written = {plan.name: storage.convert_unquantized(plan, values[plan.name]) for plan in plans}
     present = {name: values[name].clone() for name in values}
     present["norm.weight"] += 1
     output = SimpleNamespace(storage=storage, read=lambda plan: {plan.name: written[plan.name]})

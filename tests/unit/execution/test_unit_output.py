@@ -19,7 +19,7 @@ from quantforge.execution.rounding import MatrixRounding
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.safetensors import read_tensor
 from quantforge.files.writer import WeightsWriter
-from quantforge.formats.storage import storage_of
+from quantforge.formats.storage import get_storage
 from quantforge.notation import parse_layer
 from quantforge.plans import Action, FilePlan, StoredTensor, TensorPlan
 
@@ -33,7 +33,7 @@ VALUE = torch.arange(28.0).view(7, 4)
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnitOutput]:
     monkeypatch.setattr(unit_output, "COPY_BYTES", 40)  # runs of two rows
     writer = WeightsWriter(tmp_path, [FilePlan("file", 164, (), PLACES)])
-    yield UnitOutput(storage_of("plain"), writer)
+    yield UnitOutput(get_storage("plain"), writer)
     writer.sync()
 
 

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 from quantforge.errors import InputError
-from quantforge.formats.sources.adapter import check_config, number, promised, targets
+from quantforge.formats.sources.adapter import (
+    check_config,
+    module_number,
+    modules_saved_whole,
+    target_modules,
+)
 
 FILE = Path("adapter_config.json")
 MODULE = "model.layers.0.self_attn.q_proj"
@@ -16,13 +21,15 @@ MODULE = "model.layers.0.self_attn.q_proj"
 
 @pytest.mark.parametrize("value", [1, 16, 128, 0.5, 2**31 - 1, -8])
 def test_numbers_are_taken_as_they_are(value: float) -> None:
-    assert number(FILE, {"lora_alpha": value}, "lora_alpha", "alpha_pattern", MODULE) == value
+    assert (
+        module_number(FILE, {"lora_alpha": value}, "lora_alpha", "alpha_pattern", MODULE) == value
+    )
 
 
 @pytest.mark.parametrize("value", [0, -1, 2**31, True, "8", None, float("nan"), float("inf"), [8]])
 def test_what_is_no_number_is_refused(value: Any) -> None:
     with pytest.raises(InputError, match=r"r = .* of model\.layers\.0") as refused:
-        number(FILE, {"r": value}, "r", "rank_pattern", MODULE)
+        module_number(FILE, {"r": value}, "r", "rank_pattern", MODULE)
     assert "the number of rows of lora_A" in refused.value.hint
 
 
@@ -42,28 +49,36 @@ def test_what_is_no_number_is_refused(value: Any) -> None:
     ],
 )
 def test_patterns_are_of_whole_names_or_their_ends(table: Any, expected: int) -> None:
-    assert number(FILE, {"r": 8, "rank_pattern": table}, "r", "rank_pattern", MODULE) == expected
+    assert (
+        module_number(FILE, {"r": 8, "rank_pattern": table}, "r", "rank_pattern", MODULE)
+        == expected
+    )
 
 
 def test_a_table_that_is_none_is_refused() -> None:
     with pytest.raises(InputError, match="rank_pattern is no table"):
-        number(FILE, {"r": 8, "rank_pattern": [4]}, "r", "rank_pattern", MODULE)
+        module_number(FILE, {"r": 8, "rank_pattern": [4]}, "r", "rank_pattern", MODULE)
 
 
 def test_what_is_promised_and_meant() -> None:
-    assert promised({"modules_to_save": ["lm_head", "norm", "lm_head"]}) == ("lm_head", "norm")
-    assert promised({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}) == ()
-    assert promised({"modules_to_save": ["lm_head"], "ensure_weight_tying": False}) == ("lm_head",)
-    assert promised({}) == promised({"modules_to_save": None}) == ()
-    wanted = {"target_modules": ["q_proj", "v_proj"]}
-    assert targets(wanted) == ("q_proj", "v_proj")
-    assert targets({**wanted, "layers_to_transform": None, "exclude_modules": None}) == targets(
-        wanted
+    assert modules_saved_whole({"modules_to_save": ["lm_head", "norm", "lm_head"]}) == (
+        "lm_head",
+        "norm",
     )
-    assert targets({**wanted, "layers_to_transform": [0]}) == ()
-    assert targets({**wanted, "layers_to_transform": 0}) == ()
-    assert targets({**wanted, "exclude_modules": ["v_proj"]}) == ()
-    assert targets({"target_modules": "all-linear"}) == targets({}) == ()
+    assert modules_saved_whole({"modules_to_save": ["lm_head"], "ensure_weight_tying": True}) == ()
+    assert modules_saved_whole({"modules_to_save": ["lm_head"], "ensure_weight_tying": False}) == (
+        "lm_head",
+    )
+    assert modules_saved_whole({}) == modules_saved_whole({"modules_to_save": None}) == ()
+    wanted = {"target_modules": ["q_proj", "v_proj"]}
+    assert target_modules(wanted) == ("q_proj", "v_proj")
+    assert target_modules(
+        {**wanted, "layers_to_transform": None, "exclude_modules": None}
+    ) == target_modules(wanted)
+    assert target_modules({**wanted, "layers_to_transform": [0]}) == ()
+    assert target_modules({**wanted, "layers_to_transform": 0}) == ()
+    assert target_modules({**wanted, "exclude_modules": ["v_proj"]}) == ()
+    assert target_modules({"target_modules": "all-linear"}) == target_modules({}) == ()
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.formats import compressed_tensors as ct
 from quantforge.formats.compressed_tensors.groups import weight_arguments
 from quantforge.formats.compressed_tensors.linears import (
-    in_blocks,
     pack_transposed,
     packed_transposed_tensors,
+    transposed_scheme,
 )
-from quantforge.formats.read_checks import described
+from quantforge.formats.read_checks import tensor_headers
 from tests.conftest import Tiny
 from tests.quantized import decoded, random_tensor, same
 
@@ -29,7 +29,7 @@ CONFIG = {"model_type": "gpt2"}
 def stored(scheme: str, shape: tuple[int, int]) -> tuple[Any, dict[str, torch.Tensor], Any]:
     """Return a random matrix, what files hold of it, and the weights of its config group."""
     tensor = random_tensor(scheme, shape)
-    return tensor, pack_transposed("h.0.attn.c_attn", tensor), in_blocks(tensor.scheme)
+    return tensor, pack_transposed("h.0.attn.c_attn", tensor), transposed_scheme(tensor.scheme)
 
 
 def configuration(blocks: Any, **changes: Any) -> dict[str, Any]:
@@ -54,18 +54,18 @@ def test_the_library_decodes_what_is_stored_turned(scheme: str) -> None:
 
 def test_what_is_stored_turned_comes_back() -> None:
     tensor, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
-    (layout,) = ct.find_layouts(configuration(blocks), described(files))
+    (layout,) = ct.find_layouts(configuration(blocks), tensor_headers(files))
     assert (layout.transposed, layout.shape) == (True, (96, 64))
     assert same(ct.unpack(layout, files), tensor)
     announced = packed_transposed_tensors(layout.module, layout.scheme, layout.shape)
-    assert {item.name: item for item in announced} == described(files)
+    assert {item.name: item for item in announced} == tensor_headers(files)
 
 
 def test_damaged_scales_are_refused() -> None:
     _, files, blocks = stored("int4:g16:sym:bf16", (96, 64))
     files["h.0.attn.c_attn.weight_scale"] = files["h.0.attn.c_attn.weight_scale"][:-1]
     with pytest.raises(InputError, match="weight_scale"):
-        ct.find_layouts(configuration(blocks), described(files))
+        ct.find_layouts(configuration(blocks), tensor_headers(files))
 
 
 def test_only_groups_of_symmetric_integers_are_stored_turned(tiny: Tiny) -> None:

@@ -5,7 +5,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.formats import ModuleLayout, load_format
-from quantforge.formats.read_checks import described
+from quantforge.formats.read_checks import tensor_headers
 from quantforge.grids import PerGroup, Zero
 from quantforge.packers.bits import pack_rows
 from quantforge.packers.tensor import QuantizedTensor
@@ -121,15 +121,15 @@ def gptq_config(**values):
 )
 def test_gptq_refuses_a_configuration_that_the_headers_contradict(values, message):
     form, _, packed, _ = written("gptq", "int4:g32:sym")
-    assert len(form.find_layouts(gptq_config(), described(packed))) == 1
+    assert len(form.find_layouts(gptq_config(), tensor_headers(packed))) == 1
     with pytest.raises(InputError, match=message.replace("(", r"\(")):
-        form.find_layouts(gptq_config(**values), described(packed))
+        form.find_layouts(gptq_config(**values), tensor_headers(packed))
 
 
 def test_gptq_rules_override_a_module():
     form, _, packed, tensor = written("gptq", "int8:row:sym")
     rules = {"-:other": {}, r"+:m$": {"bits": 8, "group_size": -1}}
-    (layout,) = form.find_layouts(gptq_config(dynamic=rules), described(packed))
+    (layout,) = form.find_layouts(gptq_config(dynamic=rules), tensor_headers(packed))
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
 
@@ -140,9 +140,9 @@ def test_gptq_rules_override_a_module():
 def test_awq_refuses_other_layouts(values):
     form, _, packed, _ = written("awq", "int4:g32:asym")
     base = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True}
-    assert form.find_layouts({"quantization_config": base}, described(packed))
+    assert form.find_layouts({"quantization_config": base}, tensor_headers(packed))
     with pytest.raises(InputError, match="AWQ with version"):
-        form.find_layouts({"quantization_config": base | values}, described(packed))
+        form.find_layouts({"quantization_config": base | values}, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_compressed_tensors_refuses_other_configurations(group, message):
         "config_groups": {"g": group},
     }
     with pytest.raises(InputError, match=message):
-        form.find_layouts({"quantization_config": found}, described(packed))
+        form.find_layouts({"quantization_config": found}, tensor_headers(packed))
 
 
 def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
@@ -188,7 +188,7 @@ def test_compressed_tensors_prefers_a_name_to_a_pattern_to_a_class():
             "format": "pack-quantized",
             "config_groups": groups,
         }
-        (layout,) = form.find_layouts({"quantization_config": found}, described(packed))
+        (layout,) = form.find_layouts({"quantization_config": found}, tensor_headers(packed))
         assert str(layout.scheme) == "int4:g32:sym:f16"
 
 
@@ -213,7 +213,7 @@ def test_scattered_groups_are_read_exactly_and_cannot_be_stored_again():
 def test_a_file_without_group_numbers_has_consecutive_groups():
     form, _, packed, tensor = written("gptq", "int4:g32:sym")
     del packed["m.g_idx"]
-    (layout,) = form.find_layouts(gptq_config(), described(packed))
+    (layout,) = form.find_layouts(gptq_config(), tensor_headers(packed))
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
 
@@ -227,7 +227,7 @@ def test_compressed_tensors_has_many_ways_to_say_one_scale_per_row(strategy, siz
         "format": "pack-quantized",
         "config_groups": {"g": {"targets": ["Linear"], "weights": weights}},
     }
-    (layout,) = form.find_layouts({"quantization_config": found}, described(packed))
+    (layout,) = form.find_layouts({"quantization_config": found}, tensor_headers(packed))
     assert str(layout.scheme) == "int4:row:sym:f16"
     assert torch.equal(decoded(form.unpack(layout, packed)), decoded(tensor))
 
@@ -241,4 +241,4 @@ def test_weights_whose_inputs_are_transformed_are_refused():
         "transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}},
     }
     with pytest.raises(InputError, match="transform_config"):
-        form.find_layouts({"quantization_config": found}, described(packed))
+        form.find_layouts({"quantization_config": found}, tensor_headers(packed))

@@ -11,7 +11,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.formats import detect_format, load_format
-from quantforge.formats.read_checks import described
+from quantforge.formats.read_checks import tensor_headers
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -47,7 +47,7 @@ def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     parameters = packer_of(scheme).fit(weight, scheme)
     codes = packer_of(scheme).encode(weight, parameters, scheme)
     packed = form.pack(MODULE, QuantizedTensor(codes, parameters, scheme, INPUTS.get(case)))
-    headers = described(packed) | {
+    headers = tensor_headers(packed) | {
         "lm_head.weight": StoredTensor("lm_head.weight", "BF16", (64, 256))
     }
     key = "quantization" if case.startswith("mlx") else "quantization_config"
@@ -108,7 +108,7 @@ def test_bytes_of_bitsandbytes_are_read_in_every_storage_type(storage: str) -> N
     packed[weight] = packed[weight].view(-1).view(getattr(torch, storage)).unsqueeze(1)
     said = CONFIGS["bnb"] | {"bnb_4bit_quant_storage": storage}
     state = f"{MODULE}.weight.quant_state.bitsandbytes__nf4"
-    headers = described(packed)
+    headers = tensor_headers(packed)
     headers[state] = replace(headers[state], data=bytes(packed[state].tolist()))
     (layout,) = form.find_layouts({**MODEL, "quantization_config": said}, headers)
     assert same(form.unpack(layout, packed), tensor)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
 from quantforge.formats import ModuleLayout, Verdict, load_format
-from quantforge.formats.convert import convert, express, fit_of_schemes, fit_of_values
+from quantforge.formats.convert import compare_schemes, compare_values, convert, scheme_in_format
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of
@@ -41,20 +41,20 @@ def with_scales(tensor, scales):
     ],
 )
 def test_schemes_alone_tell_what_they_can(scheme, wanted, verdict):
-    fit = fit_of_schemes(parse(scheme), parse(wanted), SHAPE)
+    fit = compare_schemes(parse(scheme), parse(wanted), SHAPE)
     assert fit.verdict is verdict
     assert (fit.reason == "") is (verdict is Verdict.EXACT)
 
 
 def test_a_zero_point_of_zero_has_to_be_looked_for():
     asym, sym = parse("int4:g64:asym:f16"), parse("int4:g64:sym:f16")
-    assert fit_of_schemes(asym, asym, SHAPE, 1).verdict is Verdict.DEPENDS_ON_VALUES
-    assert fit_of_schemes(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
+    assert compare_schemes(asym, asym, SHAPE, 1).verdict is Verdict.DEPENDS_ON_VALUES
+    assert compare_schemes(sym, asym, SHAPE, 1).verdict is Verdict.EXACT
     tensor = random_tensor(asym, SHAPE, least_zero=1)
-    assert fit_of_values(tensor, asym, 1).verdict is Verdict.EXACT
+    assert compare_values(tensor, asym, 1).verdict is Verdict.EXACT
     assert convert(tensor, asym, 1).parameters["zeros"].min() >= 1
     tensor.parameters["zeros"][3, 2] = 0
-    assert fit_of_values(tensor, asym, 1).verdict is Verdict.IMPOSSIBLE
+    assert compare_values(tensor, asym, 1).verdict is Verdict.IMPOSSIBLE
     with pytest.raises(RefusedError, match=r"1 group\(s\) have a zero point below 1") as caught:
         load_format("gptq").pack("m", tensor)
     assert "gptq_v2" in caught.value.hint
@@ -73,10 +73,10 @@ def test_a_zero_point_of_zero_has_to_be_looked_for():
 )
 def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dtype, seed):
     target, source = load_format(key), parse(f"{scheme}:{scale}")
-    fit, wanted = express(source, SHAPE, target, model_dtype)
+    fit, wanted = scheme_in_format(source, SHAPE, target, model_dtype)
     assert fit.verdict in {Verdict.EXACT, Verdict.DEPENDS_ON_VALUES}
     tensor = random_tensor(source, SHAPE, seed)
-    found = fit_of_values(tensor, wanted, target.MIN_ZERO_POINT)
+    found = compare_values(tensor, wanted, target.MIN_ZERO_POINT)
     if fit.verdict is Verdict.EXACT:
         assert found.verdict is Verdict.EXACT
     if found.verdict is not Verdict.EXACT:
@@ -97,7 +97,7 @@ def test_a_conversion_keeps_every_value_or_says_why(scheme, scale, key, model_dt
 def test_scales_convert_when_each_of_them_does():
     source, wanted = parse("int4:g64:sym:f16"), parse("int4:g64:sym:bf16")
     tensor = random_tensor(source, SHAPE)
-    fit = fit_of_values(tensor, wanted)
+    fit = compare_values(tensor, wanted)
     assert fit.verdict is Verdict.INEXACT
     assert "scales are not bf16 numbers" in fit.reason
     with pytest.raises(RefusedError) as caught:
@@ -107,7 +107,7 @@ def test_scales_convert_when_each_of_them_does():
     assert torch.equal(rounded.parameters["scales"], tensor.parameters["scales"].bfloat16())
     assert torch.equal(rounded.codes, tensor.codes)
     powers = with_scales(tensor, torch.full((32, 4), 2.0**-7, dtype=torch.float16))
-    assert fit_of_values(powers, wanted).verdict is Verdict.EXACT
+    assert compare_values(powers, wanted).verdict is Verdict.EXACT
     assert torch.equal(decoded(convert(powers, wanted)), decoded(powers))
 
 
@@ -117,7 +117,7 @@ def test_a_scale_out_of_range_is_refused_even_if_inexact_is_allowed(value):
     scales = tensor.parameters["scales"].clone()
     scales[0, 0] = value
     wanted = parse("int4:g64:sym:f16")
-    assert fit_of_values(with_scales(tensor, scales), wanted).verdict is Verdict.IMPOSSIBLE
+    assert compare_values(with_scales(tensor, scales), wanted).verdict is Verdict.IMPOSSIBLE
     with pytest.raises(RefusedError, match="outside of the range of f16"):
         convert(with_scales(tensor, scales), wanted, allow_inexact=True)
 
@@ -139,7 +139,7 @@ def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
         QuantizedTensor(codes, parameters, scheme),
         replace(scheme, scale=ScaleType.BF16),
     )
-    fit = fit_of_values(tensor, wanted)
+    fit = compare_values(tensor, wanted)
     assert fit.verdict is Verdict.INEXACT
     with pytest.raises(RefusedError, match="scales are not bf16 numbers"):
         convert(tensor, wanted)
@@ -153,7 +153,7 @@ def test_constant_zero_points_are_a_symmetric_grid():
     source = parse("int4:g64:asym:f16")
     wanted = parse("int4:g64:sym:f16")
     tensor = random_tensor(source, SHAPE)
-    assert fit_of_values(tensor, wanted).verdict is Verdict.IMPOSSIBLE
+    assert compare_values(tensor, wanted).verdict is Verdict.IMPOSSIBLE
     tensor.parameters["zeros"].fill_(8)
     restated = convert(tensor, wanted)
     assert restated.codes.dtype == torch.int8
@@ -165,10 +165,12 @@ def test_constant_zero_points_are_a_symmetric_grid():
 
 
 def test_what_a_format_cannot_hold_names_the_nearest():
-    fit, _ = express(parse("int3:g128:sym:f16"), SHAPE, load_format("awq"), "F16")
+    fit, _ = scheme_in_format(parse("int3:g128:sym:f16"), SHAPE, load_format("awq"), "F16")
     assert fit.verdict is Verdict.IMPOSSIBLE
     assert fit.nearest.startswith("int4:g128:sym")
-    fit, _ = express(parse("int4:g1:sym:f16"), SHAPE, load_format("compressed-tensors"), "F16")
+    fit, _ = scheme_in_format(
+        parse("int4:g1:sym:f16"), SHAPE, load_format("compressed-tensors"), "F16"
+    )
     assert "desc_act" in fit.reason
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import FORMATS, Verdict, detect_format, load_format
-from quantforge.formats.read_checks import described
+from quantforge.formats.read_checks import tensor_headers
 from quantforge.notation import parse
 from quantforge.scheme import LayerScheme, Scheme
 from tests.quantized import (
@@ -52,7 +52,7 @@ def test_a_layer_is_announced_written_found_and_read_back(key, scheme, rows, col
     name = "model.layers.0.mlp.up_proj"
     packed = form.pack(name, tensor)
     announced = {item.name: item for item in form.packed_tensors(name, layer, shape)}
-    assert described(packed) == announced
+    assert tensor_headers(packed) == announced
     assert sum(item.nbytes for item in announced.values()) == sum(t.nbytes for t in packed.values())
     config = stored_config(form, scheme, shape)
     found = detect_format(config)

@@ -26,7 +26,7 @@ def headers(kind=kv_scales.TENSOR):
     found = [
         item
         for block in range(2)
-        for item in kv_scales.announced(f"model.layers.{block}.self_attn", kind, 2)
+        for item in kv_scales.scale_tensors(f"model.layers.{block}.self_attn", kind, 2)
     ]
     return {item.name: item for item in found}
 
@@ -34,9 +34,9 @@ def headers(kind=kv_scales.TENSOR):
 @pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])
 def test_what_is_announced_is_found(kind):
     stored = headers(kind)
-    stated = kv_scales.scheme(stored.values())
+    stated = kv_scales.kv_cache_scheme(stored.values())
     assert stated is not None
-    found = kv_scales.found(config(**stated), stored)
+    found = kv_scales.find_scales(config(**stated), stored)
     assert (found.kind, found.tensor_names) == (kind, stored.keys())
     assert found.names[1] == (
         "model.layers.1.self_attn.k_scale",
@@ -45,8 +45,10 @@ def test_what_is_announced_is_found(kind):
 
 
 def test_a_model_without_scales_has_none():
-    assert kv_scales.scheme([StoredTensor("model.layers.0.mlp.k_scale", "F32", (1,))]) is None
-    assert kv_scales.found({}, headers()).tensor_names == frozenset()
+    assert (
+        kv_scales.kv_cache_scheme([StoredTensor("model.layers.0.mlp.k_scale", "F32", (1,))]) is None
+    )
+    assert kv_scales.find_scales({}, headers()).tensor_names == frozenset()
 
 
 @pytest.mark.parametrize(
@@ -54,17 +56,17 @@ def test_a_model_without_scales_has_none():
 )
 def test_other_schemes_are_refused(changes):
     with pytest.raises(InputError, match="kv_cache_scheme"):
-        kv_scales.found(config(**changes), headers())
+        kv_scales.find_scales(config(**changes), headers())
 
 
 def test_missing_and_mis_shaped_scales_are_named():
     stored = headers()
     name = "model.layers.1.self_attn.v_scale"
     with pytest.raises(InputError, match="v_scale of block 1"):
-        kv_scales.found(config(), {key: item for key, item in stored.items() if key != name})
+        kv_scales.find_scales(config(), {key: item for key, item in stored.items() if key != name})
     for wrong in (StoredTensor(name, "F32", (2, 1, 1)), StoredTensor(name, "I32", (1,))):
         with pytest.raises(InputError, match=r"layers\.1\.self_attn\.v_scale"):
-            kv_scales.found(config(), {**stored, name: wrong})
+            kv_scales.find_scales(config(), {**stored, name: wrong})
 
 
 @pytest.mark.parametrize("kind", [kv_scales.TENSOR, kv_scales.HEAD])

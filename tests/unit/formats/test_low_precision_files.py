@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.safetensors import read_header
 from quantforge.formats import ModuleLayout, Verdict, detect_format, load_format
-from quantforge.formats.read_checks import described
+from quantforge.formats.read_checks import tensor_headers
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse, parse_layer
@@ -67,13 +67,13 @@ def written(key: str, text: str, shape: tuple[int, int] = SHAPE):
     plan = TensorPlan(f"{MODULE}.weight", "BF16", shape, Action.QUANTIZE, "", layer, stored, 0)
     packed = form.pack(MODULE, tensor)
     files = form.side_files(plan_of(form, [plan, kept_plan("lm_head.weight", (64, 256))]), CONFIG)
-    assert {item.name: item for item in stored} == described(packed)
+    assert {item.name: item for item in stored} == tensor_headers(packed)
     return form, json.loads(files["config.json"]), packed, tensor
 
 
 def read(form, config, packed):
     """Read every module of a file; that none is found counts as an error."""
-    layouts = form.find_layouts(config, described(packed))
+    layouts = form.find_layouts(config, tensor_headers(packed))
     if not layouts:
         raise InputError(f"{MODULE}: no module is left")
     return [form.unpack(layout, packed) for layout in layouts]
@@ -83,7 +83,7 @@ def read(form, config, packed):
 def test_what_is_written_is_read_back_to_the_bit(key, text):
     form, config, packed, tensor = written(key, text)
     assert form.is_declared(config)
-    (layout,) = form.find_layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, tensor_headers(packed))
     assert set(layout.tensor_names) == packed.keys()
     found = form.unpack(layout, packed)
     if key == "bnb" and tensor.scheme.integer:  # the range is stored, 127 times the scale
@@ -142,7 +142,7 @@ def test_a_recorded_shape_that_other_tensors_deny_is_refused(tmp_path):
 @pytest.mark.parametrize(("key", "text"), WRITTEN)
 def test_a_missing_tensor_is_named(key, text):
     form, config, packed, _ = written(key, text)
-    (layout,) = form.find_layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, tensor_headers(packed))
     for name in packed:
         rest = {other: value for other, value in packed.items() if other != name}
         with pytest.raises(InputError) as caught:
@@ -165,7 +165,7 @@ def test_codes_without_their_scale_are_never_cast(key, text, name, message):
     form, config, packed, _ = written(key, text)
     del packed[f"{MODULE}.{name}"]
     with pytest.raises(InputError, match=message):
-        form.find_layouts(config, described(packed))
+        form.find_layouts(config, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_scales_of_another_shape_are_refused(key, text):
     name = next(name for name in packed if "scale" in name)
     packed[name] = packed[name][:1]
     with pytest.raises(InputError, match=name):
-        form.find_layouts(config, described(packed))
+        form.find_layouts(config, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_scales_of_another_shape_are_refused(key, text):
 )
 def test_a_scale_that_is_not_finite_is_refused(key, text):
     form, config, packed, _ = written(key, text)
-    (layout,) = form.find_layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, tensor_headers(packed))
     name = next((name for name in packed if "nested_absmax" in name), None)
     name = name or next(name for name in packed if "absmax" in name or "scale" in name)
     packed[name] = packed[name].clone()
@@ -218,10 +218,10 @@ def test_a_group_that_contradicts_the_tensors_is_refused():
     group = config["quantization_config"]["config_groups"]["group_0"]
     group["weights"] |= {"strategy": "block", "block_structure": [128, 128]}
     with pytest.raises(InputError, match="weight_scale"):
-        form.find_layouts(config, described(packed))
+        form.find_layouts(config, tensor_headers(packed))
     group["weights"] = {"num_bits": 8, "type": "int", "strategy": "channel"}
     with pytest.raises(InputError):
-        form.find_layouts(config, described(packed))
+        form.find_layouts(config, tensor_headers(packed))
 
 
 @pytest.mark.parametrize(
@@ -235,14 +235,14 @@ def test_a_group_that_contradicts_the_tensors_is_refused():
 def test_a_skip_list_without_the_head_is_refused(key, text, skip):
     form, config, packed, _ = written(key, text)
     assert config["quantization_config"][skip] == ["lm_head"]
-    head = described({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
-    assert form.find_layouts(config, described(packed) | head)
+    head = tensor_headers({"lm_head.weight": torch.zeros(64, 256, dtype=torch.bfloat16)})
+    assert form.find_layouts(config, tensor_headers(packed) | head)
     for known in (None, []):  # engines then find the head by themselves
         config["quantization_config"][skip] = known
-        assert form.find_layouts(config, described(packed) | head)
+        assert form.find_layouts(config, tensor_headers(packed) | head)
     config["quantization_config"][skip] = ["o_proj"]
     with pytest.raises(InputError, match="lm_head"):
-        form.find_layouts(config, described(packed) | head)
+        form.find_layouts(config, tensor_headers(packed) | head)
 
 
 @pytest.mark.parametrize("method", ["hqq", "", 7, None])
@@ -280,7 +280,7 @@ def test_scales_that_vanish_in_their_type_are_an_event_or_none(text):
 
 def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
     form, config, packed, _ = written("bnb", "nf4:g64:sym:double")
-    (layout,) = form.find_layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, tensor_headers(packed))
     name = next(name for name in packed if "quant_state" in name)
     state = json.loads(bytes(packed[name].tolist()))
     assert list(state) == ["quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_dtype",
@@ -295,7 +295,7 @@ def test_the_state_of_bitsandbytes_is_checked_against_the_tensors():
 @pytest.mark.parametrize("columns", [[4, 256, -1], [9, 4, -1], [4, -1, 9], [4, 4, -1]])
 def test_kept_columns_have_to_be_rising_columns(columns):
     form, config, packed, _ = written("bnb", "LLM_INT8")
-    (layout,) = form.find_layouts(config, described(packed))
+    (layout,) = form.find_layouts(config, tensor_headers(packed))
     packed[f"{MODULE}.outlier_columns"][:3] = torch.tensor(columns)
     with pytest.raises(InputError, match="outlier_columns"):
         form.unpack(layout, packed)

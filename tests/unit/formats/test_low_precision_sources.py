@@ -18,7 +18,7 @@ from quantforge.artifacts import manifest
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import detect_format
-from quantforge.formats.decoded import decoded, decoded_weights
+from quantforge.formats.decoded import decode_checkpoint, quantized_weight_readers
 from quantforge.formats.open_model import open_model, open_plain_source
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -403,7 +403,7 @@ def test_compressed_tensors_are_a_source(
 ) -> None:
     model = tmp_path / "m"
     quantize(tiny("llama-wide"), model, recipe(scheme=scheme, scales="absmax"))
-    expected = decoded(open_model(model))
+    expected = decode_checkpoint(open_model(model))
     (model / "quantforge.manifest.json").unlink()  # as if it were of somebody else
     source = open_plain_source(model)
     assert source.facts == {"precision": words}
@@ -413,7 +413,7 @@ def test_compressed_tensors_are_a_source(
         assert source.entries[name].dtype == "BF16"
         assert torch.equal(source.read(name).float(), expected.read(name).float())
         strips_agree(source, name)
-    for name, (rows, _) in decoded_weights(open_model(model)).items():
+    for name, (rows, _) in quantized_weight_readers(open_model(model)).items():
         whole = {part: open_model(model).read(part) for part in rows.layout.tensor_names}
         assert torch.equal(source.read(name), form.unpack(rows.layout, whole).decode()), name
     done = quantize(model, tmp_path / "q", recipe(scheme="int8:g32:sym"))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from quantforge.formats.decoded import decoded
+from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.notation import parse
 from quantforge.packers import packer_of
@@ -50,7 +50,7 @@ def test_the_last_run_of_channels_may_be_shorter():
 def test_a_loaded_layer_rounds_its_inputs():
     path, name = peers.FIXTURES / "llmc-nvfp4", "model.layers.0.mlp.up_proj"
     layer = load(path).model.get_submodule(name)
-    x, weight = values(64), decoded(open_model(path)).read(f"{name}.weight").float()
+    x, weight = values(64), decode_checkpoint(open_model(path)).read(f"{name}.weight").float()
     rounded = simulate(x, Activation("nvfp4", "g16", False), layer._input_scale)
     torch.testing.assert_close(layer(x), rounded @ weight.T, rtol=0.01, atol=0.01)
     assert (layer(x) - x @ weight.T).abs().max() > 0.1

@@ -22,7 +22,12 @@ from quantforge.errors import QuantForgeError
 from quantforge.files.opener import parse_object
 from quantforge.files.reader import INDEX, read_weights
 from quantforge.files.safetensors import read_header
-from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
+from quantforge.formats.gguf.importance_file import (
+    Imatrix,
+    WeightImportance,
+    read_imatrix,
+    write_imatrix,
+)
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.numerics.allocator import trim
 from quantforge.planning.local_paths import strip_local_paths
@@ -271,7 +276,7 @@ def test_what_follows_an_importance_matrix_is_refused_before_it_is_digested(
     tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / name
-    write_imatrix(path, Imatrix({"w": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
+    write_imatrix(path, Imatrix({"w": WeightImportance(torch.ones(1, 4), 1)}, "", 1, 1))
     recipe = Recipe(method="rtn", calibration=CalibrationOptions(source=f"imatrix:{name}"))
     whole = partial(strip_local_paths, recipe, Settings(imatrix=path))
     assert whole()[0].calibration.sha256 == (f"{manifest.sha256(path, None)}  {name}",)

@@ -9,35 +9,35 @@ import pytest
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import (
     GgufTensor,
-    Value,
+    MetadataValue,
     ValueType,
-    array,
-    f32,
+    array_value,
+    bool_value,
+    f32_value,
     file_plan,
-    flag,
     header_bytes,
-    text,
-    u32,
+    string_value,
+    u32_value,
 )
 from quantforge.plans import StoredTensor
 
 VALUES = {
-    "a": (Value(ValueType.U8, 255), "00000000 ff"),
-    "b": (Value(ValueType.I8, -2), "01000000 fe"),
-    "c": (Value(ValueType.U16, 65534), "02000000 feff"),
-    "d": (Value(ValueType.I16, -2), "03000000 feff"),
-    "e": (u32(2**32 - 2), "04000000 feffffff"),
-    "f": (Value(ValueType.I32, -2), "05000000 feffffff"),
-    "g": (f32(-1.5), "06000000 0000c0bf"),
-    "h": (flag(True), "07000000 01"),
-    "i": (text("é"), "08000000 0200000000000000 c3a9"),
-    "j": (array(ValueType.I16, [1, -2]), "09000000 03000000 0200000000000000 0100 feff"),
-    "k": (array(ValueType.STRING, ["x", "", "\udcff"]), "09000000 08000000 0300000000000000"
+    "a": (MetadataValue(ValueType.U8, 255), "00000000 ff"),
+    "b": (MetadataValue(ValueType.I8, -2), "01000000 fe"),
+    "c": (MetadataValue(ValueType.U16, 65534), "02000000 feff"),
+    "d": (MetadataValue(ValueType.I16, -2), "03000000 feff"),
+    "e": (u32_value(2**32 - 2), "04000000 feffffff"),
+    "f": (MetadataValue(ValueType.I32, -2), "05000000 feffffff"),
+    "g": (f32_value(-1.5), "06000000 0000c0bf"),
+    "h": (bool_value(True), "07000000 01"),
+    "i": (string_value("é"), "08000000 0200000000000000 c3a9"),
+    "j": (array_value(ValueType.I16, [1, -2]), "09000000 03000000 0200000000000000 0100 feff"),
+    "k": (array_value(ValueType.STRING, ["x", "", "\udcff"]), "09000000 08000000 0300000000000000"
           "0100000000000000 78 0000000000000000 0100000000000000 ff"),
-    "l": (Value(ValueType.U64, 2**64 - 2), "0a000000 feffffffffffffff"),
-    "m": (Value(ValueType.I64, -2), "0b000000 feffffffffffffff"),
-    "n": (Value(ValueType.F64, -1.5), "0c000000 000000000000f8bf"),
-    "o": (array(ValueType.BOOL, []), "09000000 07000000 0000000000000000"),
+    "l": (MetadataValue(ValueType.U64, 2**64 - 2), "0a000000 feffffffffffffff"),
+    "m": (MetadataValue(ValueType.I64, -2), "0b000000 feffffffffffffff"),
+    "n": (MetadataValue(ValueType.F64, -1.5), "0c000000 000000000000f8bf"),
+    "o": (array_value(ValueType.BOOL, []), "09000000 07000000 0000000000000000"),
 }  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def test_the_table_of_tensors_has_sizes_from_the_fastest_and_offsets_by_32_bytes
 
 
 def test_a_header_that_ends_with_32_bytes_gets_no_more() -> None:
-    assert len(header_bytes({"k" * 27: Value(ValueType.U8, 1)}, [])) == 64
-    assert len(header_bytes({"k" * 28: Value(ValueType.U8, 1)}, [])) == 96
+    assert len(header_bytes({"k" * 27: MetadataValue(ValueType.U8, 1)}, [])) == 64
+    assert len(header_bytes({"k" * 28: MetadataValue(ValueType.U8, 1)}, [])) == 96
 
 
 def test_pieces_lie_behind_each_other_and_tensors_at_multiples_of_32() -> None:

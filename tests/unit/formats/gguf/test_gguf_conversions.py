@@ -14,7 +14,7 @@ from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, RefusedError, UsageError
 from quantforge.events import Policy
 from quantforge.files.reader import open_checkpoint
-from quantforge.formats.gguf.container import Value, ValueType
+from quantforge.formats.gguf.container import MetadataValue, ValueType
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
@@ -46,10 +46,10 @@ def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, mo
     plain = export(file, tmp_path / "d", None, format="plain")
     assert (plain / "tokenizer.json").is_file()
     assert not api.verify(plain, source=file, forward=False).findings
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
     from quantforge.formats.open_model import open_model
 
-    expected, blocks, again = (decoded(open_model(path)) for path in (source, file, back))
+    expected, blocks, again = (decode_checkpoint(open_model(path)) for path in (source, file, back))
     for name in expected.computed:
         torch.testing.assert_close(blocks.read(name), expected.read(name), rtol=1e-3, atol=1e-7)
         assert torch.equal(blocks.read(name), again.read(name))
@@ -58,7 +58,7 @@ def test_integers_move_to_blocks_and_back_without_a_bit_changed(scheme, kind, mo
 @pytest.mark.parametrize(("kind", "bits"), [("Q4_1", 4), ("Q5_1", 5), ("Q4_0", 4), ("Q8_0", 8)])
 def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_path):
     """The same numbers in the other terms; with a minimum in the same bytes, of which Q4_1 holds any."""
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
 
     rules = (Rule("embed_tokens", f"q{kind[1:].lower()}"),)  # llama-quantize would take Q6_K
     file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", kind, rules=rules)
@@ -66,7 +66,10 @@ def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_p
     assert (made.verdict, made.events) == ("exact", ())
     stated = json.loads((tmp_path / "b" / "config.json").read_text())["quantization"]
     assert (stated["bits"], stated["group_size"]) == (bits, 32)
-    numbers, same = decoded(open_gguf(file)), decoded(open_checkpoint(tmp_path / "b"))
+    numbers, same = (
+        decode_checkpoint(open_gguf(file)),
+        decode_checkpoint(open_checkpoint(tmp_path / "b")),
+    )
     assert len(same.computed) == 15
     assert all(torch.equal(numbers.read(name), same.read(name)) for name in same.computed)
     if kind.endswith("_1"):
@@ -76,7 +79,7 @@ def test_blocks_of_integers_are_groups_of_mlx_and_back(kind, bits, models, tmp_p
 
 def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
     """Blocks are exact; an embedding of superblocks is rounded to the type of the model, where that is accepted."""
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
 
     file = export(models("llama-tied", **WIDE), tmp_path / "a.gguf", "Q4_0")
     with pytest.raises(RefusedError, match=r"embed_tokens: decoded, .* not F16 numbers") as caught:
@@ -84,7 +87,10 @@ def test_an_embedding_that_a_format_does_not_hold_is_decoded(models, tmp_path):
     assert "--allow-inexact" in caught.value.hint
     made = api.export(str(file), None, tmp_path / "b", format="gptq", allow_inexact=True)
     assert [event.where for event in made.events] == ["model.embed_tokens"]
-    numbers, same = decoded(open_gguf(file)), decoded(open_checkpoint(tmp_path / "b"))
+    numbers, same = (
+        decode_checkpoint(open_gguf(file)),
+        decode_checkpoint(open_checkpoint(tmp_path / "b")),
+    )
     assert len(same.computed) == 14
     assert all(torch.equal(numbers.read(name), same.read(name)) for name in same.computed)
     name = "model.embed_tokens.weight"
@@ -107,10 +113,10 @@ def test_a_model_that_was_scaled_keeps_its_numbers_and_the_mission_is_exact(mode
     model = models("llama-tied", dtype=torch.bfloat16, **WIDE)
     api.quantize(str(model), recipe, a, Settings())
     b = export(a, tmp_path / "b.gguf", None)
-    from quantforge.formats.decoded import decoded
+    from quantforge.formats.decoded import decode_checkpoint
     from quantforge.formats.open_model import open_model
 
-    first, second = decoded(open_model(a)), decoded(open_model(b))
+    first, second = decode_checkpoint(open_model(a)), decode_checkpoint(open_model(b))
     assert all(torch.equal(first.read(name), second.read(name)) for name in first.computed)
     assert len(first.computed) == 14
     stated = from_toml(read_gguf(b).value("quantforge.recipe", str))
@@ -279,7 +285,7 @@ def pieces_file(**changes: object) -> GgufFile:
               "bos_token_id": 0, "eos_token_id": 1, "add_bos_token": True, "add_eos_token": True,
               "add_space_prefix": False, **changes}  # fmt: skip
     metadata = {
-        f"tokenizer.ggml.{key}": Value(ValueType.STRING, each)
+        f"tokenizer.ggml.{key}": MetadataValue(ValueType.STRING, each)
         for key, each in values.items()
         if each is not None
     }

@@ -11,8 +11,8 @@ import pytest
 from transformers import AutoConfig
 
 from quantforge.errors import InputError, RefusedError
-from quantforge.formats.gguf.container import u32
-from quantforge.formats.gguf.parameters import parameters
+from quantforge.formats.gguf.container import u32_value
+from quantforge.formats.gguf.parameters import translate_parameters
 from tests import gguf_models
 from tests.conftest import Tiny
 
@@ -34,9 +34,9 @@ def test_missing_keys_are_those_of_transformers(tiny: Tiny, family: str) -> None
     whole: dict[str, Any] = AutoConfig.for_model(**bare).to_dict()
     stated = bare | {key: whole[key] for key in KEYS if whole.get(key) is not None}
     assert stated.keys() > bare.keys()
-    expected = parameters(stated)
+    expected = translate_parameters(stated)
     for config in (bare, bare | {"rope_parameters": None}):
-        got = parameters(config)
+        got = translate_parameters(config)
         assert (got.keys, got.computed) == (expected.keys, expected.computed)
 
 
@@ -45,7 +45,7 @@ def test_a_kind_of_rotary_positions_that_is_not_stated_is_plain(tiny: Tiny) -> N
     bases = {word: {"rope_theta": 1e4} for word in ("sliding_attention", "full_attention")}
     plain = {word: base | {"rope_type": "default"} for word, base in bases.items()}
     made = [
-        parameters(
+        translate_parameters(
             config_of(tiny("gemma4")) | {"model_type": "gemma4_text", "rope_parameters": stated}
         )
         for stated in (bases, plain)
@@ -57,7 +57,7 @@ def test_experts_that_are_not_normalised_are_refused_where_nothing_is_said(tiny:
     config = config_of(tiny("qwen3-moe")) | {"mlp_only_layers": [], "decoder_sparse_step": 1}
     config.pop("norm_topk_prob", None)
     with pytest.raises(RefusedError, match="norm_topk_prob"):
-        parameters(config)
+        translate_parameters(config)
 
 
 def declared(model_type: str) -> dict[str, Any]:
@@ -102,17 +102,17 @@ def test_only_positions_that_the_graph_of_a_family_turns_are_written(
         config.pop("rope_scaling", None)
         config["rope_parameters"] = {"rope_theta": 1e4, **rope}
         with suppress(RefusedError, InputError):
-            parameters(config)
+            translate_parameters(config)
             found.add(name)
     assert found == carried
 
 
 def test_two_counts_of_dimensions_that_rotate_are_refused() -> None:
     config = declared("minimax_m2") | {"rotary_dim": 16}
-    assert parameters(config).keys["minimax-m2.rope.dimension_count"] == u32(16)
+    assert translate_parameters(config).keys["minimax-m2.rope.dimension_count"] == u32_value(16)
     config["rope_parameters"] = {"rope_theta": 1e4, "partial_rotary_factor": 0.25}
     with pytest.raises(InputError, match="rotary_dim = 16, partial_rotary_factor"):
-        parameters(config)
+        translate_parameters(config)
 
 
 @pytest.mark.parametrize("sliding", [
@@ -124,4 +124,4 @@ def test_layers_that_slide_have_plain_positions(sliding: dict[str, Any]) -> None
     config["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 1e6},
                                  "sliding_attention": sliding}  # fmt: skip
     with pytest.raises(RefusedError, match="layers that slide"):
-        parameters(config)
+        translate_parameters(config)

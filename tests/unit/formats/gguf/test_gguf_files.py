@@ -16,13 +16,13 @@ from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.output_names import side_of
 from quantforge.files.unstacked_experts import unstacked
-from quantforge.formats.gguf.container import text
+from quantforge.formats.gguf.container import string_value
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
 from quantforge.formats.gguf.tokenizer import chat_templates, special_ids
 from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
-from quantforge.formats.storage import storage_of
+from quantforge.formats.storage import get_storage
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.runtime.text_processing import text_side
@@ -168,7 +168,7 @@ def test_templates_whose_names_have_one_key_are_refused(models, tmp_path):
 
 def test_a_template_whose_key_is_no_name_for_a_file_is_refused(models, tmp_path):
     file = read_gguf(export(models("llama-tied"), tmp_path / "x.gguf", "Q8_0"))
-    metadata = {**file.metadata, "tokenizer.chat_template...": text("x")}
+    metadata = {**file.metadata, "tokenizer.chat_template...": string_value("x")}
     with pytest.raises(InputError, match="no name for a file"):
         tokenizer_files(replace(file, metadata=metadata))
 
@@ -184,13 +184,19 @@ def test_what_is_kept_comes_back_in_the_shape_of_the_source():
         stored = (StoredTensor("x", "F32", stored),)
         return TensorPlan("x", "F32", shape, Action.KEEP, "", outputs=stored, **values)
 
-    storage, value = storage_of("gguf"), torch.linspace(-4, 2, 12)
+    storage, value = get_storage("gguf"), torch.linspace(-4, 2, 12)
     convolution, decay = plan((4, 1, 3), (4, 3)), plan((12,), (12,), decay=True)
     assert torch.equal(
-        storage.kept(convolution, storage.keep(convolution, value.view(4, 1, 3))),
+        storage.restore_unquantized(
+            convolution, storage.convert_unquantized(convolution, value.view(4, 1, 3))
+        ),
         value.view(4, 1, 3),
     )
-    assert torch.allclose(storage.kept(decay, storage.keep(decay, value)), value, atol=1e-6)
+    assert torch.allclose(
+        storage.restore_unquantized(decay, storage.convert_unquantized(decay, value)),
+        value,
+        atol=1e-6,
+    )
 
 
 def test_a_name_that_llama_cpp_takes_for_another_model_is_left_out(models, tmp_path):

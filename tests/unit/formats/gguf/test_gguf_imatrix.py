@@ -16,7 +16,12 @@ from quantforge.artifacts import manifest
 from quantforge.errors import InputError, UsageError
 from quantforge.execution import data_free
 from quantforge.execution.rounding import MatrixRounding
-from quantforge.formats.gguf.importance_file import Entry, Imatrix, read_imatrix, write_imatrix
+from quantforge.formats.gguf.importance_file import (
+    Imatrix,
+    WeightImportance,
+    read_imatrix,
+    write_imatrix,
+)
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.model import hidden_states
 from quantforge.notation import parse_layer
@@ -28,8 +33,8 @@ from tests.runs import ROWS, command
 
 FOUND = Imatrix(
     {
-        "blk.0.attn_q.weight": Entry(torch.tensor([[0.5, 2.0, 0.0, 8.0]]), 7),
-        "blk.0.ffn_up.weight": Entry(torch.tensor([[1.0, 3.0]]), 7),
+        "blk.0.attn_q.weight": WeightImportance(torch.tensor([[0.5, 2.0, 0.0, 8.0]]), 7),
+        "blk.0.ffn_up.weight": WeightImportance(torch.tensor([[1.0, 3.0]]), 7),
     },
     "builtin",
     3,
@@ -149,7 +154,7 @@ def test_damaged_files_are_refused(tmp_path):
     path.write_text('{"model_type": "llama"}')
     with pytest.raises(InputError, match="begins as neither form"):
         read_imatrix(path)
-    bad = Imatrix({"w": Entry(torch.tensor([[float("nan")]]), 1)}, "", 1, 1)
+    bad = Imatrix({"w": WeightImportance(torch.tensor([[float("nan")]]), 1)}, "", 1, 1)
     path.unlink()
     write_imatrix(path, bad)
     with pytest.raises(InputError, match="no mean of squares"):
@@ -251,7 +256,7 @@ def test_importance_of_another_model_or_for_another_method_is_refused(model, tmp
     with pytest.raises(InputError, match="columns, the weight 256"):
         rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
     path.unlink()
-    write_imatrix(path, Imatrix({"other": Entry(torch.ones(1, 4), 1)}, "", 1, 1))
+    write_imatrix(path, Imatrix({"other": WeightImportance(torch.ones(1, 4), 1)}, "", 1, 1))
     with pytest.raises(InputError, match="nothing of it concerns"):
         rounded(model, tmp_path / "a.gguf", Settings(imatrix=path), calibration=known)
     for method, match in (
@@ -315,10 +320,10 @@ KNOWN = Recipe(
 
 def of_layers(path, blocks, *others):
     """Importance of every matrix of so many blocks of `model`, which has 3, and of further names."""
-    entries = {name: Entry(torch.ones(1, 4), 7) for name in others}
+    entries = {name: WeightImportance(torch.ones(1, 4), 7) for name in others}
     for block in range(blocks):
         for name, width in WIDTHS.items():
-            entries[f"blk.{block}.{name}.weight"] = Entry(torch.ones(1, width), 7)
+            entries[f"blk.{block}.{name}.weight"] = WeightImportance(torch.ones(1, width), 7)
     write_imatrix(path, Imatrix(entries, "", 1, 1))
     return path
 

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from quantforge.architectures import architecture_of
 from quantforge.architectures.families import declared_families
 from quantforge.errors import QuantForgeError, RefusedError
-from quantforge.formats.gguf.parameters import parameters
+from quantforge.formats.gguf.parameters import translate_parameters
 from scripts.gguf_key_changes import SKIPPED, variants
 from tests import gguf_models
 
@@ -65,7 +65,7 @@ def test_a_family_that_is_made_of_another_does_not_take_its_name_in_llama_cpp() 
 def outcome(config: Mapping[str, Any]) -> object:
     """Return what becomes of a configuration: what is written of it, or why it is refused."""
     try:
-        found, declared = parameters(config), architecture_of(config)
+        found, declared = translate_parameters(config), architecture_of(config)
         assert declared is not None
         layers = declared.layers(config, found.dimensions)
     except (QuantForgeError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -121,4 +121,4 @@ def test_a_key_that_no_graph_obeys_is_refused_by_its_name(
     name: str, changes: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(RefusedError, match=f"{match}.*cannot be carried by a GGUF file"):
-        parameters(whole(name, **changes))
+        translate_parameters(whole(name, **changes))

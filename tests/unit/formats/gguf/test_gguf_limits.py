@@ -10,7 +10,13 @@ import pytest
 
 from quantforge.errors import InputError, IntegrityError
 from quantforge.formats.gguf import parsing as reader
-from quantforge.formats.gguf.container import GgufTensor, Value, ValueType, flag, u32
+from quantforge.formats.gguf.container import (
+    GgufTensor,
+    MetadataValue,
+    ValueType,
+    bool_value,
+    u32_value,
+)
 from quantforge.formats.gguf.parsing import is_gguf, read_gguf
 from tests.unit.formats.gguf.test_gguf_reader import (
     ALIGNMENT,
@@ -103,7 +109,7 @@ def test_a_header_of_128_mb(path, monkeypatch):
 
 def test_a_header_is_read_in_runs(path, monkeypatch):
     """Strings that end with a run, go over its end, are longer than one, and begin one."""
-    monkeypatch.setattr(reader, "_CHUNK", 64)
+    monkeypatch.setattr(reader, "_READ_BYTES", 64)
     texts = ["a" * n for n in (*range(40), 63, 64, 65, 200, 3)]
     keys = b"".join(key(f"k{n}", 8, string(text)) for n, text in enumerate(texts))
     found = read(path, header(0, len(texts)) + keys)
@@ -147,7 +153,9 @@ def test_shapes(path):
 
 
 def test_values_are_of_the_type_asked_for(path):
-    write(path, {"n": u32(5), "b": flag(True), "f": Value(ValueType.F32, 0.5)}, [])
+    write(
+        path, {"n": u32_value(5), "b": bool_value(True), "f": MetadataValue(ValueType.F32, 0.5)}, []
+    )
     found = read_gguf(path)
     assert (found.value("n", float), found.value("f", float), found.value("b", bool)) == (
         5.0,
@@ -182,7 +190,7 @@ def test_what_begins_like_gguf_is_gguf(path):
 def parts(path: Path, *stated: tuple[int, int]) -> Path:
     """A file for every (``split.no``, ``split.count``), numbered as they come."""
     for n, (number, count) in enumerate(stated):
-        keys = {"split.no": u32(number), "split.count": u32(count)}
+        keys = {"split.no": u32_value(number), "split.count": u32_value(count)}
         name = f"m-{n + 1:05}-of-{len(stated):05}.gguf"
         write(path.with_name(name), keys, [GgufTensor(f"w{n}", "F32", (8,))])
     return path.with_name(f"m-00001-of-{len(stated):05}.gguf")
@@ -199,6 +207,6 @@ def test_numbered_parts(path):
         ((1 << 16) + 1, "not named so"),
     ):
         name = path.with_name(f"m-00001-of-{count:05}.gguf")
-        write(name, {"split.no": u32(0), "split.count": u32(count)}, [])
+        write(name, {"split.no": u32_value(0), "split.count": u32_value(count)}, [])
         with pytest.raises(InputError, match=message):
             read_gguf(name)

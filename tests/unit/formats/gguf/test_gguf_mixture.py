@@ -6,11 +6,11 @@ import pytest
 
 from quantforge.formats.gguf.mixture import (
     MIXTURES,
-    Shape,
+    ModelShape,
     always_float32,
-    assign,
-    fitting,
-    order,
+    assign_types,
+    file_order,
+    fitting_type,
 )
 
 LAYERS = ("attn_k", "attn_output", "attn_q", "attn_v", "ffn_down", "ffn_gate", "ffn_up")
@@ -34,12 +34,12 @@ def letters(chosen: dict[str, str], layer: str) -> str:
     """Types of one layer over all blocks: 4 for Q4_K, ... and 0 for Q8_0."""
     found = {name: kind for name, kind in chosen.items() if f".{layer}." in name}
     return "".join(found[name].replace("Q8_0", "0")[1 if found[name] != "Q8_0" else 0]
-                   for name in sorted(found, key=order))  # fmt: skip
+                   for name in sorted(found, key=file_order))  # fmt: skip
 
 
-DENSE = Shape(layers=16, heads=32, kv_heads=32)
-GROUPED = Shape(layers=16, heads=32, kv_heads=8)
-SEEN = Shape(layers=16, heads=32, kv_heads=32, importance=True)
+DENSE = ModelShape(layers=16, heads=32, kv_heads=32)
+GROUPED = ModelShape(layers=16, heads=32, kv_heads=8)
+SEEN = ModelShape(layers=16, heads=32, kv_heads=32, importance=True)
 # Mixture and shape: values, second MLP matrix, output of attention, over 16 blocks; output matrix.
 TABLE = {
     ("Q2_K", DENSE): ("3" * 16, "3" * 16, "3" * 16, "Q6_K"),
@@ -62,7 +62,7 @@ TABLE = {
     ("mixture", "shape"), TABLE, ids=lambda value: getattr(value, "kv_heads", value)
 )
 def test_every_tensor_of_sixteen_blocks_has_the_type_that_llama_cpp_gives_it(mixture, shape):
-    chosen = assign(mixture, tensors(16), shape)
+    chosen = assign_types(mixture, tensors(16), shape)
     values, down, attention, output = TABLE[mixture, shape]
     base = MIXTURES[mixture][1]
     assert letters(chosen, "attn_v") == values
@@ -181,7 +181,7 @@ LATTICES = {
 
 @pytest.mark.parametrize(("mixture", "shape"), LATTICES)
 def test_mixtures_of_lattices(mixture, shape):
-    chosen = assign(mixture, tensors(16), shape)
+    chosen = assign_types(mixture, tensors(16), shape)
 
     def of(layer: str) -> str:
         return " ".join(chosen[f"blk.{block}.{layer}.weight"] for block in (1, 5, 15))
@@ -199,12 +199,12 @@ def test_mixtures_of_lattices(mixture, shape):
 
 
 def test_experts_change_mixtures_of_lattices():
-    eight, four = Shape(16, 32, 32, experts=8), Shape(16, 32, 32, experts=4)
-    low = assign("IQ2_XXS", tensors(16, moe=True), eight)
+    eight, four = ModelShape(16, 32, 32, experts=8), ModelShape(16, 32, 32, experts=4)
+    low = assign_types("IQ2_XXS", tensors(16, moe=True), eight)
     assert (low["blk.3.attn_v.weight"], low["blk.3.attn_k.weight"]) == ("Q4_K", "Q4_K")
     assert low["blk.3.attn_output.weight"] == "Q5_K"
-    assert assign("IQ2_XXS", tensors(16, moe=True), four)["blk.3.attn_v.weight"] == "Q4_K"
-    high = assign("IQ3_M", tensors(16, moe=True), eight)
+    assert assign_types("IQ2_XXS", tensors(16, moe=True), four)["blk.3.attn_v.weight"] == "Q4_K"
+    high = assign_types("IQ3_M", tensors(16, moe=True), eight)
     assert (high["blk.3.attn_v.weight"], high["blk.3.attn_output.weight"]) == ("Q8_0", "Q5_K")
     assert [high[f"blk.{block}.ffn_down_exps.weight"] for block in (4, 5, 15)] == [
         "Q4_K",
@@ -214,43 +214,47 @@ def test_experts_change_mixtures_of_lattices():
 
 
 def test_counters_count_blocks_of_other_depths():
-    chosen = assign("Q4_K_M", tensors(4), Shape(4, 4, 2))
+    chosen = assign_types("Q4_K_M", tensors(4), ModelShape(4, 4, 2))
     assert letters(chosen, "attn_v") == letters(chosen, "ffn_down") == "4466"
-    chosen = assign("Q4_K_M", tensors(32), Shape(32, 32, 8))
+    chosen = assign_types("Q4_K_M", tensors(32), ModelShape(32, 32, 8))
     assert letters(chosen, "ffn_down") == "6666" + "446" * 8 + "6666"
 
 
 def test_a_tied_embedding_is_the_output_matrix():
-    assert assign("Q4_K_M", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q6_K"
-    assert assign("Q8_0", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q8_0"
-    assert assign("F16", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "F16"
+    assert assign_types("Q4_K_M", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q6_K"
+    assert assign_types("Q8_0", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "Q8_0"
+    assert assign_types("F16", tensors(2, tied=True), GROUPED)["token_embd.weight"] == "F16"
 
 
 def test_a_fused_projection_counts_as_values():
-    chosen = assign("Q4_K_M", tensors(8, fused=True), Shape(8, 32, 32))
+    chosen = assign_types("Q4_K_M", tensors(8, fused=True), ModelShape(8, 32, 32))
     assert letters(chosen, "attn_qkv") == letters(chosen, "ffn_down") == "64464466"
 
 
 def test_eight_experts_raise_attention():
-    shape = Shape(layers=16, heads=32, kv_heads=8, experts=8)
-    chosen = assign("Q4_K_M", tensors(16, moe=True), shape)
+    shape = ModelShape(layers=16, heads=32, kv_heads=8, experts=8)
+    chosen = assign_types("Q4_K_M", tensors(16, moe=True), shape)
     assert letters(chosen, "attn_v") == letters(chosen, "attn_k") == "0" * 16
     assert letters(chosen, "attn_output") == "5" * 16
     assert letters(chosen, "ffn_down_exps") == "6644644644644666"
-    four = assign("Q4_K_M", tensors(16, moe=True), Shape(16, 32, 8, experts=4))
+    four = assign_types("Q4_K_M", tensors(16, moe=True), ModelShape(16, 32, 8, experts=4))
     assert letters(four, "attn_output") == "4" * 16
 
 
 def test_seventy_billion_weights_raise_values():
-    chosen = assign("Q4_K_M", tensors(80), Shape(80, 64, 8))
+    chosen = assign_types("Q4_K_M", tensors(80), ModelShape(80, 64, 8))
     assert set(letters(chosen, "attn_v")) == {"5", "6"}
-    assert set(letters(assign("Q3_K_S", tensors(80), Shape(80, 64, 8)), "attn_v")) == {"5"}
-    assert set(letters(assign("Q3_K_S", tensors(80), Shape(80, 64, 64)), "attn_v")) == {"3"}
+    assert set(letters(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 8)), "attn_v")) == {
+        "5"
+    }
+    assert set(letters(assign_types("Q3_K_S", tensors(80), ModelShape(80, 64, 64)), "attn_v")) == {
+        "3"
+    }
 
 
 def test_importance_changes_what_is_raised():
     def down(mixture: str, importance: bool) -> list[str]:
-        chosen = assign(mixture, tensors(16), Shape(16, 32, 32, importance=importance))
+        chosen = assign_types(mixture, tensors(16), ModelShape(16, 32, 32, importance=importance))
         return [chosen[f"blk.{block}.ffn_down.weight"] for block in range(16)]
 
     assert down("IQ4_XS", False) == ["Q5_K"] * 2 + ["IQ4_XS"] * 14
@@ -271,12 +275,12 @@ def test_columns_that_do_not_fit_get_the_type_that_llama_cpp_falls_back_to():
         "IQ2_XXS": "IQ4_NL",
     }
     for kind, other in pairs.items():
-        assert fitting(kind, 512) == kind
-        assert fitting(kind, 224) == other
-        assert fitting(kind, 33) == "F16"
-    assert fitting("Q8_0", 33) == "F16"
-    assert fitting("BF16", 33) == "BF16"
-    assert assign("Q4_K_M", [("output.weight", 96)], GROUPED)["output.weight"] == "Q8_0"
+        assert fitting_type(kind, 512) == kind
+        assert fitting_type(kind, 224) == other
+        assert fitting_type(kind, 33) == "F16"
+    assert fitting_type("Q8_0", 33) == "F16"
+    assert fitting_type("BF16", 33) == "BF16"
+    assert assign_types("Q4_K_M", [("output.weight", 96)], GROUPED)["output.weight"] == "Q8_0"
 
 
 def test_what_is_stored_as_float32_in_every_mixture():
@@ -300,6 +304,6 @@ def test_the_order_is_by_block_and_name():
         "token_embd.weight",
         "output_norm.weight",
     ]
-    assert sorted(names, key=order) == [
+    assert sorted(names, key=file_order) == [
         "output.weight", "output_norm.weight", "token_embd.weight", "blk.2.a", "blk.2.b", "blk.10.a",
     ]  # fmt: skip

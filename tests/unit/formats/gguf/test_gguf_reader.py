@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from quantforge.errors import InputError
 from quantforge.formats.gguf.container import (
     GgufTensor,
-    Value,
+    MetadataValue,
     ValueType,
-    array,
+    array_value,
+    bool_value,
     file_plan,
-    flag,
-    padded,
-    text,
-    u32,
+    round_up_to_alignment,
+    string_value,
+    u32_value,
 )
 from quantforge.formats.gguf.parsing import read_gguf
 
@@ -63,7 +63,7 @@ def info(
 
 def file(table: list[bytes], keys: list[bytes] = [], data: int = 64) -> bytes:  # noqa: B006
     head = header(len(table), len(keys)) + b"".join(keys) + b"".join(table)
-    return head + bytes(padded(len(head)) - len(head) + data)
+    return head + bytes(round_up_to_alignment(len(head)) - len(head) + data)
 
 
 ONE = info("w", (8,))
@@ -222,7 +222,9 @@ def test_names_of_63_bytes_are_read_and_written_and_64_are_not_written(tmp_path)
         file_plan("x", {}, [GgufTensor("w", "F32", (8,))] * 2)
 
 
-def write(path: Path, keys: dict[str, Value], tensors: list[GgufTensor], fill: int = 0) -> None:
+def write(
+    path: Path, keys: dict[str, MetadataValue], tensors: list[GgufTensor], fill: int = 0
+) -> None:
     plan = file_plan(path.name, keys, tensors)
     data = bytearray([fill]) * plan.size
     for offset, fixed in plan.fixed:
@@ -241,11 +243,11 @@ SCALARS: list[tuple[ValueType, Callable[[], st.SearchStrategy[object]]]] = [
 
 
 @st.composite
-def values(draw: st.DrawFn) -> Value:
+def values(draw: st.DrawFn) -> MetadataValue:
     kind, strategy = draw(st.sampled_from(SCALARS))
     if draw(st.booleans()):
-        return array(kind, draw(st.lists(strategy(), max_size=5)))
-    return Value(kind, draw(strategy()))
+        return array_value(kind, draw(st.lists(strategy(), max_size=5)))
+    return MetadataValue(kind, draw(strategy()))
 
 
 KEYS = st.dictionaries(
@@ -317,8 +319,8 @@ def test_a_changed_byte_or_a_cut_is_read_as_gguf_py_reads_it_or_refused(
     place, value, cut, tmp_path_factory
 ):
     path = tmp_path_factory.mktemp("gguf") / "x.gguf"
-    keys = {"general.architecture": text("llama"), "n": u32(5), "b": flag(True),
-            "t": array(ValueType.STRING, ["a", "bc"])}  # fmt: skip
+    keys = {"general.architecture": string_value("llama"), "n": u32_value(5), "b": bool_value(True),
+            "t": array_value(ValueType.STRING, ["a", "bc"])}  # fmt: skip
     write(path, keys, [GgufTensor("w", "F32", (2, 16)), GgufTensor("q", "Q8_0", (2, 32))])
     data = bytearray(path.read_bytes())
     data[place % len(data)] = value
@@ -335,10 +337,10 @@ def test_a_changed_byte_or_a_cut_is_read_as_gguf_py_reads_it_or_refused(
 
 
 def test_parts_are_one_file_whichever_is_named_and_must_all_be_there(tmp_path):
-    def part(number: int, count: int, name: str, total: int = 2) -> dict[str, Value]:
-        keys = {"split.no": Value(ValueType.U16, number), "split.count": Value(ValueType.U16, count),
-                "split.tensors.count": Value(ValueType.I32, total)}  # fmt: skip
-        keys |= {"general.name": text("m")} if number == 0 else {}
+    def part(number: int, count: int, name: str, total: int = 2) -> dict[str, MetadataValue]:
+        keys = {"split.no": MetadataValue(ValueType.U16, number), "split.count": MetadataValue(ValueType.U16, count),
+                "split.tensors.count": MetadataValue(ValueType.I32, total)}  # fmt: skip
+        keys |= {"general.name": string_value("m")} if number == 0 else {}
         write(
             tmp_path / f"m-{number + 1:05}-of-{count:05}.gguf",
             keys,

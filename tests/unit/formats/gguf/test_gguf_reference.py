@@ -8,7 +8,7 @@ from benchmarks.peers.ggml import quantized
 from quantforge import api
 from quantforge.errors import UsageError
 from quantforge.files.safetensors import read_tensor
-from quantforge.formats.gguf.importance_file import Entry, Imatrix, write_imatrix
+from quantforge.formats.gguf.importance_file import Imatrix, WeightImportance, write_imatrix
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -40,7 +40,7 @@ def importance_of(path):
             shape = tensor.shape if len(tensor.shape) == 3 else (1, *tensor.shape)
             means = torch.rand(shape[0], shape[2], generator=generator) ** 4
             means[:, ::7] = 0
-            entries[name] = Entry(means, 4)
+            entries[name] = WeightImportance(means, 4)
     return Imatrix(entries, "text", 1, 512)
 
 

@@ -15,11 +15,11 @@ import torch
 from quantforge import api
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.files.reader import Checkpoint
-from quantforge.formats.decoded import decoded
-from quantforge.formats.gguf.container import Value, ValueType
+from quantforge.formats.decoded import decode_checkpoint
+from quantforge.formats.gguf.container import MetadataValue, ValueType
 from quantforge.formats.gguf.families import family_of
 from quantforge.formats.gguf.parsing import GgufFile, read_gguf
-from quantforge.formats.gguf.source import _places, config_of, open_gguf
+from quantforge.formats.gguf.source import _stored_as, config_from_keys, open_gguf
 from quantforge.formats.open_model import open_model
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
@@ -74,7 +74,7 @@ def test_what_is_read_computes_what_transformers_computes_with_its_weights(
     with torch.no_grad():
         before = whole(ids).logits
         expected = with_weights(
-            whole, decoded(open_model(file)), transposed=name.startswith("llama4")
+            whole, decode_checkpoint(open_model(file)), transposed=name.startswith("llama4")
         )(ids).logits
         found = load(file).model(ids).logits
     assert (expected - before).abs().max() > (1e-5 if kind == "F16" else 1e-2)
@@ -132,10 +132,10 @@ def changed(file: GgufFile, **values: Any) -> GgufFile:
     metadata = dict(file.metadata)
     for key, value in values.items():
         place = f"{arch}.{key.replace('__', '.')}"
-        old = metadata.pop(place, Value(ValueType.U32, 0))
+        old = metadata.pop(place, MetadataValue(ValueType.U32, 0))
         if value is not None:
             kind = ValueType.ARRAY if isinstance(value, list) else old.type
-            metadata[place] = Value(kind, value, old.element)
+            metadata[place] = MetadataValue(kind, value, old.element)
     return GgufFile(file.files, metadata, file.tensors)
 
 
@@ -157,19 +157,22 @@ def test_keys_that_no_configuration_says_are_refused_by_name(
 ) -> None:  # fmt: skip
     file = read_gguf(export(models(name), tmp_path / "x.gguf", "F32"))
     with pytest.raises(kind, match=told):
-        config_of(changed(file, **values))
+        config_from_keys(changed(file, **values))
 
 
 def test_what_other_converters_leave_out_or_state_once(
     models: Callable[[str], Path], tmp_path: Path
 ) -> None:
     file = read_gguf(export(models("gemma4-equal"), tmp_path / "x.gguf", "F32"))
-    own = config_of(file)
+    own = config_from_keys(file)
     assert own["final_logit_softcapping"] == 30.0
     other = changed(file, feed_forward_length=128, attention__shared_kv_layers=None, rope__freq_base_swa=None,
                     embedding_length_per_layer_input=None, final_logit_softcapping=None)  # fmt: skip
-    assert config_of(other) == own
-    assert config_of(changed(file, final_logit_softcapping=0.0))["final_logit_softcapping"] is None
+    assert config_from_keys(other) == own
+    assert (
+        config_from_keys(changed(file, final_logit_softcapping=0.0))["final_logit_softcapping"]
+        is None
+    )
 
 
 def test_the_published_frequencies_of_llama_4_come_back(
@@ -179,7 +182,8 @@ def test_the_published_frequencies_of_llama_4_come_back(
             "original_max_position_embeddings": 8192}  # fmt: skip
     model = models("llama4", rope_parameters=rope)
     assert (
-        config_of(read_gguf(export(model, tmp_path / "x.gguf", "F32")))["rope_parameters"] == rope
+        config_from_keys(read_gguf(export(model, tmp_path / "x.gguf", "F32")))["rope_parameters"]
+        == rope
     )
 
 
@@ -209,10 +213,10 @@ def test_a_stack_of_another_number_of_matrices_is_refused(
 ) -> None:
     path = export(models("gemma4-moe"), tmp_path / "x.gguf", "F32")
     entry = read_gguf(path).tensors["blk.0.ffn_up_exps.weight"]
-    config = config_of(read_gguf(path))
+    config = config_from_keys(read_gguf(path))
     names = tuple(f"{part}{number}" for number in range(4) for part in ("gate", "up"))
     with pytest.raises(InputError, match="8 matrices of experts"):
-        _places(replace(entry, shape=shape), names, family_of(config), config)
+        _stored_as(replace(entry, shape=shape), names, family_of(config), config)
 
 
 def joined(file: Path, out: Path) -> Path:

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from quantforge.errors import RefusedError
 from quantforge.formats.gguf.tokenizer import added_tokens
-from quantforge.formats.gguf.vocabulary import Kind, Vocabulary, vocabulary
+from quantforge.formats.gguf.vocabulary import TokenType, Vocabulary, vocabulary
 from tests import gguf_models
 from tests.gguf_exports import export
 from tests.thorough import usual
@@ -299,11 +299,11 @@ def test_tokens_that_the_settings_add_are_those_of_transformers(tmp_path: Path) 
     found = written(case, tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
     stock = {
-        number: Kind.CONTROL if item.special else Kind.USER_DEFINED
+        number: TokenType.CONTROL if item.special else TokenType.USER_DEFINED
         for number, item in loaded.added_tokens_decoder.items()
     }
     assert {found.tokens[number] for number in stock} >= {"</s>", "the", "e", "t"}
-    plain = (Kind.NORMAL, Kind.UNUSED)
+    plain = (TokenType.NORMAL, TokenType.UNUSED)
     assert {n: kind for n, kind in enumerate(found.kinds) if kind not in plain} == stock
     (event,) = found.events
     assert "('</s>') lstrip: llama.cpp keeps spaces" in event.detail

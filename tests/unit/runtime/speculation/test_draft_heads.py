@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import quantforge
 from quantforge.errors import InputError, UsageError
-from quantforge.formats.sources.head_directory import open_heads
+from quantforge.formats.sources.head_directory import open_draft_heads
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
@@ -143,7 +143,7 @@ def states(model, history):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 1)])
 def test_medusa_guesses_what_each_head_says(model, decoder, medusa, ids, shape):
     tensors = load_file(medusa / "medusa_lm_head.safetensors")
-    heads = read_medusa(open_heads(medusa), model.get_input_embeddings().weight)
+    heads = read_medusa(open_draft_heads(medusa), model.get_input_embeddings().weight)
     for history, tree in run(decoder, ids, MedusaDrafter(heads, shape), 3):
         hidden = states(model, history[:-1])[0][-1]
         ends = [-1]
@@ -171,8 +171,8 @@ def test_names_of_other_tools_are_known(model, medusa, tmp_path):
         ] = value
     config = {"model_type": "medusa", "num_heads": HEADS, "num_hidden_layers": 2}
     embedding = model.get_input_embeddings().weight
-    found = read_medusa(open_heads(write(tmp_path / "m", config, other)), embedding)
-    for one, two in zip(found, read_medusa(open_heads(medusa), embedding), strict=True):
+    found = read_medusa(open_draft_heads(write(tmp_path / "m", config, other)), embedding)
+    for one, two in zip(found, read_medusa(open_draft_heads(medusa), embedding), strict=True):
         x = noise(2, embedding.shape[1])
         assert torch.equal(one.logits(x), two.logits(x))
 
@@ -235,7 +235,7 @@ def test_eagle_guesses_what_the_paper_says(
         bool(config.get("norm_before_residual")),
     )
     network = Eagle3Layer(
-        open_heads(head), model.get_input_embeddings().weight, len(decoder.layers)
+        open_draft_heads(head), model.get_input_embeddings().weight, len(decoder.layers)
     )
     targets = tensors["d2t"] + torch.arange(OWN)
     for history, tree in run(decoder, ids, FeatureDrafter(network, 100, shape), 3):
@@ -258,7 +258,11 @@ def test_eagle_guesses_what_the_paper_says(
 
 def test_blocks_that_nobody_states_are_an_early_a_middle_and_a_late_one(model, eagle, tmp_path):
     head = changed(eagle, tmp_path / "h", {"eagle_aux_hidden_state_layer_ids": None})
-    assert Eagle3Layer(open_heads(head), model.get_input_embeddings().weight, 12).taps == (2, 6, 9)
+    assert Eagle3Layer(open_draft_heads(head), model.get_input_embeddings().weight, 12).taps == (
+        2,
+        6,
+        9,
+    )
 
 
 @pytest.mark.tokens
@@ -284,7 +288,7 @@ def test_heads_guess_for_no_server(request, kind, capsys):
 @pytest.mark.tokens
 def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
     network = Eagle3Layer(
-        open_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
+        open_draft_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
     )
     run(decoder, ids, FeatureDrafter(network, 100, (2, 2)), 2, DRAWN)
 
@@ -351,12 +355,12 @@ def test_pickles_and_other_heads_are_refused(tmp_path, medusa):
     (other / "config.json").write_text((medusa / "config.json").read_text())
     (other / "medusa_lm_head.pt").write_bytes(b"\x80\x04.")
     with pytest.raises(InputError, match="pickle"):
-        open_heads(other)
+        open_draft_heads(other)
     (other / "config.json").write_text('{"architectures": ["LlamaForCausalLMEagle"]}')
     save_file({"a": torch.zeros(1)}, other / "model.safetensors")
     with pytest.raises(InputError, match="not computed"):
-        open_heads(other)
-    assert open_heads(DEMO) is None
+        open_draft_heads(other)
+    assert open_draft_heads(DEMO) is None
     with pytest.raises(UsageError, match="3 heads"):
         quantforge.generate(
             DEMO, "import", raw=True, max_tokens=2, draft=str(medusa), draft_tree="1x1x1x1"
@@ -365,7 +369,7 @@ def test_pickles_and_other_heads_are_refused(tmp_path, medusa):
 
 @pytest.mark.tokens
 def test_sampling_is_a_draw_of_each_place(decoder, model, medusa, ids):
-    heads = read_medusa(open_heads(medusa), model.get_input_embeddings().weight)
+    heads = read_medusa(open_draft_heads(medusa), model.get_input_embeddings().weight)
     run(
         decoder,
         ids,

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import quantforge
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.formats.sources.head_directory import open_heads
+from quantforge.formats.sources.head_directory import open_draft_heads
 from quantforge.plans import Action
 from quantforge.runtime.load import load
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
@@ -48,7 +48,7 @@ def heads(tmp_path_factory, embedding):
 def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme):
     out = tmp_path / "q"
     quantize(heads[kind], out, recipe(scheme=scheme))
-    assert set(open_heads(out).layouts) == LINEARS[kind]
+    assert set(open_draft_heads(out).layouts) == LINEARS[kind]
     given = {"raw": True, "max_tokens": 16}
     plain = quantforge.generate(DEMO, "import os, json", **given)
     found = quantforge.generate(DEMO, "import os, json", draft=str(out), **given)
@@ -59,10 +59,10 @@ def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme)
 def test_a_quantized_head_computes_with_what_its_codes_stand_for(heads, embedding, tmp_path):
     out = tmp_path / "q"
     quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", head="int8:row:sym"))
-    found = open_heads(out)
+    found = open_draft_heads(out)
     packed, plain = (
         Eagle3Layer(found, embedding, 4),
-        Eagle3Layer(open_heads(heads["eagle"]), embedding, 4),
+        Eagle3Layer(open_draft_heads(heads["eagle"]), embedding, 4),
     )
     for name, product in packed.linears.items():
         prefix = f"midlayer.{name}" if "proj" in name else name
@@ -115,7 +115,7 @@ def test_a_result_is_understood(heads, tmp_path, kind, capsys):
 def test_an_export_restates_heads_or_refuses(heads, tmp_path):
     quantize(heads["eagle"], tmp_path / "q", recipe(bits=8))
     quantforge.export(tmp_path / "q", format="plain", out=tmp_path / "plain")
-    assert open_heads(tmp_path / "plain").layouts == {}
+    assert open_draft_heads(tmp_path / "plain").layouts == {}
     with pytest.raises(RefusedError, match="nothing reads eagle3 heads"):
         quantforge.export(tmp_path / "q", format="gptq", out=tmp_path / "g")
 
