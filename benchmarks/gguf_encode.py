@@ -62,7 +62,9 @@ def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "se
     """Return the blocks of ``weight`` by quantforge."""
     if grid in LATTICES:
         schemes = {"w": parse(grid)}
-        return to_blocks(rtn.quantized({"w": weight.float()}, importance, schemes, search)["w"])
+        return to_blocks(
+            rtn.quantize_matrices({"w": weight.float()}, importance, schemes, search)["w"]
+        )
     return to_blocks(encode_rows(weight.float(), parse(grid), importance, search))
 
 

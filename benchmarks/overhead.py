@@ -25,7 +25,7 @@ import torch
 from quantforge import __version__, api
 from quantforge.api import job
 from quantforge.artifacts import manifest
-from quantforge.execution import calibrated_block, relayout, rounding, unit_output
+from quantforge.execution import calibrated_block, rounding, run_conversion, unit_output
 from quantforge.execution.journal import Journal
 from quantforge.files.checksums import Checksums
 from quantforge.files.stage import Stage
@@ -46,7 +46,7 @@ WORK: dict[str, tuple[tuple[Any, str], ...]] = {
     "checksums and finiteness": (
         (unit_output, "checksum"),
         (unit_output.UnitOutput, "check"),
-        *((module, "scan_finite") for module in (rounding, calibrated_block, relayout)),
+        *((module, "scan_finite") for module in (rounding, calibrated_block, run_conversion)),
     ),
     "journal": ((Journal, "__init__"), (Journal, "commit"), (Journal, "remove")),
     "fsync of weights": ((WeightsWriter, "sync"),),

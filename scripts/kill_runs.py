@@ -212,7 +212,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Kill, give the command again, compare; return the exit code."""
     options = _options(arguments)
     torch.set_num_threads(1)
-    claims.BEAT_SECONDS, claims.LEASE_SECONDS = 0.05, 0.5  # of a run that is killed and given again
+    claims.HEARTBEAT_SECONDS, claims.LEASE_SECONDS = (
+        0.05,
+        0.5,
+    )  # of a run that is killed and given again
     moments = random.Random(options.seed)
     kills: Counter[str] = Counter()
     results: Counter[str] = Counter()

@@ -204,7 +204,7 @@ def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
     """Interrupt the measurement of candidates at the third block, once; return the blocks that begin."""
     from quantforge.execution import candidate_errors
 
-    original: Any = candidate_errors.LinearErrors.of
+    original: Any = candidate_errors.CandidateErrors.measure_block
     seen: list[int] = []
 
     def counted(own: Any, part: Any, *rest: Any) -> Any:
@@ -213,7 +213,7 @@ def stopped_measuring(patch: pytest.MonkeyPatch) -> list[int]:
             raise KeyboardInterrupt
         return original(own, part, *rest)
 
-    patch.setattr(candidate_errors.LinearErrors, "of", counted)
+    patch.setattr(candidate_errors.CandidateErrors, "measure_block", counted)
     return seen
 
 

@@ -26,7 +26,7 @@ from quantforge.artifacts.number_text import significant
 from quantforge.artifacts.publish import digest_source
 from quantforge.errors import UsageError
 from quantforge.execution.journal import Journal
-from quantforge.execution.progress import followed, phase
+from quantforge.execution.progress import phase, report_to
 from quantforge.files.disk import check_new, run_folder, save
 from quantforge.files.hub import resolve
 from quantforge.files.lock import Lock
@@ -90,7 +90,7 @@ def allocate(
     if out is not None:
         check_new(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
-    with followed(settings.progress):
+    with report_to(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
             search = search_of(model, asked, settings, None)
             if settings.serving.cache and search.target.load is None:
@@ -162,10 +162,10 @@ def measured_errors(
     """
     import torch
 
-    from quantforge.execution.calibration import calibrated_for
+    from quantforge.execution.calibration import draw_calibration_data
     from quantforge.execution.candidate_errors import candidate_errors
     from quantforge.execution.execute import RunInputs
-    from quantforge.execution.journal import fingerprint_of
+    from quantforge.execution.journal import run_fingerprint
     from quantforge.numerics.threads import reproducible
 
     settings, plans = search.settings, [*search.plans.values()]
@@ -174,12 +174,12 @@ def measured_errors(
     with reproducible():
         with phase("reading", 0.05 * share, "calibration text"):
             source, files = digest_source(search.source, search.before, settings)
-            calibrated = calibrated_for(source, plans[0], settings)
+            calibrated = draw_calibration_data(source, plans[0], settings)
             settings.policy.check(calibrated.events)
             for event in calibrated.events:
                 settings.note(f"{event.kind}: {event.detail}")
         recipe = search.wanted.to_toml()
-        fingerprint = fingerprint_of(recipe, files, calibrated, settings.device, None)
+        fingerprint = run_fingerprint(recipe, files, calibrated, settings.device, None)
         fingerprint["candidates"] = ", ".join(search.plans)
         inputs = RunInputs(plans[0], settings, source, files, calibrated, {}, fingerprint)
         with _opened_journal(beside, fingerprint) as work:

@@ -20,7 +20,7 @@ from quantforge.evaluation.bench_requests import (
     figures,
     read_trace,
 )
-from quantforge.execution.progress import followed, phase, tell
+from quantforge.execution.progress import phase, report_step, report_to
 from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.settings import Settings, check_device
 
@@ -108,7 +108,7 @@ def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> l
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    with followed(settings.progress):
+    with report_to(settings.progress):
         text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
         rows = []
         for name, (path, config) in zip(models, opened, strict=True):
@@ -190,7 +190,7 @@ def _measure_server(requests: Sequence[TimedRequest], options: BenchOptions) -> 
 
 def _follower(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
     """Return a function that reports how many requests are finished."""
-    return lambda done: tell(done=done, total=len(requests))
+    return lambda done: report_step(done=done, total=len(requests))
 
 
 def _requests(

@@ -22,7 +22,7 @@ from quantforge.artifacts.signing import signature_of
 from quantforge.errors import BusyError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.journal import fingerprint_of, recorded_fingerprint
+from quantforge.execution.journal import recorded_fingerprint, run_fingerprint
 from quantforge.files.disk import run_folder
 from quantforge.files.output_names import MODELFILE, projector_name
 from quantforge.files.stage import STAGE, Stage
@@ -53,7 +53,7 @@ def earlier_outcome(job: Job) -> Outcome | None:
     if settings.join:
         same = document.get("versions") == manifest.versions()
     else:
-        wanted = fingerprint_of(recipe, source, None, settings.device, settings.imatrix)
+        wanted = run_fingerprint(recipe, source, None, settings.device, settings.imatrix)
         same = {**recorded_fingerprint(stage.journal), "calibration": ""} == wanted
     if not same:
         return None

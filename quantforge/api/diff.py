@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.execution.progress import ProgressListener, ignore_progress, phase, report_to
 from quantforge.files.hub import resolve
 from quantforge.formats.open_model import open_model
 
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 @check_arguments()
 @torch_defaults()
 def diff(
-    first: str | Path, second: str | Path, *, offline: bool = False, progress: Listener = ignore
+    first: str | Path,
+    second: str | Path,
+    *,
+    offline: bool = False,
+    progress: ProgressListener = ignore_progress,
 ) -> Difference:
     """Compare what was done, tensors, decoded values and files of two models; ``progress`` is told how far it is.
 
@@ -30,5 +34,5 @@ def diff(
         open_model(place)  # what headers refuse is refused before torch is there
     from quantforge.verification.difference import difference
 
-    with followed(progress), phase("comparing", 1.0):
+    with report_to(progress), phase("comparing", 1.0):
         return difference(*places)

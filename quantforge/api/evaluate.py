@@ -23,7 +23,7 @@ from quantforge.artifacts import manifest
 from quantforge.cache_kinds import listed
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
-from quantforge.execution.progress import followed, phase, tell
+from quantforge.execution.progress import phase, report_step, report_to
 from quantforge.files.hub import resolve
 from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
@@ -92,7 +92,7 @@ def evaluate(
     settings = settings or Settings()
     descendants = as_list(models)
     check_measurement(options, len(descendants))
-    with followed(settings.progress), phase("preparing", 1.0, "headers of the models"):
+    with report_to(settings.progress), phase("preparing", 1.0, "headers of the models"):
         paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
         _check_engine(options.get("engine", ""), paths)
         checkpoints = [decode_if_unsupported(open_model(path)) for path in paths]
@@ -107,7 +107,7 @@ def evaluate(
             check_card_of(Path(card), paths[1:])
         check_device(settings.device)
         tasks = _tasks(options, offline=settings.offline)
-        tell("libraries")
+        report_step("libraries")
         import torch
 
         from quantforge.evaluation.compare_models import compare_models

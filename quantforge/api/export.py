@@ -29,13 +29,13 @@ from quantforge.artifacts.publish import digest_source, publish, stage_side_file
 from quantforge.engines import preferred_formats
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.execution.progress import followed, phase
-from quantforge.execution.relayout import (
+from quantforge.execution.progress import phase, report_to
+from quantforge.execution.run_conversion import (
     CheckedValues,
     check_values,
-    lossless_type,
-    round_plain,
-    write_all,
+    lossless_dtype,
+    round_unquantized,
+    write_tensors,
 )
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
@@ -133,7 +133,7 @@ def export(
         QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
     """
     settings, place = settings or Settings(), Path(out) if out else None
-    with followed(settings.progress):
+    with report_to(settings.progress):
         wanted = _wanted(model, recipe, place, offline=settings.offline, **options)
         if imatrix is not None:
             wanted, settings = with_importance(model, wanted, settings, imatrix)
@@ -378,7 +378,7 @@ def _move(
     planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
     conversion = planned(wanted, first=notes)
     if wanted.format == PLAIN and wanted.type is None and not allow_inexact:
-        kind, reason = lossless_type(conversion)  # by values, which headers do not tell
+        kind, reason = lossless_dtype(conversion)  # by values, which headers do not tell
         if kind is not None:
             lossless = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"
             conversion = planned(replace(wanted, type=kind), first=(*notes, lossless))
@@ -430,7 +430,7 @@ def _carry_out(
         if conversion.model_layout.tied_twice:
             drop_tied_copy(conversion.model_layout, digested)  # refuses two that differ
         checked = check_values(conversion, allow_inexact=allow_inexact)
-        rounded = round_plain(conversion, workers_of(settings))
+        rounded = round_unquantized(conversion, workers_of(settings))
     checked = replace(checked, events=(*checked.events, *rounded.events))
     settings.policy.check(checked.events)
     stage_side_files(stage, checkpoint, plan, origin, settings)
@@ -438,7 +438,7 @@ def _carry_out(
         phase("writing", 0.9),
         WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
     ):
-        write_all(conversion, rounded.tensors, writer, allow_inexact=allow_inexact)
+        write_tensors(conversion, rounded.tensors, writer, allow_inexact=allow_inexact)
     # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
     document = {
         **manifest.manifest(plan, "", origin, None, [], rounded.figures),

@@ -8,7 +8,7 @@ from pathlib import Path
 from quantforge.api.plan import plan
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.execution.progress import followed, phase
+from quantforge.execution.progress import phase, report_to
 from quantforge.files.disk import check_new
 from quantforge.files.hub import resolve
 from quantforge.formats.match_quantized import drop_tied_copy
@@ -50,7 +50,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
         QuantForgeError: as `quantize`; a family that GGUF has no names for.
     """
     check_device(settings.device)
-    from quantforge.execution.calibration import calibrated_for
+    from quantforge.execution.calibration import draw_calibration_data
     from quantforge.execution.importance import observe_importance
     from quantforge.formats.gguf.importance_file import write_imatrix
     from quantforge.numerics.threads import reproducible
@@ -61,8 +61,8 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     checkpoint = single_experts(checkpoint, chosen_format(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint))
-    with followed(settings.progress), reproducible():
-        calibrated = calibrated_for(checkpoint, planned, settings)
+    with report_to(settings.progress), reproducible():
+        calibrated = draw_calibration_data(checkpoint, planned, settings)
         place = Path(out).absolute().parent if settings.activations == "disk" else None
         found = observe_importance(checkpoint, planned, calibrated.sample, settings.device, place)
     write_imatrix(Path(out), found)

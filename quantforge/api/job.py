@@ -16,8 +16,8 @@ from quantforge.api.output import note_memory, space, stage_for
 from quantforge.artifacts.manifest import small_files
 from quantforge.artifacts.publish import digest_source
 from quantforge.events import Event
-from quantforge.execution.journal import fingerprint_of
-from quantforge.execution.progress import phase, tell
+from quantforge.execution.journal import run_fingerprint
+from quantforge.execution.progress import phase, report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.without_experts import fewer_heads
@@ -104,13 +104,13 @@ class Job:
         """Read what decides the bytes of the run; of the weights, their digests."""
         planned, settings, recipe = self.planned, self.settings, self.planned.recipe
         check_device(settings.device)
-        tell("libraries")
+        report_step("libraries")
         import torch
 
-        from quantforge.execution.calibration import calibrated_for
+        from quantforge.execution.calibration import draw_calibration_data
         from quantforge.execution.execute import RunInputs
-        from quantforge.execution.expert_saliency import removed_experts
-        from quantforge.execution.importance import known_importance
+        from quantforge.execution.expert_saliency import choose_removed_experts
+        from quantforge.execution.importance import read_unchanged_importance
         from quantforge.numerics.threads import reproducible
 
         if planned.model_layout.architecture is None and not planned.model_layout.draft:
@@ -121,26 +121,28 @@ class Job:
         return_freed_memory(planned.plan.peak_memory_bytes)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        tell("digests of the source")
+        report_step("digests of the source")
         checkpoint, source = digest_source(self.source, self.before, settings)
         if recipe.mtp == "drop":
             checkpoint = fewer_heads(checkpoint)
         calibrated = removed = None
         with reproducible():
             if planned.plan.needs or recipe.prune_experts is not None:
-                tell("calibration text", share=0.5)
-                calibrated = calibrated_for(checkpoint, planned, settings)
+                report_step("calibration text", share=0.5)
+                calibrated = draw_calibration_data(checkpoint, planned, settings)
             if calibrated is not None and recipe.prune_experts is not None:
                 scratch = self.stage.out.parent
-                removed = removed_experts(checkpoint, recipe, calibrated, settings, scratch)
+                removed = choose_removed_experts(checkpoint, recipe, calibrated, settings, scratch)
         checkpoint = transformed_source(checkpoint, recipe, removed)
         source = {**source, **checkpoint.facts, "files": source["files"]}
         if planned.model_layout.tied_twice:
             planned = replace(
                 planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint)
             )
-        importance = known_importance(planned, settings.imatrix) if settings.imatrix else {}
-        fingerprint = fingerprint_of(
+        importance = (
+            read_unchanged_importance(planned, settings.imatrix) if settings.imatrix else {}
+        )
+        fingerprint = run_fingerprint(
             recipe.to_toml(), source, calibrated, settings.device, settings.imatrix
         )
         return RunInputs(planned, settings, checkpoint, source, calibrated, importance, fingerprint)

@@ -25,9 +25,9 @@ from quantforge.artifacts.publish import publish, stage_side_files
 from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.journal import check_journal, done_tensors, open_journal
-from quantforge.execution.progress import followed, phase
-from quantforge.execution.units import check_shareable, claimed_units, units_of
+from quantforge.execution.journal import check_unshared_journal, finished_tensor_names, open_journal
+from quantforge.execution.progress import phase, report_to
+from quantforge.execution.units import check_shareable, claimable_units, list_units
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
@@ -84,7 +84,7 @@ def quantize(
         asked = asked_size(target, like, candidates, recipe, options)
         return _quantize_to_size(model, asked, place, settings, imatrix, requantize=requantize)
     wanted = build_recipe(recipe, **options)
-    with followed(settings.progress):
+    with report_to(settings.progress):
         if imatrix is not None:
             wanted, settings = with_importance(model, wanted, settings, imatrix)
         with phase("planning", 0.01, "headers of the model"):
@@ -118,7 +118,7 @@ def _quantize_to_size(
             f"{'--join' if settings.join else given}: not while a mixture is looked for",
             "quantforge allocate first, then quantize --recipe with what it writes",
         )
-    with followed(settings.progress), sized_recipe(model, asked, out, settings) as (recipe, place):
+    with report_to(settings.progress), sized_recipe(model, asked, out, settings) as (recipe, place):
         checkpoint = open_model(resolve(str(model), settings.offline))
         return quantize_opened(checkpoint, recipe, place, settings)
 
@@ -178,13 +178,15 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
 
     checkpoint, planned, settings = inputs.checkpoint, inputs.planned, inputs.settings
     plan, source = planned.plan, inputs.source
-    units = units_of(plan, planned.model_layout.blocks)
-    claims = Claims(stage.units, [unit.name for unit in claimed_units(units)])
+    units = list_units(plan, planned.model_layout.blocks)
+    claims = Claims(stage.units, [unit.name for unit in claimable_units(units)])
     journal = open_journal(stage, claims, inputs.fingerprint, settings)
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = placed_in(stage, planned.files)
-        with WeightsWriter(stage.path, files, done=done_tensors(plan, journal.done)) as writer:
+        with WeightsWriter(
+            stage.path, files, done=finished_tensor_names(plan, journal.done)
+        ) as writer:
             run = Run(inputs, writer, journal, finished_units(claims, units))
             yield run
         events = run.all_events()
@@ -212,7 +214,7 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
 def _outcome(stage: Stage, run: Run) -> Outcome:
     """Return the outcome of a run that was published."""
     plan, resumed = run.inputs.planned.plan, run.journal.resumed
-    return Outcome(stage.out, plan, run.all_events(), resumed, run.scaled())
+    return Outcome(stage.out, plan, run.all_events(), resumed, run.scaled_activations())
 
 
 def _check_shareable(job: Job) -> None:
@@ -221,7 +223,7 @@ def _check_shareable(job: Job) -> None:
     check_shareable(
         planned.plan,
         overwrite=job.settings.overwrite,
-        prunes=planned.recipe.prune_experts is not None,
+        prunes_experts=planned.recipe.prune_experts is not None,
         torchrun=under_torchrun(),
         replayed=family is not None and bool(family.replayed),
     )
@@ -230,16 +232,16 @@ def _check_shareable(job: Job) -> None:
 def _join(job: Job) -> Outcome:
     """Do units that several processes share; then publish, or wait for the process that does."""
     from quantforge.execution.execute import execute
-    from quantforge.execution.shared_run import Worker, finished_alone, locked
+    from quantforge.execution.shared_run import Worker, run_locked, units_finished_before_sharing
     from quantforge.numerics.threads import reproducible
 
     stage, settings, planned = job.stage, job.settings, job.planned
-    units = claimed_units(units_of(planned.plan, planned.model_layout.blocks))
+    units = claimable_units(list_units(planned.plan, planned.model_layout.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
     waiting = replace(settings, activations="disk")  # ranks hand on hidden states in files
     needed = planned.plan.output_bytes + space(job.checkpoint, planned, waiting)
     note = settings.note
-    locked(stage, lambda: stage.check_space(needed), note, unless=lambda: claims.there)
+    run_locked(stage, lambda: stage.check_space(needed), note, skip_if=lambda: claims.exists)
     inputs = job.read_inputs()
     if inputs.sample is not None and inputs.sample.images is not None:
         raise UsageError(
@@ -248,16 +250,16 @@ def _join(job: Job) -> Outcome:
         )
 
     def prepare() -> None:
-        check_journal(stage, inputs.fingerprint)
+        check_unshared_journal(stage, inputs.fingerprint)
         claims.prepare(inputs.fingerprint)
 
-    locked(stage, prepare, note, unless=lambda: claims.there)
-    claims.check(inputs.fingerprint)
-    if kept := finished_alone(stage, units, inputs.fingerprint):
+    run_locked(stage, prepare, note, skip_if=lambda: claims.exists)
+    claims.check_fingerprint(inputs.fingerprint)
+    if kept := units_finished_before_sharing(stage, units, inputs.fingerprint):
         note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, inputs, kept).work_off()
+            Worker(claims, units, inputs, kept).run_until_done()
     except DeniedError:
         raise
     except InputError:  # as in `published_run`
@@ -265,12 +267,12 @@ def _join(job: Job) -> Outcome:
         raise
 
     def finish() -> Outcome:
-        claims.check_there()
-        claims.check(inputs.fingerprint)
+        claims.check_exists()
+        claims.check_fingerprint(inputs.fingerprint)
         with published_run(stage, inputs) as run:
             execute([run])
         return _outcome(stage, run)
 
-    outcome = locked(stage, finish, note, waits=bool(planned.plan.tune))
+    outcome = run_locked(stage, finish, note, wait_forever=bool(planned.plan.tune))
     assert outcome is not None
     return outcome

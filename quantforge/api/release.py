@@ -39,7 +39,7 @@ from quantforge.artifacts.card_figures import (
 )
 from quantforge.artifacts.publish import chats
 from quantforge.errors import GateError, InputError, IntegrityError, RefusedError, UsageError
-from quantforge.execution.progress import followed, phase
+from quantforge.execution.progress import phase, report_to
 from quantforge.execution.units import check_new_output
 from quantforge.files.disk import check_new, make_folder, run_folder, save, writing
 from quantforge.files.hub import resolve
@@ -187,7 +187,7 @@ def release(
     settings = settings or Settings()
     if settings.join:
         check_new_output(overwrite=settings.overwrite)
-    with followed(settings.progress):
+    with report_to(settings.progress):
         planned = plan_release(spec, out, settings, only, budget)
         asked, place, variants = planned.spec, planned.place, planned.variants
         with writing(place, 0):

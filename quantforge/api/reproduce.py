@@ -20,7 +20,7 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.manifest import check_same
 from quantforge.artifacts.provenance import BILL, STATEMENT, bill_name
 from quantforge.errors import InputError
-from quantforge.execution.progress import followed
+from quantforge.execution.progress import report_to
 from quantforge.files.hub import resolve
 from quantforge.files.opener import read_object
 from quantforge.files.output_names import MODELFILE, present_names, projector_name, side_of
@@ -107,7 +107,7 @@ def reproduce(
         mmproj=not path.is_dir() and projector_name(path) in stated,
     )
     again = "requantized" in document["event_counts"]
-    with followed(settings.progress):
+    with report_to(settings.progress):
         if keep is not None:
             quantize(source, recipe, keep, settings, requantize=again)
             return _compared(path, document, Path(keep))

@@ -25,7 +25,7 @@ from quantforge.errors import (
     UnknownNameError,
     UsageError,
 )
-from quantforge.execution.progress import followed, phase
+from quantforge.execution.progress import phase, report_to
 from quantforge.execution.units import check_new_output
 from quantforge.files.disk import make_folder, writing
 from quantforge.files.hub import resolve
@@ -96,7 +96,7 @@ def sweep(
     settings = settings or Settings()
     check_measurement(measured or {})
     figures: MeasurementOptions = {"speed": False, **(measured or {})}
-    with followed(settings.progress):
+    with report_to(settings.progress):
         reference = resolve(str(model), settings.offline)
         text = figures.get("text")
         source = own_text(reference) if text is None else text
@@ -129,7 +129,7 @@ def make_results(
     check_folder(place)
     recipes: dict[str, Recipe] = {}
     left_out: dict[str, QuantForgeError] = {}
-    with followed(settings.progress):
+    with report_to(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
             for name, choices in asked.items():
                 try:

@@ -28,7 +28,7 @@ from quantforge.api.quantize import published_run
 from quantforge.artifacts.manifest import files_of_source
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.journal import check_versions
-from quantforge.execution.progress import phase, tell
+from quantforge.execution.progress import phase, report_step
 from quantforge.files.disk import run_folder, writing
 from quantforge.files.hub import resolve
 from quantforge.files.lock import Lock, StaleLockMonitor
@@ -161,7 +161,7 @@ def _make_all(
             with turn(place, settings.note) if settings.join else ExitStack():
                 group = queue.take(held)
             elsewhere = len(jobs) - len(queue.missing) - len(group)
-            tell(share=elsewhere / len(jobs))  # of what was made here it is told already
+            report_step(share=elsewhere / len(jobs))  # of what was made here it is told already
             if group:
                 with phase("", 0.94 * len(group) / len(jobs)):
                     carry_out([*group.values()])
@@ -169,7 +169,7 @@ def _make_all(
                 continue
         if queue.missing:
             left = f"{len(queue.missing)} of {len(jobs)} variants"
-            tell(f"made by other processes: {left}", waits=True)
+            report_step(f"made by other processes: {left}", waits=True)
             time.sleep(POLL_SECONDS)
     return made
 
@@ -253,7 +253,7 @@ def _share_pass(first: RunInputs, other: RunInputs) -> bool:
     """Return whether the rows may pass the blocks once for two jobs."""
     if first.sample is None or other.sample is None:
         return False
-    from quantforge.execution.execute import shares_pass
+    from quantforge.execution.execute import can_share_pass
 
     one, two = first.planned, other.planned
     return (
@@ -264,7 +264,7 @@ def _share_pass(first: RunInputs, other: RunInputs) -> bool:
         and all(
             inputs.checkpoint.facts.keys() <= {QUANTIZATION}
             and inputs.planned.recipe.prune_experts is None
-            and shares_pass(inputs.planned)
+            and can_share_pass(inputs.planned)
             for inputs in (first, other)
         )
     )

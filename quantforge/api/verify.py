@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.engines import target_of
-from quantforge.execution.progress import Listener, followed, ignore, phase
+from quantforge.execution.progress import ProgressListener, ignore_progress, phase, report_to
 from quantforge.files.hub import resolve
 from quantforge.files.opener import FILES
 from quantforge.numerics.allocator import return_freed_memory
@@ -32,7 +32,7 @@ def verify(
     key: str | Path | None = None,
     adapter: str | Path | None = None,
     offline: bool = False,
-    progress: Listener = ignore,
+    progress: ProgressListener = ignore_progress,
 ) -> Report:
     """Check files, structure, every number and one forward pass of a model directory or a GGUF file.
 
@@ -70,7 +70,7 @@ def verify(
     return_freed_memory()
     from quantforge.verification.verify import verify as check
 
-    with followed(progress), phase("verifying", 1.0):
+    with report_to(progress), phase("verifying", 1.0):
         return check(
             place,
             original,

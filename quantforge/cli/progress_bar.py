@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
-from quantforge.execution.progress import Progress, in_words
+from quantforge.execution.progress import Progress, part_label
 
 if TYPE_CHECKING:
     from rich.console import Console as Rich
@@ -45,7 +45,7 @@ def duration(seconds: float) -> str:
 
 def step_of(report: Progress) -> str:
     """Return what is done now, or the part that was finished, in words for people."""
-    return in_words(report.step or report.part)
+    return part_label(report.step or report.part)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from quantforge.artifacts.number_text import size
 from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import shown
 from quantforge.errors import UsageError
-from quantforge.execution.progress import Progress, in_words
+from quantforge.execution.progress import Progress, part_label
 from quantforge.files.disk import append, check_new, open_existing
 from quantforge.plans import Plan, decisions
 
@@ -69,7 +69,7 @@ class RunLog:
             return
         error = "" if progress.error is None else f"  err {progress.error:.5f}"
         self._console.detail(
-            f"{in_words(progress.part)}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
+            f"{part_label(progress.part)}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}

@@ -32,7 +32,7 @@ from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
 from quantforge.evaluation.output_head import checked_head, compare_predictions
 from quantforge.evaluation.text_windows import Windows, cut_windows
-from quantforge.execution.progress import phase, tell
+from quantforge.execution.progress import phase, report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.runtime.batching.engine import EngineOptions
 from quantforge.runtime.cache import CacheLayout, CacheShape, PagedCache
@@ -200,7 +200,7 @@ class _WithCaches:
                 found[kind][number] = compare_predictions(
                     self._head, rows, self._head, whole, targets
                 )[1]
-            tell("windows of caches", number + 1, len(windows.ids))
+            report_step("windows of caches", number + 1, len(windows.ids))
         return {kind: finite(kl, f"KL divergence of cache {kind}") for kind, kl in found.items()}
 
     def scores_of_keys(self) -> dict[str, Tensor]:
@@ -215,7 +215,7 @@ class _WithCaches:
             for kind, scores in found.items():
                 prompts = planted.others if kind == OTHER_KEY else planted.ids
                 scores.append(torch.stack([self._key(ids, kind or PLAIN) for ids in prompts]))
-            tell("planted keys", number + 1, len(self._trial.keys))
+            report_step("planted keys", number + 1, len(self._trial.keys))
         return {kind: torch.stack(scores) for kind, scores in found.items() if scores}
 
     def room(self, kind: str) -> dict[str, Any]:

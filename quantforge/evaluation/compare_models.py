@@ -45,7 +45,7 @@ from quantforge.evaluation.text_windows import (
     cut_windows,
 )
 from quantforge.evaluation.verdict import Verdict, judge
-from quantforge.execution.progress import phase, tell
+from quantforge.execution.progress import phase, report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
@@ -163,7 +163,7 @@ def compare_models(
         UsageError: an engine is named whose package is not installed.
     """
     settings = settings or Settings()
-    tell("tokens of the text")
+    report_step("tokens of the text")
     windows = cut_windows(tokenizer_of(models[0]), options.text, options.windows, options.length)
     if len(windows.ids) < options.windows:
         settings.note(
@@ -178,7 +178,7 @@ def compare_models(
         trial = trial_of(models, options.text, options.caches, options.windows * options.length)
     bandwidth = math.nan
     if options.speed:
-        tell("read bandwidth of this machine")
+        report_step("read bandwidth of this machine")
         bandwidth = read_bandwidth(settings.device)
     kept = kept or KeptRows()
     rows = [*kept.rows]
@@ -278,10 +278,10 @@ class _Baseline:
         """Measure the reference, and keep what the others are compared with; return its figures of quality."""
         self.reference = score_reference(loaded.model, self.windows, self.directory)
         figures = _quality_figures(self.reference.scores)
-        tell("error of each block")
+        report_step("error of each block")
         self.blocks = block_states(loaded.model, self.windows.ids[0])
         if self.prompts is not None:
-            tell("answers to the prompts")
+            report_step("answers to the prompts")
             self.answers = ReferenceAnswers(self.prompts, loaded)
             figures["generated"] = self.answers.to_json()
         return figures
@@ -291,10 +291,10 @@ class _Baseline:
         assert self.reference is not None, "the reference is scored first"
         scores = score(loaded.model, self.windows, self.reference)
         figures = _quality_figures(scores, self.reference.scores)
-        tell("error of each block")
+        report_step("error of each block")
         figures["block_errors"] = block_errors(loaded.model, self.blocks)
         if self.prompts is not None:
-            tell("answers to the prompts")
+            report_step("answers to the prompts")
             figures["generated"] = self.answers.compare(loaded)
         return figures
 

@@ -41,7 +41,7 @@ from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
 from quantforge.evaluation.output_head import Head, checked_head, compare_predictions
 from quantforge.evaluation.text_windows import Windows
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.model_parts import base_model, blocks_of
 from quantforge.runtime.linear import decoded_once
@@ -193,7 +193,7 @@ def _score(
             nll[first:last], kl[first:last], agrees[first:last] = (
                 values.view(len(hidden), -1) for values in figures
             )
-        tell("windows of the text", last, len(nll))
+        report_step("windows of the text", last, len(nll))
     if reference is None:
         return ModelScores(finite(nll, "the reference's NLL"))
     return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))

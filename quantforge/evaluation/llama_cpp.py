@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, UsageError
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 
 if TYPE_CHECKING:
     from quantforge.evaluation.text_windows import Windows
@@ -142,5 +142,5 @@ def perplexity_in_engine(path: Path, windows: Windows) -> float:
     total = 0.0
     for number, window in enumerate(windows.ids.tolist()):
         total += math.fsum(engine.nll(window))
-        tell("windows in llama.cpp", number + 1, len(windows.ids))
+        report_step("windows in llama.cpp", number + 1, len(windows.ids))
     return math.exp(total / windows.targets.numel())

@@ -29,7 +29,7 @@ from torch import Tensor
 from quantforge.architectures.configuration import positions_in
 from quantforge.errors import InputError
 from quantforge.evaluation.text_windows import Windows
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.decoding import DecodingEngine, engine_of
@@ -88,9 +88,9 @@ def measure_as_deployed(
     """
     prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, positions_in(model.config) - NEW_TOKENS))]
     if torch.device(device).type == "cpu":
-        tell("compiling programs for this processor")
+        report_step("compiling programs for this processor")
         warm_up(dtype)
-    tell("loading as an engine would")
+    report_step("loading as an engine would")
     with PeakMemory(device) as peak:
         loaded = load(model, device, dtype, input_bits=input_bits)
         figures = measure_speed(loaded, prompt, bandwidth, cache)
@@ -141,7 +141,7 @@ def measure_speed(
     processor_share = ProcessorShare()
     for length in lengths:
         start = partial(engine.start, prompt[:, :length], NEW_TOKENS)
-        tell(f"first token of a prompt of {length}", share=0.1 * len(first))
+        report_step(f"first token of a prompt of {length}", share=0.1 * len(first))
         start()  # warm-up
         times = _repeat(start, device, PREFILL_RUNS, 1)
         first[length] = median(times)
@@ -165,7 +165,9 @@ def measure_speed(
 
 def _pace(engine: DecodingEngine, prompt: Tensor, batch: int, device: torch.device) -> Pace:
     """Time steps of some sequences with the same prompt."""
-    tell(f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch))
+    report_step(
+        f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch)
+    )
     chosen = engine.start(prompt.expand(batch, -1), NEW_TOKENS).argmax(-1)
 
     def step() -> None:

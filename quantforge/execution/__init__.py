@@ -1,35 +1,36 @@
-"""The run: a plan carried out one part of the model at a time, journalled, so that it goes on after any kill.
+"""Run a plan: process the model one block at a time and journal progress, so that an interrupted run can be resumed.
 
-The life of a matrix in a calibrated run, from the source to the file; every step names its function:
+The path of one weight matrix in a calibrated run, from the source file to the output file:
 
-1. `execute.execute` takes one block after another: `calibrated_block.observe` passes the calibration rows through it
-   and sums what its linears read (for ``gptq``, the Hessian of each shared input).
-2. `BlockRounder.round_block` applies the method's transforms (AWQ), then hands the matrices of one shared input to
-   `rounding.MatrixRounding.round`, and that to the rounder: `quantizers.gptq.round_shared`.
+1. `execute.execute` loops over the blocks: `calibrated_block.observe` runs the calibration rows through a block and
+   accumulates statistics of the inputs of its linears (for ``gptq``, the Hessian of each shared input).
+2. `BlockRounder.round_block` applies the transforms of the method (AWQ), then passes the matrices that read one shared
+   input to `rounding.MatrixRounder.round`, which calls the rounder: `quantizers.gptq.round_matrices`.
 3. The rounder fits scales (`packers`), rounds column after column (`gptq.round_columns`, `column_loops.round_chunk`),
-   refines codes and scales (`refine`), and takes plain rounding wherever that is better (`rtn_fallback`).
-4. `MatrixRounding` packs the codes in the terms of the format (`formats.storage`, then ``pack`` of the format) and
-   writes them through `unit_output` into the preallocated files.
-5. If the plan tunes, `run_tuning.Tuning.learn_block` learns scales, norms and codes of the block, and overwrites them.
+   refines codes and scales (`refine`), and falls back to plain rounding where that is better (`rtn_fallback`).
+4. `MatrixRounder` packs the codes as the format requires (`formats.storage`, then ``pack`` of the format) and writes
+   them through `unit_output` into the preallocated files.
+5. If the plan includes tuning, `run_tuning.TuningStep.tune_block_and_pass` tunes scales, norms and codes of the block
+   and overwrites them.
 
 In this folder:
 
-    calibrated_block    One block of a calibrated run: observe what its linears read, transform, round, write
-    calibrated_experts  Experts of a block of a calibrated run: each is observed, transformed, rounded and written
-    calibration         Calibration rows for a model: drawn from a source, checked against the plan, with their events
-    candidate_errors    Errors of candidate schemes: what each would cost at the output of the model, linear by linear
-    claims              Claims: processes on one directory share the units of a run, by renames alone
-    data_free           Units that look at no data: what is kept is copied, the rest is rounded to nearest
-    execute             The run: a plan carried out one block of the model at a time
-    expert_saliency     Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go
-    guide               Guided statistics: weights of calibration tokens from a backward pass
-    importance          Importance of columns without rounding anything: observed once
-    journal             The journal of a run: what is done, so that the same command goes on after any kill
-    progress            Progress of a verb: where it is, what it does now, and how much of it is done
-    relayout            Carry out a planned conversion: check every value, round the embedding where that is planned
-    rounding            Rounding of the matrices that read one shared input: read from the source, rounded
-    run_tuning          Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows
-    shared_run          A run that several processes share: each does units that no other does
-    unit_output         Output of a unit of work: stored tensors on their way into weight files and back
-    units               Units of work: the list that a run works off
+    calibrated_block    One block of a calibrated run: observe the inputs of its linears, transform, round and write it
+    calibrated_experts  Experts of a block of a calibrated run: observe, transform
+    calibration         Calibration data of a run: draw rows from a source, check them against the plan
+    candidate_errors    Estimate the output error of candidate schemes for each linear, in nats per token
+    claims              Claims: processes that share a run claim its units by renaming directories
+    data_free           Data-free units: copy unquantized tensors and round the rest to nearest
+    execute             Carry out a plan block by block, writing directly to the preallocated files of a stage
+    expert_saliency     Saliency of experts, by which ``--prune-experts`` chooses the experts to remove
+    guide               Guided rounding: weight calibration tokens by output gradients
+    importance          Importance of input columns (imatrix): observe it on calibration rows
+    journal             Journal of a run: records the finished units
+    progress            Progress reports of a verb (a command such as ``quantize``): its phase
+    rounding            Read, round and write the matrices that share an input
+    run_conversion      Carry out a planned conversion: check all values, round the embedding if planned
+    run_tuning          Tuning step of a run: optimize scales, norms and codes of rounded blocks on calibration rows
+    shared_run          Shared runs: several processes each work on different units
+    unit_output         Output of a unit of work: writes stored tensors to the weight files, reads them back
+    units               Units of work: the parts of a run (blocks, experts, head
 """

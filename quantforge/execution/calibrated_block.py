@@ -1,10 +1,10 @@
-"""One block of a calibrated run: observe what its linears read, transform, round, write.
+"""One block of a calibrated run: observe the inputs of its linears, transform, round and write it.
 
-Most of what is observed belongs to the block as the source has it; ranges of inputs and of the KV cache belong to the
-block that is rounded, so that they are observed once more where transforms have changed it. Several runs observe a
-block in one pass (`observe`); each then transforms, rounds and writes it by itself (`BlockRounder`).
+Most statistics are of the block as it is in the source. Ranges of quantized inputs and of the KV cache must be of the
+rounded block, so they are observed a second time if transforms have changed the block. Several runs can observe a block
+in one pass (`observe`); each then transforms, rounds and writes it separately (`BlockRounder`).
 
-Experts of a block come last, one after the other (`quantforge.execution.calibrated_experts`).
+Experts of a block are processed last, one after the other (`quantforge.execution.calibrated_experts`).
 """
 
 from __future__ import annotations
@@ -15,124 +15,125 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from quantforge.execution.calibrated_experts import ExpertRounder
-from quantforge.execution.journal import Record, merge
-from quantforge.execution.progress import tell
+from quantforge.execution.journal import Record, merge_records
+from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics, of_inputs
 from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan
-from quantforge.quantizers import METHODS, is_sparse, needs, transform_of
-from quantforge.quantizers.sparsity import figures, sparsify
+from quantforge.quantizers import METHODS, is_sparse, load_transform, needs
+from quantforge.quantizers.sparsity import sparsify, sparsity_figures
 from quantforge.runtime.cache_scales import CachePeaks, listening
 
 if TYPE_CHECKING:
     from quantforge.execution.guide import GuidedRounding
-    from quantforge.execution.rounding import MatrixRounding
+    from quantforge.execution.rounding import MatrixRounder
     from quantforge.execution.unit_output import UnitOutput
     from quantforge.model.block import DecoderBlock
     from quantforge.model.stream import ModelStream
     from quantforge.planning.planner import Planned
     from quantforge.plans import TensorPlan
 
-# Does a unit inside of a block, an expert, unless it is done; returns whether it did.
-DoExpert = Callable[[str, Callable[[], Record]], bool]
+# Runs the unit of an expert nested in a block unless it is done; returns whether it ran.
+ProcessExpert = Callable[[str, Callable[[], Record]], bool]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Observed:
-    """What a run looks at in a block, and what it has seen of the block as the source has it.
+class Observation:
+    """Which statistics of a block a run needs, and those observed so far.
 
     Attributes:
-        inputs: keys of the shared inputs that it looks at.
-        before: statistics of them that it wants of the block as the source has it.
-        after: those that it wants of the block that its transforms have changed.
-        peaks: of keys and values of the KV cache, None where its scales are not measured.
-        twice: whether the block is observed once more after the transforms.
-        statistics: what was seen of the inputs.
+        inputs: keys of the shared inputs to observe.
+        before_transforms: statistics of the inputs, observed on the unmodified block.
+        after_transforms: statistics of the inputs, observed after the transforms.
+        cache_peaks: largest magnitudes of keys and values in the KV cache; None if its scales are not measured.
+        observe_again: whether the block is observed again after the transforms.
+        statistics: observed statistics by key of the shared input.
     """
 
     inputs: Sequence[str]
-    before: frozenset[Statistic]
-    after: frozenset[Statistic]
-    peaks: CachePeaks | None
-    twice: bool
+    before_transforms: frozenset[Statistic]
+    after_transforms: frozenset[Statistic]
+    cache_peaks: CachePeaks | None
+    observe_again: bool
     statistics: dict[str, Statistics]
 
 
 def observe(
     block: DecoderBlock, rounders: Sequence[BlockRounder], *, advance: bool
-) -> list[Observed]:
-    """Pass the rows through a block once for several runs; return what each would have observed alone.
+) -> list[Observation]:
+    """Run the calibration rows through a block once; return the observation of each run, as if it ran alone.
 
-    Sums of one statistic do not depend on the others. A run sees only those that it asked for, because what a rounder
-    does may depend on which are there.
+    Statistics are independent of each other. Each run receives only those that it asked for, because a rounder may act
+    differently depending on which are present.
 
     Args:
         block: the block, with the hidden states that reach it.
-        rounders: of the runs.
-        advance: whether the hidden states are replaced by what the block returns in the same pass, unless a run needs
-            another one.
+        rounders: block rounders of the runs.
+        advance: whether the same pass replaces the hidden states by the outputs of the block, unless a run needs
+            another pass.
     """
     if not rounders:
         return []
-    tell(f"block {block.index}: observing", share=0.0)
-    observations = [rounder.wants(block) for rounder in rounders]
+    report_step(f"block {block.index}: observing", share=0.0)
+    observations = [rounder.plan_observation(block) for rounder in rounders]
     wanted: dict[str, frozenset[Statistic]] = {}
     for each in observations:
         for key in each.inputs:
-            wanted[key] = wanted.get(key, frozenset()) | each.before
+            wanted[key] = wanted.get(key, frozenset()) | each.before_transforms
     once = all(
-        rounder.passes_once(each) for rounder, each in zip(rounders, observations, strict=True)
+        rounder.can_advance_while_observing(each)
+        for rounder, each in zip(rounders, observations, strict=True)
     )
-    found = _pass_rows(
+    found = _run_rows(
         block,
         wanted,
-        [each.peaks for each in observations if not each.twice],
+        [each.cache_peaks for each in observations if not each.observe_again],
         advance=advance and once,
-        keep=max(rounder.kept_rows for rounder in rounders),
+        keep=max(rounder.saved_row_count for rounder in rounders),
     )
     trim()
     for each in observations:
-        seen = {key: found[key].only(each.before) for key in each.inputs if key in found}
+        seen = {key: found[key].only(each.before_transforms) for key in each.inputs if key in found}
         each.statistics.update(seen)
     return observations
 
 
-def _pass_rows(
+def _run_rows(
     block: DecoderBlock,
     wanted: Mapping[str, frozenset[Statistic]],
-    peaks: Iterable[CachePeaks | None],
+    cache_peaks: Iterable[CachePeaks | None],
     *,
     advance: bool = False,
     keep: int = 0,
 ) -> dict[str, Statistics]:
-    """Run the calibration rows through a block; return the statistics that are wanted, by shared input.
+    """Run the calibration rows through a block; return the requested statistics by shared input.
 
     Args:
         block: the block.
-        wanted: by the key of the shared input.
-        peaks: gets the keys and values that the attention of the block hands to its cache.
+        wanted: requested statistics by key of the shared input.
+        cache_peaks: collectors of the keys and values that the attention stores in its KV cache.
         advance: replace the hidden states by the outputs of the block in the same pass.
-        keep: then keep the states of so many rows as they were.
+        keep: number of rows whose previous hidden states are saved when advancing.
     """
-    listeners = [one for one in peaks if one is not None]
+    present_peaks = [one for one in cache_peaks if one is not None]
     with ExitStack() as hooks:
-        for one in listeners:
+        for one in present_peaks:
             hooks.enter_context(listening(block.module, one))
-        return block.observe(wanted, advance=advance, keep=keep, whole=bool(listeners))
+        return block.observe(wanted, advance=advance, keep=keep, whole=bool(present_peaks))
 
 
-def observes_twice(plan: Plan) -> bool:
-    """Return whether blocks are observed once more after the transforms."""
+def observes_after_transforms(plan: Plan) -> bool:
+    """Return whether blocks have to be observed again after the transforms."""
     ranges = of_inputs(tensor.scheme.input for tensor in plan.tensors if tensor.scheme)
     scales = any(tensor.action is Action.MEASURE for tensor in plan.tensors)
     return bool(plan.transforms) and (bool(ranges) or scales)
 
 
 def observe_head(planned: Planned, stream: ModelStream) -> Statistics:
-    """Observe what a quantized head reads, the output of the final norm, when the rows are behind the last block."""
+    """Collect statistics of the input of a quantized head, the output of the final norm, after all blocks have run."""
     total = Accumulator(needs(planned.plan.rounder, importance=planned.recipe.rounding.weighs))
     for states in stream.final_hidden():
         total.add(states.reshape(-1, states.shape[-1]))
@@ -140,55 +141,58 @@ def observe_head(planned: Planned, stream: ModelStream) -> Statistics:
 
 
 class BlockRounder:
-    """The work of one run on blocks through which the calibration rows pass.
+    """Transforms, rounds and writes the calibrated blocks of one run.
 
     Attributes:
-        guided: rounds the linears where their statistics are guided.
+        guided_rounding: rounds linears under guided Hessians; None without a guide.
     """
 
-    def __init__(self, rounding: MatrixRounding, tensors: BlockTensors) -> None:
-        self.guided: GuidedRounding | None = None
+    def __init__(self, rounding: MatrixRounder, tensors: BlockTensors) -> None:
+        self.guided_rounding: GuidedRounding | None = None
         self.rounding, self.tensors = rounding, tensors
         self.plan, self.recipe = rounding.planned.plan, rounding.planned.recipe
 
     @property
-    def changes(self) -> bool:
-        """Return whether transforms change the weights of a block."""
+    def has_transforms(self) -> bool:
+        """Return whether transforms modify the weights of blocks."""
         return bool(self.plan.transforms)
 
     @property
-    def kept_rows(self) -> int:
-        """Return of how many rows the states have to stay as they were, for transforms that run the block on them."""
-        return self.recipe.awq.rows if self.changes else 0
+    def saved_row_count(self) -> int:
+        """Return the number of rows whose input states must be saved for transforms that run the block on them."""
+        return self.recipe.awq.rows if self.has_transforms else 0
 
-    def wants(self, block: DecoderBlock) -> Observed:
-        """Return what is to be observed of a block.
+    def plan_observation(self, block: DecoderBlock) -> Observation:
+        """Return which statistics of a block have to be observed.
 
-        Guided statistics are observed strip by strip (`GuidedRounding`); the transforms alone look at others then.
+        Guided statistics are observed strip by strip (`GuidedRounding`); then only the transforms need other ones.
         """
-        quantized, changed = self.tensors.quantized(block), self.tensors.changed(block)
+        quantized, modified = (
+            self.tensors.quantized_linears(block),
+            self.tensors.modified_linears(block),
+        )
         if not self.plan.guide:
             wanted = needs(self.plan.method, importance=self.recipe.rounding.weighs)
         else:
             transforms = (METHODS[word].needs for word in self.plan.transforms)
             wanted = frozenset[Statistic]().union(*transforms)
         ranges = of_inputs(tensor.scheme.input for tensor in quantized.values() if tensor.scheme)
-        peaks = CachePeaks() if self._cache_scales(block) else None
-        return Observed(
-            [item.key for item in block.inputs if any(name in changed for name in item.linears)],
-            wanted if self.changes else wanted | ranges,
-            ranges if self.changes else frozenset(),
-            peaks,
-            twice=self.changes and (bool(ranges) or peaks is not None),
+        cache_peaks = CachePeaks() if self._cache_scale_plans(block) else None
+        return Observation(
+            [item.key for item in block.inputs if any(name in modified for name in item.linears)],
+            wanted if self.has_transforms else wanted | ranges,
+            ranges if self.has_transforms else frozenset(),
+            cache_peaks,
+            observe_again=self.has_transforms and (bool(ranges) or cache_peaks is not None),
             statistics={},
         )
 
-    def passes_once(self, observed: Observed) -> bool:
-        """Return whether the rows may advance while a block is observed: it is not observed again."""
-        return not observed.twice and self.guided is None
+    def can_advance_while_observing(self, observation: Observation) -> bool:
+        """Return whether hidden states may advance in the observing pass, because no other pass follows."""
+        return not observation.observe_again and self.guided_rounding is None
 
-    def _cache_scales(self, block: DecoderBlock) -> list[TensorPlan]:
-        """Return the scales of a KV cache that are measured in a block: those of keys and of values."""
+    def _cache_scale_plans(self, block: DecoderBlock) -> list[TensorPlan]:
+        """Return the plans of the measured KV cache scales of a block: of keys and of values."""
         return [
             tensor
             for tensor in self.plan.tensors
@@ -196,76 +200,83 @@ class BlockRounder:
         ]
 
     def round_block(
-        self, block: DecoderBlock, observed: Observed, do_expert: DoExpert, *, advance: bool
+        self,
+        block: DecoderBlock,
+        observation: Observation,
+        process_expert: ProcessExpert,
+        *,
+        advance: bool,
     ) -> Record:
-        """Transform, round and write a block that was observed; return its record. Errors as `execute.execute`.
+        """Transform, round and write an observed block; return its record. Errors as `execute.execute`.
 
         Args:
-            block: the block, with the hidden states that reach it, or that it returns.
-            observed: of the block as the source has it.
-            do_expert: does an expert, unless it is done.
-            advance: whether the hidden states are to be replaced by what the source's block returns.
+            block: the block, with the hidden states that reach it or (if advanced) that it returns.
+            observation: statistics of the unmodified block.
+            process_expert: runs the unit of an expert unless it is done.
+            advance: whether the hidden states are to be replaced by the outputs of the source's block.
         """
         record: Record = {}
-        statistics = observed.statistics
-        if self.changes:
-            record, statistics = self._transform(block, observed)
-        if self.guided is not None:
-            merge(record, self._round_guided(block, statistics, self.guided, advance=advance))
+        statistics = observation.statistics
+        if self.has_transforms:
+            record, statistics = self._transform_block(block, observation)
+        if self.guided_rounding is not None:
+            merge_records(
+                record, self._round_guided(block, statistics, self.guided_rounding, advance=advance)
+            )
         else:
-            quantized = self.tensors.quantized(block)
+            quantized = self.tensors.quantized_linears(block)
             for index, shared in enumerate(block.inputs):
                 linears = [name for name in shared.linears if name in quantized]
                 if not linears or shared.expert >= 0:
                     continue
                 done = 1 - 0.5 * (1 - index / len(block.inputs))
-                tell(f"block {block.index}: rounding {', '.join(linears)}", share=done)
+                report_step(f"block {block.index}: rounding {', '.join(linears)}", share=done)
                 weights = {quantized[name].name: block.weight(name) for name in linears}
                 seen = statistics.get(shared.key, Statistics())
                 rounded = self.rounding.round(weights, seen)
-                merge(record, self.rounding.write(rounded, weights, seen))
+                merge_records(record, self.rounding.write(rounded, weights, seen))
                 trim()
         statistics.clear()
-        self._write_kept(block)
+        self._write_unquantized(block)
         trim()
         if block.experts is not None:
-            experts = ExpertRounder(self, block, observed, add=advance)
-            merge(record, experts.work(do_expert))
-        if advance and not block.advanced:  # by a block that transforms had not changed yet
+            experts = ExpertRounder(self, block, observation, accumulate_outputs=advance)
+            merge_records(record, experts.round_experts(process_expert))
+        if advance and not block.advanced:  # with the weights of the source
             block.advance_source()
-        if observed.peaks is not None:
-            scales = observed.peaks.scales(self.recipe.kv_cache)
-            for tensor, value in zip(self._cache_scales(block), scales, strict=True):
+        if observation.cache_peaks is not None:
+            scales = observation.cache_peaks.scales(self.recipe.kv_cache)
+            for tensor, value in zip(self._cache_scale_plans(block), scales, strict=True):
                 self.rounding.output.write(tensor.name, value)
         return record
 
-    def _write_kept(self, block: DecoderBlock) -> None:
-        """Write what is not quantized: as the source has it, or as a transform left it; tuning may change it later."""
-        for local, tensor in self.tensors.kept(block).items():
+    def _write_unquantized(self, block: DecoderBlock) -> None:
+        """Write the unquantized tensors of a block, from the source or as modified by a transform."""
+        for local, tensor in self.tensors.unquantized(block).items():
             if tensor.expert >= 0:
                 continue
-            if block.is_outside_module(local) or not self.changes:
+            if block.is_outside_module(local) or not self.has_transforms:
                 self.rounding.copy(tensor)
                 continue
             value = block.parameter(local).to(torch_dtype(tensor.dtype))
             scan_finite(tensor.name, value)
-            self.rounding.output.write_kept(tensor, value)
+            self.rounding.output.write_unquantized(tensor, value)
             block.set_parameter(local, value.float())
 
-    # Transforms, zeros and guides
+    # Transforms, sparsity and guides
 
-    def _transform(
-        self, block: DecoderBlock, observed: Observed
+    def _transform_block(
+        self, block: DecoderBlock, observation: Observation
     ) -> tuple[Record, dict[str, Statistics]]:
-        """Apply the transforms to a block in place; return their record, and the statistics that hold afterwards."""
-        tell(f"block {block.index}: {'+'.join(self.plan.transforms)}", share=0.4)
-        changed = self.tensors.changed(block)
-        own = {name: tensor for name, tensor in changed.items() if tensor.expert < 0}
-        record, statistics = self.transformed(block, observed.statistics, own)
-        observed.statistics.clear()  # Hessians are freed as soon as they are done with
-        if observed.twice:
-            wanted = dict.fromkeys(observed.inputs, observed.after)
-            for key, again in _pass_rows(block, wanted, [observed.peaks]).items():
+        """Apply the transforms to a block in place; return their record and the updated statistics."""
+        report_step(f"block {block.index}: {'+'.join(self.plan.transforms)}", share=0.4)
+        modified = self.tensors.modified_linears(block)
+        own = {name: tensor for name, tensor in modified.items() if tensor.expert < 0}
+        record, statistics = self.apply_transforms(block, observation.statistics, own)
+        observation.statistics.clear()  # free the Hessians early
+        if observation.observe_again:
+            wanted = dict.fromkeys(observation.inputs, observation.after_transforms)
+            for key, again in _run_rows(block, wanted, [observation.cache_peaks]).items():
                 if key in statistics:
                     statistics[key] = statistics[key].with_ranges_of(again)
         return record, statistics
@@ -278,50 +289,52 @@ class BlockRounder:
         *,
         advance: bool,
     ) -> Record:
-        """Round under guided Hessians, which are observed here while the rows advance; return the record."""
-        quantized = self.tensors.quantized(block)
+        """Round under guided Hessians, observed here while the rows advance; return the record."""
+        quantized = self.tensors.quantized_linears(block)
         own = {name: tensor for name, tensor in quantized.items() if tensor.expert < 0}
-        passing = advance and not self.changes and block.experts is None
-        return guided.work(block, statistics, own, advance=passing)
+        passing = advance and not self.has_transforms and block.experts is None
+        return guided.round_block(block, statistics, own, advance=passing)
 
-    def transformed(
+    def apply_transforms(
         self,
         block: DecoderBlock,
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> tuple[Record, dict[str, Statistics]]:
-        """Apply the transforms to a block or one of its experts, in place, one after the other.
+        """Apply the transforms in order to a block or one of its experts, in place.
 
         Args:
             block: the block whose weights change.
-            statistics: by shared input.
-            targets: linears that are rounded afterwards, or get zeros, by their names in the block.
+            statistics: statistics by shared input.
+            targets: linears that are rounded or sparsified, by their names in the block.
 
         Returns:
-            The record, and the statistics that hold afterwards.
+            The record, and the statistics after the transforms.
         """
         layers = {name: tensor.scheme for name, tensor in targets.items() if tensor.scheme}
         record: Record = {}
         for transform in self.plan.transforms if targets else ():
             if is_sparse(transform):
-                merge(record, self._with_zeros(transform, block, statistics, targets))
+                merge_records(record, self._sparsify(transform, block, statistics, targets))
                 continue
-            statistics, events, changes = transform_of(transform).apply(
+            statistics, events, changes = load_transform(transform).apply(
                 block, statistics, layers, self.recipe.rounding
             )
-            merge(record, {"events": [one.to_json() for one in events], "transform": changes})
+            merge_records(
+                record, {"events": [one.to_json() for one in events], "transform": changes}
+            )
         return record, dict(statistics)
 
-    def _with_zeros(
+    def _sparsify(
         self,
         method: str,
         block: DecoderBlock,
         statistics: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
     ) -> Record:
-        """Make weights of a block zero, one shared input after the other; arguments as of `transformed`."""
+        """Set weights of a block to zero, one shared input after the other; arguments as `apply_transforms`."""
         zeros, damping = self.recipe.zeros, self.recipe.rounding.gptq.damping
-        assert zeros is not None  # planning has refused the method without
+        assert zeros is not None  # planning refuses sparsity without options
         record: Record = {}
         for shared in block.inputs:
             names = [name for name in shared.linears if name in targets and targets[name].sparse]
@@ -330,33 +343,35 @@ class BlockRounder:
             weights = {targets[name].name: block.weight(name) for name in names}
             seen = statistics[shared.key]
             found, events = sparsify(method, weights, seen, zeros, damping)
-            merge(record, {"events": [event.to_json() for event in events]})
+            merge_records(record, {"events": [event.to_json() for event in events]})
             for name in names:
                 key = targets[name].name
-                merge(record, {"figures": {key: figures(weights[key], found[key], seen)}})
+                merge_records(
+                    record, {"figures": {key: sparsity_figures(weights[key], found[key], seen)}}
+                )
                 block.set_weight(name, found[key])
         return record
 
 
 class BlockTensors:
-    """Lookup of what a plan does with the tensors of a block.
+    """Lookup of the planned tensors of a block.
 
     Args:
-        plan: with every tensor.
-        output: where the tensors are written.
+        plan: the plan.
+        output: writer of the tensors.
     """
 
     def __init__(self, plan: Plan, output: UnitOutput) -> None:
         self._by_name = {tensor.name: tensor for tensor in plan.tensors}
         self._output = output
 
-    def quantized(self, block: DecoderBlock) -> dict[str, TensorPlan]:
-        """Return the linears of a block that are quantized, by their names inside of it."""
-        plans = self.changed(block)
+    def quantized_linears(self, block: DecoderBlock) -> dict[str, TensorPlan]:
+        """Return the plans of the quantized linears of a block, by their names in the block."""
+        plans = self.modified_linears(block)
         return {name: plan for name, plan in plans.items() if plan.action is Action.QUANTIZE}
 
-    def changed(self, block: DecoderBlock) -> dict[str, TensorPlan]:
-        """Return the linears of a block that are quantized or get zeros, by their names inside of it."""
+    def modified_linears(self, block: DecoderBlock) -> dict[str, TensorPlan]:
+        """Return the plans of the linears that are quantized or sparsified, by their names in the block."""
         plans = {name: self._by_name[block.stored_name(f"{name}.weight")] for name in block.linears}
         return {
             name: plan
@@ -364,18 +379,18 @@ class BlockTensors:
             if plan.sparse or plan.action is Action.QUANTIZE
         }
 
-    def kept(self, block: DecoderBlock) -> dict[str, TensorPlan]:
-        """Return the parameters of a block that are kept, by their names inside of it, those of experts included."""
+    def unquantized(self, block: DecoderBlock) -> dict[str, TensorPlan]:
+        """Return the plans of the unquantized parameters of a block, including experts, by their names in the block."""
         plans = {local: self._by_name[block.stored_name(local)] for local in block.parameters()}
         return {local: plan for local, plan in plans.items() if plan.action is Action.KEEP}
 
-    def load_kept(self, block: DecoderBlock) -> None:
-        """Let the kept parameters of a block, but those of its experts, be what was written of them."""
-        for local, tensor in self.kept(block).items():
+    def load_written_parameters(self, block: DecoderBlock) -> None:
+        """Replace the unquantized parameters of a block, except those of experts, by the written ones."""
+        for local, tensor in self.unquantized(block).items():
             if tensor.expert >= 0 or block.is_outside_module(local):
                 continue
             if tensor.decay:
-                # Nothing changes a decay, and the logarithm of what is stored differs in its last bits.
+                # A decay never changes, and the logarithm of its stored form differs in the last bits.
                 continue
             (value,) = self._output.read(tensor).values()
             block.set_parameter(

@@ -1,8 +1,8 @@
-"""Calibration rows for a model: drawn from a source, checked against the plan, with their events.
+"""Calibration data of a run: draw rows from a source, check them against the plan, and collect warnings about them.
 
-The model may write them itself (``self``): no text is needed, and the text is in the model's own distribution. Each row
-begins with the token that begins texts (or ends them, where there is none) and is sampled at temperature 1, the
-distribution that the model was trained to have. Rows are sampled together, from a seeded generator of our own.
+With the source ``self`` the model generates the rows itself, in its own distribution, so no text is needed. Each row
+begins with the BOS token (or EOS if there is none) and is sampled at temperature 1, the distribution that the model
+was trained to have. Rows are sampled in batches from a seeded generator.
 """
 
 from __future__ import annotations
@@ -35,29 +35,40 @@ from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.sampler import Sample, tokens_per_column_warning
 from quantforge_calibration.tokenizer import load_tokenizer
 
-BATCH = 32  # rows that the model writes together
+SELF_CALIBRATION_BATCH = 32  # rows sampled at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Calibrated:
+class CalibrationData:
     """Calibration rows, the sources that they were drawn from, and the events about them."""
 
     sample: Sample
     events: tuple[Event, ...]
-    sources: tuple[str, ...]  # by the names that the recipe has for them
-    notes: tuple[str, ...] = ()  # what a person should know of the rows and the chat templates
-    unused: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns of files
+    sources: tuple[str, ...]  # as named in the recipe
+    notes: tuple[str, ...] = ()  # messages about the rows and chat templates
+    unused: Mapping[str, Sequence[str]] = field(
+        default_factory=dict
+    )  # ignored columns of each dataset file
 
     def describe(self) -> dict[str, Any]:
-        """Return the report as plain data, for the manifest."""
+        """Return the calibration report as plain data for the manifest."""
         images = self.sample.images
-        seen = {} if images is None else {"images": images.count, "tokens_filled": images.filled}
-        left = {"unused_columns": self.unused} if self.unused else {}
-        return {**asdict(self.sample.report), **seen, **left, "sources": self.sources}
+        image_fields = (
+            {} if images is None else {"images": images.count, "tokens_filled": images.filled}
+        )
+        unused_fields = {"unused_columns": self.unused} if self.unused else {}
+        return {
+            **asdict(self.sample.report),
+            **image_fields,
+            **unused_fields,
+            "sources": self.sources,
+        }
 
 
-def calibrated_for(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> Calibrated:
-    """Draw the rows that a planned run needs.
+def draw_calibration_data(
+    checkpoint: Checkpoint, planned: Planned, settings: Settings
+) -> CalibrationData:
+    """Draw the calibration rows of a planned run and report notes and events about them.
 
     Raises:
         InputError: as `calibrate`.
@@ -68,7 +79,7 @@ def calibrated_for(checkpoint: Checkpoint, planned: Planned, settings: Settings)
     found = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
         vocabulary=require_declarations(planned.model_layout)[1].vocab,
-        offline=settings.offline, own_rows=own_rows(checkpoint.path, options, settings.device),
+        offline=settings.offline, sample_own_rows=own_rows_sampler(checkpoint.path, options, settings.device),
     )  # fmt: skip
     for note in found.notes:
         settings.note(note)
@@ -80,27 +91,27 @@ def calibrate(
     model: Path,
     options: CalibrationOptions,
     plan: Plan,
-    place: str = "",
+    local_source: str = "",
     *,
     vocabulary: int,
     offline: bool = False,
-    own_rows: Callable[[int, int], Tensor] | None = None,
-) -> Calibrated:
-    """Draw the rows that a recipe asks for.
+    sample_own_rows: Callable[[int, int], Tensor] | None = None,
+) -> CalibrationData:
+    """Draw the calibration rows that the recipe asks for.
 
     Args:
         model: a directory with ``tokenizer.json``, or a GGUF file.
         options: source, rows, length, seed.
-        plan: its widest quantized layer decides whether there are enough tokens.
-        place: the source with the paths that ``options`` do not say (see `quantforge.planning.local_paths`).
-        vocabulary: rows of the model's embedding.
-        offline: never ask the hub for a dataset.
-        own_rows: samples text from the model itself, for the source ``self``.
+        plan: its widest quantized layer determines whether there are enough tokens.
+        local_source: the source with local paths, which ``options`` omit (see `quantforge.planning.local_paths`).
+        vocabulary: number of rows of the model's embedding.
+        offline: never download a dataset from the hub.
+        sample_own_rows: samples text from the model itself, for the source ``self``.
 
     Raises:
         InputError: the source is missing, malformed or too short; the message says what is needed.
     """
-    source = place or options.source
+    source = local_source or options.source
     request = Request(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
         offline=offline, random=options.random or 0.0,
@@ -111,15 +122,15 @@ def calibrate(
             tokenizer = load_tokenizer(folder, vocabulary)
             chat = load_chat_template(folder) if options.chat_template else None
             sample = draw(
-                request, tokenizer, chat=chat, own_rows=own_rows, model=folder, unused=unused
+                request, tokenizer, chat=chat, own_rows=sample_own_rows, model=folder, unused=unused
             )
         names = titles(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
-    said = (*(chat.notes if chat else ()), *([unused.note()] if unused.found else []))
-    return Calibrated(
+    notes = (*(chat.notes if chat else ()), *([unused.note()] if unused.found else []))
+    return CalibrationData(
         sample, tuple(_events(sample, plan, options)), names,
-        notes=tuple(f"calibration: {note}" for note in said),
+        notes=tuple(f"calibration: {note}" for note in notes),
         unused={file: sorted(columns) for file, columns in sorted(unused.found.items())},
     )  # fmt: skip
 
@@ -127,8 +138,8 @@ def calibrate(
 def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Event]:
     events = []
     report = sample.report
-    if few := few_rows(options, report.rows, report.rows_asked):
-        events.append(Event("calibration-rows", "calibration", few))
+    if warning_text := few_rows(options, report.rows, report.rows_asked):
+        events.append(Event("calibration-rows", "calibration", warning_text))
     tokens = report.rows * report.length
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)
     if warning := tokens_per_column_warning(tokens, widest):
@@ -145,10 +156,12 @@ def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Eve
     return events
 
 
-def own_rows(model: Path, options: CalibrationOptions, device: str) -> Callable[[int, int], Tensor]:
-    """Return the function that samples ``[rows, length]`` token ids; the model is loaded when it is called.
+def own_rows_sampler(
+    model: Path, options: CalibrationOptions, device: str
+) -> Callable[[int, int], Tensor]:
+    """Return a function that samples token ids ``[rows, length]`` from the model, which is loaded on the first call.
 
-    The whole model is in memory while it samples (its size is what `plan` says for this source).
+    The whole model is in memory while it samples (`plan` reports its size for this source).
     """
 
     def sample(rows: int, length: int) -> Tensor:
@@ -165,8 +178,15 @@ def own_rows(model: Path, options: CalibrationOptions, device: str) -> Callable[
         loaded = load(model, device=device)
         generator = torch.Generator().manual_seed(options.seed)
         batches = [
-            _sample(loaded.model, min(BATCH, rows - start), length, first, generator, device)
-            for start in range(0, rows, BATCH)
+            _sample(
+                loaded.model,
+                min(SELF_CALIBRATION_BATCH, rows - start),
+                length,
+                first,
+                generator,
+                device,
+            )
+            for start in range(0, rows, SELF_CALIBRATION_BATCH)
         ]
         return torch.cat(batches)
 
@@ -190,7 +210,7 @@ def _sample(
                 input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1
             )
         cache = result.past_key_values
-        chances = result.logits[:, -1].float().softmax(-1).cpu()
-        drawn = torch.multinomial(chances, 1, generator=generator).to(device)
-        ids = torch.cat((ids, drawn), dim=1)
+        probabilities = result.logits[:, -1].float().softmax(-1).cpu()
+        next_ids = torch.multinomial(probabilities, 1, generator=generator).to(device)
+        ids = torch.cat((ids, next_ids), dim=1)
     return ids.cpu()

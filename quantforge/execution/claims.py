@@ -1,19 +1,19 @@
-"""Claims: processes on one directory share the units of a run, by renames alone.
+"""Claims: processes that share a run claim its units by renaming directories.
 
-A shared run has a directory with a random name. In it every unit has one, whose name says how far the unit is; it
-passes from hand to hand by renames, of which the file system lets exactly one succeed:
+A shared run has a directory with a random name. Each unit has a subdirectory whose name encodes its state. State
+changes are renames, of which the file system lets exactly one process succeed:
 
     0003.0.free -> 0003.1.held    claimed
     0003.1.held -> 0003.2.held    taken over from a worker that does not respond
     0003.1.held -> 0003.1.free    given back
     0003.1.held -> 0003.1.done    finished
 
-The number in the middle is the generation, which no two claims of a unit share. A worker writes to files that bear its
-generation, and reaches them by the name of its claim. Once the claim was taken over, that name is gone: the worker
-finishes nothing any more, and what it still writes to files that it has open nobody reads.
+The number in the middle is the generation; no two claims of a unit have the same one. A worker prefixes its files with
+its generation and opens them through the directory name of its claim. After a takeover that name no longer exists, so
+the previous worker cannot finish the unit, and nobody reads what it still writes to files that it has open.
 
-A worker counts while it works. Others watch the count by their own monotonic clocks, so that clocks need not agree; a
-claim whose count has stood still for `LEASE_SECONDS` may be taken over.
+A worker increments a heartbeat counter while it works. Other processes watch the counter with their own monotonic
+clocks, so clocks need not agree. A claim whose counter has not changed for `LEASE_SECONDS` may be taken over.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from typing import Any, Self
 
 from quantforge.errors import InputError, IntegrityError, QuantForgeError, RefusedError
 from quantforge.execution.journal import (
-    FINGERPRINT,
-    check_same,
-    damaged,
-    line_of,
-    record_of,
+    FINGERPRINT_FILE,
+    check_fingerprint,
+    damaged_journal_error,
+    decode_line,
+    encode_line,
     write_durably,
     write_fingerprint,
 )
@@ -46,14 +46,14 @@ from quantforge.files.opener import FILES
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 LEASE_SECONDS = 30.0
-BEAT_SECONDS = 1.0
-_PLACE = re.compile(r"(\d{4,})\.(\d+)\.(free|held|done)")
-_RUN = re.compile("[0-9a-f]{16}")
-_FILE = re.compile(r"\d+\.(data|record|beats|new)")
+HEARTBEAT_SECONDS = 1.0
+_UNIT_DIRECTORY_NAME = re.compile(r"(\d{4,})\.(\d+)\.(free|held|done)")
+_RUN_NAME = re.compile("[0-9a-f]{16}")
+_CLAIM_FILE_NAME = re.compile(r"\d+\.(data|record|beats|new)")
 
 
-class State(StrEnum):
-    """Progress of a unit."""
+class UnitState(StrEnum):
+    """State of a unit: not claimed, claimed by a worker, or finished."""
 
     FREE = "free"
     HELD = "held"
@@ -62,11 +62,11 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class UnitDirectory:
-    """The directory of a unit, by what its name says."""
+    """Parsed name of the directory of a unit."""
 
     unit: int
     generation: int
-    state: State
+    state: UnitState
 
     @property
     def name(self) -> str:
@@ -75,79 +75,81 @@ class UnitDirectory:
 
 
 class Claim:
-    """One unit claimed by this process, as a context manager.
+    """Claim of one unit by this process; a context manager that gives the unit back unless `finish` was called.
 
-    Leaving it without `finish` gives the unit back. If the claim was taken over meanwhile, errors of the work, whose
-    files are gone, are dropped, and ``lost`` says so.
+    If another process took the claim over in the meantime, errors raised by the work are suppressed, because its files
+    no longer exist, and ``lost`` is set.
 
     Attributes:
-        unit: the position of the unit in the list.
-        directory: where the files of the claim are.
-        lost: whether the claim was taken over.
+        unit: position of the unit in the list of units.
+        directory: directory for the files of the claim.
+        lost: whether another process took the claim over.
     """
 
-    def __init__(self, root: Path, place: UnitDirectory) -> None:
-        self._root, self._place = root, place
-        self.unit = place.unit
-        self.directory = root / place.name
+    def __init__(self, root: Path, unit_directory: UnitDirectory) -> None:
+        self._root, self._unit_directory = root, unit_directory
+        self.unit = unit_directory.unit
+        self.directory = root / unit_directory.name
         self.lost = False
         self._finished = False
-        self._ends = threading.Event()
-        self._beats = threading.Thread(target=self._beat, daemon=True)
+        self._stop = threading.Event()
+        self._heartbeat_thread = threading.Thread(target=self._count_heartbeats, daemon=True)
 
     def file(self, what: str) -> str:
-        """Return the name of a file of this claim."""
-        return f"{self._place.generation}.{what}"
+        """Return the name of a file of this claim with the given suffix."""
+        return f"{self._unit_directory.generation}.{what}"
 
     def __enter__(self) -> Self:
-        self._beats.start()
+        self._heartbeat_thread.start()
         return self
 
     def __exit__(self, _: object, error: object, *__: object) -> bool:
-        self._ends.set()
-        self._beats.join()
+        self._stop.set()
+        self._heartbeat_thread.join()
         if not self._finished:
-            self._move(State.FREE)
+            self._rename(UnitState.FREE)
         return self.lost and isinstance(error, QuantForgeError | OSError)
 
     def finish(self, record: Mapping[str, Any]) -> None:
-        """Mark the unit as done, with its record; its files are on the disk already.
+        """Mark the unit as done and store its record; its data files must already be on disk.
 
         Raises:
             ResourceError: the disk is full, or the claim was taken over before the record was written.
         """
         with writing(self.directory, 0):
-            write_durably(self.directory / self.file("record"), line_of(record))
-        self._finished = self._move(State.DONE)
+            write_durably(self.directory / self.file("record"), encode_line(record))
+        self._finished = self._rename(UnitState.DONE)
         if self._finished:
             with writing(self._root, 0):
                 DISK.sync(self._root)
 
-    def _move(self, state: State) -> bool:
-        self.lost = not _renamed(self._root, self._place, replace(self._place, state=state))
+    def _rename(self, state: UnitState) -> bool:
+        self.lost = not _try_rename(
+            self._root, self._unit_directory, replace(self._unit_directory, state=state)
+        )
         return not self.lost
 
-    def _beat(self) -> None:
-        """Increment the heartbeat until the claim ends or is taken over."""
+    def _count_heartbeats(self) -> None:
+        """Increment the heartbeat counter until the claim ends or is taken over."""
         count = 0
         with suppress(OSError):
-            beats = self.directory / self.file("beats")
-            descriptor = create_fresh(beats)
+            heartbeat_file = self.directory / self.file("beats")
+            descriptor = create_fresh(heartbeat_file)
             while True:
                 count += 1
                 DISK.write_at(descriptor, memoryview(str(count).encode()), 0)
                 os.close(descriptor)
-                if self._ends.wait(BEAT_SECONDS):
+                if self._stop.wait(HEARTBEAT_SECONDS):
                     return
-                descriptor = open_existing(beats)
+                descriptor = open_existing(heartbeat_file)
 
 
 class Claims:
-    """The units that several processes share, in a directory.
+    """Units that several processes share, stored as a directory tree.
 
     Args:
-        directory: holds that of the run.
-        names: of the units, in order.
+        directory: parent of the directory of the run.
+        names: names of the units, in order.
     """
 
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
@@ -157,58 +159,58 @@ class Claims:
 
     @property
     def run(self) -> Path | None:
-        """Return the directory of the run, the first found or the one that `prepare` makes; None without one."""
+        """Return the directory of the run: the first one found, or the one that `prepare` created; else None."""
         if self._run is None:
-            names = [name for name in _folders(self.directory) if _RUN.fullmatch(name)]
+            names = [name for name in _subdirectories(self.directory) if _RUN_NAME.fullmatch(name)]
             self._run = self.directory / names[0] if names else None
         return self._run
 
     @property
-    def there(self) -> bool:
-        """Return whether the shared run exists: not before the first worker, nor after the end."""
+    def exists(self) -> bool:
+        """Return whether the directory of the shared run exists, from its first worker to its end."""
         return self.run is not None and self.run.is_dir()
 
     def prepare(self, fingerprint: Mapping[str, str]) -> None:
-        """Make the directory, whole or not at all. The caller holds the lock of the output.
+        """Create the directory of the run atomically. The caller holds the lock of the output.
 
         Raises:
-            IntegrityError: it is there, and of a run that differs.
-            RefusedError: somebody's files are there.
+            IntegrityError: the directory exists and belongs to a different run.
+            RefusedError: the directory contains unrelated files.
             ResourceError: the disk is full.
         """
-        if not self.there:
-            self._check_own()
-            begun = self.directory.with_name(f"{self.directory.name}.new")
+        if not self.exists:
+            self._refuse_foreign_files()
+            new_directory = self.directory.with_name(f"{self.directory.name}.new")
             with writing(self.directory.parent, 0):
-                shutil.rmtree(begun, ignore_errors=True)
-                make_folder(begun)
-                run = begun / secrets.token_hex(8)
+                shutil.rmtree(new_directory, ignore_errors=True)
+                make_folder(new_directory)
+                run = new_directory / secrets.token_hex(8)
                 make_folder(run)
                 for unit in range(len(self.names)):
-                    make_folder(run / UnitDirectory(unit, 0, State.FREE).name)
+                    make_folder(run / UnitDirectory(unit, 0, UnitState.FREE).name)
                 write_fingerprint(run, fingerprint)
-                DISK.sync(begun)
-                DISK.rename(begun, self.directory)
+                DISK.sync(new_directory)
+                DISK.rename(new_directory, self.directory)
                 DISK.sync(self.directory.parent)
             self._run = self.directory / run.name
-        self.check(fingerprint)
+        self.check_fingerprint(fingerprint)
 
-    def check(self, fingerprint: Mapping[str, str]) -> None:
-        """Refuse a directory that belongs to a different run; accept a missing one.
+    def check_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
+        """Check that an existing directory belongs to this run; accept a missing one.
 
         Raises:
-            IntegrityError: naming in what the two differ.
+            IntegrityError: the fingerprints differ; the message lists the differences.
         """
         if self.run is None:
             return
         try:
-            check_same(self.run / FINGERPRINT, fingerprint, self.directory)
+            check_fingerprint(self.run / FINGERPRINT_FILE, fingerprint, self.directory)
         except IntegrityError:
-            if self.there:
+            if self.exists:
                 raise
 
-    def _check_own(self) -> None:
-        """Refuse an existing directory that is not a shared run."""
+    def _refuse_foreign_files(self) -> None:
+        """Refuse an existing directory that does not hold a shared run."""
         if self.directory.is_dir() and any(self.directory.iterdir()):
             raise RefusedError.at(
                 self.directory,
@@ -216,95 +218,114 @@ class Claims:
                 f"move it away: mv {self.directory} ELSEWHERE",
             )
 
-    def check_there(self) -> None:
+    def check_exists(self) -> None:
         """Refuse to continue a run that ended without a result.
 
         Raises:
-            IntegrityError: the directory is gone.
+            IntegrityError: the directory no longer exists.
         """
-        if not self.there:
+        if not self.exists:
             raise IntegrityError.at(
                 self.directory,
                 "the run that was shared here is over and left no result",
                 "another process says why, or somebody has removed it; run the command again to begin afresh",
             )
 
-    def take(self, names: Collection[str]) -> Claim | None:
-        """Claim one of these units that is open; None if there is none at the moment.
+    def claim(self, names: Collection[str]) -> Claim | None:
+        """Claim one of the given units; return None if none can be claimed at the moment.
 
         Raises:
-            IntegrityError: a unit is missing.
+            IntegrityError: the directory of a unit is missing.
         """
-        for place in self._open(names):
-            mine = UnitDirectory(place.unit, place.generation + 1, State.HELD)
-            if self.run is not None and _renamed(self.run, place, mine):
-                _clear(self.run / mine.name)
-                return Claim(self.run, mine)
+        for unit_directory in self._claimable_directories(names):
+            claimed = UnitDirectory(
+                unit_directory.unit, unit_directory.generation + 1, UnitState.HELD
+            )
+            if self.run is not None and _try_rename(self.run, unit_directory, claimed):
+                _remove_claim_files(self.run / claimed.name)
+                return Claim(self.run, claimed)
         return None
 
-    def is_open(self, names: Collection[str]) -> bool:
-        """Return whether any of these units is free, or held by a worker that does not respond; errors as `take`."""
-        return any(True for _ in self._open(names))
+    def has_claimable(self, names: Collection[str]) -> bool:
+        """Return whether any of these units is free or held by a worker that does not respond; errors as `claim`."""
+        return any(True for _ in self._claimable_directories(names))
 
-    def done(self) -> dict[str, UnitDirectory]:
-        """Return the directories of the finished units, by the name of the unit."""
-        places = (place for place in self._places() if place.state is State.DONE)
-        return {self.names[place.unit]: place for place in places}
+    def finished_directories(self) -> dict[str, UnitDirectory]:
+        """Return the directories of the finished units, keyed by unit name."""
+        unit_directories = (
+            unit_directory
+            for unit_directory in self._unit_directories()
+            if unit_directory.state is UnitState.DONE
+        )
+        return {
+            self.names[unit_directory.unit]: unit_directory for unit_directory in unit_directories
+        }
 
-    def _open(self, names: Collection[str]) -> Iterator[UnitDirectory]:
-        places = list(self._places())
-        still = self._watch.seconds_unchanged("units", len(places))
-        if self.there and len(places) < len(self.names) and still > LEASE_SECONDS:
-            raise damaged(self.directory, self.directory)
-        for place in places:
-            held = place.state is State.HELD and not self._silent(place)
-            if self.names[place.unit] in names and place.state is not State.DONE and not held:
-                yield place
+    def _claimable_directories(self, names: Collection[str]) -> Iterator[UnitDirectory]:
+        unit_directories = list(self._unit_directories())
+        unchanged_seconds = self._watch.seconds_unchanged("units", len(unit_directories))
+        if (
+            self.exists
+            and len(unit_directories) < len(self.names)
+            and unchanged_seconds > LEASE_SECONDS
+        ):
+            raise damaged_journal_error(self.directory, self.directory)
+        for unit_directory in unit_directories:
+            held = unit_directory.state is UnitState.HELD and not self._is_stale(unit_directory)
+            if (
+                self.names[unit_directory.unit] in names
+                and unit_directory.state is not UnitState.DONE
+                and not held
+            ):
+                yield unit_directory
 
-    def finished(self) -> dict[str, tuple[dict[str, Any], Path]]:
-        """Return the record of every finished unit and the path of its file ``data``, by the name of the unit.
+    def finished_records(self) -> dict[str, tuple[dict[str, Any], Path]]:
+        """Return the record of each finished unit and the path of its ``data`` file, keyed by unit name.
 
         Raises:
             IntegrityError: a record is damaged.
         """
-        found = {}
-        for name, place in self.done().items():
+        unit_records = {}
+        for name, unit_directory in self.finished_directories().items():
             assert self.run is not None  # else none is finished
-            path = self.run / place.name / f"{place.generation}.record"
+            path = self.run / unit_directory.name / f"{unit_directory.generation}.record"
             try:
                 line = FILES.read(path, JOURNAL_ROLE, self.directory).removesuffix(b"\n")
             except InputError as error:
-                raise damaged(path, self.directory) from error
-            found[name] = (record_of(line, path, self.directory), path.with_suffix(".data"))
-        return found
+                raise damaged_journal_error(path, self.directory) from error
+            unit_records[name] = (
+                decode_line(line, path, self.directory),
+                path.with_suffix(".data"),
+            )
+        return unit_records
 
     def remove(self) -> None:
-        """Remove everything: the run is published, or cannot be finished."""
-        over = self.directory.with_name(f"{self.directory.name}.over")
-        shutil.rmtree(over, ignore_errors=True)
-        with suppress(OSError):  # in one step, so that nobody takes half of it for the whole
-            DISK.rename(self.directory, over)
-        for left in (over, self.directory.with_name(f"{self.directory.name}.new")):
-            shutil.rmtree(left, ignore_errors=True)
+        """Delete the directory of the run, after the result was published or when the run cannot be finished."""
+        removed = self.directory.with_name(f"{self.directory.name}.over")
+        shutil.rmtree(removed, ignore_errors=True)
+        with suppress(OSError):  # in one step, so that no process sees a partial directory
+            DISK.rename(self.directory, removed)
+        for directory in (removed, self.directory.with_name(f"{self.directory.name}.new")):
+            shutil.rmtree(directory, ignore_errors=True)
 
-    def _places(self) -> Iterator[UnitDirectory]:
-        """Yield the units as they are now, in order; one that is just being renamed may be missing."""
-        for name in _folders(self.run) if self.run is not None else ():
-            if (found := _PLACE.fullmatch(name)) and int(found[1]) < len(self.names):
-                yield UnitDirectory(int(found[1]), int(found[2]), State(found[3]))
+    def _unit_directories(self) -> Iterator[UnitDirectory]:
+        """Yield the directories of the units in order; one that is being renamed at this moment may be missing."""
+        for name in _subdirectories(self.run) if self.run is not None else ():
+            if (match := _UNIT_DIRECTORY_NAME.fullmatch(name)) and int(match[1]) < len(self.names):
+                yield UnitDirectory(int(match[1]), int(match[2]), UnitState(match[3]))
 
-    def _silent(self, place: UnitDirectory) -> bool:
+    def _is_stale(self, unit_directory: UnitDirectory) -> bool:
         assert self.run is not None
-        beats = self.run / place.name / f"{place.generation}.beats"
+        heartbeat_file = self.run / unit_directory.name / f"{unit_directory.generation}.beats"
         try:
-            count = FILES.read(beats, JOURNAL_ROLE, self.directory)
-        except QuantForgeError:  # not begun to count, just being counted, or not there any more
+            count = FILES.read(heartbeat_file, JOURNAL_ROLE, self.directory)
+        except QuantForgeError:  # not created yet, being written, or already removed
             count = b""
-        return self._watch.seconds_unchanged(place, count) > LEASE_SECONDS
+        return self._watch.seconds_unchanged(unit_directory, count) > LEASE_SECONDS
 
 
-def _renamed(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:
-    """Rename a directory; return whether it was still there."""
+def _try_rename(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:
+    """Rename a directory; return False if it no longer exists."""
     with writing(root, 0):
         try:
             DISK.rename(root / before.name, root / after.name)
@@ -313,8 +334,8 @@ def _renamed(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:
     return True
 
 
-def _folders(directory: Path) -> list[str]:
-    """Return the names of the real directories in a real directory, sorted; none where it is not there."""
+def _subdirectories(directory: Path) -> list[str]:
+    """Return the sorted names of the subdirectories, ignoring symbolic links; empty if the directory does not exist."""
     if directory.is_symlink():
         return []
     try:
@@ -324,9 +345,9 @@ def _folders(directory: Path) -> list[str]:
         return []
 
 
-def _clear(directory: Path) -> None:
-    """Remove what earlier claims of a unit have left; somebody else may have taken it over already."""
+def _remove_claim_files(directory: Path) -> None:
+    """Delete files left by earlier claims of a unit; the directory may already have been taken over."""
     with suppress(FileNotFoundError):
         for path in directory.iterdir():
-            if _FILE.fullmatch(path.name):
+            if _CLAIM_FILE_NAME.fullmatch(path.name):
                 path.unlink()

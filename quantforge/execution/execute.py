@@ -1,14 +1,14 @@
-"""The run: a plan carried out one block of the model at a time, straight into the preallocated files of a stage.
+"""Carry out a plan block by block, writing directly to the preallocated files of a stage.
 
-Methods without data read, round and write, tensor after tensor. For methods that look at data, calibration rows pass
-the blocks of the source, and while they are in front of a block it is observed, transformed, rounded and written. The
-next block reads what the source's block computes, not what the quantized one does: so one pass observes and advances.
-If the plan tunes, which ``--effort medium`` sets for gptq at few bits, scales, norms and codes of a block are then
-learned on the same rows and overwrite what rounding wrote (`quantforge.execution.run_tuning`).
-Several runs of one source may share the pass (`execute`), if each reads a block only before it changes that.
+Data-free methods read, round and write tensor after tensor. For calibrated methods, calibration rows pass through the
+blocks of the source; each block is observed, transformed, rounded and written while its inputs are available. The next
+block reads the outputs of the *source's* block, not of the quantized one, so a single pass both observes and advances.
+If the plan includes tuning (``--effort medium`` enables it for gptq at few bits), scales, norms and codes of a block
+are then tuned on the same rows and overwrite the rounded ones (`quantforge.execution.run_tuning`).
+Several runs of one source may share the pass (`execute`) if each reads a block only before it changes it.
 
-A unit of work is done when its bytes are on the disk and the journal says so, with their checksums; the same command
-resumes after the last of them, and the hidden states are brought there by running the blocks of the source again.
+A unit of work is done when its bytes are on disk and the journal contains its line with their checksums. The same
+command resumes after the last finished unit; hidden states are recomputed by running the blocks of the source again.
 """
 
 from __future__ import annotations
@@ -29,16 +29,29 @@ from quantforge.execution.calibrated_block import (
     BlockTensors,
     observe,
     observe_head,
-    observes_twice,
+    observes_after_transforms,
 )
 from quantforge.execution.data_free import DataFreeRounder
-from quantforge.execution.guide import GuidedRounding, observe_gradients, token_weights
-from quantforge.execution.journal import Journal, Record, events_of, figures_of, scaled_of
+from quantforge.execution.guide import GuidedRounding, compute_token_weights, open_token_weights
+from quantforge.execution.journal import (
+    Journal,
+    Record,
+    count_scaled_activations,
+    events_of,
+    figures_of,
+)
 from quantforge.execution.progress import phase, progress_of
-from quantforge.execution.rounding import MatrixRounding
-from quantforge.execution.run_tuning import Tuning
+from quantforge.execution.rounding import MatrixRounder
+from quantforge.execution.run_tuning import TuningStep
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.execution.units import GUIDE, HEAD, OUTER, block_unit, shares_of, units_of
+from quantforge.execution.units import (
+    GUIDE,
+    HEAD,
+    OUTSIDE_BLOCKS,
+    block_unit,
+    list_units,
+    work_shares,
+)
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import get_storage
 from quantforge.numerics.threads import reproducible
@@ -46,7 +59,7 @@ from quantforge.numerics.threads import reproducible
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.execution.calibration import Calibrated
+    from quantforge.execution.calibration import CalibrationData
     from quantforge.execution.shared_run import FinishedUnit
     from quantforge.files.reader import Checkpoint
     from quantforge.model.hidden_states import HiddenStates
@@ -58,51 +71,53 @@ if TYPE_CHECKING:
 
 
 def execute(runs: Sequence[Run]) -> None:
-    """Do every unit that is not done yet: what reads no data, block after block, the head, then what is tuned later.
+    """Process all unfinished units: data-free ones, block after block, the head, then remaining tuning.
 
-    Each block is observed once, with the rows in front of it; then it is rounded and written for each run, and tuned if
+    Each block is observed once, with the rows that reach it; then it is rounded and written for each run, and tuned if
     the plan says so, before the rows pass on.
 
     Args:
-        runs: of one source; several may share a pass (`shares_pass`) and have equal calibration options.
+        runs: runs of one source; several may share a pass (`can_share_pass`) if their calibration options are equal.
 
     Raises:
         InputError: a weight or an activation is not finite.
-        IntegrityError: the source changed meanwhile, or a finished unit is not as it was written.
+        IntegrityError: the source changed in the meantime, or a finished unit differs from its recorded checksums.
         RefusedError: more events than the policy allows, or the files cannot hold a value.
     """
     with reproducible(), phase("rounding", 0.95), _without_gradients(runs):
         for run in runs:
-            run.resume(together=len(runs))
-            run.round_without_data()
+            run.resume(run_count=len(runs))
+            run.round_data_free_units()
         last = max(run.last_block for run in runs)
-        with _streaming(runs, last) as (stream, tuned):
+        with _open_stream(runs, last) as (stream, tuning_stream):
             for block in islice(stream or (), last + 1):
-                if tuned is not None:
-                    tuned.begin_result()
+                if tuning_stream is not None:
+                    tuning_stream.begin_result()
                 start, name = time.monotonic(), block_unit(block.index)
-                # What the last block returns is read by nobody, unless it is tuned.
-                advance = block.index != last or tuned is not None
-                # Runs that change the block come last: each has to find it as the source has it.
-                todo = [run for run in runs if run.missing([name])]
-                todo.sort(key=lambda run: run.rounder.changes)
-                seen = observe(block, [run.rounder for run in todo], advance=advance)
+                # The outputs of the last block are not needed, unless it is tuned.
+                advance = block.index != last or tuning_stream is not None
+                # Runs that transform the block come last: each needs the block of the source.
+                unfinished_runs = [run for run in runs if run.unfinished([name])]
+                unfinished_runs.sort(key=lambda run: run.rounder.has_transforms)
+                observations = observe(
+                    block, [run.rounder for run in unfinished_runs], advance=advance
+                )
                 changed = False
-                for run, observed in zip(todo, seen, strict=True):
+                for run, observation in zip(unfinished_runs, observations, strict=True):
                     if changed:
                         block.restore()
-                    with run.unit(name, start) as record:
+                    with run.record_unit(name, start) as record:
                         rounded = run.rounder.round_block(
-                            block, observed, run.do_expert, advance=advance
+                            block, observation, run.process_expert, advance=advance
                         )
                         record.update(rounded)
-                    start, changed = time.monotonic(), run.rounder.changes
-                if advance and not block.advanced:  # a block that was done before
+                    start, changed = time.monotonic(), run.rounder.has_transforms
+                if advance and not block.advanced:  # a block that was already done
                     block.advance()
-                if tuned is not None:
-                    runs[0].tuning.learn_block(tuned, block)
+                if tuning_stream is not None:
+                    runs[0].tuning.tune_block_and_pass(tuning_stream, block)
             for run in runs:
-                if stream is not None and run.late:
+                if stream is not None and run.head_pending:
                     run.round_head(stream)
         for run in runs:
             run.finish()
@@ -110,20 +125,24 @@ def execute(runs: Sequence[Run]) -> None:
 
 @contextmanager
 def _without_gradients(runs: Sequence[Run]) -> Iterator[None]:
-    """Compute no gradients unless asked to; where no run tunes, nothing may ask."""
-    learns = any(run.inputs.planned.plan.tune for run in runs)
-    with torch.inference_mode(mode=not learns), torch.no_grad():
+    """Disable gradients; use inference mode if no run needs gradients for tuning."""
+    any_tuning = any(run.inputs.planned.plan.tune for run in runs)
+    with torch.inference_mode(mode=not any_tuning), torch.no_grad():
         yield
 
 
 @contextmanager
-def _streaming(
+def _open_stream(
     runs: Sequence[Run], last: int
 ) -> Iterator[tuple[ModelStream | None, TuningStream | None]]:
-    """Open the guides of the runs, and yield the blocks of the source with the rows that reach them.
+    """Open token weights and streams for the runs; yield the block stream and the tuning stream, each possibly None.
 
-    Where a run of its own tunes each block while the rows are there, the same stream carries those of the result, too,
-    and is yielded as the second. Where ``last`` is -1 no block has to be run, and nothing is opened.
+    If a single run tunes each block right after rounding it, one stream also carries the hidden states of the quantized
+    model and is yielded twice. If ``last`` is -1 no block has to run, and nothing is opened.
+
+    Args:
+        runs: runs that share the pass.
+        last: index of the last block that has to run.
     """
     first, sample = runs[0], runs[0].inputs.sample
     with ExitStack() as stack:
@@ -132,58 +151,58 @@ def _streaming(
             return
         for run in runs:
             if run.inputs.planned.plan.guide:
-                stack.enter_context(run.guided(sample))
-        if first.tuning.follows_any:
-            tuned = stack.enter_context(first.tuning.stream(sample))
-            yield tuned, tuned
+                stack.enter_context(run.guided_rounding(sample))
+        if first.tuning.tunes_any_while_rounding:
+            tuning_stream = stack.enter_context(first.tuning.stream(sample))
+            yield tuning_stream, tuning_stream
         else:
             stream = first.inputs.stream(sample, first.journal.directory)
             yield stack.enter_context(stream), None
 
 
-def shares_pass(planned: Planned) -> bool:
-    """Return whether a run may share a pass: it reads a block only before it changes that."""
+def can_share_pass(planned: Planned) -> bool:
+    """Return whether a run can share a pass with others: it reads a block only before it changes it."""
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.model_layout.layers)
-    return not (stacks or plan.guide or observes_twice(plan))
+    return not (stacks or plan.guide or observes_after_transforms(plan))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunInputs:
-    """One result that is to be made, with all that decides its bytes, which was read before the run begins.
+    """Everything that determines the bytes of one result, read before the run begins.
 
     Attributes:
-        planned: what is to be done: the plan, its recipe and the matched checkpoint.
+        planned: the plan, its recipe and the matched checkpoint.
         settings: how to run.
-        checkpoint: the source as the recipe changes all of it; its weights are compared with their digests when read.
-        source: of the checkpoint, for the manifest.
-        calibrated: calibration text, None where none is needed.
-        importance: mean squares of columns that are known without calibration, by tensor.
-        fingerprint: by which a resumed run is compared.
+        checkpoint: the source after changes by the recipe; weights are verified against their digests when read.
+        source: description of the source for the manifest.
+        calibrated: calibration data; None if not needed.
+        importance: mean squares of input columns known without calibration, by tensor.
+        fingerprint: fingerprint that a resumed run has to match.
     """
 
     planned: Planned
     settings: Settings
     checkpoint: Checkpoint
     source: Mapping[str, Any]
-    calibrated: Calibrated | None
+    calibrated: CalibrationData | None
     importance: Mapping[str, Tensor]
     fingerprint: Mapping[str, str]
 
     @property
     def sample(self) -> Sample | None:
-        """Return the calibration rows that pass through the blocks."""
+        """Return the calibration rows that pass through the blocks; None if the plan needs none."""
         return self.calibrated.sample if self.calibrated and self.planned.plan.needs else None
 
     def stream(
         self, sample: Sample, directory: Path, states: HiddenStates | None = None
     ) -> ModelStream:
-        """Return the blocks of the source with the rows that reach them.
+        """Return an iterator over the blocks of the source with the rows that reach them.
 
         Args:
-            sample: the rows.
-            directory: for hidden states, if they wait on disk.
-            states: a store for those between blocks, wherever others wait.
+            sample: calibration rows.
+            directory: directory for hidden states if they are kept on disk.
+            states: store for the hidden states between blocks, used instead of the default one.
         """
         from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
@@ -196,17 +215,17 @@ class RunInputs:
 
 
 class Run:
-    """One execution of a plan into the files of a writer, journalled.
+    """Execution of one plan, writing weight files and a journal.
 
     Attributes:
-        inputs: what is made, and of what.
-        journal: what is done.
-        units: what is to be done, by name.
-        output: of the present unit.
-        rounding: rounds and writes the matrices of one input.
-        rounder: rounds and writes blocks through which rows pass.
-        tensors: of the plan, by block.
-        tuning: what is learned after rounding.
+        inputs: inputs of the run.
+        journal: records of finished units.
+        units: all units of the run, by name.
+        output: writer of the current unit.
+        rounding: rounds and writes the matrices of one shared input.
+        rounder: rounds and writes calibrated blocks.
+        tensors: planned tensors, by block.
+        tuning: tuning after rounding.
     """
 
     def __init__(
@@ -219,139 +238,150 @@ class Run:
         """Prepare a run.
 
         Args:
-            inputs: what is to be made.
-            writer: of the weight files in the stage.
-            journal: of the run, or of the interrupted one that it resumes.
-            finished: units that other processes have done, by name: they are only copied.
+            inputs: inputs of the run.
+            writer: writer of the weight files in the stage.
+            journal: journal of the run, or of the interrupted run that it resumes.
+            finished: units that other processes finished, by name: they are only copied.
         """
         plan, blocks = inputs.planned.plan, inputs.planned.model_layout.blocks
         self.inputs, self.journal = inputs, journal
-        self.units = {unit.name: unit for unit in units_of(plan, blocks)}
-        self._shares = shares_of(self.units.values())
+        self.units = {unit.name: unit for unit in list_units(plan, blocks)}
+        self._work_shares = work_shares(self.units.values())
         self._finished = finished
-        # Seconds of the experts that were done as units inside of the present one.
-        self._inside = 0.0
+        # Seconds spent on experts that were units nested in the current one.
+        self._expert_seconds = 0.0
         self.output = UnitOutput(get_storage(plan.format), writer)
         self.tensors = BlockTensors(plan, self.output)
-        self.rounding = MatrixRounding(inputs, self.output)
+        self.rounding = MatrixRounder(inputs, self.output)
         self.rounder = BlockRounder(self.rounding, self.tensors)
-        self.tuning = Tuning(self)
+        self.tuning = TuningStep(self)
 
     @property
-    def late(self) -> bool:
-        """Return whether a quantized head is still to be observed after the last block."""
+    def head_pending(self) -> bool:
+        """Return whether a quantized head has yet to be rounded after the last block."""
         return bool(self.units[HEAD].tensors) and HEAD not in self.journal.done
 
     @property
     def last_block(self) -> int:
-        """Return the last block that has to be run; -1 for none."""
+        """Return the index of the last block that has to run; -1 for none."""
         if self.inputs.sample is None:
             return -1
         blocks, done = self.inputs.planned.model_layout.blocks, self.journal.done
-        if self.late:
+        if self.head_pending:
             return blocks
-        missing = (i for i in range(blocks) if block_unit(i) not in done or self.tuning.follows(i))
+        missing = (
+            i
+            for i in range(blocks)
+            if block_unit(i) not in done or self.tuning.tunes_while_rounding(i)
+        )
         return max(missing, default=-1)
 
-    def resume(self, *, together: int) -> None:
-        """Check what is done, and copy what other processes did; ``together``: as one of so many runs.
+    def resume(self, *, run_count: int) -> None:
+        """Verify finished units, and copy units that other processes finished.
+
+        Args:
+            run_count: number of runs that share the pass.
 
         Raises:
-            IntegrityError: a tensor is not as it was written.
+            IntegrityError: the checksum of a tensor does not match.
         """
-        self._shares = {name: share / together for name, share in self._shares.items()}
-        self.tuning.begin(alone=together == 1)
-        sums: dict[str, int] = {}  # of a tensor that was tuned later, that of the later record
+        self._work_shares = {name: share / run_count for name, share in self._work_shares.items()}
+        self.tuning.rewrite_learned(own_pass=run_count == 1)
+        sums: dict[str, int] = {}  # later records win: tuning rewrites tensors
         for record in self.journal.done.values():
             sums |= record["sums"]
         for name, expected in sums.items():
             self.output.check(name, expected, f"start afresh: rm -r {self.journal.directory}")
-        for name in self.missing(self._finished):
-            with self.unit(name) as record:
+        for name in self.unfinished(self._finished):
+            with self.record_unit(name) as record:
                 record.update(self._finished[name].copy_to(self.output))
 
-    def round_without_data(self) -> None:
-        """Do what reads no rows: what is outside of the blocks, or everything where no rows are needed."""
-        for name in self.missing([*self.units] if self.inputs.sample is None else [OUTER]):
-            with self.unit(name) as record:
-                record.update(DataFreeRounder(self.rounding).work(self.units[name]))
+    def round_data_free_units(self) -> None:
+        """Process units that need no calibration rows: tensors outside of the blocks, or all in a data-free run."""
+        for name in self.unfinished(
+            [*self.units] if self.inputs.sample is None else [OUTSIDE_BLOCKS]
+        ):
+            with self.record_unit(name) as record:
+                record.update(DataFreeRounder(self.rounding).round_unit(self.units[name]))
 
     def round_head(self, stream: ModelStream) -> None:
-        """Round and write a quantized head for what it reads, when the rows are behind the last block."""
-        with self.unit(HEAD) as record:
+        """Round and write a quantized head for the final hidden states, after all blocks have run."""
+        with self.record_unit(HEAD) as record:
             statistics = observe_head(self.inputs.planned, stream)
             record.update(self.rounding.round_head(self.units[HEAD].tensors, statistics))
 
     def finish(self) -> None:
-        """Tune what was not tuned while the rows were there; a head without tensors is done, too."""
+        """Tune units not yet tuned during the pass, and mark a head without tensors as done."""
         if self.inputs.planned.plan.tune and self.inputs.sample is not None:
-            self.tuning.learn_missing(self.inputs.sample)
-        for name in self.missing([HEAD]):
-            with self.unit(name):
+            self.tuning.tune_unfinished(self.inputs.sample)
+        for name in self.unfinished([HEAD]):
+            with self.record_unit(name):
                 pass
 
     @contextmanager
-    def guided(self, sample: Sample) -> Iterator[None]:
-        """Let blocks be rounded under guided Hessians; the weights of their tokens are made first."""
+    def guided_rounding(self, sample: Sample) -> Iterator[None]:
+        """Round blocks under guided Hessians inside this context; compute token weights first if missing."""
         planned, directory = self.inputs.planned, self.journal.directory
         record, strips = self.journal.done.get(GUIDE), planned.plan.guide
-        with token_weights(planned, directory, sample.ids.shape, strips, record) as weights:
+        with open_token_weights(planned, directory, sample.ids.shape, strips, record) as weights:
             if record is None:
-                with self.unit(GUIDE) as made:
-                    made.update(observe_gradients(weights, self.inputs, sample, directory))
-            self.rounder.guided = GuidedRounding(strips, self.rounding, weights)
+                with self.record_unit(GUIDE) as guide_record:
+                    guide_record.update(
+                        compute_token_weights(weights, self.inputs, sample, directory)
+                    )
+            self.rounder.guided_rounding = GuidedRounding(strips, self.rounding, weights)
             yield
 
-    def missing(self, names: Iterable[str]) -> list[str]:
-        """Return those of the units that are not done."""
+    def unfinished(self, names: Iterable[str]) -> list[str]:
+        """Return those of the given units that are not done."""
         return [name for name in names if name not in self.journal.done]
 
     @contextmanager
-    def unit(self, name: str, start: float | None = None) -> Iterator[Record]:
-        """Do a unit: the body writes its tensors and fills its record; then it is noted in the journal and reported.
+    def record_unit(self, name: str, start: float | None = None) -> Iterator[Record]:
+        """Run a unit: the body writes its tensors and fills the yielded record, which is then journaled and reported.
 
         Args:
-            name: of the unit.
-            start: when it was begun, in seconds of the monotonic clock; now if left out.
+            name: name of the unit.
+            start: when the unit began, in seconds of the monotonic clock; default: now.
         """
         start = time.monotonic() if start is None else start
         record: Record = {}
-        self.output.begin()
-        with phase("", self.share(name), name):
+        self.output.begin_unit()
+        with phase("", self.work_share(name), name):
             yield record
         self.journal.commit(name, {**record, "sums": self.output.finish()})
         if name not in self._finished:
-            self.report(name, record, start + self._inside)
-        self._inside = 0.0
+            self.report(name, record, start + self._expert_seconds)
+        self._expert_seconds = 0.0
         self.inputs.settings.policy.check(self.events())
 
-    def do_expert(self, name: str, work: Callable[[], Record]) -> bool:
-        """Do an expert's unit inside of its block's, unless it is done already; return whether it was done now."""
+    def process_expert(self, name: str, work: Callable[[], Record]) -> bool:
+        """Run the unit of an expert inside that of its block unless it is already done; return whether it ran."""
         if name in self.journal.done:
             return False
         start = time.monotonic()
-        with self.output.apart():
+        with self.output.nested_unit():
             record = work()
             self.journal.commit(name, {**record, "sums": self.output.finish()})
         self.report(name, record, start)
-        self._inside += time.monotonic() - start
+        self._expert_seconds += time.monotonic() - start
         return True
 
-    def share(self, name: str) -> float:
-        """Return which share of the work a unit is."""
-        return self._shares.get(name, 0.0)
+    def work_share(self, name: str) -> float:
+        """Return a unit's share of the total work."""
+        return self._work_shares.get(name, 0.0)
 
     def report(self, name: str, record: Record, start: float) -> None:
-        """Tell the caller that a unit is done which was begun at ``start``."""
+        """Report to the caller that a unit which began at ``start`` is done."""
         done, total = len(self.journal.done), len(self.units)
         self.inputs.settings.progress(progress_of(name, record, done, total, start))
 
     def events(self) -> list[Event]:
-        """Return every event of the units so far, in their order."""
+        """Return the events of all finished units, in order."""
         return events_of(self._records())
 
     def all_events(self) -> tuple[Event, ...]:
-        """Return the events of planning, of the calibration rows and of the units."""
+        """Return the events of planning, of the calibration data and of the units."""
         calibrated = self.inputs.calibrated
         rows = calibrated.events if calibrated else ()
         return (*self.inputs.planned.plan.substitutions, *rows, *self.events())
@@ -360,9 +390,9 @@ class Run:
         """Return the figures of every rounded tensor, by name."""
         return figures_of(self._records())
 
-    def scaled(self) -> tuple[int, int] | None:
-        """Return for how many activations factors were found, see `scaled_of`."""
-        return scaled_of(self._records())
+    def scaled_activations(self) -> tuple[int, int] | None:
+        """Return the number of activations with scale factors, see `count_scaled_activations`."""
+        return count_scaled_activations(self._records())
 
     def _records(self) -> Iterator[Record]:
         for name in self.units:

@@ -1,9 +1,9 @@
-"""Saliency of experts: what a mixture would miss, by which `--prune-experts` chooses those that go.
+"""Saliency of experts, by which ``--prune-experts`` chooses the experts to remove.
 
-Of an expert it is the mean, over the calibration tokens that the router sends to it, of the norm of what it returns
-times the router's weight (REAP, arXiv 2510.13999): the part of the mixture's output that is gone without it. Rows pass
-the source as it is, so that every layer is judged by what reaches it in the whole model. An expert that no token is
-sent to has none.
+The saliency of an expert is the mean, over the calibration tokens routed to it, of the norm of its output times the
+router weight (REAP, arXiv 2510.13999): how much the output of the layer would change without it. Rows pass through the
+unmodified source, so that each layer is judged by its inputs in the complete model. An expert that receives no token
+has saliency 0.
 """
 
 from __future__ import annotations
@@ -19,24 +19,28 @@ from quantforge.files.without_experts import Removed, pruning_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from quantforge.execution.calibration import Calibrated
+    from quantforge.execution.calibration import CalibrationData
     from quantforge.files.reader import Checkpoint
     from quantforge.recipe import CalibrationOptions, Recipe
     from quantforge.settings import Settings
     from quantforge_calibration.sampler import Sample
 
 
-def removed_experts(
-    source: Checkpoint, recipe: Recipe, calibrated: Calibrated, settings: Settings, directory: Path
+def choose_removed_experts(
+    source: Checkpoint,
+    recipe: Recipe,
+    calibrated: CalibrationData,
+    settings: Settings,
+    directory: Path,
 ) -> Removed:
-    """Return the experts that ``--prune-experts`` removes.
+    """Choose the experts that ``--prune-experts`` removes.
 
     Args:
-        source: with all of them.
-        recipe: the share of every layer that is removed, and how the rows pass.
-        calibrated: the rows.
+        source: checkpoint with all experts.
+        recipe: the share of experts to remove from each layer, and how to run the calibration rows.
+        calibrated: calibration rows.
         settings: how to run.
-        directory: for hidden states on disk.
+        directory: directory for hidden states on disk.
 
     Raises:
         InputError: as `expert_saliency`; else as `pruning_of`.
@@ -55,13 +59,13 @@ def expert_saliency(
     device: str,
     activations: Path | None = None,
 ) -> dict[int, list[float]]:
-    """Return the saliency of the experts of each layer that has any, by its index, in the order of their numbers.
+    """Return the saliency of each expert, ordered by number, by the index of its layer.
 
     Args:
-        source: a model with declarations.
+        source: a model with a declared architecture.
         rows: calibration tokens ``[rows, length]``, or rows with images.
-        options: how they pass.
-        device: where.
+        options: micro-batch size and precision.
+        device: device on which the blocks run.
         activations: directory for hidden states on disk, None to keep them in memory.
 
     Raises:

@@ -1,12 +1,12 @@
-"""Guided statistics: weights of calibration tokens from a backward pass, and rounding under Hessians that use them.
+"""Guided rounding: weight calibration tokens by output gradients, and round under the weighted (guided) Hessians.
 
-The weights are a unit of a run before its blocks. A backward pass (`guidance.backward`) leaves them in a file beside
-the journal; a run that is killed afterwards resumes from that file.
+Token weights are computed by a backward pass (`guidance.backward`) in a unit before the blocks, and stored in a file
+next to the journal, which an interrupted run reuses.
 
-Each strip of a matrix's rows is rounded under the Hessian of its own weights. A block is observed by several passes. In
-each of them as many Hessians are summed as take no more memory than those of its shared inputs would without a guide,
-and the strips that they belong to are rounded. Matrices whose rows share parameters are rounded as one, under the mean
-of the weights of all their rows.
+The rows of a matrix are divided into strips, and each strip is rounded under the Hessian of its own token weights. A
+block is observed in several passes; each pass accumulates as many Hessians as fit in the memory that the Hessians of
+its shared inputs take without a guide, and the corresponding strips are rounded after it. Matrices whose rows share
+parameters are rounded as a whole, under the mean of the weights of all their rows.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.events import Event
-from quantforge.execution.journal import Record, merge
-from quantforge.execution.progress import tell
+from quantforge.execution.journal import Record, merge_records
+from quantforge.execution.progress import report_step
 from quantforge.execution.unit_output import checksum
 from quantforge.model.block import Weighed
 from quantforge.model.statistics import Statistic, Statistics
@@ -31,12 +31,12 @@ from quantforge.numerics.allocator import trim
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.gradient_options import quantized_linears
 from quantforge.quantizers import Rounded
-from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
+from quantforge.quantizers.guidance.token_weights import TokenWeights, clip_largest
 
 if TYPE_CHECKING:
     from quantforge.architectures import SharedInput
     from quantforge.execution.execute import RunInputs
-    from quantforge.execution.rounding import MatrixRounding
+    from quantforge.execution.rounding import MatrixRounder
     from quantforge.model.block import DecoderBlock
     from quantforge.model.expert_statistics import ExpertStatistics
     from quantforge.planning.planner import Planned
@@ -45,35 +45,35 @@ if TYPE_CHECKING:
     from quantforge.scheme import Scheme
     from quantforge_calibration.sampler import Sample
 
-FILE = "guide.f32"  # in the directory of the journal
+TOKEN_WEIGHTS_FILE = "guide.f32"  # in the directory of the journal
 HESSIAN = frozenset({Statistic.HESSIAN})
 
-# Returns the statistics that are wanted; the second: whether it is the last pass.
-See = Callable[[Sequence[Weighed], bool], list[Statistics]]
+# Arguments: requested weighted statistics, and whether it is the last pass.
+ObserveWeighted = Callable[[Sequence[Weighed], bool], list[Statistics]]
 
 
 @contextmanager
-def token_weights(
+def open_token_weights(
     planned: Planned, directory: Path, shape: torch.Size, strips: int, record: Record | None
 ) -> Iterator[TokenWeights]:
-    """Open the file of weights of a run.
+    """Open the file of token weights of a run.
 
     Args:
-        planned: with the linears that are quantized.
-        directory: of the journal.
-        shape: of the rows: how many, and their length.
-        strips: of each linear.
-        record: of the unit in which an interrupted run has made it; None makes it anew.
+        planned: plan with the quantized linears.
+        directory: directory of the journal.
+        shape: number of rows and their length.
+        strips: number of row strips of each linear.
+        record: record of the unit that computed the file in an interrupted run; None to create it.
 
     Raises:
-        IntegrityError: the file of the interrupted run is not what its record says.
+        IntegrityError: the existing file does not match its recorded checksums.
     """
     linears = quantized_linears(planned.plan.tensors, planned.model_layout)
     experts = {name for name, tensor in linears.items() if tensor.expert >= 0}
-    every = [name for name in linears if name not in experts]
+    dense_linears = [name for name in linears if name not in experts]
     runs = None if record is None else record.get("runs", {})
-    path = directory / FILE
-    with TokenWeights(path, every, (*shape, strips), sorted(experts), runs) as weights:
+    path = directory / TOKEN_WEIGHTS_FILE
+    with TokenWeights(path, dense_linears, (*shape, strips), sorted(experts), runs) as weights:
         for name, expected in record["guide"].items() if record else ():
             if checksum(weights.of(name), 0) != expected:
                 raise IntegrityError(
@@ -84,20 +84,20 @@ def token_weights(
         yield weights
 
 
-def observe_gradients(
+def compute_token_weights(
     weights: TokenWeights, inputs: RunInputs, sample: Sample, directory: Path
 ) -> Record:
-    """Fill the file of weights by a backward pass; return the record of the unit, with checksums by linear.
+    """Compute token weights by a backward pass; return the record of the unit with checksums by linear.
 
     Args:
-        weights: the file.
-        inputs: of the run.
-        sample: the rows that have gradients.
-        directory: of the journal, for hidden states.
+        weights: file of token weights to fill.
+        inputs: inputs of the run.
+        sample: rows for which gradients are computed.
+        directory: directory of the journal, used for hidden states.
 
     Raises:
         InputError: a weight, an activation or a gradient is not finite.
-        RefusedError: a block hands more to later ones than its states, or a linear does not read every token once.
+        RefusedError: a block passes more than hidden states to later ones, or a linear does not read each token once.
     """
     # With transformers, which takes seconds.
     from quantforge.quantizers.guidance.backward import backward
@@ -106,7 +106,7 @@ def observe_gradients(
     total = len(sample.ids) * len([*weights.linears])
 
     def visit(seen: OutputGradients) -> None:
-        tell(f"gradients of {seen.name}", share=weights.count / total)
+        report_step(f"gradients of {seen.name}", share=weights.count / total)
         weights(seen)
 
     backward(
@@ -126,24 +126,24 @@ def observe_gradients(
 
 
 @dataclass(frozen=True, slots=True)
-class Strip:
-    """Rows that are rounded under one Hessian.
+class RowStrip:
+    """Rows of linears that are rounded under one Hessian.
 
     Attributes:
-        key: of the shared input.
-        linears: names inside of the block; several only where their rows share parameters.
-        index: which of ``count`` strips of the rows.
-        count: 1 for all rows.
+        input_key: key of the shared input.
+        linears: names in the block; several only if their rows share parameters.
+        index: index of this strip among ``count`` strips of the rows.
+        count: number of strips; 1 if the strip has all rows.
     """
 
-    key: str
+    input_key: str
     linears: tuple[str, ...]
     index: int = 0
     count: int = 1
 
 
-class RoundedStrip(NamedTuple):
-    """Rows of matrices that were rounded, with what their errors are relative to."""
+class RoundedRowStrip(NamedTuple):
+    """A rounded strip of matrices, with the norms that their errors are relative to."""
 
     rounded: dict[str, Rounded]
     sizes: dict[str, float]
@@ -152,11 +152,11 @@ class RoundedStrip(NamedTuple):
 class GuidedRounding:
     """Rounder of the linears of blocks under guided Hessians."""
 
-    def __init__(self, strips: int, rounding: MatrixRounding, weights: TokenWeights) -> None:
-        """Round under ``weights``, which have so many strips for each linear."""
+    def __init__(self, strips: int, rounding: MatrixRounder, weights: TokenWeights) -> None:
+        """Use token ``weights``, which have ``strips`` strips for each linear."""
         self._strips, self._rounding, self._weights = strips, rounding, weights
 
-    def work(
+    def round_block(
         self,
         block: DecoderBlock,
         observed: Mapping[str, Statistics],
@@ -164,22 +164,22 @@ class GuidedRounding:
         *,
         advance: bool,
     ) -> Record:
-        """Observe, round and write the linears of a block but those of experts; return its record.
+        """Observe, round and write the linears of a block except those of experts; return its record.
 
         Args:
             block: the block, with the hidden states that reach it.
             observed: other statistics of its inputs, by key.
-            targets: linears that are quantized.
-            advance: whether the last pass replaces the hidden states by what the block returns.
+            targets: quantized linears by name in the block.
+            advance: whether the last pass replaces the hidden states by the outputs of the block.
         """
         inputs = [shared for shared in block.inputs if shared.expert < 0]
 
-        def see(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
+        def observe_weighted(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
             return block.observe_weighed(wanted, advance=advance and last)
 
-        return self._work(block, inputs, observed, targets, see)
+        return self._round_inputs(block, inputs, observed, targets, observe_weighted)
 
-    def expert(
+    def round_expert_linears(
         self,
         block: DecoderBlock,
         statistics: ExpertStatistics,
@@ -191,44 +191,46 @@ class GuidedRounding:
 
         Args:
             block: the block, with the tokens that reach its experts.
-            statistics: of the experts, their Hessians.
-            inputs: those of the expert.
-            observed: as of `work`.
-            targets: likewise.
+            statistics: accumulates Hessians of the experts.
+            inputs: shared inputs of the expert.
+            observed: other statistics of its inputs, by key.
+            targets: quantized linears by name in the block.
         """
 
-        def see(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
+        def observe_weighted(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
             del last
             return [
-                statistics.weighed(inputs[0].expert, block.stack_of(one.key), one.weights)
-                for one in wanted
+                statistics.weighed(
+                    inputs[0].expert, block.stack_of(weighted_input.key), weighted_input.weights
+                )
+                for weighted_input in wanted
             ]
 
-        return self._work(block, inputs, observed, targets, see)
+        return self._round_inputs(block, inputs, observed, targets, observe_weighted)
 
-    def _work(
+    def _round_inputs(
         self,
         block: DecoderBlock,
         inputs: Sequence[SharedInput],
         observed: Mapping[str, Statistics],
         targets: Mapping[str, TensorPlan],
-        see: See,
+        observe_weighted: ObserveWeighted,
     ) -> Record:
         record: Record = {}
-        done: dict[tuple[str, ...], list[RoundedStrip]] = {}
-        passes = [*_passes(block, [*self._strips_of(inputs, targets)])]
+        done: dict[tuple[str, ...], list[RoundedRowStrip]] = {}
+        passes = [*_group_into_passes(block, [*self._row_strips(inputs, targets)])]
         for index, strips in enumerate(passes):
-            tell(f"block {block.index}: observing", share=index / len(passes))
+            report_step(f"block {block.index}: observing", share=index / len(passes))
             weights = [self._token_weights(block, strip, targets, record) for strip in strips]
             wanted = [
-                Weighed(strip.key, HESSIAN, weight)
+                Weighed(strip.input_key, HESSIAN, weight)
                 for strip, weight in zip(strips, weights, strict=True)
             ]
-            found = see(wanted, index == len(passes) - 1)
+            found = observe_weighted(wanted, index == len(passes) - 1)
             trim()
             for strip in strips:
-                tell(f"block {block.index}: rounding {', '.join(strip.linears)}")
-                own = observed.get(strip.key, Statistics())
+                report_step(f"block {block.index}: rounding {', '.join(strip.linears)}")
+                own = observed.get(strip.input_key, Statistics())
                 guided_statistics = found.pop(0)
                 statistics = replace(
                     own, tokens=guided_statistics.tokens, hessian=guided_statistics.hessian
@@ -237,52 +239,59 @@ class GuidedRounding:
                 strips_done.append(self._rounded(block, strip, statistics, targets))
                 if len(strips_done) == strip.count:
                     whole = {targets[name].name: block.weight(name) for name in strip.linears}
-                    rounded = _joined(done.pop(strip.linears))
-                    merge(record, self._rounding.write(rounded, whole, statistics))
+                    rounded = _join_strips(done.pop(strip.linears))
+                    merge_records(record, self._rounding.write(rounded, whole, statistics))
                 trim()
         return record
 
-    def _strips_of(
+    def _row_strips(
         self, inputs: Iterable[SharedInput], targets: Mapping[str, TensorPlan]
-    ) -> Iterator[Strip]:
-        """Yield the strips of all linears, in computing order."""
+    ) -> Iterator[RowStrip]:
+        """Yield the strips of all linears, in the order of computation."""
         for shared in inputs:
             chosen = [name for name in shared.linears if name in targets]
             joint = tuple(name for name in chosen if _scheme(targets[name]).joint)
             if joint:
-                yield Strip(shared.key, joint)
+                yield RowStrip(shared.key, joint)
             for name in chosen:
                 if name not in joint:
                     count = 1 if _scheme(targets[name]).whole else self._strips
-                    yield from (Strip(shared.key, (name,), index, count) for index in range(count))
+                    yield from (
+                        RowStrip(shared.key, (name,), index, count) for index in range(count)
+                    )
 
     def _token_weights(
-        self, block: DecoderBlock, strip: Strip, targets: Mapping[str, TensorPlan], record: Record
+        self,
+        block: DecoderBlock,
+        strip: RowStrip,
+        targets: Mapping[str, TensorPlan],
+        record: Record,
     ) -> Tensor | None:
-        """Return the weights of the tokens for a strip ``[rows, length]``, None with an event where all are 0."""
+        """Return token weights ``[rows, length]`` for a strip; None, with an event, if all are 0."""
         rows = [targets[name].matrix[0] for name in strip.linears]
         found = [self._weights.of(f"{block.name}.{name}") for name in strip.linears]
         if strip.count > 1:
             weights = found[0][..., strip.index]
         else:
             means = (
-                one.mean(-1) * (count / sum(rows)) for one, count in zip(found, rows, strict=True)
+                weights.mean(-1) * (count / sum(rows))
+                for weights, count in zip(found, rows, strict=True)
             )
             weights = torch.stack([*means]).sum(0)
         if bool(weights.any()):
-            return clipped(weights)
+            return clip_largest(weights)
         where = ", ".join(targets[name].name for name in strip.linears)
         detail = f"strip {strip.index + 1} of {strip.count}: no gradient reaches these rows"
-        merge(record, {"events": [Event("guide-blind", where, detail).to_json()]})
+        merge_records(record, {"events": [Event("guide-blind", where, detail).to_json()]})
         return None
 
     def _rounded(
         self,
         block: DecoderBlock,
-        strip: Strip,
+        strip: RowStrip,
         statistics: Statistics,
         targets: Mapping[str, TensorPlan],
-    ) -> RoundedStrip:
+    ) -> RoundedRowStrip:
         weights = {
             targets[name].name: block.weight(name).tensor_split(strip.count)[strip.index]
             for name in strip.linears
@@ -293,25 +302,25 @@ class GuidedRounding:
             name: float((weight.square() * diagonal).sum(dtype=torch.float64))
             for name, weight in weights.items()
         }
-        return RoundedStrip(self._rounding.round(weights, statistics), sizes)
+        return RoundedRowStrip(self._rounding.round(weights, statistics), sizes)
 
 
-def _passes(block: DecoderBlock, strips: Sequence[Strip]) -> Iterator[list[Strip]]:
-    """Yield strips together whose Hessians take no more than those of the shared inputs; one at least."""
+def _group_into_passes(block: DecoderBlock, strips: Sequence[RowStrip]) -> Iterator[list[RowStrip]]:
+    """Group strips so that the Hessians of a group take no more memory than those of the shared inputs."""
     widths = {shared.key: block.weight(shared.linears[0]).shape[1] for shared in block.inputs}
-    limit = sum(widths[key] ** 2 for key in {strip.key for strip in strips})
-    together: list[Strip] = []
+    limit = sum(widths[key] ** 2 for key in {strip.input_key for strip in strips})
+    pending: list[RowStrip] = []
     for strip in strips:
-        if together and sum(widths[one.key] ** 2 for one in [*together, strip]) > limit:
-            yield together
-            together = []
-        together.append(strip)
-    if together:
-        yield together
+        if pending and sum(widths[other.input_key] ** 2 for other in [*pending, strip]) > limit:
+            yield pending
+            pending = []
+        pending.append(strip)
+    if pending:
+        yield pending
 
 
-def _joined(strips: Sequence[RoundedStrip]) -> dict[str, Rounded]:
-    """Return matrices whose strips were rounded one by one; their errors count by what they are relative to."""
+def _join_strips(strips: Sequence[RoundedRowStrip]) -> dict[str, Rounded]:
+    """Concatenate the rounded strips of matrices; the error is averaged over strips, weighted by their norms."""
     if len(strips) == 1:
         return strips[0].rounded
     found = {}

@@ -1,4 +1,4 @@
-"""Importance of columns without rounding anything: observed once, kept in a file that llama.cpp's tools share."""
+"""Importance of input columns (imatrix): observe it on calibration rows, or read it from a llama.cpp imatrix file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantforge.artifacts import manifest
 from quantforge.errors import RefusedError
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.files.opener import changed
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.gguf.importance_file import Imatrix, WeightImportance, read_imatrix
@@ -22,7 +22,7 @@ from quantforge.planning.planner import Planned
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
-_WANTED = frozenset({Statistic.SQUARES})
+_SQUARES = frozenset({Statistic.SQUARES})
 
 
 @torch.inference_mode()
@@ -33,7 +33,7 @@ def observe_importance(
     device: str,
     activations: Path | None = None,
 ) -> Imatrix:
-    """Run the calibration rows through the model; return the mean square of each column that a linear reads.
+    """Run the calibration rows through the model; return the mean square of each input column of every linear.
 
     ``activations`` is a directory for hidden states on disk, None to keep them in memory.
 
@@ -50,26 +50,28 @@ def observe_importance(
             " and one without them is not complete",
             "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
-    named = places(planned.plan.tensors, planned.model_layout)
+    imatrix_places = places(planned.plan.tensors, planned.model_layout)
     entries: dict[str, WeightImportance] = {}
 
     def add(weight: str, found: Statistics) -> None:
-        if weight in named and found.squares is not None:
-            entries[named[weight].name] = WeightImportance(found.squares.cpu()[None], found.tokens)
+        if weight in imatrix_places and found.squares is not None:
+            entries[imatrix_places[weight].name] = WeightImportance(
+                found.squares.cpu()[None], found.tokens
+            )
 
     with ModelStream(
         checkpoint, model_layout, sample, micro_batch=options.micro_batch, device=device,
         activations=activations, precision=options.precision,
     ) as stream:  # fmt: skip
         for block in stream:
-            tell(f"block {block.index}: observing", block.index, model_layout.blocks)
-            seen = block.observe({shared.key: _WANTED for shared in block.inputs}, advance=True)
+            report_step(f"block {block.index}: observing", block.index, model_layout.blocks)
+            seen = block.observe({shared.key: _SQUARES for shared in block.inputs}, advance=True)
             for shared in block.inputs:
                 for linear in shared.linears:
                     add(block.stored_name(f"{linear}.weight"), seen[shared.key])
             if not block.advanced:
                 block.advance()
-        total = Accumulator(_WANTED)
+        total = Accumulator(_SQUARES)
         for states in stream.final_hidden():
             total.add(states.reshape(-1, states.shape[-1]))
     if model_layout.architecture is not None and not model_layout.tied:
@@ -80,33 +82,33 @@ def observe_importance(
     return Imatrix(entries, options.source, len(sample.ids), options.length)
 
 
-def known_importance(planned: Planned, path: Path) -> dict[str, Tensor]:
-    """Return importance from a file: from the bytes that the fingerprint is of.
+def read_unchanged_importance(planned: Planned, path: Path) -> dict[str, Tensor]:
+    """Read an importance file and check that it did not change while being read.
 
     Raises:
         InputError: as `read_importance`.
-        IntegrityError: the file changes meanwhile.
+        IntegrityError: the file changed.
     """
     before = manifest.sha256(path, None)
-    known = read_importance(path, planned)
+    importance = read_importance(path, planned)
     if manifest.sha256(path, None) != before:
         raise changed(path)
-    return known
+    return importance
 
 
 def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
-    """Read an importance file: mean squares ``[in_features]`` by the name of the source's tensor.
+    """Read an importance file: mean squares ``[in_features]`` by the name of the source tensor.
 
     Raises:
-        InputError: damaged, or with another number of columns than a weight.
+        InputError: the file is damaged, or its number of columns differs from that of a weight.
     """
-    named = places(planned.plan.tensors, planned.model_layout)
-    columns = [tensor for tensor in planned.plan.quantized() if tensor.name in named]
-    known: dict[str, Tensor] = {}
-    found = read_imatrix(path, values_of(columns, named))
+    imatrix_places = places(planned.plan.tensors, planned.model_layout)
+    columns = [tensor for tensor in planned.plan.quantized() if tensor.name in imatrix_places]
+    importance: dict[str, Tensor] = {}
+    found = read_imatrix(path, values_of(columns, imatrix_places))
     for tensor in columns:
-        place = named[tensor.name]
+        place = imatrix_places[tensor.name]
         entry = found.entries.get(place.name)
         if entry is not None:
-            known[tensor.name] = entry.means.view(-1, tensor.matrix[1])[max(0, place.expert)]
-    return known
+            importance[tensor.name] = entry.means.view(-1, tensor.matrix[1])[max(0, place.expert)]
+    return importance

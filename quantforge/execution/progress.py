@@ -1,8 +1,8 @@
-"""Progress of a verb: where it is, what it does now, and how much of it is done.
+"""Progress reports of a verb (a command such as ``quantize``): its phase, current step and share of the work done.
 
-A verb is followed by whoever called it (`followed`). It cuts its work into phases, each of which is given a share of
-what encloses it (`phase`), and says inside of them where it is (`tell`). The place is kept per context, so that code
-deep inside of a verb can tell without being handed anything, and tells nobody where nobody listens. No torch.
+The caller of a verb installs a listener (`report_to`). The verb divides its work into phases, each with a share of the
+enclosing one (`phase`), and reports steps inside of them (`report_step`). The position is kept in a context variable,
+so nested functions can report without an argument; without a listener nothing is reported. Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from quantforge_files import system
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One report of a verb at work.
+    """One progress report.
 
     Attributes:
-        part: the part that has just been finished (``block 3``); empty while something is at work.
-        done, total: parts of the phase that are done, and of all; 0 where they are not counted.
-        seconds: that the finished part took.
-        error: mean relative error of its matrices, under the rounder's objective; None where there is none.
-        peak_bytes: of the process, when the part was finished.
-        phase: what the verb is at, e.g. ``rounding``.
-        step: what it does now, e.g. ``block 3: q_proj, k_proj, v_proj``.
-        share: of the whole verb that is done, 0 to 1; it never falls.
-        waits: for other processes, so that nobody knows when it ends.
+        part: the unit that has just been finished (``block 3``); empty while one is in progress.
+        done, total: number of finished parts of the phase, and of all its parts; 0 if they are not counted.
+        seconds: time that the finished part took.
+        error: mean relative error of its matrices, under the rounder's objective; None if nothing was rounded.
+        peak_bytes: peak memory of the process when the part was finished.
+        phase: current phase, e.g. ``rounding``.
+        step: current step, e.g. ``block 3: q_proj, k_proj, v_proj``.
+        share: share of the whole verb that is done, 0 to 1; it never decreases.
+        waits: whether the verb waits for other processes, so that its end cannot be estimated.
     """
 
     part: str = ""
@@ -45,9 +45,9 @@ class Progress:
     waits: bool = False
 
 
-Listener = Callable[[Progress], None]
-# Parts of a run (see `quantforge.execution.units`) whose names in the journal are not words for people.
-_WORDS = {
+ProgressListener = Callable[[Progress], None]
+# Labels of units (see `quantforge.execution.units`) whose names in the journal are not meant for users.
+_PART_LABELS = {
     "outer": "outside of the blocks",
     "guide": "weights of tokens",
     "head": "after the blocks",
@@ -55,20 +55,20 @@ _WORDS = {
 }
 
 
-def in_words(part: str) -> str:
-    """Return the name of a part or a step in words for people."""
-    return _WORDS.get(part, part)
+def part_label(part: str) -> str:
+    """Return the label of a part or step that is shown to users."""
+    return _PART_LABELS.get(part, part)
 
 
-def ignore(_: Progress) -> None:
-    """Tell nobody."""
+def ignore_progress(_: Progress) -> None:
+    """Discard a progress report; the default listener."""
 
 
 @dataclass(slots=True)
-class _Course:
-    """Where a verb is: the span of the present phase inside of 0 to 1, and the place in it."""
+class _Position:
+    """Position of a verb: the span of the current phase within 0 to 1, and the point reached in it."""
 
-    listener: Listener
+    listener: ProgressListener
     first: float = 0.0
     last: float = 1.0
     at: float = 0.0
@@ -77,78 +77,80 @@ class _Course:
     total: int = 0
 
 
-_COURSE: ContextVar[_Course | None] = ContextVar("course", default=None)
+_POSITION: ContextVar[_Position | None] = ContextVar("course", default=None)
 
 
 @contextmanager
-def followed(listener: Listener) -> Iterator[None]:
-    """Let a listener follow the work inside; a verb that another one calls for the same listener is a part of that."""
-    course = _COURSE.get()
-    if course is not None and course.listener is listener:
+def report_to(listener: ProgressListener) -> Iterator[None]:
+    """Send progress reports of the enclosed work to a listener; nested calls with the same one continue its phases."""
+    position = _POSITION.get()
+    if position is not None and position.listener is listener:
         yield
         return
-    token = _COURSE.set(_Course(listener))
+    token = _POSITION.set(_Position(listener))
     try:
         yield
     finally:
-        _COURSE.reset(token)
+        _POSITION.reset(token)
 
 
 @contextmanager
 def phase(name: str, share: float, step: str = "") -> Iterator[None]:
-    """Give the work inside a share of what encloses it, beginning where that is.
+    """Assign a share of the enclosing phase to the enclosed work, starting at the current position.
 
     Args:
-        name: of the phase; empty for a part of the one that encloses it.
-        share: 0 to 1.
-        step: what is done first.
+        name: name of the phase; empty for a part of the enclosing one.
+        share: share of the enclosing phase, 0 to 1.
+        step: first step of the phase.
     """
-    course = _COURSE.get()
-    if course is None:
+    position = _POSITION.get()
+    if position is None:
         yield
         return
-    before = course.first, course.last, course.phase, course.done, course.total
-    end = min(course.last, course.at + share * (course.last - course.first))
-    course.first, course.last = course.at, end
+    before = position.first, position.last, position.phase, position.done, position.total
+    end = min(position.last, position.at + share * (position.last - position.first))
+    position.first, position.last = position.at, end
     if name:
-        course.phase, course.done, course.total = name, 0, 0
-    tell(step)
+        position.phase, position.done, position.total = name, 0, 0
+    report_step(step)
     try:
         yield
-        course.at = end
+        position.at = end
     finally:
-        course.first, course.last, course.phase, course.done, course.total = before
+        position.first, position.last, position.phase, position.done, position.total = before
 
 
-def tell(
+def report_step(
     step: str = "", done: int | None = None, total: int | None = None, share: float | None = None,
     *, waits: bool = False,
 ) -> None:  # fmt: skip
-    """Tell the listener what is done now, and how far the present phase is.
+    """Report the current step and position to the listener, if any.
 
     Args:
-        step: what is done now.
-        done: parts of the phase that are done; with ``total`` they state its share as well.
-        total: of all parts.
-        share: of the phase, where parts are not counted.
-        waits: for other processes.
+        step: current step.
+        done: number of finished parts of the phase; together with ``total`` it also sets the share.
+        total: number of all parts.
+        share: share of the phase that is done, if parts are not counted.
+        waits: whether the verb waits for other processes.
     """
-    course = _COURSE.get()
-    if course is None:
+    position = _POSITION.get()
+    if position is None:
         return
     if done is not None and total:
-        course.done, course.total = done, total
+        position.done, position.total = done, total
         share = done / total
     if share is not None:
-        place = course.first + min(max(share, 0.0), 1.0) * (course.last - course.first)
-        course.at = max(course.at, place)
-    course.listener(
+        share_of_verb = position.first + min(max(share, 0.0), 1.0) * (
+            position.last - position.first
+        )
+        position.at = max(position.at, share_of_verb)
+    position.listener(
         Progress(
-            done=course.done,
-            total=course.total,
-            phase=course.phase,
+            done=position.done,
+            total=position.total,
+            phase=position.phase,
             step=step,
-            share=course.at,
+            share=position.at,
             waits=waits,
         )
     )
@@ -157,14 +159,14 @@ def tell(
 def progress_of(
     unit: str, record: Mapping[str, Any], done: int, total: int, start: float
 ) -> Progress:
-    """Return the report of a finished unit that was begun at ``start``, in seconds of the monotonic clock."""
+    """Return the report of a finished unit; ``start`` is when it began, in seconds of the monotonic clock."""
     figures = record.get("figures", {}).values()
     errors = [values["error"] for values in figures if "error" in values]
-    course = _COURSE.get() or _Course(ignore)
+    position = _POSITION.get() or _Position(ignore_progress)
     return Progress(
         part=unit,
-        phase=course.phase,
-        share=course.at,
+        phase=position.phase,
+        share=position.at,
         done=done,
         total=total,
         seconds=time.monotonic() - start,

@@ -1,8 +1,8 @@
-"""Rounding of the matrices that read one shared input: read from the source, rounded, written in the format.
+"""Read, round and write the matrices that share an input, with measured parameters of quantized inputs.
 
-Of an input that is quantized too, its range or its outlier columns go with the matrices. A dynamic input needs nothing
-to be observed. A static one needs a histogram of its magnitudes; LLM.int8()'s threshold the largest magnitude of each
-column, to report how many columns it concerns and to keep the largest of them in 16 bits.
+For a quantized input, its range or its outlier columns are stored with the matrices. A dynamic input needs no
+observation. A static one needs a histogram of its magnitudes. The threshold of LLM.int8() needs the largest magnitude
+of each column, to report the number of outlier columns and to keep the largest ones in 16 bits.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.execution.journal import Record, merge
+from quantforge.execution.journal import Record, merge_records
 from quantforge.files.finite_values import scan_finite
 from quantforge.model.statistics import Statistics
 from quantforge.packers.input_rounding import static_scale
-from quantforge.quantizers import Rounded, rounder_of
+from quantforge.quantizers import Rounded, load_rounder
 from quantforge.settings import workers_of
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from quantforge.scheme import Activation
 
 
-class MatrixRounding:
-    """Rounder of a plan's matrices.
+class MatrixRounder:
+    """Reads, rounds and writes the matrices of a plan.
 
     Attributes:
-        planned: the run.
-        source: where weights are read.
-        output: where the results go.
-        importance: mean squares of columns that are known without calibration, by tensor.
-        workers: threads that round strips side by side.
+        planned: the plan and its recipe.
+        source: reader of the source's weights.
+        output: writer of the results.
+        importance: mean squares of input columns known without calibration, by tensor.
+        workers: number of threads that round strips in parallel.
     """
 
     def __init__(self, inputs: RunInputs, output: UnitOutput) -> None:
@@ -53,8 +53,8 @@ class MatrixRounding:
         self._recipe, self._rounder = planned.recipe, planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
 
-    def known(self, tensor: TensorPlan) -> Statistics:
-        """Return what is known of the input of a matrix without calibration, on the device of its weights."""
+    def importance_statistics(self, tensor: TensorPlan) -> Statistics:
+        """Return the importance of a matrix's input as statistics, on the device of its weights; empty if unknown."""
         squares = self.importance.get(tensor.name)
         if squares is None:
             return Statistics()
@@ -63,50 +63,52 @@ class MatrixRounding:
     def round(
         self, weights: Mapping[str, Tensor], statistics: Statistics, rounder: str | None = None
     ) -> dict[str, Rounded]:
-        """Round the matrices ``[out, in]`` of one shared input, or the same rows of all of them; write nothing.
+        """Round the matrices ``[out, in]`` of one shared input, or the same rows of each, without writing them.
 
         Args:
-            weights: by the names of the source.
-            statistics: of the input.
-            rounder: another one than the plan's.
+            weights: matrices by source tensor name.
+            statistics: statistics of the input.
+            rounder: name of the rounder; default: that of the plan.
         """
         schemes = {
             name: scheme.weight for name in weights if (scheme := self._by_name[name].scheme)
         }
-        statistics = without_outliers(statistics, self._by_name[next(iter(weights))])
-        method = rounder_of(rounder or self._rounder)
-        return method.round_shared(weights, statistics, schemes, self._recipe.rounding)
+        statistics = decouple_outliers(statistics, self._by_name[next(iter(weights))])
+        method = load_rounder(rounder or self._rounder)
+        return method.round_matrices(weights, statistics, schemes, self._recipe.rounding)
 
     def write(
         self, rounded: Mapping[str, Rounded], weights: Mapping[str, Tensor], statistics: Statistics
     ) -> Record:
-        """Write the rounded matrices of one shared input, with what is measured of it; return their record.
+        """Write the rounded matrices of one shared input, with its measured parameters; return their record.
 
         Args:
-            rounded: by the names of the source.
-            weights: the same before rounding.
-            statistics: of the input.
+            rounded: rounded matrices by source tensor name.
+            weights: the matrices before rounding.
+            statistics: statistics of the input.
 
         Raises:
-            RefusedError: the files cannot hold a value, or the input has to be measured and was not observed.
+            RefusedError: the files cannot hold a value, or the input needs a measurement but was not observed.
         """
         record: Record = {}
         for name, result in rounded.items():
             tensor = self._by_name[name]
             inputs = self._recipe.inputs
-            whole = with_input(result.tensor, tensor, weights[name], statistics, inputs)
+            whole = add_input_parameters(result.tensor, tensor, weights[name], statistics, inputs)
             self.pack_and_write(tensor, whole)
-            counted, left = outliers(tensor, statistics)
+            counted, left = count_outliers(tensor, statistics)
             events = [event.to_json() for event in (*result.events, *left)]
-            merge(record, {"events": events, "figures": {name: {**result.figures, **counted}}})
+            merge_records(
+                record, {"events": events, "figures": {name: {**result.figures, **counted}}}
+            )
         return record
 
     def round_head(self, tensors: Sequence[TensorPlan], statistics: Statistics) -> Record:
         """Read, round and write a quantized head; return its record.
 
         Args:
-            tensors: of the head; none leave the record empty.
-            statistics: of what the final norm returns; importance from a file takes their place.
+            tensors: plans of the head's tensors; if empty, the record is empty.
+            statistics: statistics of the output of the final norm; importance from a file takes precedence.
 
         Raises:
             As `write`.
@@ -114,27 +116,27 @@ class MatrixRounding:
         weights = {tensor.name: self.source.weight(tensor) for tensor in tensors}
         for tensor in tensors:
             if tensor.name in self.importance:
-                statistics = self.known(tensor)
+                statistics = self.importance_statistics(tensor)
         if not weights:
             return {}
         return self.write(self.round(weights, statistics), weights, statistics)
 
     def copy(self, tensor: TensorPlan) -> None:
-        """Write a tensor as the source has it."""
+        """Copy a tensor from the source to the output."""
         if not tensor.outputs[0].shape or self.output.storage.needs_whole_tensor(tensor):
-            self.output.write_kept(tensor, self.source.whole(tensor))
+            self.output.write_unquantized(tensor, self.source.whole(tensor))
         else:
-            self.output.write_kept_rows(tensor, partial(self.source.rows, tensor))
+            self.output.write_unquantized_rows(tensor, partial(self.source.rows, tensor))
 
     def pack_and_write(self, tensor: TensorPlan, whole: QuantizedTensor) -> None:
-        """Write a rounded matrix as the format stores it.
+        """Pack a rounded matrix as the format stores it, and write it.
 
         Raises:
             RefusedError: the files cannot hold a value.
         """
         try:
             packed = self.output.storage.pack(tensor, whole)
-        except RefusedError as error:  # a value that the files cannot spell
+        except RefusedError as error:  # the format cannot represent a value
             raise RefusedError(
                 f"{tensor.name}: {error.message}", error.hint, tensor=tensor.name
             ) from error
@@ -143,10 +145,10 @@ class MatrixRounding:
 
 
 class SourceTensors:
-    """The tensors of a checkpoint; every reading raises `InputError` for a value that is not finite.
+    """Reader of the tensors of a checkpoint; each method raises `InputError` for a value that is not finite.
 
     Attributes:
-        device: where weights are put.
+        device: device on which weights are placed.
     """
 
     def __init__(self, checkpoint: Checkpoint, model_layout: ModelLayout, device: str) -> None:
@@ -154,30 +156,30 @@ class SourceTensors:
         self.device = device
 
     def whole(self, tensor: TensorPlan) -> Tensor:
-        """Return a tensor as it is stored."""
+        """Read a tensor as it is stored."""
         name = self._name_of(tensor)
         value = self._checkpoint.read(name)
         scan_finite(name, value)
         return value
 
     def rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
-        """Return rows ``first:last`` of a tensor as they are stored."""
+        """Read rows ``first:last`` of a tensor as they are stored."""
         name = self._name_of(tensor)
         value = self._checkpoint.read_rows(name, first, last)
         scan_finite(name, value, first=first, rows=tensor.shape[0])
         return value
 
     def weight(self, tensor: TensorPlan) -> Tensor:
-        """Return a weight as float32 ``[out_features, in_features]``."""
+        """Read a weight as float32 ``[out_features, in_features]``."""
         weight = self.whole(tensor).to(self.device, torch.float32)
         return weight.T.contiguous() if tensor.transposed else weight
 
     def weight_rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
-        """Return rows of a weight that is not transposed, as float32."""
+        """Read rows of a weight that is not transposed, as float32."""
         return self.rows(tensor, first, last).to(self.device, torch.float32)
 
     def _name_of(self, tensor: TensorPlan) -> str:
-        """Return the name of a tensor in the source; a head that is untied from now on is read from the embedding."""
+        """Return the name under which the source stores a tensor; a head being untied is read from the embedding."""
         if tensor.name in self._checkpoint.entries:
             return tensor.name
         architecture = self._model_layout.architecture
@@ -185,20 +187,20 @@ class SourceTensors:
         return self._model_layout.by_name[f"{architecture.embedding}.weight"].header.name
 
 
-def with_input(
+def add_input_parameters(
     tensor: QuantizedTensor,
     plan: TensorPlan,
     weight: Tensor,
     statistics: Statistics,
     observer: str,
 ) -> QuantizedTensor:
-    """Return a rounded matrix that says how its input is quantized.
+    """Return a rounded matrix with the scheme and measured parameters of its quantized input.
 
-    With it goes what calibration found: the range of a static input, as ``observer`` chooses it (see `static_scale`),
-    and LLM.int8()'s columns of ``weight``, the matrix before rounding.
+    The parameters are the range of a static input, chosen by ``observer`` (see `static_scale`), or the outlier columns
+    of LLM.int8(), copied from ``weight``, the matrix before rounding.
 
     Raises:
-        RefusedError: a static range, or columns to keep, without any observation.
+        RefusedError: a static range or outlier columns are needed, but the input was not observed.
     """
     activation = plan.scheme.input if plan.scheme else None
     if activation is None or not activation.measured:
@@ -211,7 +213,9 @@ def with_input(
             tensor=plan.name,
         )
     if activation.dynamic:
-        found = _kept(weight, outlier_columns(activation, statistics.peaks), activation.kept)
+        found = _outlier_parameters(
+            weight, outlier_columns(activation, statistics.peaks), activation.kept
+        )
     else:
         assert statistics.histogram is not None
         peak = float(statistics.peaks.max())
@@ -221,12 +225,12 @@ def with_input(
 
 
 def outlier_columns(activation: Activation, peaks: Tensor) -> Tensor:
-    """Return the ascending columns that are kept in 16 bits: those with the largest peaks beyond the threshold."""
+    """Return the ascending columns that are kept in 16 bits: those with the largest peaks above the threshold."""
     order = peaks.argsort(descending=True, stable=True)[: activation.kept]
     return order[peaks[order] > (activation.threshold or 0.0)].sort().values
 
 
-def _kept(weight: Tensor, columns: Tensor, most: int) -> dict[str, Tensor]:
+def _outlier_parameters(weight: Tensor, columns: Tensor, most: int) -> dict[str, Tensor]:
     slots = min(most, weight.shape[1])
     padded = torch.nn.functional.pad(columns, (0, slots - len(columns)), value=-1)
     values = weight.new_zeros(len(weight), slots)
@@ -238,8 +242,8 @@ def _kept(weight: Tensor, columns: Tensor, most: int) -> dict[str, Tensor]:
     }
 
 
-def without_outliers(statistics: Statistics, plan: TensorPlan) -> Statistics:
-    """Uncouple columns that stay in 16 bits from the rest of the Hessian, in place: they leave no error to others."""
+def decouple_outliers(statistics: Statistics, plan: TensorPlan) -> Statistics:
+    """Decouple columns kept in 16 bits from the rest of the Hessian, in place: they have no error to compensate."""
     activation = plan.scheme.input if plan.scheme else None
     hessian, peaks = statistics.hessian, statistics.peaks
     if activation is None or not activation.kept or hessian is None or peaks is None:
@@ -252,10 +256,10 @@ def without_outliers(statistics: Statistics, plan: TensorPlan) -> Statistics:
     return statistics
 
 
-def outliers(
+def count_outliers(
     plan: TensorPlan, statistics: Statistics
 ) -> tuple[dict[str, float], tuple[Event, ...]]:
-    """Return how many columns pass the threshold of a layer, and an event if that is more than are kept."""
+    """Return the number of outlier columns of a layer, and an event if it exceeds the number that can be kept."""
     activation = plan.scheme.input if plan.scheme else None
     if activation is None or activation.threshold is None or statistics.peaks is None:
         return {}, ()

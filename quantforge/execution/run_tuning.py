@@ -1,10 +1,10 @@
-"""Tuning of a run: learn scales, norms and codes of rounded blocks on calibration rows, and overwrite what was written.
+"""Tuning step of a run: optimize scales, norms and codes of rounded blocks on calibration rows, and overwrite them.
 
-A run of its own tunes a block as soon as it is rounded, while the rows are there; else the rows pass the source once
-more when all blocks are done. The results are the same, to the bit.
+A run that has the pass to itself tunes each block right after rounding it, while its rows are available; otherwise the
+rows pass through the source once more after all blocks are rounded. The results are bitwise identical.
 
-What was learned of a block is kept in a file beside the journal before the journal says that the unit is done, and is
-only then written into the weight files. A run that is resumed later writes it again: a kill in between loses nothing.
+Tuned values of a block are saved in a file next to the journal before the journal marks the unit as done, and only then
+written to the weight files. A resumed run writes them again, so an interruption in between loses nothing.
 """
 
 from __future__ import annotations
@@ -21,75 +21,83 @@ from torch import Tensor
 
 from quantforge.errors import IntegrityError
 from quantforge.events import Event
-from quantforge.execution.journal import Record, merge, write_durably
-from quantforge.execution.progress import phase, tell
+from quantforge.execution.journal import Record, merge_records, write_durably
+from quantforge.execution.progress import phase, report_step
 from quantforge.execution.unit_output import checksum
 from quantforge.execution.units import TUNE, tune_unit
 from quantforge.files.opener import FILES
 from quantforge.files.safetensors import torch_dtype
-from quantforge.quantizers.tuning import whole_epochs
+from quantforge.quantizers.tuning import whole_model_epochs
 from quantforge.quantizers.tuning.tuned_matrix import CODES
 from quantforge_files.roles import TUNED
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
     from quantforge.model.block import DecoderBlock
-    from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
-    from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
+    from quantforge.quantizers.tuning.tuned_block import TunedBlock, WrittenBlock
+    from quantforge.quantizers.tuning.tuning_stream import TuningResult, TuningStream
     from quantforge_calibration.sampler import Sample
 
-LISTED = 8  # experts that an event names
+MAX_LISTED_EXPERTS = 8  # in the text of an event
 
 
-class Tuning:
-    """Tuning of what the blocks of a run have written."""
+class TuningStep:
+    """Tunes the written blocks of a run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._planned, self._settings = run.inputs.planned, run.inputs.settings
         self._journal, self._output = run.journal, run.output
-        self._alone = False
+        self._has_own_pass = False
 
     @property
     def units(self) -> list[str]:
-        """Return the names of its units, in order: the blocks, then the whole model where there are epochs for it."""
+        """Return the names of the tuning units: one per block, then one for the whole model if it has epochs."""
         epochs = self._planned.plan.tune
         blocks = [tune_unit(index) for index in range(self._planned.model_layout.blocks)]
-        return [*blocks, *([TUNE] if whole_epochs(epochs) else [])] if epochs else []
+        return [*blocks, *([TUNE] if whole_model_epochs(epochs) else [])] if epochs else []
 
     @property
-    def missing(self) -> list[str]:
-        """Return the names of those that are not done yet."""
+    def unfinished(self) -> list[str]:
+        """Return the names of the tuning units that are not done."""
         return [name for name in self.units if name not in self._journal.done]
 
-    def begin(self, *, alone: bool) -> None:
-        """Write what was learned before the run was interrupted; ``alone``: no other run shares its pass.
+    def rewrite_learned(self, *, own_pass: bool) -> None:
+        """Write the values tuned before an interruption to the weight files.
+
+        Args:
+            own_pass: whether no other run shares the pass.
 
         Raises:
-            IntegrityError: what was learned is damaged.
+            IntegrityError: the saved values are damaged.
         """
-        self._alone = alone
+        self._has_own_pass = own_pass
         for name in self.units:
             if name in self._journal.done:
-                self._write(name, self._journal.done[name])
+                self._write_learned(name, self._journal.done[name])
 
-    def follows(self, index: int) -> bool:
-        """Return whether a block is to be tuned right after its rounding.
+    def tunes_while_rounding(self, index: int) -> bool:
+        """Return whether a block is tuned right after it is rounded.
 
-        Where products are in float32, the rows pass the source only once so. Experts run their tokens in other parts
-        while they are rounded.
+        This saves a pass through the source, but needs float32 products, and blocks without experts, whose tokens are
+        batched differently while they are rounded.
         """
-        plain = self._planned.recipe.calibration.precision == "float32"
-        mixed = any(kind.stacks for kind in self._planned.model_layout.layers)
-        return self._alone and plain and not mixed and tune_unit(index) in self.missing
+        is_float32 = self._planned.recipe.calibration.precision == "float32"
+        has_experts = any(kind.stacks for kind in self._planned.model_layout.layers)
+        return (
+            self._has_own_pass
+            and is_float32
+            and not has_experts
+            and tune_unit(index) in self.unfinished
+        )
 
     @property
-    def follows_any(self) -> bool:
-        """Return whether blocks are to be tuned, each right after its rounding."""
-        return any(map(self.follows, range(self._planned.model_layout.blocks)))
+    def tunes_any_while_rounding(self) -> bool:
+        """Return whether any block is tuned right after it is rounded."""
+        return any(map(self.tunes_while_rounding, range(self._planned.model_layout.blocks)))
 
     def stream(self, sample: Sample) -> TuningStream:
-        """Return the blocks with the rows that reach them, in the source and in the result."""
+        """Return an iterator over the blocks with the rows that reach them in the source and in the quantized model."""
         # With transformers, which takes seconds.
         from quantforge.quantizers.tuning.tuning_stream import TuningStream
 
@@ -100,85 +108,98 @@ class Tuning:
             activations=self._journal.directory if settings.activations == "disk" else None,
         )  # fmt: skip
 
-    def learn_block(self, stream: TuningStream, part: DecoderBlock) -> None:
-        """Tune a block that the rows have just passed in the source, unless that is done; errors as `learn_missing`.
+    def tune_block_and_pass(self, stream: TuningStream, decoder_block: DecoderBlock) -> None:
+        """Tune a block that the rows have just passed, unless done; then run the quantized model's rows through it.
 
-        The rows of the result pass it then. All earlier blocks were handed over, too.
+        All earlier blocks must have been passed to this method too. Errors as `tune_unfinished`.
         """
-        name, start = tune_unit(part.index), time.monotonic()
-        with phase("", self._run.share(name), TUNE):
+        name, start = tune_unit(decoder_block.index), time.monotonic()
+        with phase("", self._run.work_share(name), TUNE):
             if self._planned.plan.transforms:
-                part.restore()
+                decoder_block.restore()
             if name not in self._journal.done:
                 seed = self._planned.recipe.calibration.seed
-                self._block_done(stream.tune_block(part, self._read, seed, _tell_share), start)
-            stream.pass_result(part, self._read)
+                self._finish_block(
+                    stream.tune_block(
+                        decoder_block, self._read_written, seed, _report_tuning_progress
+                    ),
+                    start,
+                )
+            stream.pass_result(decoder_block, self._read_written)
 
-    def learn_missing(self, sample: Sample) -> None:
-        """Learn what is missing, one unit after the other.
+    def tune_unfinished(self, sample: Sample) -> None:
+        """Tune all unfinished units, one after the other.
 
         Raises:
-            InputError: a weight, an activation or a gradient is not finite, or there is one row only.
-            RefusedError: the model is one that cannot be tuned.
+            InputError: a weight, an activation or a gradient is not finite, or there is only one row.
+            RefusedError: the model does not support tuning.
         """
-        missing, start = self.missing, time.monotonic()
-        if not missing:
+        unfinished, start = self.unfinished, time.monotonic()
+        if not unfinished:
             return
         seed = self._planned.recipe.calibration.seed
-        with phase("", sum(map(self._run.share, missing)), TUNE):
-            if missing != [TUNE]:
+        with phase("", sum(map(self._run.work_share, unfinished)), TUNE):
+            if unfinished != [TUNE]:
                 with self.stream(sample) as stream:
-                    for tuned in stream.tune_blocks(self._read, self._is_done, seed, _tell_share):
-                        self._block_done(tuned, start)
-            if whole := whole_epochs(self._planned.plan.tune):
+                    for tuned in stream.tune_blocks(
+                        self._read_written, self._is_done, seed, _report_tuning_progress
+                    ):
+                        self._finish_block(tuned, start)
+            if epochs_of_model := whole_model_epochs(self._planned.plan.tune):
                 with self.stream(sample) as stream:
-                    tuned = stream.tune(self._read, whole, seed, _tell_share)
-                    about = {"divergence": {"before": tuned.before, "after": tuned.after}}
-                    self._done(TUNE, tuned.blocks, about, start)
+                    tuned = stream.tune(
+                        self._read_written, epochs_of_model, seed, _report_tuning_progress
+                    )
+                    details = {"divergence": {"before": tuned.before, "after": tuned.after}}
+                    self._finish_unit(TUNE, tuned.blocks, details, start)
 
     def _is_done(self, index: int) -> bool:
         return tune_unit(index) in self._journal.done
 
-    def _block_done(self, tuned: Tuned, start: float) -> None:
-        about = {"error": {"before": tuned.before, "after": tuned.after}}
-        self._done(tune_unit(tuned.blocks[0].part.index), tuned.blocks, about, start)
+    def _finish_block(self, tuned: TuningResult, start: float) -> None:
+        details = {"error": {"before": tuned.before, "after": tuned.after}}
+        self._finish_unit(
+            tune_unit(tuned.blocks[0].decoder_block.index), tuned.blocks, details, start
+        )
 
-    def _done(self, name: str, blocks: Sequence[TunedBlock], about: Record, start: float) -> None:
-        """Keep what was learned in a unit, say in the journal that it is done, and write it."""
-        record = self._store_learned(name, blocks, about)
+    def _finish_unit(
+        self, name: str, blocks: Sequence[TunedBlock], details: Record, start: float
+    ) -> None:
+        """Save the tuned values of a unit, journal the unit as done, and write the values to the weight files."""
+        record = self._save_learned(name, blocks, details)
         self._journal.commit(name, record)
-        self._write(name, record)
+        self._write_learned(name, record)
         self._run.report(name, record, start)
         self._settings.policy.check(self._run.events())
 
-    def _store_learned(self, unit: str, blocks: Sequence[TunedBlock], about: Record) -> Record:
-        """Keep what was learned of blocks beside the journal, and return the record of that."""
-        record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": [], **about}
+    def _save_learned(self, unit: str, blocks: Sequence[TunedBlock], details: Record) -> Record:
+        """Save the tuned values of blocks in a file next to the journal; return the record of the unit."""
+        record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": [], **details}
         values: list[Tensor] = []
         for block in blocks:
-            if unit != TUNE:  # told of its block already
-                record["events"] += [event.to_json() for event in _missed_experts(block)]
+            if unit != TUNE:  # tuning units of blocks have already reported them
+                record["events"] += [event.to_json() for event in _missed_expert_events(block)]
             for name, value in self._changed_tensors(block, record):
                 record["tuned"].append(name)
                 record["sums"][name] = checksum(value, 0)
                 values.append(value.cpu().contiguous().reshape(-1).view(torch.uint8))
-        whole = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
-        write_durably(self._path(unit), whole.numpy().tobytes())
+        data = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
+        write_durably(self._path(unit), data.numpy().tobytes())
         return record
 
     def _path(self, unit: str) -> Path:
-        """Return the file of what was learned in a unit, in the directory of the journal."""
+        """Return the path of the tuned values of a unit, in the directory of the journal."""
         return self._journal.directory / f"{unit.replace(' ', '-')}.bin"
 
-    def _write(self, unit: str, record: Record) -> None:
-        """Write what was learned in a unit into the weight files.
+    def _write_learned(self, unit: str, record: Record) -> None:
+        """Write the saved tuned values of a unit to the weight files.
 
         Raises:
-            IntegrityError: the file of results is not as it was written.
+            IntegrityError: the saved file does not match its checksums.
         """
         path = self._path(unit)
-        there = path.exists()
-        with FILES.stream(path, TUNED, self._journal.directory) if there else BytesIO() as file:
+        exists = path.exists()
+        with FILES.stream(path, TUNED, self._journal.directory) if exists else BytesIO() as file:
             for name in record["tuned"]:
                 stored = self._output.entry(name)
                 data = file.read(stored.nbytes)
@@ -194,30 +215,32 @@ class Tuning:
                 self._output.rewrite(name, value)
         self._output.finish()
 
-    def _read(self, part: DecoderBlock) -> Written:
-        """Return what was written of a block."""
-        from quantforge.quantizers.tuning.tuned_block import Written
+    def _read_written(self, decoder_block: DecoderBlock) -> WrittenBlock:
+        """Read back the written tensors of a block."""
+        from quantforge.quantizers.tuning.tuned_block import WrittenBlock
 
         tensors = {
             name: self._output.storage.unpack(tensor, self._output.read(tensor))
-            for name, tensor in self._run.tensors.quantized(part).items()
+            for name, tensor in self._run.tensors.quantized_linears(decoder_block).items()
         }
-        if self._planned.plan.transforms:  # gains go on from what these have left
-            self._run.tensors.load_kept(part)
-        kept = self._run.tensors.kept(part)
+        if self._planned.plan.transforms:  # norm gains start from the transformed ones
+            self._run.tensors.load_written_parameters(decoder_block)
+        unquantized = self._run.tensors.unquantized(decoder_block)
 
         def stored(local: str) -> Tensor:
-            plan = kept[local]
+            plan = unquantized[local]
             (value,) = self._output.read(plan).values()
-            as_stored = replace(plan, dtype=plan.outputs[0].dtype)  # not rounded to the source's
+            as_stored = replace(
+                plan, dtype=plan.outputs[0].dtype
+            )  # stored type, not that of the source
             return self._output.storage.restore_unquantized(as_stored, value)
 
-        return Written(tensors, stored)
+        return WrittenBlock(tensors, stored)
 
     def _changed_tensors(self, block: TunedBlock, record: Record) -> list[tuple[str, Tensor]]:
-        """Return the stored tensors of a block that have changed, and note by how much."""
+        """Return the stored tensors of a block that tuning changed, and record by how much."""
         found: list[tuple[str, Tensor]] = []
-        for linear, tensor in self._run.tensors.quantized(block.part).items():
+        for linear, tensor in self._run.tensors.quantized_linears(block.decoder_block).items():
             before = self._output.read(tensor)
             matrix = block.matrices[linear]
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
@@ -227,28 +250,28 @@ class Tuning:
             if CODES in matrix.codes:
                 changes = matrix.codes[CODES].snapshot()
                 figures["recoded"] = float(changes.count_nonzero()) / changes.numel()
-            merge(record, {"figures": {tensor.name: figures}})
-        kept = self._run.tensors.kept(block.part)
+            merge_records(record, {"figures": {tensor.name: figures}})
+        unquantized = self._run.tensors.unquantized(block.decoder_block)
         for name, gains in block.gains.items():
-            tensor = kept[name]
+            tensor = unquantized[name]
             (before_,) = self._output.read(tensor).values()
             value = self._output.storage.convert_unquantized(tensor, gains.stored().cpu())
             if not torch.equal(value, before_):
                 found.append((tensor.outputs[0].name, value))
                 change = float(gains.factor.abs().max())
-                merge(record, {"figures": {tensor.name: {"tuned": change}}})
+                merge_records(record, {"figures": {tensor.name: {"tuned": change}}})
         return found
 
 
-def _tell_share(share: float, what: str) -> None:
-    tell(f"tuning, {what}", share=share)
+def _report_tuning_progress(share: float, what: str) -> None:
+    report_step(f"tuning, {what}", share=share)
 
 
-def _missed_experts(block: TunedBlock) -> list[Event]:
-    """Return the event for experts of a block to which no token was sent while it learned."""
-    if block.experts is None or not (missed := block.experts.missed):
+def _missed_expert_events(block: TunedBlock) -> list[Event]:
+    """Return an event listing the experts of a block that received no token during tuning, if any."""
+    if block.experts is None or not (missed := block.experts.without_tokens):
         return []
-    listed = ", ".join(map(str, missed[:LISTED]))
-    more = ", ..." if len(missed) > LISTED else ""
+    listed = ", ".join(map(str, missed[:MAX_LISTED_EXPERTS]))
+    more = ", ..." if len(missed) > MAX_LISTED_EXPERTS else ""
     detail = f"{len(missed)} of {len(block.experts.numbers)} experts got no token: {listed}{more}"
     return [Event("tune-blind", block.experts.name, detail)]

@@ -1,19 +1,20 @@
-"""A run that several processes share: each does units that no other does, and one of them puts the result together.
+"""Shared runs: several processes each work on different units, and one of them assembles the result.
 
-Units are claimed by renames (`quantforge.execution.claims`), and each is written into files of its claim. When all are
-done, whoever gets the lock of the output runs the plan as ever, but copies what was finished instead of computing it.
+Units are claimed by renaming directories (`quantforge.execution.claims`), and each is written to files of its claim.
+When all are done, the process that gets the lock of the output runs the plan as usual, but copies finished units
+instead of computing them.
 
-Processes that give the same command share a run without calibration, whose units need no other (``--join``). Ranks of
-torchrun share a calibrated one, too. A calibrated block reads what the source's blocks before it compute, never what
-another rank has rounded. So ranks follow one another through the blocks, and hand on the hidden states of each
-micro-batch: while one observes a block, the next is already observed by another, and what is observed is rounded
-meanwhile.
+Processes started with the same command share a run without calibration (``--join``), because its units are
+independent. Ranks of torchrun can also share a calibrated run. A calibrated block reads what the preceding blocks of
+the *source* compute, never what another rank has rounded. Ranks therefore follow one another through the blocks and
+pass on the hidden states of each micro-batch: while one rank observes a block, another observes the next, and
+observed blocks are rounded in the meantime.
 
-Hidden states are handed on in a file for every micro-batch in front of every block. A rank reads what the block before
-its own makes of a micro-batch, possibly while the next is still being made, and writes what its own block makes of it.
-What is in a file depends on the source and the rows alone: it does not matter who writes it, or how often. Files are
-written on a thread of their own, one after the other, while the rank goes on: until a block is handed in nobody relies
-on them.
+Hidden states are passed on in one file per micro-batch and block. A rank reads the output of the preceding block for a
+micro-batch, possibly while the next micro-batch is still being computed, and writes the output of its own block. The
+contents of a file depend only on the source and the rows: it does not matter which rank writes it, or how often. Files
+are written by a background thread, one after the other, while the rank continues: other ranks rely on them only after
+the block is finished.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ from quantforge.execution.data_free import DataFreeRounder
 from quantforge.execution.journal import (
     Record,
     events_of,
+    read_records,
     recorded_fingerprint,
-    records_of,
     written,
 )
-from quantforge.execution.progress import progress_of, tell
-from quantforge.execution.rounding import MatrixRounding
+from quantforge.execution.progress import progress_of, report_step
+from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.execution.units import HEAD, OUTER, Unit, block_unit, claimed_units
+from quantforge.execution.units import HEAD, OUTSIDE_BLOCKS, Unit, block_unit, claimable_units
 from quantforge.files.disk import make_folder, save, writing
 from quantforge.files.lock import StaleLockMonitor, Watch
 from quantforge.files.opener import FILES
@@ -68,23 +69,23 @@ if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
 Result = TypeVar("Result")
-POLL_SECONDS = 0.2  # between two tries to get a lock
-WAIT_SECONDS = 0.02  # for states that others compute
-# With a process that puts the result together: digests of large files take minutes.
-PATIENCE_SECONDS = 900.0
-SUM_BYTES = 8  # at the end of a file of hidden states
-INSIDE = "inside"  # in the record of a unit: those of the units that went with it
-KEPT = "kept"  # in the record of a unit that one process alone had finished: it is in the journal of the output
+POLL_SECONDS = 0.2  # between attempts to get a lock
+STATE_POLL_SECONDS = 0.02  # between checks for states that other ranks compute
+# For the process that assembles the result: digests of large files take minutes.
+LOCK_TIMEOUT_SECONDS = 900.0
+CHECKSUM_BYTES = 8  # at the end of a file of hidden states
+NESTED_RECORDS = "inside"  # key in the record of a block: the records of its experts
+ALREADY_DONE = "kept"  # key in the record of a unit that is already in the journal of the output
 
 
 class Worker:
     """A process that works on units of a shared run.
 
     Args:
-        claims: which units are whose.
-        units: of the run.
-        inputs: what is to be made.
-        kept: names of the units that the journal has: rows pass them, and nothing else is done.
+        claims: claims of the units.
+        units: units of the run.
+        inputs: inputs of the run.
+        already_done: names of units that the journal already contains: rows pass through them, and nothing is written.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Worker:
         claims: Claims,
         units: Sequence[Unit],
         inputs: RunInputs,
-        kept: Collection[str] = (),
+        already_done: Collection[str] = (),
     ) -> None:
         self._claims, self._units = claims, {unit.name: unit for unit in units}
-        self._inputs, self._kept = inputs, kept
+        self._inputs, self._already_done = inputs, already_done
         self._records: list[Record] = []
 
-    def work_off(self) -> None:
+    def run_until_done(self) -> None:
         """Process unclaimed units until all are done or the run is over.
 
         Raises:
@@ -106,150 +107,166 @@ class Worker:
             IntegrityError: the source changed meanwhile.
             RefusedError: more events of this worker's units than the policy allows.
         """
-        sample, looks = self._inputs.sample, bool(self._inputs.planned.plan.needs)
+        sample, reads_rows = self._inputs.sample, bool(self._inputs.planned.plan.needs)
         rows = [
-            name for name, unit in self._units.items() if looks and name != OUTER and unit.tensors
+            name
+            for name, unit in self._units.items()
+            if reads_rows and name != OUTSIDE_BLOCKS and unit.tensors
         ]
-        alone = [name for name in self._units if name not in rows]
-        while self._claims.there and len(self._claims.done()) < len(self._units):
-            claim = self._claims.take(alone)
+        without_rows = [name for name in self._units if name not in rows]
+        while self._claims.exists and len(self._claims.finished_directories()) < len(self._units):
+            claim = self._claims.claim(without_rows)
             with torch.no_grad(), torch.inference_mode():
                 if claim is not None:
                     unit = self._units[self._claims.names[claim.unit]]
-                    self._do(claim, partial(self._without_data, unit))
-                elif sample is not None and self._claims.is_open(rows):
+                    self._process_unit(claim, partial(self._round_without_data, unit))
+                elif sample is not None and self._claims.has_claimable(rows):
                     try:
-                        self._follow(sample)
+                        self._process_blocks(sample)
                     except ResourceError:
-                        if self._claims.there:  # else it is over, and the place of the rows is gone
+                        if (
+                            self._claims.exists
+                        ):  # else it is over, and the place of the rows is gone
                             raise
                 else:
-                    time.sleep(claiming.BEAT_SECONDS)
+                    time.sleep(claiming.HEARTBEAT_SECONDS)
 
-    def _follow(self, sample: Sample) -> None:
-        """Process claimable blocks one after another, on the states that earlier ranks pass on."""
+    def _process_blocks(self, sample: Sample) -> None:
+        """Process claimable blocks one after another, starting from the hidden states written by other ranks."""
         if self._claims.run is None:
             return
-        handed = HandedStates(self._claims.run / "states")
+        shared_states = SharedStates(self._claims.run / "states")
         blocks = [block_unit(index) for index in range(self._inputs.planned.model_layout.blocks)]
         names = [name for name in [*blocks, HEAD] if self._units[name].tensors]
         place = self._claims.directory
-        with closing(handed), self._inputs.stream(sample, place, handed) as stream:
+        with closing(shared_states), self._inputs.stream(sample, place, shared_states) as stream:
             stream.embed()
-            while (claim := self._claims.take(names)) is not None:
+            while (claim := self._claims.claim(names)) is not None:
                 name = self._claims.names[claim.unit]
-                handed.block = blocks.index(name) if name in blocks else len(blocks)
-                before = blocks[: handed.block]
-                handed.wait = partial(self._wait, claim, before)
-                handed.whole = partial(self._are_done, before[-1:])
-                with suppress(SteppedBackError):
+                shared_states.block = blocks.index(name) if name in blocks else len(blocks)
+                before = blocks[: shared_states.block]
+                shared_states.on_missing = partial(self._wait_for_states, claim, before)
+                shared_states.is_complete = partial(self._all_finished, before[-1:])
+                with suppress(WaitAbortedError):
                     if name == HEAD:
-                        self._do(claim, partial(self._head, stream))
+                        self._process_unit(claim, partial(self._round_head, stream))
                     else:
-                        block = stream.block(handed.block)
+                        block = stream.block(shared_states.block)
 
                         def passes(block: DecoderBlock = block) -> None:
                             block.advance()
-                            handed.flush()
+                            shared_states.flush()
 
                         try:
-                            self._do(claim, partial(self._block, block, handed), passes)
+                            self._process_unit(
+                                claim, partial(self._round_block, block, shared_states), passes
+                            )
                         finally:
                             block.close()
                     if not claim.lost:
-                        handed.forget(handed.block)
-                handed.block = -1
+                        shared_states.delete(shared_states.block)
+                shared_states.block = -1
 
-    def _are_done(self, names: Collection[str]) -> bool:
-        return self._claims.done().keys() >= {*names}
+    def _all_finished(self, names: Collection[str]) -> bool:
+        return self._claims.finished_directories().keys() >= {*names}
 
-    def _wait(self, claim: Claim, before: Sequence[str]) -> None:
-        """Wait a moment for states that others compute.
+    def _wait_for_states(self, claim: Claim, before: Sequence[str]) -> None:
+        """Sleep briefly while another rank computes the hidden states.
 
         Raises:
-            SteppedBackError: a block before that one is to be claimed first, or the claim is lost.
+            WaitAbortedError: an earlier block has to be claimed first, or this claim was lost.
         """
-        if not claim.directory.is_dir() or self._claims.is_open(before):
-            raise SteppedBackError
-        time.sleep(WAIT_SECONDS)
+        if not claim.directory.is_dir() or self._claims.has_claimable(before):
+            raise WaitAbortedError
+        time.sleep(STATE_POLL_SECONDS)
 
-    def _do(
+    def _process_unit(
         self,
         claim: Claim,
-        work: Callable[[MatrixRounding], Record],
+        work: Callable[[MatrixRounder], Record],
         passes: Callable[[], object] = tuple,
     ) -> None:
-        """Process a unit and write its file; for a unit in the journal, only pass the rows through (``passes``)."""
+        """Process a unit and write its file; for a unit that is already in the journal, only pass the rows through it.
+
+        Args:
+            claim: claim of the unit.
+            work: rounds the unit and returns its record.
+            passes: runs the rows through the block.
+        """
         start, total = time.monotonic(), len(self._units)
         unit = self._units[self._claims.names[claim.unit]]
-        record: Record = {"unit": unit.name, KEPT: True}
+        record: Record = {"unit": unit.name, ALREADY_DONE: True}
         with claim:
-            tell(unit.name, len(self._claims.done()), total)
-            if unit.name in self._kept:
+            report_step(unit.name, len(self._claims.finished_directories()), total)
+            if unit.name in self._already_done:
                 passes()
             else:
-                record = self._written(claim, unit, work)
+                record = self._write_unit(claim, unit, work)
             claim.finish(record)
         if not claim.lost:
-            self._records += [record, *record.get(INSIDE, {}).values()]
-            told = progress_of(unit.name, record, len(self._claims.done()), total, start)
-            self._inputs.settings.progress(told)
+            self._records += [record, *record.get(NESTED_RECORDS, {}).values()]
+            progress = progress_of(
+                unit.name, record, len(self._claims.finished_directories()), total, start
+            )
+            self._inputs.settings.progress(progress)
             self._inputs.settings.policy.check(events_of(self._records))
 
-    def _written(
-        self, claim: Claim, unit: Unit, work: Callable[[MatrixRounding], Record]
+    def _write_unit(
+        self, claim: Claim, unit: Unit, work: Callable[[MatrixRounder], Record]
     ) -> Record:
-        """Write the tensors of a unit; return its record with the checksums."""
-        layout, size = places(unit)
+        """Write the tensors of a unit; return its record including checksums."""
+        layout, size = file_layout(unit)
         files = [FilePlan(claim.file("data"), size, (), layout)] if size else []
         with WeightsWriter(claim.directory, files) as writer:
             output = UnitOutput(get_storage(self._inputs.planned.plan.format), writer)
-            record = work(MatrixRounding(self._inputs, output))
+            record = work(MatrixRounder(self._inputs, output))
             return {**record, "unit": unit.name, "sums": output.finish()}
 
-    def _without_data(self, unit: Unit, rounding: MatrixRounding) -> Record:
-        return DataFreeRounder(rounding).work(unit)
+    def _round_without_data(self, unit: Unit, rounding: MatrixRounder) -> Record:
+        return DataFreeRounder(rounding).round_unit(unit)
 
-    def _block(self, block: DecoderBlock, handed: HandedStates, rounding: MatrixRounding) -> Record:
+    def _round_block(
+        self, block: DecoderBlock, shared_states: SharedStates, rounding: MatrixRounder
+    ) -> Record:
         planned, output = self._inputs.planned, rounding.output
         last = block.index == planned.model_layout.blocks - 1
         advance = not last or bool(self._units[HEAD].tensors)
-        inside: dict[str, Record] = {}
+        nested_units: dict[str, Record] = {}
 
-        def do_expert(name: str, work: Callable[[], Record]) -> bool:
-            with output.apart():
-                inside[name] = {**work(), "unit": name, "sums": output.sums}
+        def process_expert(name: str, work: Callable[[], Record]) -> bool:
+            with output.nested_unit():
+                nested_units[name] = {**work(), "unit": name, "sums": output.sums}
             return True
 
         rounder = BlockRounder(rounding, BlockTensors(planned.plan, output))
         (observed,) = observe(block, [rounder], advance=advance)
         early = advance and block.experts is not None
-        if early:  # others wait: the experts run once more, as they are in the source
+        if early:  # other ranks wait: run the unquantized experts once more
             block.advance_seen()
-        record = rounder.round_block(block, observed, do_expert, advance=advance and not early)
+        record = rounder.round_block(block, observed, process_expert, advance=advance and not early)
         if not block.advanced and advance:
             block.advance()
-        handed.flush()
-        return {**record, INSIDE: inside} if inside else record
+        shared_states.flush()
+        return {**record, NESTED_RECORDS: nested_units} if nested_units else record
 
-    def _head(self, stream: ModelStream, rounding: MatrixRounding) -> Record:
+    def _round_head(self, stream: ModelStream, rounding: MatrixRounder) -> Record:
         statistics = observe_head(self._inputs.planned, stream)
         return rounding.round_head(self._units[HEAD].tensors, statistics)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedUnit:
-    """A unit that some worker has finished: its record, and the tensors in its file."""
+    """A unit finished by some worker: its record and the tensors in its file."""
 
     record: Record
     file: Path
     entries: tuple[TensorEntry, ...]
 
     def copy_to(self, output: UnitOutput) -> Record:
-        """Write the tensors, and return the record.
+        """Copy the tensors to the output; return the record.
 
         Raises:
-            IntegrityError: they are not what the worker had written.
+            IntegrityError: the checksums differ from those that the worker recorded.
         """
         for entry in self.entries:
             output.copy(entry.name, entry)
@@ -263,131 +280,133 @@ class FinishedUnit:
 
 
 def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:
-    """Return the units of a run that are finished, by name; errors as `Claims.finished`."""
+    """Return the finished units of a shared run by name; errors as `Claims.finished_records`."""
     found: dict[str, FinishedUnit] = {}
-    records = claims.finished()
-    own = {unit.name: unit.outputs for unit in units}
-    for unit in claimed_units(units):
-        if unit.name not in records or KEPT in records[unit.name][0]:
+    records = claims.finished_records()
+    outputs_by_unit = {unit.name: unit.outputs for unit in units}
+    for unit in claimable_units(units):
+        if unit.name not in records or ALREADY_DONE in records[unit.name][0]:
             continue
         record, file = records[unit.name]
         entries = {
             output.name: TensorEntry(
                 output.name, output.dtype, output.shape, file, start, start + output.nbytes
             )
-            for output, start in places(unit)[0]
+            for output, start in file_layout(unit)[0]
         }
-        inside: dict[str, Record] = record.pop(INSIDE, {})
-        for name, one in {unit.name: record, **inside}.items():
-            mine = tuple(entries[output.name] for output in own[name])
-            found[name] = FinishedUnit(one, file, mine)
+        nested_units: dict[str, Record] = record.pop(NESTED_RECORDS, {})
+        for name, unit_record in {unit.name: record, **nested_units}.items():
+            own_entries = tuple(entries[output.name] for output in outputs_by_unit[name])
+            found[name] = FinishedUnit(unit_record, file, own_entries)
     return found
 
 
-def finished_alone(stage: Stage, units: Iterable[Unit], fingerprint: Mapping[str, str]) -> set[str]:
-    """Return the names of units that a single process finished before the run was shared.
+def units_finished_before_sharing(
+    stage: Stage, units: Iterable[Unit], fingerprint: Mapping[str, str]
+) -> set[str]:
+    """Return the names of units that a single process finished before the run became a shared one.
 
     Args:
-        stage: of the output.
-        units: that processes claim.
-        fingerprint: of the run.
+        stage: stage of the output.
+        units: units that processes claim.
+        fingerprint: fingerprint of the run.
 
     Raises:
         IntegrityError: the journal is damaged.
     """
     if recorded_fingerprint(stage.journal) != fingerprint:
         return set()
-    done = {*records_of(stage.journal)[0]}
-    return {unit.name for unit in units if done >= {unit.name, *unit.inside}}
+    done = {*read_records(stage.journal)[0]}
+    return {unit.name for unit in units if done >= {unit.name, *unit.nested_units}}
 
 
-def places(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
-    """Return where the tensors of a unit lie in its file, one after the other, and the size of the file."""
-    places, offset = [], 0
+def file_layout(unit: Unit) -> tuple[tuple[tuple[StoredTensor, int], ...], int]:
+    """Return the stored tensors of a unit with their byte offsets in its file, and the size of the file."""
+    file_layout, offset = [], 0
     for output in unit.outputs:
-        places.append((output, offset))
+        file_layout.append((output, offset))
         offset += output.nbytes
-    return tuple(places), offset
+    return tuple(file_layout), offset
 
 
-def locked(
+def run_locked(
     stage: Stage, work: Callable[[], Result], note: Callable[[str], None],
-    unless: Callable[[], bool] = lambda: False, waits: bool = False,
+    skip_if: Callable[[], bool] = lambda: False, wait_forever: bool = False,
 ) -> Result | None:  # fmt: skip
-    """Call ``work`` under the lock of an output, as soon as no other process holds it.
+    """Call ``work`` while holding the lock of an output, waiting until no other process holds it.
 
     Args:
-        stage: of the output.
-        work: what to do.
-        note: called with a sentence about a process that has the lock and does not respond.
-        unless: whether it need not be done any more; None is returned then.
-        waits: however long the other process takes: a large block may be tuned for hours.
+        stage: stage of the output.
+        work: called once the lock is held.
+        note: called with a message if the process holding the lock does not respond.
+        skip_if: if this returns True while waiting, return None without calling ``work``.
+        wait_forever: wait however long the other process takes: tuning a large block may take hours.
 
     Raises:
-        BusyError: another process has the lock, and its journal has not grown for `PATIENCE_SECONDS`.
+        BusyError: another process has the lock, and its journal has not grown for `LOCK_TIMEOUT_SECONDS`.
         QuantForgeError: as entering the stage, or ``work``.
     """
     watch, monitor = Watch(), StaleLockMonitor(note)
-    while not unless():
+    while not skip_if():
         try:
             with stage:
                 return work()
         except BusyError as error:
             monitor.check(error)
-            still = watch.seconds_unchanged("journal", written(stage.journal))
-            if still > PATIENCE_SECONDS and not waits:
+            unchanged_seconds = watch.seconds_unchanged("journal", written(stage.journal))
+            if unchanged_seconds > LOCK_TIMEOUT_SECONDS and not wait_forever:
                 raise
         time.sleep(POLL_SECONDS)
     return None
 
 
-class SteppedBackError(Exception):
-    """The states that a rank waits for will not arrive unless it does another unit first."""
+class WaitAbortedError(Exception):
+    """Raised to stop waiting for hidden states that will not arrive unless this rank processes another unit first."""
 
 
-class HandedStates:
-    """Hidden states in front of one block, which are read, and after it, which are written.
+class SharedStates:
+    """Hidden states of the current block in files: its inputs are read, its outputs are written for the next block.
 
     Args:
-        directory: of the files; made where it is missing.
+        directory: directory of the files; created if missing.
 
     Attributes:
-        block: in front of which states are read; -1 while rows are embedded.
-        wait: called again and again while a file is missing.
-        whole: tells whether all states in front of the block have been written.
+        block: index of the block whose inputs are read; -1 while rows are embedded.
+        on_missing: called repeatedly while a file is missing.
+        is_complete: returns whether all inputs of the block have been written.
     """
 
     def __init__(self, directory: Path) -> None:
         self.block = -1
-        self.wait: Callable[[], None] = lambda: None
-        self.whole: Callable[[], bool] = lambda: False
+        self.on_missing: Callable[[], None] = lambda: None
+        self.is_complete: Callable[[], bool] = lambda: False
         self._directory = directory
         self._shape: tuple[int, ...] = ()
         self._writer = ThreadPoolExecutor(1)
-        self._written: Future[None] | None = None
+        self._pending_write: Future[None] | None = None
         with writing(directory, 0):
             make_folder(directory)
 
     def read(self, start: int, stop: int) -> Tensor:
-        """Return the rows of one micro-batch in front of the block, as soon as they are there.
+        """Return the input rows ``start:stop`` of the block, one micro-batch, waiting until they are available.
 
         Raises:
-            IntegrityError: the file is not what a rank had written.
-            SteppedBackError: see `wait`.
+            IntegrityError: the checksum of the file does not match.
+            WaitAbortedError: see `on_missing`.
         """
         path = self._file(self.block, start)
         states = torch.empty(stop - start, *self._shape)
-        size = states.nbytes + SUM_BYTES
+        size = states.nbytes + CHECKSUM_BYTES
         data, whole = bytearray(), False
         while not (data or whole):
-            whole = self.whole()
-            with suppress(InputError):  # it is removed as soon as the block is done by another
+            whole = self.is_complete()
+            with suppress(InputError):  # deleted as soon as another rank finishes the block
                 data = bytearray(FILES.head(path, STATES, size + 1, self._directory))
             if not data:
-                self.wait()
+                self.on_missing()
         if len(data) == size:
             found = torch.frombuffer(data, dtype=torch.float32, count=states.numel())
-            if _checksum(found) == data[-SUM_BYTES:]:
+            if _checksum(found) == data[-CHECKSUM_BYTES:]:
                 return found.view_as(states)
         raise IntegrityError.at(
             path,
@@ -396,36 +415,36 @@ class HandedStates:
         )
 
     def write(self, start: int, states: Tensor) -> None:
-        """Hand on the rows of one micro-batch after the block, unless that was done; see `flush`.
+        """Write the output rows of one micro-batch in the background, unless their file exists; see `flush`.
 
         Raises:
-            ResourceError: as `flush`, for what was written before.
+            ResourceError: as `flush`, for the preceding write.
         """
         self.flush()  # one micro-batch at a time waits in memory
         self._shape = tuple(states.shape[1:])
         path = self._file(self.block + 1, start)
         if not path.exists():
-            words = states.detach().to("cpu", torch.float32).contiguous()
-            data = words.numpy().tobytes() + _checksum(words)
-            self._written = self._writer.submit(save, path, data, overwrite=True)
+            flat_states = states.detach().to("cpu", torch.float32).contiguous()
+            data = flat_states.numpy().tobytes() + _checksum(flat_states)
+            self._pending_write = self._writer.submit(save, path, data, overwrite=True)
 
     def flush(self) -> None:
-        """Wait until everything is in its file.
+        """Wait until all pending writes are finished.
 
         Raises:
-            ResourceError: the disk is full, or the run is over and its directory gone.
+            ResourceError: the disk is full, or the run has ended and its directory was removed.
         """
-        if self._written is not None:
-            self._written.result()
+        if self._pending_write is not None:
+            self._pending_write.result()
 
-    def forget(self, block: int) -> None:
-        """Remove the states in front of a finished block."""
+    def delete(self, block: int) -> None:
+        """Delete the input states of a finished block."""
         for path in self._directory.glob(f"{block}.*"):
             with suppress(OSError):
                 path.unlink()
 
     def close(self) -> None:
-        """Leave the files to others."""
+        """Stop the background thread; keep the files for other ranks."""
         self._writer.shutdown()
 
     def _file(self, block: int, start: int) -> Path:
@@ -433,7 +452,7 @@ class HandedStates:
 
 
 def _checksum(states: Tensor) -> bytes:
-    """Return the sum of the words of float32 states: against accidents, in a tenth of the time of a CRC."""
-    words = states.reshape(-1).view(torch.int32 if states.numel() % 2 else torch.int64)
-    total = int(words.sum(dtype=torch.int64))
-    return (total % (1 << 8 * SUM_BYTES)).to_bytes(SUM_BYTES, "big")
+    """Return a checksum of float32 states, the sum of their words; detects accidents, ten times as fast as a CRC."""
+    flat_states = states.reshape(-1).view(torch.int32 if states.numel() % 2 else torch.int64)
+    total = int(flat_states.sum(dtype=torch.int64))
+    return (total % (1 << 8 * CHECKSUM_BYTES)).to_bytes(CHECKSUM_BYTES, "big")

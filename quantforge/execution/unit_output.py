@@ -1,4 +1,4 @@
-"""Output of a unit of work: stored tensors on their way into weight files and back, with checksums for the journal."""
+"""Output of a unit of work: writes stored tensors to the weight files, reads them back, and records their checksums."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
     from quantforge.plans import StoredTensor, TensorPlan
 
-COPY_BYTES = 1 << 25  # of the strips in which tensors are only copied or checked
+COPY_STRIP_BYTES = 1 << 25  # size of strips when tensors are only copied or checked
 
 
 class UnitOutput:
-    """Tensors that the current unit writes.
+    """Writer of the stored tensors of the current unit.
 
     Attributes:
         storage: how the format stores the tensors of a plan.
-        sums: checksums of what the current unit has written, by the name of the stored tensor.
+        sums: checksums of the tensors written by the current unit, by stored name.
     """
 
     def __init__(self, storage: Storage, writer: WeightsWriter) -> None:
@@ -36,13 +36,13 @@ class UnitOutput:
         self.sums: dict[str, int] = {}
         self._writer = writer
 
-    def begin(self) -> None:
-        """Begin a unit."""
+    def begin_unit(self) -> None:
+        """Begin a new unit with an empty set of checksums."""
         self.sums = {}
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Begin another unit inside of the current one, which goes on afterwards."""
+    def nested_unit(self) -> Iterator[None]:
+        """Begin a unit nested in the current one; the outer unit continues when the context ends."""
         before, self.sums = self.sums, {}
         try:
             yield
@@ -50,7 +50,7 @@ class UnitOutput:
             self.sums = before
 
     def finish(self) -> dict[str, int]:
-        """Make what the unit has written durable, and return its checksums."""
+        """Flush the tensors of the unit to disk; return their checksums."""
         self._writer.sync()
         return self.sums
 
@@ -60,57 +60,59 @@ class UnitOutput:
         self._writer.write(name, value)
 
     def rewrite(self, name: str, value: Tensor) -> None:
-        """Write a stored tensor over what an earlier unit has written of it."""
+        """Overwrite a stored tensor that an earlier unit has written."""
         self.sums[name] = checksum(value, 0)
         self._writer.rewrite(name, value)
 
     def write_rows(self, name: str, first: int, value: Tensor) -> None:
-        """Write the next rows of a stored tensor, which begin with row ``first``."""
+        """Write the next rows of a stored tensor, starting at row ``first``."""
         self.sums[name] = checksum(value, self.sums.get(name, 0))
         self._writer.write_rows(name, first, value)
 
-    def write_kept(self, tensor: TensorPlan, value: Tensor) -> None:
-        """Write a tensor that is kept; each stored one, where its last dimension alternates between several."""
+    def write_unquantized(self, tensor: TensorPlan, value: Tensor) -> None:
+        """Write an unquantized tensor; with several outputs, its last dimension is distributed over them in turn."""
         for position, output in enumerate(tensor.outputs):
             count = len(tensor.outputs)
-            mine = value[..., position::count] if count > 1 else value
-            self.write(output.name, self._as_written(tensor, mine))
+            part = value[..., position::count] if count > 1 else value
+            self.write(output.name, self._to_stored(tensor, part))
 
-    def write_kept_rows(self, tensor: TensorPlan, read: Callable[[int, int], Tensor]) -> None:
-        """Write a tensor that is kept, strip by strip; ``read`` takes the first row and the one after the last."""
+    def write_unquantized_rows(
+        self, tensor: TensorPlan, read: Callable[[int, int], Tensor]
+    ) -> None:
+        """Write an unquantized tensor strip by strip; ``read(first, last)`` returns rows ``first:last``."""
         (output,) = tensor.outputs
-        for first, last in runs(output):
-            self.write_rows(output.name, first, self._as_written(tensor, read(first, last)))
+        for first, last in copy_strips(output):
+            self.write_rows(output.name, first, self._to_stored(tensor, read(first, last)))
 
-    def _as_written(self, tensor: TensorPlan, value: Tensor) -> Tensor:
-        """Return what is stored of a kept tensor; computed values are float32, whatever type their tensor has."""
+    def _to_stored(self, tensor: TensorPlan, value: Tensor) -> Tensor:
+        """Convert an unquantized tensor to its stored form; computed values are float32 whatever the tensor's type."""
         return self.storage.convert_unquantized(tensor, value.to(torch_dtype(tensor.dtype)))
 
     def read(self, tensor: TensorPlan) -> dict[str, Tensor]:
-        """Read back what was written for a tensor, by the names of the stored tensors."""
+        """Read back the stored tensors of a planned tensor, by stored name."""
         return {item.name: read_tensor(self._writer.entry(item.name)) for item in tensor.outputs}
 
     def copy(self, name: str, source: TensorEntry) -> None:
-        """Write a stored tensor that another process has written, strip by strip."""
+        """Copy a stored tensor from a file that another process wrote, strip by strip."""
         if not source.shape:
             self.write(name, read_tensor(source))
             return
-        for first, last in runs(source.header()):
+        for first, last in copy_strips(source.header()):
             self.write_rows(name, first, read_rows(source, first, last))
 
     def entry(self, name: str) -> StoredTensor:
-        """Return a stored tensor by its name."""
+        """Return the header of a stored tensor."""
         return self._writer.entry(name).header()
 
     def check(self, name: str, expected: int, hint: str) -> None:
-        """Compare a stored tensor that an interrupted run has written with its checksum.
+        """Verify the checksum of a stored tensor that an interrupted run wrote.
 
         Raises:
-            IntegrityError: they differ; ``hint`` says what to do.
+            IntegrityError: the checksums differ; ``hint`` says what to do.
         """
         entry = self._writer.entry(name)
         found = 0
-        for first, last in runs(entry.header()):
+        for first, last in copy_strips(entry.header()):
             value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)
             found = checksum(value, found)
         if found != expected:
@@ -122,15 +124,15 @@ class UnitOutput:
             )
 
 
-def runs(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
-    """Yield strips of rows of about `COPY_BYTES` as ``(first, last)``; a scalar is one strip."""
+def copy_strips(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
+    """Yield strips of rows of about `COPY_STRIP_BYTES` as ``(first, last)``; a scalar is one strip."""
     rows = tensor.shape[0] if tensor.shape else 1
-    step = max(1, COPY_BYTES * rows // max(1, tensor.nbytes))
+    step = max(1, COPY_STRIP_BYTES * rows // max(1, tensor.nbytes))
     for first in range(0, max(rows, 1), step):
         yield first, min(first + step, rows)
 
 
 def checksum(value: Tensor, before: int) -> int:
-    """Return the CRC-32 of the bytes of a tensor, continued from ``before``: against accidents, not attackers."""
+    """Return the CRC-32 of the bytes of a tensor, continued from ``before``; detects accidents, not tampering."""
     flat = value.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(flat.view(torch.uint8).numpy().data, before)

@@ -1,8 +1,8 @@
 """The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal.
 
 Values are read for one thing alone: whether the two copies of a head that is stored twice are the same.
-Headers settle most pairs (`formats.convert.express`); where the values decide, `execution.relayout` looks at them. The
-format ``plain`` takes the decoded weights, in the type of floating-point numbers that ``type`` names.
+Headers settle most pairs (`formats.convert.express`); where the values decide, `execution.run_conversion` looks at
+them. The format ``plain`` takes the decoded weights, in the type of floating-point numbers that ``type`` names.
 """
 
 from __future__ import annotations

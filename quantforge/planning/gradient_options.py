@@ -15,7 +15,7 @@ from quantforge.formats import DEFAULT_FORMAT, load_format
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import AWQ_GPTQ, GPTQ
-from quantforge.quantizers.tuning import whole_epochs
+from quantforge.quantizers.tuning import whole_model_epochs
 from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4
@@ -151,7 +151,7 @@ def tune_note(epochs: int, calibration: CalibrationOptions, model_layout: ModelL
     tokens = calibration.samples * calibration.length
     many, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
     passes = f"{each}about as long as {epoch_passes(model_layout)} forward passes"
-    whole = whole_epochs(epochs)
+    whole = whole_model_epochs(epochs)
     then = (
         f"; then {whole} over the whole model, whose codes are in memory meanwhile" if whole else ""
     )

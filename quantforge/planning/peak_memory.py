@@ -32,7 +32,7 @@ from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import METHODS
-from quantforge.quantizers.tuning import ROWS, whole_epochs
+from quantforge.quantizers.tuning import ROWS_PER_STEP, whole_model_epochs
 from quantforge.recipe import CalibrationOptions
 
 FLOAT = 4
@@ -359,14 +359,14 @@ def _tuning(
 
 def _tuning_step(tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: RunSizes) -> float:
     """Return the bytes of a learning step, without the hidden states of all rows."""
-    sizes, whole = require_declarations(model_layout)[1], whole_epochs(run.tune)
+    sizes, whole = require_declarations(model_layout)[1], whole_model_epochs(run.tune)
     linears = [tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None]
     parts = {tensor.block for tensor in linears}
     by_part = [[one for one in linears if one.block == part] for part in parts]
     held = [linears] if whole else by_part
     codes = max(sum(math.prod(tensor.shape) for tensor in some) for some in held)
     learned = max(sum(_learned_scales(tensor) for tensor in some) for some in held)
-    count, length = min(run.rows, ROWS if whole else 1), run.length
+    count, length = min(run.rows, ROWS_PER_STEP if whole else 1), run.length
     kinds = max(kind.inner_copies + 1 for kind in model_layout.layers)
     width = _widest(model_layout, sizes)
     passing = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + kinds * width.ffn

@@ -26,7 +26,7 @@ from quantforge.planning.peak_memory import RunSizes, groups_of, state_copies
 from quantforge.planning.weight_traffic import expert_share
 from quantforge.plans import Action, RunWork, TensorPlan
 from quantforge.quantizers import METHODS
-from quantforge.quantizers.tuning import whole_epochs
+from quantforge.quantizers.tuning import whole_model_epochs
 from quantforge.recipe import Rounding
 from quantforge.scheme import Scheme
 
@@ -116,7 +116,7 @@ def _tuning_reads(model_layout: ModelLayout, run: RunSizes) -> int:
     """Return how often tuning reads the source: blocks are tuned behind their rounding where that is possible."""
     mixed = any(kind.stacks for kind in model_layout.layers)
     apart = mixed or bool(run.words[:-1])
-    return (bool(run.tune) and apart) + bool(whole_epochs(run.tune))
+    return (bool(run.tune) and apart) + bool(whole_model_epochs(run.tune))
 
 
 def states_bytes(model_layout: ModelLayout, run: RunSizes) -> int:

@@ -29,7 +29,7 @@ from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter
 from quantforge.planning.choice import Rules
 from quantforge.planning.format_choice import base_scheme, chosen_format
-from quantforge.quantizers import prepared, source_transforms
+from quantforge.quantizers import apply_source_transforms, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 from quantforge.settings import Settings
 
@@ -154,4 +154,4 @@ def transformed_source(
         gone = pruning.undecided() if removed is None else removed
         source = fewer_experts(source, gone, decided=removed is not None)
     transforms = source_transforms(recipe.method)
-    return prepared(source, transforms) if transforms else source
+    return apply_source_transforms(source, transforms) if transforms else source

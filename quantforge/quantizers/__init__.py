@@ -1,4 +1,4 @@
-"""Methods: transforms, which rewrite the model so that it rounds better, then one rounder.
+"""Quantization methods: optional transforms of the weights, followed by one rounder.
 
 ``awq`` is ``awq+rtn``; ``awq+gptq`` runs GPTQ on the transformed weights. Every method is of one `MethodKind`; the
 interface of each kind is below. `METHODS` holds modules as text, so that planning imports no torch; adding a method is
@@ -6,16 +6,16 @@ one file and one record here.
 
 In this folder:
 
-    awq          AWQ: scale the columns that matter before rounding, and let what produces them take the inverse
-    matrices     What every rounder does with matrices: check them, stack them, fit their parameters
-    rotate       Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels
-    rtn          Rounding to nearest: each weight goes to the nearest point of its grid, whatever its neighbours do
-    scale_pairs  Pairs of a producer and its readers: what every transform that moves factors between them has to see to
-    smooth       SmoothQuant: hand outliers of an activation over to the weights that read it (Xiao et al.
-    sparsity     Zeros in weights: which of each row go, by the cost of each, and what those that stay do about it
+    awq          AWQ: scale important columns up before rounding
+    matrices     Shared steps of all rounders: check matrices, stack them, fit parameters, and report lost values
+    rotate       Rotations folded into weights: an orthogonal matrix spreads outliers over all channels
+    rtn          Round to nearest: each weight is rounded to the nearest point of its grid
+    scale_pairs  Fold factors between a producer and its readers, shared by all transforms that move scales between them
+    smooth       SmoothQuant: move outliers of an activation into the weights that read it (Xiao et al.
+    sparsity     Sparsity: set weights of each row to zero by their cost, and compensate in the remaining weights
     gptq/        GPTQ: round the columns of a matrix in turn
-    guidance/    Guidance: gradients of the loss at the outputs of linears, which weight calibration tokens
-    tuning/      Tuning: fine-tune scales, gains of norms and codes of a rounded model
+    guidance/    Guidance: weight calibration tokens by the gradients of the loss at the outputs of linears
+    tuning/      Tuning: fine-tune scales, norm gains and codes of a rounded model to match the outputs of its source
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ if TYPE_CHECKING:
     from quantforge.recipe import Rounding
     from quantforge.scheme import LayerScheme, Scheme
 
-RTN = "rtn"  # the rounder without data: of methods that name none, and of what has no statistics
-GPTQ, AWQ_GPTQ = "gptq", "awq+gptq"  # measured best on most grids; on integers below 8 bits
+RTN = "rtn"  # the data-free rounder: used if a method names none, and without statistics
+GPTQ, AWQ_GPTQ = (
+    "gptq",
+    "awq+gptq",
+)  # measured best: GPTQ on most grids, AWQ+GPTQ on integers below 8 bits
 
 
 class MethodKind(StrEnum):
-    """Kind of a method, by its scope.
+    """Kind of a method, which determines its interface.
 
-    A rounder turns the matrices that read one activation into codes (`Rounder`). A transform rewrites one block,
-    keeping its function, so that it rounds better (`Transform`). A transform of the whole source changes the model
-    before anything else looks at it (`prepared`). What makes weights zero is one function (`sparsity.sparsify`).
+    A rounder turns the matrices that read one activation into codes (`Rounder`). A transform rewrites one block without
+    changing its function, so that rounding it loses less (`Transform`). A source transform rewrites the whole source
+    before planning (`apply_source_transforms`). A sparsifier sets weights to zero (`sparsity.sparsify`).
     """
 
     ROUNDER = "rounder"
@@ -61,15 +64,15 @@ class MethodKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MethodMemory:
-    """Memory of a method at its worst moment, in float32 copies; changes only when the code of the method does.
+    """Peak memory of a method, as a number of float32 copies; must be updated when the code of the method changes.
 
     Attributes:
-        matrices: of the largest matrix of a shared input; of a transform, which also runs a sub-block on captured
-            inputs, of all of them; of a transform of the whole source, of a matrix whose strips are read.
-        part: of the part of a matrix's rows that is worked on at a time.
-        factorizing: of the Hessian of a shared input, while it is factorized.
-        factor: of the Hessian, afterwards.
-        compiler: bytes that stay when loops for large matrices have been compiled: numba itself, and the loops.
+        matrices: copies of the largest matrix of a shared input; for a transform, which also runs a sub-block on
+            captured inputs, of all its matrices; for a source transform, of a matrix whose strips are read.
+        part: copies of the part of a matrix's rows that is processed at a time.
+        factorizing: copies of the Hessian of a shared input during its factorization.
+        factor: copies of the Hessian afterwards.
+        compiler: bytes that stay allocated after compiling loops for large matrices: numba itself, and the loops.
     """
 
     matrices: float = 0.0
@@ -81,17 +84,18 @@ class MethodMemory:
 
 @dataclass(frozen=True, slots=True)
 class MethodWork:
-    """Operations of a method beside the search of scales, in float32 products that take as long.
+    """Work of a method excluding the scale search, in units of equivalent float32 multiplications.
 
-    Measured on one thread (docs/memory-and-cost.md); they change only when the code of the method does.
+    Measured on one thread (docs/memory-and-cost.md); must be updated when the code of the method changes.
 
     Attributes:
-        weights: for each weight.
-        columns: for each weight and column of its matrix.
-        sweep_columns: the same, of each sweep of a refinement.
-        cubes: for each column of a shared input, cubed.
-        tries: of a transform: factors that are tried on ``rows`` of each matrix.
-        finalists: of these, how many are tried on all rows.
+        weights: work per weight.
+        columns: work per weight and column of its matrix.
+        sweep_columns: as ``columns``, for each sweep of a refinement.
+        cubes: work per cubed number of columns of a shared input.
+        tries: number of factors that a transform tries on ``rows`` of each matrix.
+        rows: number of rows used for tries.
+        finalists: number of factors that are tried on all rows.
     """
 
     weights: float = 0.0
@@ -105,14 +109,14 @@ class MethodWork:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """One method: everything that others need to know of it without importing it.
+    """Properties of a method that are needed without importing its code.
 
     Attributes:
         module: dotted path of its code.
-        kind: what it works on, and so its interface.
-        needs: statistics of the activation that a shared input reads.
-        workspace: for the forecast of memory.
-        work: for the forecast of time.
+        kind: kind of the method, which determines its interface.
+        needs: statistics that it needs of each shared input.
+        workspace: peak memory, for the forecast.
+        work: work, for the forecast of time.
     """
 
     module: str
@@ -156,8 +160,8 @@ METHODS: Mapping[str, Method] = {
         MethodMemory(matrices=6.0, factorizing=4.0, factor=1.0),
     ),
 }  # fmt: skip
-# Words of other tools, as `nearest` looks them up.
-METHOD_WORDS: Mapping[str, str] = {
+# Names used by other tools, looked up by `nearest`.
+METHOD_ALIASES: Mapping[str, str] = {
     "gptqmodel autogptq gptqmodifier gptqv2 gptaq gptqmarlin gptvq": "--method gptq",
     "autoawq awqmodifier awqmarlin llmawq mlxawq": "--method awq",
     "smoothquant smoothquantmodifier sq": "--method smooth+gptq, or smooth alone",
@@ -179,10 +183,10 @@ METHOD_WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rounded:
-    """One rounded matrix with what there is to tell about it.
+    """A rounded matrix with its events and figures.
 
-    ``figures`` are plain numbers for progress lines and the manifest, e.g. ``{"error": 0.0031}`` (relative error
-    under the method's objective).
+    ``figures`` are numbers for progress lines and the manifest, e.g. ``{"error": 0.0031}`` (relative error under the
+    method's objective).
     """
 
     tensor: QuantizedTensor
@@ -191,28 +195,28 @@ class Rounded:
 
 
 class Rounder(Protocol):
-    """Interface of the module of a rounder; it gets the options of a `Rounding`, never the whole recipe."""
+    """Interface of a rounder's module; it receives the options of a `Rounding`, not the whole recipe."""
 
-    def round_shared(
+    def round_matrices(
         self,
         weights: Mapping[str, Tensor],
         statistics: Statistics,
         schemes: Mapping[str, Scheme],
         rounding: Rounding,
     ) -> dict[str, Rounded]:
-        """Round every matrix ``[out, in]`` that reads one shared input; keys are those of ``weights``.
+        """Round all matrices ``[out, in]`` that read one shared input; keys are those of ``weights``.
 
-        ``statistics`` of that input hold at least what the method's record needs.
+        ``statistics`` of that input include at least those listed in the method's ``needs``.
         """
 
 
-class Transformed(NamedTuple):
-    """Report of a transform on the block that it has changed.
+class TransformResult(NamedTuple):
+    """Result of applying a transform to a block.
 
     Attributes:
-        statistics: of the inputs as they are now, by `SharedInput.key`.
-        events: what could not be done.
-        figures: plain numbers and words for the journal and the manifest, by `SharedInput.key`.
+        statistics: updated statistics of the inputs, by `SharedInput.key`.
+        events: pairs that were skipped.
+        figures: numbers and words for the journal and the manifest, by `SharedInput.key`.
     """
 
     statistics: dict[str, Statistics]
@@ -221,7 +225,7 @@ class Transformed(NamedTuple):
 
 
 class Transform(Protocol):
-    """Interface of the module of a transform."""
+    """Interface of a transform's module."""
 
     def apply(
         self,
@@ -229,24 +233,24 @@ class Transform(Protocol):
         statistics: Mapping[str, Statistics],
         layers: Mapping[str, LayerScheme],
         rounding: Rounding,
-    ) -> Transformed:
-        """Change one block in place, so that it computes what it did and rounds better.
+    ) -> TransformResult:
+        """Change one block in place without changing its function, so that rounding it loses less.
 
         Args:
             part: the block.
-            statistics: by `SharedInput.key`.
-            layers: the linears that will be quantized.
-            rounding: how they will be.
+            statistics: statistics by `SharedInput.key`.
+            layers: schemes of the linears that will be quantized.
+            rounding: options of the rounder.
         """
 
 
 def parse_method(text: str) -> tuple[tuple[str, ...], str]:
-    """Split ``awq+gptq`` into its sparsifiers and transforms, and its rounder (by default ``rtn``).
+    """Split a method such as ``awq+gptq`` into its sparsifiers and transforms, and its rounder (default ``rtn``).
 
-    Transforms of the whole source, which come before them, are left to `source_transforms`.
+    Source transforms, which come before them, are not returned; see `source_transforms`.
 
     Raises:
-        UsageError: an unknown word, a word twice, two rounders, or words in another order.
+        UsageError: an unknown word, a repeated word, two rounders, or words in the wrong order.
     """
     words = text.lower().split("+")
     for word in words:
@@ -269,11 +273,11 @@ def parse_method(text: str) -> tuple[tuple[str, ...], str]:
 
 
 def _unknown_method(word: str, text: str) -> UnknownNameError:
-    """Return the refusal of a word of a sum of methods; the hint is the sum, where all its words are methods."""
+    """Return the error for an unknown word in a method; if all its parts are methods, the hint is the correct sum."""
     where = f" in '{text}'" if word != text.lower() else ""
     words = re.findall(r"\w+", text.lower())
     if len(words) < 2 or not METHODS.keys() >= {*words}:
-        hint = nearest(word, METHODS, METHOD_WORDS)
+        hint = nearest(word, METHODS, METHOD_ALIASES)
     else:
         words.sort(key=lambda one: METHODS[one].kind == "rounder")
         hint = f"--method {'+'.join(words)}"
@@ -281,25 +285,25 @@ def _unknown_method(word: str, text: str) -> UnknownNameError:
 
 
 def source_transforms(method: str) -> tuple[str, ...]:
-    """Return the transforms of the whole source in a method, in their order; other words are passed over."""
+    """Return the source transforms of a method in order, ignoring other words."""
     known = [word for word in method.lower().split("+") if word in METHODS]
     return tuple(word for word in known if METHODS[word].kind is MethodKind.SOURCE_TRANSFORM)
 
 
-def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
-    """Return the source as the model is from now on: it computes what it did, with other tensors.
+def apply_source_transforms(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
+    """Apply source transforms to a checkpoint; the result has other tensors but computes the same function.
 
-    Rotations, permutations, folded norms. The module of such a transform has a function ``prepare``, which takes and
-    returns a checkpoint. It only reads headers, and imports no torch, since `plan` calls it; tensors are computed when
-    they are read, see `quantforge.files.computed_tensors`. Planning, the run and `verify --source` see the result
-    alone. A quantized source is left as it is: planning refuses it.
+    Examples are rotations, permutations and folded norms. The module of such a transform has a function ``prepare``
+    that takes and returns a checkpoint. It only reads headers and does not import torch, since `plan` calls it; tensors
+    are computed when they are read, see `quantforge.files.computed_tensors`. Planning, the run and `verify --source`
+    see only the result. A quantized source is returned unchanged: planning refuses it.
 
     Args:
-        source: the model.
-        transforms: of the whole source, in their order.
+        source: checkpoint of the model.
+        transforms: names of source transforms, in order.
 
     Raises:
-        InputError: the family has no declarations, or not those that are needed.
+        InputError: the family has no declarations, or not the required ones.
     """
     if "quantization_config" not in source.config:
         for word in transforms:
@@ -308,7 +312,7 @@ def prepared(source: Checkpoint, transforms: Iterable[str]) -> Checkpoint:
 
 
 def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
-    """Return the statistics that ``method`` needs; ``importance`` adds the squares for a scale search."""
+    """Return the statistics that ``method`` needs; ``importance`` adds the mean squares for a scale search."""
     transforms, rounder = parse_method(method)
     wanted = METHODS[rounder].needs.union(*(METHODS[word].needs for word in transforms))
     if importance and Statistic.HESSIAN not in wanted:
@@ -316,23 +320,23 @@ def needs(method: str, *, importance: bool = False) -> frozenset[Statistic]:
     return wanted
 
 
-def rounder_of(name: str) -> Rounder:
-    """Import the module of a rounder."""
+def load_rounder(name: str) -> Rounder:
+    """Import and return the module of a rounder."""
     return cast("Rounder", import_module(METHODS[name].module))
 
 
-def transform_of(name: str) -> Transform:
-    """Import the module of a transform."""
+def load_transform(name: str) -> Transform:
+    """Import and return the module of a transform."""
     return cast("Transform", import_module(METHODS[name].module))
 
 
 def is_sparse(method: str) -> bool:
-    """Return whether a method makes weights zero."""
+    """Return whether a method includes a sparsifier."""
     words = method.lower().split("+")
     return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
 
 
-if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
+if TYPE_CHECKING:  # lets the type checker verify the interfaces
     from quantforge.quantizers import awq, rtn, smooth
     from quantforge.quantizers.gptq import gptq
 

@@ -1,7 +1,7 @@
-"""What every rounder does with matrices: check them, stack them, fit their parameters, and report what was lost.
+"""Shared steps of all rounders: check matrices, stack them, fit parameters, and report lost values.
 
-All matrices are ``[out, in]``; parameters are those of a packer, by name, one row for each row of the matrix unless one
-serves the whole of it.
+All matrices are ``[out, in]``; parameters are those of a packer, by name, with one row per row of the matrix or a
+single row for the whole matrix.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from quantforge.packers.ggml.search import LEAST
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
-OUTSHONE = 20  # times the root mean square of a group: weights that are looked at, see `_outshone`
-ALONE = 0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square
-GLANCE = 32  # values at the begin of a row that mostly show that not all are 0
-LOST = 0.9  # of the squares of the others: an error of that size leaves no signal
+DOMINANCE_RATIO = 20  # times the root mean square of a group, see `_dominated_group_events`
+MAX_DOMINANCE_SHARE = (
+    0.95  # of the norm of a group: no weight of a small group is 20 times its root mean square
+)
+PREFIX_COLUMNS = 32  # leading values that mostly suffice to show that a row is not 0
+LOST_SIGNAL_SHARE = 0.9  # of the squares of the others: such an error leaves no signal
 
 
-def checked(name: str, weight: Tensor) -> Tensor:
+def to_finite_float32(name: str, weight: Tensor) -> Tensor:
     """Return ``weight`` in float32; raise `InputError` naming the first value that is not finite."""
     weight = weight.detach().float()
     if not finite(weight):
@@ -40,27 +42,27 @@ def checked(name: str, weight: Tensor) -> Tensor:
     return weight
 
 
-def stacked(pieces: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all ``pieces`` as one matrix; a single one as it is."""
+def stack_rows(pieces: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows of all ``pieces``; a single piece is returned as it is."""
     return pieces[0] if len(pieces) == 1 else torch.cat([*pieces])
 
 
-def of_rows(parameters: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
-    """Return the parameters of some rows; one that serves the whole matrix stays whole."""
+def slice_parameters(parameters: Mapping[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    """Return the parameters of some rows; a parameter of the whole matrix is returned unchanged."""
     return {key: value if len(value) == 1 else value[rows] for key, value in parameters.items()}
 
 
-def fitted(
+def fit_parameters(
     name: str, weight: Tensor, scheme: Scheme, importance: Tensor | None, *, search: bool
 ) -> dict[str, Tensor]:
-    """Return the parameters that the scheme's packer fits; its errors get the ``name``."""
-    with named(name):
+    """Return the parameters fitted by the scheme's packer; errors mention ``name``."""
+    with add_tensor_name(name):
         return packer_of(scheme).fit(weight, scheme, importance, search=search)
 
 
 @contextmanager
-def named(name: str) -> Iterator[None]:
-    """Give an `InputError` the ``name`` of the tensor that it is about."""
+def add_tensor_name(name: str) -> Iterator[None]:
+    """Add the ``name`` of a tensor to an `InputError` raised inside this context."""
     try:
         yield
     except InputError as error:
@@ -68,33 +70,38 @@ def named(name: str) -> Iterator[None]:
 
 
 def ratio(errors: Tensor, sizes: Tensor) -> float:
-    """Return ``sum(errors) / sum(sizes)`` of 1-D tensors, 0 where sizes are 0; the same for any number of threads."""
+    """Return ``sum(errors) / sum(sizes)`` of 1-D tensors, 0 if sizes are 0; independent of the number of threads."""
     size = fsum(sizes.tolist())
     return fsum(errors.tolist()) / size if size else 0.0
 
 
-def losses(
+def loss_events(
     name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
 ) -> tuple[Event, ...]:
-    """Return events for what is lost altogether: rows whose scales underflowed, groups beside one large weight."""
-    return (*_vanished(name, weight, tensor, decoded), *_outshone(name, weight, tensor, decoded))
+    """Return events for values lost completely: rows whose scales underflowed, groups dominated by one large weight."""
+    return (
+        *_underflow_events(name, weight, tensor, decoded),
+        *_dominated_group_events(name, weight, tensor, decoded),
+    )
 
 
-def _vanished(
+def _underflow_events(
     name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
 ) -> tuple[Event, ...]:
-    """Return an event when rows, or blocks of ggml's, are not zero and decode to zero: their scales underflowed."""
+    """Return an event if nonzero rows, or ggml blocks, decode to zero because their scales underflowed."""
     block = tensor.scheme.block
     unit = tensor.parameters.get("d", tensor.parameters.get("scales")) if block else None
-    tiny = None if unit is None else unit.abs() <= LEAST  # a greater one may well round to zero
+    tiny = (
+        None if unit is None else unit.abs() <= LEAST
+    )  # rows with larger scales may legitimately round to zero
     if tiny is not None and not bool(tiny.any()):
         return ()
     columns = block.columns if block else weight.shape[1]
     runs = decoded.view(len(decoded), -1, columns)
-    lost = ~runs[..., :GLANCE].any(2)
+    lost = ~runs[..., :PREFIX_COLUMNS].any(2)
     if tiny is not None:
         lost &= tiny
-    if bool(lost.any()):  # few have zeros at their begin, and only these are looked through
+    if bool(lost.any()):  # only rows with leading zeros are examined completely
         lost[lost.clone()] = weight.view(runs.shape)[lost].any(1) & ~runs[lost].any(1)
     if not bool(lost.any()):
         return ()
@@ -102,12 +109,12 @@ def _vanished(
     return (Event("scale-clamped", name, f"{what} and decode to 0"),)
 
 
-def _outshone(
+def _dominated_group_events(
     name: str, weight: Tensor, tensor: QuantizedTensor, decoded: Tensor
 ) -> tuple[Event, ...]:
-    """Return an event when a weight is so large that the others of its group are rounded away.
+    """Return an event if a weight is so large that the others of its group are rounded to zero.
 
-    Errors relative to the whole group cannot show that: they are small, because the large weight is kept.
+    Errors relative to the whole group do not show this: they are small, because the large weight is preserved.
     """
     size = tensor.scheme.group_size(weight.shape[1])
     if weight.shape[1] % size:
@@ -115,11 +122,13 @@ def _outshone(
     groups = weight.view(len(weight), -1, size)
     least, most = groups.amin(-1), groups.amax(-1)  # aminmax takes five times as long
     norms = torch.linalg.vector_norm(groups, dim=-1)
-    found = torch.maximum(most, -least) > norms * min(OUTSHONE / size**0.5, ALONE)
+    found = torch.maximum(most, -least) > norms * min(
+        DOMINANCE_RATIO / size**0.5, MAX_DOMINANCE_SHARE
+    )
     groups, values = groups[found], decoded.view(len(weight), -1, size)[found]
     others = torch.ones_like(groups).scatter_(1, groups.abs().argmax(1, keepdim=True), 0)
     groups, errors = groups * others, (values - groups) * others
-    lost = errors.square().sum(1) > LOST * groups.square().sum(1)
+    lost = errors.square().sum(1) > LOST_SIGNAL_SHARE * groups.square().sum(1)
     if not bool(lost.any()):
         return ()
     what = (

@@ -1,12 +1,12 @@
-"""Rotations folded into weights: an orthogonal matrix spreads every outlier over all channels, and costs nothing later.
+"""Rotations folded into weights: an orthogonal matrix spreads outliers over all channels, at no cost at run time.
 
-With a Hadamard matrix ``Q`` under random signs, the residual stream ``x`` becomes ``x Q``: embedding ``E Q``, whatever
-writes ``Q^T W`` (and its bias), whatever reads ``W diag(g) Q`` with the gain ``g`` of the norm before it, which becomes
-one (QuaRot, Ashkboos et al., arXiv 2404.00456; R1 of SpinQuant, arXiv 2405.16406). Nothing is computed while the model
-runs, so that any format and any engine holds the result. Rotations of the values of heads (R2) are left out: they
-brought nothing (docs/results/quality.md).
+With a Hadamard matrix ``Q`` with random signs, the residual stream ``x`` becomes ``x Q``: the embedding becomes
+``E Q``, writers become ``Q^T W`` (and their biases), readers become ``W diag(g) Q`` with the gain ``g`` of the
+preceding norm, which becomes one (QuaRot, Ashkboos et al., arXiv 2404.00456; R1 of SpinQuant, arXiv 2405.16406).
+Nothing is computed at run time, so that any format and engine can hold the result. Rotations of the values of heads
+(R2) are omitted: they gave no improvement (docs/results/quality.md).
 
-A head that was the embedding becomes one of its own: it has the gain of the last norm in it.
+A head tied to the embedding becomes a separate tensor, because it absorbs the gain of the last norm.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 NAME = "rotate"
-SEED = 0  # of the signs
+SIGN_SEED = 0  # seed of the random signs
 
 
 def prepare(source: Checkpoint) -> Checkpoint:
-    """Return a source whose residual stream is rotated, and whose norms have gain 1.
+    """Return a checkpoint whose residual stream is rotated and whose norms have gain 1.
 
     Raises:
-        InputError: the family is not declared.
-        RefusedError: it is not proven that all readers and writers of the residual stream are known, or no
-            Hadamard matrix of its size is.
+        InputError: the family has no declarations.
+        RefusedError: not all readers and writers of the residual stream are known, or there is no Hadamard matrix of
+            its size.
     """
     model_layout = match_tensors(
         source.config, [entry.header() for entry in source.entries.values()]
@@ -46,7 +46,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
         raise needs_architecture(model_layout, NAME)
     stream = residual_stream(model_layout, f"--method {NAME}")
     rotation, offset = (
-        _rotation(model_layout.dimensions.hidden),
+        _make_rotation(model_layout.dimensions.hidden),
         model_layout.architecture.norm_offset,
     )
     stored = {name: tensor.header.name for name, tensor in model_layout.by_name.items()}
@@ -54,39 +54,41 @@ def prepare(source: Checkpoint) -> Checkpoint:
         f"{name}.weight"
         for name in (model_layout.architecture.head, model_layout.architecture.embedding)
     )
-    rotated = partial(Rotated, rotation=rotation, offset=offset, last=Last())
+    rotated = partial(RotatedTensorReader, rotation=rotation, offset=offset, last=LastTensorCache())
     computed: dict[str, Rows] = {
         stored[name]: rotated(stored[name], place.axis, stored.get(place.norm, ""))
         for name, place in stream.places.items()
     }
-    computed |= {stored[norm]: Gain(1.0 - offset) for norm in stream.norms}
-    said = (
-        f"residual stream ({rotation.size}) by a Hadamard matrix under signs of seed {SEED};"
+    computed |= {stored[norm]: ConstantGainReader(1.0 - offset) for norm in stream.norms}
+    description = (
+        f"residual stream ({rotation.size}) by a Hadamard matrix under signs of seed {SIGN_SEED};"
         f" {len(stream.norms)} norms in their readers"
     )
     if not model_layout.tied:
-        return prepared_checkpoint(source, computed, facts={ROTATION: said})
+        return prepared_checkpoint(source, computed, facts={ROTATION: description})
     base = model_layout.by_name[embedding].header
-    twice = stored[head] if model_layout.tied_twice else ""
-    computed[head] = rotated(base.name, 1, stored[stream.norms[0]], twice=twice)
+    duplicate = stored[head] if model_layout.tied_twice else ""
+    computed[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
     added = {head: replace(source.entries[base.name], name=head)}
-    said += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
+    description += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
     config = untied(source.config)
-    return prepared_checkpoint(source, computed, config=config, added=added, facts={ROTATION: said})
+    return prepared_checkpoint(
+        source, computed, config=config, added=added, facts={ROTATION: description}
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Rotated:
+class RotatedTensorReader:
     """Reader of a tensor whose channels are rotated.
 
     Attributes:
-        base: the stored tensor.
-        axis: along which the channels lie.
-        gain: stored name of the norm whose gain it takes first; "" for none.
-        rotation: of the channels.
-        offset: what norms add to their gains.
-        last: keeps what strips are taken of, where each depends on all rows.
-        twice: a stored tensor that has to hold the same; "" for none.
+        base: name of the stored tensor.
+        axis: axis of the channels.
+        gain: stored name of the norm whose gain is folded in first; "" for none.
+        rotation: rotation of the channels.
+        offset: offset that norms add to their stored weights.
+        last: cache of the last computed tensor, if each row depends on all rows.
+        duplicate: name of a stored tensor that must have equal values; "" for none.
     """
 
     base: str
@@ -94,8 +96,8 @@ class Rotated:
     gain: str
     rotation: Rotation
     offset: float
-    last: Last
-    twice: str = ""
+    last: LastTensorCache
+    duplicate: str = ""
 
     def __call__(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
         """Return rows ``first:last`` in float32."""
@@ -105,12 +107,14 @@ class Rotated:
         return self.rotated(checkpoint, first, last)
 
     def rotated(self, checkpoint: Checkpoint, first: int, last: int) -> Tensor:
-        """Return rows, all of them where they are the channels."""
+        """Return rotated rows; all rows if the rows are the channels."""
         import torch
 
         stored = checkpoint.read_rows(self.base, first, last)
-        if self.twice and not torch.equal(stored, checkpoint.read_rows(self.twice, first, last)):
-            raise no_tie(self.base, self.twice)
+        if self.duplicate and not torch.equal(
+            stored, checkpoint.read_rows(self.duplicate, first, last)
+        ):
+            raise no_tie(self.base, self.duplicate)
         value = stored.to(torch.float32, copy=True)
         if self.gain:
             gain = checkpoint.read(self.gain).float() + self.offset
@@ -119,16 +123,16 @@ class Rotated:
         return value
 
 
-class Last:
-    """The tensor that was computed last, safe on several threads."""
+class LastTensorCache:
+    """Thread-safe cache of the last computed tensor."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._key: tuple[str, Checkpoint] | None = None
         self._value: Tensor | None = None
 
-    def of(self, reader: Rotated, checkpoint: Checkpoint, rows: int) -> Tensor:
-        """Return all rows of a tensor, which are not to be changed."""
+    def of(self, reader: RotatedTensorReader, checkpoint: Checkpoint, rows: int) -> Tensor:
+        """Return all rows of a tensor; the caller must not change them."""
         with self._lock:
             known = self._key
             if (
@@ -144,8 +148,8 @@ class Last:
 
 
 @dataclass(frozen=True, slots=True)
-class Gain:
-    """Reader of the gain of a norm that its readers have taken."""
+class ConstantGainReader:
+    """Reader of the constant gain of a norm whose weight was folded into its readers."""
 
     value: float
 
@@ -157,10 +161,10 @@ class Gain:
         return torch.full((last - first,), self.value)
 
 
-def _rotation(size: int) -> Rotation:
+def _make_rotation(size: int) -> Rotation:
     if not known(size):
         raise RefusedError(
             f"--method {NAME}: no Hadamard matrix of {size} channels is known here",
             "leave it out: the rest of the method works without it",
         )
-    return Rotation(size, f"residual stream {SEED}")
+    return Rotation(size, f"residual stream {SIGN_SEED}")

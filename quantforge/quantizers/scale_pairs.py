@@ -1,8 +1,8 @@
-"""Pairs of a producer and its readers: what every transform that moves factors between them has to see to.
+"""Fold factors between a producer and its readers, shared by all transforms that move scales between them.
 
-What is stored unquantized takes its factor exactly: a norm's weight is rounded to its stored type first and the factor
-becomes the quotient of old and new; where biases or kept matrices take part, factors are powers of two. A pair that
-even so could not be stored is left alone, as an event.
+Unquantized tensors take their factors exactly: the weight of a norm is rounded to its stored type first, and the factor
+becomes the quotient of old and new value. If biases or unquantized matrices are involved, factors are powers of two. A
+pair whose factors still cannot be stored is skipped, with an event.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from quantforge.model.block import DecoderBlock
 from quantforge.model.scale_folding import expand_heads, fold, representable, shrink_heads
 from quantforge.model.statistics import Statistics
 
-LIMIT = 1024.0  # a factor's distance from the mean factor: norms stored in float16 stay in range
-TOLERANCE = 2.0**-20  # relative, of a stored value: float32 arithmetic, not a rounded type
+MAX_FACTOR = 1024.0  # largest ratio of a factor to the mean: keeps norms in the range of float16
+TOLERANCE = 2.0**-20  # relative error of a stored value: allows for float32 arithmetic only
 
 
-def folded(
-    part: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
+def fold_if_storable(
+    block: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> Event | None:
-    """Fold factors into a pair; where they could not be stored, change nothing and return the event."""
-    if problem := obstacle(part, shared, quantized, scale):
-        return Event("pair-skipped", f"{part.name}.{shared.key}", problem)
-    fold(part, shared, scale)
+    """Fold factors into a pair; if they cannot be stored, change nothing and return an event."""
+    if problem := storage_obstacle(block, shared, quantized, scale):
+        return Event("pair-skipped", f"{block.name}.{shared.key}", problem)
+    fold(block, shared, scale)
     return None
 
 
-def tied(
-    part: DecoderBlock, shared: SharedInput, values: Tensor, join: Callable[[Tensor], Tensor]
+def join_tied_columns(
+    block: DecoderBlock, shared: SharedInput, values: Tensor, join: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return for each column what ``join`` makes of ``values`` ``[in]`` of the columns that share a factor with it.
+    """Apply ``join`` to the values ``[in]`` of columns that share a factor; return the result for each column.
 
-    ``join`` takes ``[kv_heads, query heads of each, head]`` to ``[kv_heads, head]``.
+    ``join`` maps ``[kv_heads, query heads of each, head]`` to ``[kv_heads, head]``.
     """
     if not shared.heads:
         return values
-    sizes = part.dimensions
+    sizes = block.dimensions
     return expand_heads(sizes, join(values.reshape(sizes.kv_heads, -1, sizes.head)).reshape(-1))
 
 
-def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
-    """Return the statistics of ``x / scale``, ``scale`` ``[in]``, given those of ``x``; the histogram is dropped."""
+def rescale_statistics(statistics: Statistics, scale: Tensor) -> Statistics:
+    """Return the statistics of ``x / scale`` for ``scale`` ``[in]``, given those of ``x``; the histogram is dropped."""
     squares, hessian, peaks = statistics.squares, statistics.hessian, statistics.peaks
     return replace(
         statistics,
@@ -58,47 +58,58 @@ def rescaled(statistics: Statistics, scale: Tensor) -> Statistics:
     )
 
 
-def storable(part: DecoderBlock, shared: SharedInput, logs: Tensor, powers: bool) -> Tensor:
-    """Return storable factors ``[in]`` near ``2^logs`` over their geometric mean; ``powers``: powers of two."""
+def storable_factors(
+    block: DecoderBlock, shared: SharedInput, logs: Tensor, powers_of_two: bool
+) -> Tensor:
+    """Return storable factors ``[in]`` close to ``2^logs``, normalized to a geometric mean of about 1.
+
+    Args:
+        block: the block.
+        shared: the activation.
+        logs: binary logarithms of the factors, ``[in]``.
+        powers_of_two: whether to round the factors to powers of two.
+    """
     logs = logs - logs.mean()
-    scale = torch.exp2(logs.round() if powers else logs).clamp(1 / LIMIT, LIMIT)
-    return representable(part, shared, scale)
+    scale = torch.exp2(logs.round() if powers_of_two else logs).clamp(1 / MAX_FACTOR, MAX_FACTOR)
+    return representable(block, shared, scale)
 
 
-def obstacle(
-    part: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
+def storage_obstacle(
+    block: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> str:
-    """Return which parameter that stays unquantized could not store its value after the fold; "" if there is none."""
-    for name, value, offset in _kept(part, shared, quantized, scale):
-        difference = (part.as_stored(name, value) - value).abs()
+    """Return which unquantized parameter could not store its value after the fold; "" if there is none."""
+    for name, value, offset in _unquantized_after_fold(block, shared, quantized, scale):
+        difference = (block.as_stored(name, value) - value).abs()
         if not bool((difference <= TOLERANCE * (value.abs() + offset)).all()):
-            return f"{name} stays {part.dtype_of(name)} and cannot store the factors"
+            return f"{name} stays {block.dtype_of(name)} and cannot store the factors"
     return ""
 
 
-def powers_of_two(part: DecoderBlock, shared: SharedInput, quantized: Collection[str]) -> bool:
-    """Return whether anything but a norm's weight has to store its product with the factors."""
-    ones = part.weight(shared.key).new_ones(part.weight(shared.key).shape[1])
-    kept = sum(1 for _ in _kept(part, shared, quantized, ones))
+def needs_powers_of_two(
+    block: DecoderBlock, shared: SharedInput, quantized: Collection[str]
+) -> bool:
+    """Return whether any unquantized tensor except a norm's weight must store its product with the factors."""
+    ones = block.weight(shared.key).new_ones(block.weight(shared.key).shape[1])
+    kept = sum(1 for _ in _unquantized_after_fold(block, shared, quantized, ones))
     return kept > (shared.scale_fold is not None and shared.scale_fold.kind is not FoldKind.ROWS)
 
 
-def _kept(
-    part: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
+def _unquantized_after_fold(
+    block: DecoderBlock, shared: SharedInput, quantized: Collection[str], scale: Tensor
 ) -> Iterator[tuple[str, Tensor, float]]:
-    """Yield name, new value, and what is added to it in use, of each unquantized parameter that takes a factor."""
+    """Yield name, new value and norm offset of each unquantized parameter that takes a factor."""
     scale_fold = shared.scale_fold
     assert scale_fold is not None
-    channels = shrink_heads(part.dimensions, scale) if shared.heads else scale
+    channels = shrink_heads(block.dimensions, scale) if shared.heads else scale
     weight, bias = f"{scale_fold.module}.weight", f"{scale_fold.module}.bias"
-    rows = part.rows(scale_fold.module, scale_fold.rows)
+    rows = block.rows(scale_fold.module, scale_fold.rows)
     if scale_fold.kind is not FoldKind.ROWS:
         offset = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
-        yield weight, (part.parameter(weight) + offset) / channels - offset, offset
+        yield weight, (block.parameter(weight) + offset) / channels - offset, offset
     elif scale_fold.module not in quantized:
-        yield weight, part.weight(scale_fold.module)[rows] / channels[:, None], 0.0
-    if part.has(bias):
-        yield bias, part.parameter(bias)[rows] / channels, 0.0
+        yield weight, block.weight(scale_fold.module)[rows] / channels[:, None], 0.0
+    if block.has(bias):
+        yield bias, block.parameter(bias)[rows] / channels, 0.0
     for linear in shared.readers:
         if linear not in quantized:
-            yield f"{linear}.weight", part.weight(linear) * scale, 0.0
+            yield f"{linear}.weight", block.weight(linear) * scale, 0.0

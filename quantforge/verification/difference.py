@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantforge.artifacts import manifest
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.recipe import read_toml
@@ -101,7 +101,7 @@ def difference(first: Path, second: Path) -> Difference:
     common = sorted(names[0] & names[1])
     tensors = {}
     for done, name in enumerate(common):
-        tell(name, done, len(common))
+        report_step(name, done, len(common))
         if not _alike(one, other, name):
             tensors[name] = _snr(one.weight(name), other.weight(name))
     files = [_side_files(model.checkpoint) for model in (one, other)]

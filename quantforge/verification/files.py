@@ -18,7 +18,7 @@ from typing import Any
 from quantforge.artifacts import manifest
 from quantforge.artifacts.signing import check_signature, signature_of
 from quantforge.errors import InputError, IntegrityError
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.files.hub import source_name
 from quantforge.files.opener import FILES
 from quantforge.files.output_names import set_of, side_of
@@ -142,7 +142,7 @@ def check_source(
     """
     recorded = _recorded(document)
     given, name, own = open_model(source), source_name(source)[0], report.path.name
-    tell("the source's digests")
+    report_step("the source's digests")
     if _is_one_of(artifact.checkpoint.opened, _recorded(manifest.read(source))):
         report.add(
             "source",

@@ -37,7 +37,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.local_paths import adapter_hint, check_adapter_given
 from quantforge.planning.source_views import one_by_one as split_experts
 from quantforge.plans import StoredTensor
-from quantforge.quantizers import METHODS, MethodKind, prepared, source_transforms
+from quantforge.quantizers import METHODS, MethodKind, apply_source_transforms, source_transforms
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
 # Ends of the names of codes or scales in formats that are read.
@@ -204,7 +204,7 @@ def open_source(
     if declared.removed is not None and before.removed is None:
         view = without_experts.fewer_experts(view, declared.removed)
     if declared.transforms and not before.transforms:
-        view = prepared(view, declared.transforms)
+        view = apply_source_transforms(view, declared.transforms)
     if view is not plain:
         model_layout = match_quantized(view, {}, _entries(view), derive=derive)
     return Original(view, model_layout)

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, IntegrityError
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning import MOST
+from quantforge.quantizers.tuning import MAX_RELATIVE_CHANGE
 from quantforge.verification.findings import Report
 from quantforge.verification.folded_scales import (
     RELATED,
@@ -107,7 +107,9 @@ class TensorChecks:
         """
         self._report, self._artifact, self._source = report, artifact, source
         self._plainly, self._may_fold = plainly, folded
-        self._tuning, self._fitted = (MOST, FITTED_TUNED) if tuned else (TUNING, FITTED)
+        self._tuning, self._fitted = (
+            (MAX_RELATIVE_CHANGE, FITTED_TUNED) if tuned else (TUNING, FITTED)
+        )
         self._may_move = sparsifier in {"", "sparsegpt"}
         # Of the block that is compared, by canonical name.
         self._quantized: dict[str, QuantizedTensor] = {}
@@ -136,7 +138,7 @@ class TensorChecks:
         self._pass.begin()
         self._forget()
         for index in range(model_layout.blocks):
-            tell(model_layout.block_name(index), index + 1, model_layout.blocks + 1)
+            report_step(model_layout.block_name(index), index + 1, model_layout.blocks + 1)
             self._pass.source_block(index)
             self._check([t for t in model_layout.tensors if t.block == index], index)
             self._pass.other_blocks(index)

@@ -12,7 +12,7 @@ import torch
 from quantforge.architectures.match import ModelLayout
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError
-from quantforge.execution.progress import phase, tell
+from quantforge.execution.progress import phase, report_step
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.match_quantized import match_quantized
 from quantforge.planning.notes import CHANGES
@@ -68,7 +68,7 @@ def verify(
     if not path.exists():
         raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
     report = Report(path, source)
-    tell("files and digests")
+    report_step("files and digests")
     document = check_manifest(report)
     declared = DeclaredChanges.of(document)
     check_adapter(document, source, adapter)

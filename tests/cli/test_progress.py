@@ -14,7 +14,7 @@ import pytest
 
 import quantforge
 from quantforge.cli.progress_bar import Lines, MachineLines, duration
-from quantforge.execution.progress import Progress, followed, phase, tell
+from quantforge.execution.progress import Progress, phase, report_step, report_to
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
 
@@ -48,15 +48,15 @@ def made(model, tmp_path_factory) -> Path:
 
 def test_phases_share_what_encloses_them_and_shares_never_fall():
     told: list[Progress] = []
-    with followed(told.append), phase("all", 1.0):
+    with report_to(told.append), phase("all", 1.0):
         with phase("first", 0.25):
-            tell("a", 1, 2)
-            tell("b", 2, 2)
+            report_step("a", 1, 2)
+            report_step("b", 2, 2)
         with phase("", 1.0, "inside"):
-            with followed(told.append):  # another listener object: a course of its own
-                tell("elsewhere", share=0.1)
-            tell("back", share=0.0)
-        tell("end", share=1.0)
+            with report_to(told.append):  # another listener object: a course of its own
+                report_step("elsewhere", share=0.1)
+            report_step("back", share=0.0)
+        report_step("end", share=1.0)
     found = [(one.phase, one.step, round(one.share, 3)) for one in told]
     assert found == [
         ("all", "", 0), ("first", "", 0), ("first", "a", 0.125), ("first", "b", 0.25), ("all", "inside", 0.25),
@@ -67,14 +67,14 @@ def test_phases_share_what_encloses_them_and_shares_never_fall():
 def test_a_verb_inside_of_a_verb_is_a_part_of_it():
     told: list[Progress] = []
     listener = told.append
-    with followed(listener), phase("outer", 1.0), followed(listener), phase("inner", 0.5):
-        tell(share=1.0)
+    with report_to(listener), phase("outer", 1.0), report_to(listener), phase("inner", 0.5):
+        report_step(share=1.0)
     assert told[-1].share == 0.5
 
 
 def test_nobody_is_told_where_nobody_listens():
     with phase("work", 1.0):
-        tell("step", 1, 2)
+        report_step("step", 1, 2)
 
 
 # ---- every verb tells a program

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.execution.journal import scaled_of
+from quantforge.execution.journal import count_scaled_activations
 from tests.runs import ROWS, command
 
 
@@ -19,8 +19,8 @@ def test_the_summary_tells_for_how_many_activations_factors_were_found(model, tm
     assert 0 <= int(told[0]) <= int(told[1]) > 0
     assert "scaled" not in command(capsys, *asked, "--method", "rtn", "-o", tmp_path / "r").err
     records = [{"transform": {"a": {"family": "none"}, "b": {"family": "duo"}}}, {"events": []}]
-    assert scaled_of(records) == (1, 2)
-    assert scaled_of([{"transform": {"a": {"error": 0.5}}}]) is None
+    assert count_scaled_activations(records) == (1, 2)
+    assert count_scaled_activations([{"transform": {"a": {"error": 0.5}}}]) is None
 
 
 QUICK = ["--method", "rtn", "--scales", "absmax"]

@@ -11,7 +11,7 @@ from quantforge.errors import QuantForgeError, either, nearest
 from quantforge.formats import FORMAT_HINTS, FORMATS, load_format
 from quantforge.formats.gguf.mixture import MIXTURES, TYPE_HINTS
 from quantforge.notation import parse_layer
-from quantforge.quantizers import METHOD_WORDS, METHODS
+from quantforge.quantizers import METHOD_ALIASES, METHODS
 from tests.conftest import Tiny
 from tests.runs import command
 
@@ -96,7 +96,7 @@ def test_a_word_of_another_tool_is_answered_with_ours(
     assert meant in ended.err.partition("hint: ")[2], ended.err
 
 
-@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_HINTS, METHOD_WORDS, TYPE_HINTS])
+@pytest.mark.parametrize("table", [ENGINE_WORDS, FORMAT_HINTS, METHOD_ALIASES, TYPE_HINTS])
 def test_no_word_of_ours_is_hidden_by_one_of_others(table: dict[str, str]) -> None:
     words = [word for key in table for word in key.split()]
     assert len({*words}) == len(words)

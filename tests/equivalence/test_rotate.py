@@ -32,8 +32,8 @@ from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.files.safetensors import read_tensor
 from quantforge.model.stream import ModelStream
 from quantforge.plans import Plan
-from quantforge.quantizers import METHODS, prepared
-from quantforge.quantizers.rotate import Rotated
+from quantforge.quantizers import METHODS, apply_source_transforms
+from quantforge.quantizers.rotate import RotatedTensorReader
 from quantforge.recipe import NO_DATA, CalibrationOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
@@ -75,7 +75,7 @@ def logits(checkpoint: Checkpoint) -> Tensor:
 @pytest.mark.parametrize("family", one_of_each(ROTATED, "granite", "gemma", "mixtral"))
 def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
-    rotated = prepared(source, ["rotate"])
+    rotated = apply_source_transforms(source, ["rotate"])
     before, after = logits(source), logits(rotated)
     assert float((after - before).norm() / before.norm()) <= 3e-6
     model_layout = match_tensors(
@@ -93,7 +93,7 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_is_not_proven_is_refused(tiny: Tiny, family: str) -> None:
     with pytest.raises(RefusedError, match=f"^--method rotate: .*{REFUSED[family]}"):
-        prepared(open_checkpoint(tiny(family)), ["rotate"])
+        apply_source_transforms(open_checkpoint(tiny(family)), ["rotate"])
 
 
 def test_every_family_is_rotated_exactly_or_refused(tiny: Tiny) -> None:
@@ -101,7 +101,7 @@ def test_every_family_is_rotated_exactly_or_refused(tiny: Tiny) -> None:
     taken = set()
     for family in {**FAMILIES, **MIXTURES}:
         try:
-            prepared(open_checkpoint(tiny(family)), ["rotate"])
+            apply_source_transforms(open_checkpoint(tiny(family)), ["rotate"])
         except (RefusedError, InputError):
             continue
         taken.add(family)
@@ -148,12 +148,12 @@ def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
 def test_a_size_without_a_hadamard_matrix_is_refused(tmp_path: Path) -> None:
     make_tiny("llama", tmp_path, hidden_size=92, head_dim=16)
     with pytest.raises(RefusedError, match=r"no Hadamard matrix of 92 channels is known"):
-        prepared(open_checkpoint(tmp_path), ["rotate"])
+        apply_source_transforms(open_checkpoint(tmp_path), ["rotate"])
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "qwen2", "mixtral"])
 def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
-    rotated = prepared(open_checkpoint(tiny(family)), ["rotate"])
+    rotated = apply_source_transforms(open_checkpoint(tiny(family)), ["rotate"])
     for name, entry in rotated.entries.items():
         whole, rows = rotated.read(name), entry.shape[0]
         for first, last in ((0, rows // 3), (rows // 3, rows // 3 + 1), (rows // 3 + 1, rows)):
@@ -280,13 +280,13 @@ def test_strips_of_a_matrix_whose_rows_are_mixed_are_of_one_computation(
 ) -> None:
     make_tiny("llama-wide", tmp_path / "m", hidden_size=256, num_hidden_layers=1)
     made: Counter[str] = Counter()
-    whole = Rotated.rotated
+    whole = RotatedTensorReader.rotated
 
-    def counted(self: Rotated, checkpoint: Checkpoint, start: int, stop: int) -> Tensor:
+    def counted(self: RotatedTensorReader, checkpoint: Checkpoint, start: int, stop: int) -> Tensor:
         made[self.base] += 1
         return whole(self, checkpoint, start, stop)
 
-    monkeypatch.setattr(Rotated, "rotated", counted)
+    monkeypatch.setattr(RotatedTensorReader, "rotated", counted)
     none = CalibrationOptions(source=NO_DATA)
     wanted = recipe("rotate+rtn", type="Q4_K_S", format="gguf", calibration=none)
     one, two = tmp_path / "1.gguf", tmp_path / "2.gguf"

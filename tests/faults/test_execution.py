@@ -54,7 +54,7 @@ def test_every_tensor_is_kept_or_near(
     tiny: Tiny, out: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(
-        unit_output, "COPY_BYTES", 1000
+        unit_output, "COPY_STRIP_BYTES", 1000
     )  # what is copied is copied in many runs of rows
     done = quantize(tiny(family), out, recipe(**values))
     found = errors(tiny(family), out)

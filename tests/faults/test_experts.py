@@ -18,7 +18,7 @@ from quantforge import api
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution import calibrated_experts, claims
-from quantforge.execution.calibrated_experts import few_tokens
+from quantforge.execution.calibrated_experts import few_token_events
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.decoded import decode_checkpoint
@@ -140,12 +140,12 @@ def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Pat
 def test_an_event_lists_the_experts_with_the_fewest_tokens() -> None:
     for few, more in ((8, ""), (9, ", ...")):
         counts = {number: number % 3 for number in range(few)}
-        (event,) = few_tokens("mlp", {**counts, 98: 5}, 5)  # which is enough
+        (event,) = few_token_events("mlp", {**counts, 98: 5}, 5)  # which is enough
         least = sorted((count, number) for number, count in counts.items())[:8]
         listed = ", ".join(f"{number} ({count})" for count, number in least)
         assert event.where == "mlp"
         assert event.detail.endswith(f"fewer than 5 tokens: {listed}{more}")
-    assert few_tokens("mlp", {0: 5, 1: 6}, 5) == []
+    assert few_token_events("mlp", {0: 5, 1: 6}, 5) == []
 
 
 @pytest.mark.parametrize("experts", ["routed", "all"])

@@ -29,7 +29,7 @@ from quantforge.errors import (
 from quantforge.execution import claims, shared_run
 from quantforge.execution.claims import Claim
 from quantforge.execution.progress import Progress
-from quantforge.execution.shared_run import HandedStates, Worker
+from quantforge.execution.shared_run import SharedStates, Worker
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.stage import Stage
 from quantforge.recipe import Recipe
@@ -58,7 +58,7 @@ Start = Callable[[Callable[[], object]], int]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and nobody wait for long."""
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(shared_run, "POLL_SECONDS", 0.02)
 
@@ -327,16 +327,16 @@ def test_who_waits_for_states_that_do_not_come_does_the_block_before(
     """The first is stopped within block 0, of which it has handed on one micro-batch of two."""
 
     def stopped() -> None:
-        write, calls = HandedStates.write, [0]
+        write, calls = SharedStates.write, [0]
 
-        def counted(states: HandedStates, *given: Any) -> None:
+        def counted(states: SharedStates, *given: Any) -> None:
             calls[0] += 1
             if calls[0] == 4:
                 states.flush()
                 os.kill(os.getpid(), signal.SIGSTOP)
             write(states, *given)
 
-        HandedStates.write = counted  # type: ignore[method-assign]
+        SharedStates.write = counted  # type: ignore[method-assign]
         join(model, out, GPTQ)
 
     child = start(stopped)
@@ -357,7 +357,7 @@ def test_a_full_disk_ends_one_worker_and_not_the_others(
     model: Path, out: Path, calibrated: dict[str, str], start: Start
 ) -> None:
     def full() -> None:
-        before_call(HandedStates, "write", 4, fails)
+        before_call(SharedStates, "write", 4, fails)
         join(model, out, GPTQ)
 
     def fails() -> None:
@@ -374,9 +374,9 @@ def test_a_full_disk_ends_one_worker_and_not_the_others(
 def test_states_that_are_not_what_was_written_are_not_read(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
-    read = HandedStates.read
+    read = SharedStates.read
 
-    def harmed(states: HandedStates, start: int, stop: int) -> torch.Tensor:
+    def harmed(states: SharedStates, start: int, stop: int) -> torch.Tensor:
         path = states._file(states.block, start)
         if states.block == 1:
             data = bytearray(path.read_bytes())
@@ -386,7 +386,7 @@ def test_states_that_are_not_what_was_written_are_not_read(
                 path.unlink()
         return read(states, start, stop)
 
-    monkeypatch.setattr(HandedStates, "read", harmed)
+    monkeypatch.setattr(SharedStates, "read", harmed)
     with pytest.raises(IntegrityError, match="is not what a worker had written") as refused:
         join(model, out, GPTQ)
     assert refused.value.hint == f"start afresh: rm -r {out.parent / UNITS}"
@@ -431,9 +431,9 @@ def test_what_one_process_had_finished_is_kept_when_others_share_the_run(
     done: list[str] = []
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        written = Worker._written
+        written = Worker._write_unit
         patch.setattr(
-            Worker, "_written", lambda *given: done.append(given[2].name) or written(*given)
+            Worker, "_write_unit", lambda *given: done.append(given[2].name) or written(*given)
         )
         with pytest.raises(StopError):  # and on the way there the shared run crashes, too
             join(model, out, wanted, progress=crash_after(order[order.index(crashed) + 1]))
@@ -601,7 +601,7 @@ def test_calibrated_runs_are_shared_by_the_ranks_of_torchrun_alone(model: Path, 
 def test_an_output_of_a_run_that_is_not_shared_is_busy(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_run, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(shared_run, "LOCK_TIMEOUT_SECONDS", 0.2)
     with Stage(out, overwrite=False), pytest.raises(BusyError, match=f"process {os.getpid()} "):
         join(model, out)
 

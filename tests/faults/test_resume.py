@@ -40,7 +40,7 @@ from tests.runs import (
 )
 from tests.thorough import further
 
-JOURNAL = ".out.qf/journal"
+JOURNAL_FILE = ".out.qf/journal"
 
 
 @pytest.mark.parametrize("join", [False, True])
@@ -155,7 +155,7 @@ def test_resume_with_another_recipe_is_refused(model, out):
     begun(model, out)
     error = refused(model, out, bits=3)
     assert error.message.endswith("differs in: bits: unset there, 3 here")
-    assert f"with --overwrite, or after rm -r {out.parent / JOURNAL}" in error.hint
+    assert f"with --overwrite, or after rm -r {out.parent / JOURNAL_FILE}" in error.hint
     assert quantize(model, out, swift("gptq")).resumed  # with the first it goes on
 
 
@@ -163,7 +163,7 @@ def test_resume_with_another_recipe_is_refused(model, out):
 def test_an_overwrite_ends_an_unfinished_run_of_another_recipe(model, out, damaged):
     begun(model, out)
     if damaged:
-        with (out.parent / JOURNAL / "journal.jsonl").open("ab") as file:
+        with (out.parent / JOURNAL_FILE / "journal.jsonl").open("ab") as file:
             file.write(b"?\n")
     notes: list[str] = []
     wanted = swift("gptq", bits=None if damaged else 3)
@@ -250,7 +250,7 @@ def test_a_changed_byte_of_finished_work_is_found(model, out):
 
 def test_a_damaged_line_of_the_journal_is_refused(model, out):
     begun(model, out)
-    journal = out.parent / JOURNAL / "journal.jsonl"
+    journal = out.parent / JOURNAL_FILE / "journal.jsonl"
     data = bytearray(journal.read_bytes())
     data[len(data) // 2] ^= 1
     journal.write_bytes(data)
@@ -259,7 +259,7 @@ def test_a_damaged_line_of_the_journal_is_refused(model, out):
 
 def test_a_line_that_was_cut_short_is_done_again(model, out):
     begun(model, out)
-    journal = out.parent / JOURNAL / "journal.jsonl"
+    journal = out.parent / JOURNAL_FILE / "journal.jsonl"
     journal.write_bytes(journal.read_bytes()[:-30])
     assert quantize(model, out, swift("gptq")).resumed
     reference = out.with_name("m")

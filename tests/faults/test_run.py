@@ -30,7 +30,7 @@ from tests.runs import (
 )
 from tests.thorough import each_value
 
-JOURNAL = ".out.qf/journal"
+JOURNAL_FILE = ".out.qf/journal"
 
 
 # ---- outputs
@@ -60,9 +60,9 @@ def test_overwrite_leaves_nothing_of_the_old_release(model, out):
 def test_stale_files_in_a_stage_never_get_published(model, out):
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq", max_shard_bytes=60_000), progress=crash_after("block 0"))
-    for path in (out.parent / JOURNAL).iterdir():
+    for path in (out.parent / JOURNAL_FILE).iterdir():
         path.unlink()
-    (out.parent / JOURNAL).rmdir()
+    (out.parent / JOURNAL_FILE).rmdir()
     quantize(model, out, recipe(bits=8))
     assert len(list(out.glob("*.safetensors"))) == 1
     assert not list(out.glob("*.index.json"))

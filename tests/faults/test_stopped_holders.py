@@ -35,7 +35,7 @@ Stopped = Callable[[object, str, Callable[[], object]], int]
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody be waited for long."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(lock, "QUIET_SECONDS", 1.0)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")

@@ -14,7 +14,7 @@ from quantforge.api.variants import plan_variants
 from quantforge.cli.progress_bar import Clock
 from quantforge.errors import QuantForgeError
 from quantforge.execution import execute
-from quantforge.execution.progress import followed
+from quantforge.execution.progress import report_to
 from quantforge.files.disk import run_folder
 from quantforge.settings import Settings
 from tests.runs import CALIBRATION, StopError, make_variants, quantize, swift, tree
@@ -66,7 +66,7 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
     with patch.object(execute.Run, "report", stopping), pytest.raises(StopError):
         _made(model, stopped)
     told = []
-    with followed(told.append):
+    with report_to(told.append):
         _made(model, stopped, Settings(progress=told.append))
     finished = [one.part for one in told if one.part == "block 0"]
     assert len(finished) == len(_recipes()) - 3  # those of the others are kept
@@ -109,7 +109,7 @@ def test_the_share_goes_with_the_work_of_all_variants(model, tmp_path):
     told = []
     recipes = {str(bits): swift("gptq", bits=bits) for bits in (2, 3, 4, 8)}
     recipes["plain"] = swift("rtn", bits=8)
-    with followed(told.append):
+    with report_to(told.append):
         make_variants(
             model, recipes, lambda name, _: tmp_path / name, Settings(progress=told.append)
         )
@@ -132,7 +132,7 @@ def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothi
     held = _planned(model, tmp_path, 3, 4, method="rtn")  # as another process does
     planned = _planned(model, tmp_path, 2, 3, 4, method="rtn")
     planned = replace(planned, settings=Settings(join=True))
-    with ExitStack() as others, followed(listen):
+    with ExitStack() as others, report_to(listen):
         for job in held.jobs.values():
             others.enter_context(job.stage)
         with patch.object(variants, "is_made", lambda job, _: job.out.name in there):

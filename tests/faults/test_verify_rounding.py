@@ -99,7 +99,7 @@ def test_errors_that_make_up_for_each_other_are_in_order(text):
     weight, inputs = matrix()
     scheme = scheme_of(text)
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
-    found = gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())
+    found = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())
     tensor = found["w"].tensor
     assert measured(tensor, weight, inputs).whole < 1
     assert problems(tensor, weight, inputs) == []
@@ -226,7 +226,7 @@ def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
     scheme = scheme_of("int4:g64:sym")
     weight = rounded(weight, scheme, search=False).decode()
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
-    found = gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
+    found = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
     assert torch.equal(plain_rounding(weight, scheme), weight)
     assert problems(found, weight, inputs) == []
     assert problems(found, weight, None) == []

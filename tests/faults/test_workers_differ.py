@@ -31,7 +31,7 @@ Work = Callable[[Path, Settings], object]
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and those that are not heard of be told soon."""
     monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
     monkeypatch.setattr(lock, "QUIET_SECONDS", 2.0)
 

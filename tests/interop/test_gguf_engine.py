@@ -296,7 +296,7 @@ def test_the_engine_computes_what_a_tuned_file_decodes_to(tmp_path, monkeypatch)
     from quantforge.quantizers.tuning.tuning_stream import TuningStream
     from quantforge.runtime.load import load
 
-    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps change codes, too
+    monkeypatch.setattr(tuning_bounds, "MAX_CODE_RATE", 1.0)  # a few steps change codes, too
     figures = iter(range(100, 0, -1))  # and the epoch passes for better
     monkeypatch.setattr(TuningStream, "_error", lambda *_: float(next(figures)))
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}

@@ -116,11 +116,11 @@ def test_what_is_decided_by_a_few_columns_is_what_all_of_them_say(
     statistics = Statistics(hessian=inputs.T @ inputs / len(inputs))
 
     def rounded() -> QuantizedTensor:
-        return gptq.round_shared({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
+        return gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
 
     usual = rounded()
-    monkeypatch.setattr(rtn_fallback, "_maybe_better", lambda error, *_: torch.arange(len(error)))
-    monkeypatch.setattr(Factor, "all_below", lambda *_: True)
+    monkeypatch.setattr(rtn_fallback, "_candidate_rows", lambda error, *_: torch.arange(len(error)))
+    monkeypatch.setattr(Factor, "is_total_below", lambda *_: True)
     full = rounded()
     assert torch.equal(usual.codes.view(torch.uint8), full.codes.view(torch.uint8))
     for key, value in full.parameters.items():
@@ -135,9 +135,9 @@ def _no_row_is_worse(
 ) -> None:
     """Round by both methods and compare, where rows share parameters in the sum over these rows."""
     hessian = statistics.hessian
-    found = gptq.round_shared(weights, statistics, schemes, rounding)
+    found = gptq.round_matrices(weights, statistics, schemes, rounding)
     squares = statistics.importance if rounding.weighs else None
-    plain = rtn.round_shared(weights, Statistics(squares=squares), schemes, rounding)
+    plain = rtn.round_matrices(weights, Statistics(squares=squares), schemes, rounding)
     shrinkage = max(GRIDS[scheme.grid].shrinkage for scheme in schemes.values())
     factor = factorize(hessian, rounding.gptq.damping, torch.arange(len(hessian)), shrinkage)
     if factor is None:  # then it is plain rounding
@@ -146,7 +146,7 @@ def _no_row_is_worse(
     for name, weight in weights.items():
         mine, other = found[name].tensor, plain[name].tensor
         for result, tensor in zip(totals, (mine, other), strict=True):
-            errors = factor.objective.exactly(weight.double() - tensor.decode().double())
+            errors = factor.objective.evaluate_float64(weight.double() - tensor.decode().double())
             result.append(_summed(errors, mine, other))
     if next(iter(schemes.values())).joint and all(each.shape[1] == 1 for each in totals[0]):
         totals = [[torch.stack(result).sum(0)] for result in totals]

@@ -78,7 +78,7 @@ def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
     results = []
     for sweeps in (0, 1, 2):
         rounding = Rounding(scales=scales, gptq=GptqOptions(refine=sweeps))
-        rounded = gptq.round_shared(
+        rounded = gptq.round_matrices(
             {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, rounding
         )
         results.append(rounded["w"].tensor)
@@ -88,13 +88,13 @@ def test_gptq_never_loses_to_plain_rounding_nor_refinement_to_gptq(
         return
 
     def errors(decoded: Tensor) -> Tensor:
-        found = factor.objective.exactly((weight - decoded).double())[1]
+        found = factor.objective.evaluate_float64((weight - decoded).double())[1]
         return found.sum(0, keepdim=True) if isinstance(scheme.granularity, PerTensor) else found
 
     first = results[0]
     plain = integer.encode(weight, first.parameters, scheme)
     found = [errors(integer.decode(plain, first.parameters, scheme))]
     found += [errors(tensor.decode()) for tensor in results]
-    noise = 1e-6 * float(factor.objective.exactly(weight.double())[1].max())
+    noise = 1e-6 * float(factor.objective.evaluate_float64(weight.double())[1].max())
     for before, after in pairwise(found):
         assert bool((after <= before * (1 + 1e-4) + noise).all())

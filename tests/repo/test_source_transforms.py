@@ -20,7 +20,7 @@ from quantforge.execution.progress import Progress
 from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.files.safetensors import read_tensor
 from quantforge.model.stream import ModelStream
-from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, prepared
+from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, apply_source_transforms
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
@@ -53,7 +53,7 @@ def logits(checkpoint: Checkpoint) -> Tensor:
 )
 def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
-    changed = prepared(source, ["unit-norms"])
+    changed = apply_source_transforms(source, ["unit-norms"])
     before, after = logits(source), logits(changed)
     assert float((after - before).norm() / before.norm()) <= 1e-5
     for name in source.entries:

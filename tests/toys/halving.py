@@ -14,7 +14,7 @@ from quantforge.scheme import Scheme
 SEEN: list[int] = []
 
 
-def round_shared(
+def round_matrices(
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     schemes: Mapping[str, Scheme],
@@ -24,4 +24,4 @@ def round_shared(
     assert statistics.peaks is not None
     SEEN.append(len(statistics.peaks))
     halved = {name: weight / 2 * 2 for name, weight in weights.items()}
-    return dict(rtn.round_shared(halved, Statistics(), schemes, rounding))
+    return dict(rtn.round_matrices(halved, Statistics(), schemes, rounding))

@@ -2,10 +2,10 @@
 
 In this folder:
 
-    column_kernels  The loops of `column_loops`, compiled by numba, each at its first call in a process
-    column_loops    The innermost loops of GPTQ and of its refinement, over the columns of a chunk
+    column_kernels  Loops of `column_loops` compiled by numba, each at its first call in a process
+    column_loops    Innermost loops of GPTQ and of its refinement, over the columns of a chunk
     gptq            GPTQ: round the columns of a matrix in turn; later columns compensate for the errors of earlier ones
-    hessian         The objective of GPTQ and of its refinement
+    hessian         Objective of GPTQ and of its refinement: ``E (H + diag(ridge)) E^T`` for each row of an error ``E``
     refine          Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
-    rtn_fallback    The last step of GPTQ: use what `rtn` writes with the same recipe
+    rtn_fallback    Last step of GPTQ
 """

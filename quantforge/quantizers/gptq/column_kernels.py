@@ -1,6 +1,6 @@
-"""The loops of `column_loops`, compiled by numba, each at its first call in a process.
+"""Loops of `column_loops` compiled by numba, each at its first call in a process.
 
-All arrays are float32 ``[columns, rows]``, so that each innermost loop runs along rows: vector instructions.
+All arrays are float32 ``[columns, rows]``, so that each innermost loop runs along rows and is vectorized.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import numpy
 
 from quantforge.numerics.compiled import inner, jit
 
-TILE = 256  # rows: what a tile needs stays in a core's cache
+TILE = 256  # rows; the data of a tile stays in a core's cache
 
 _ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
 
 
 @inner
-def place(target, scale, zero, offset, low, high, table, code, value):  # type: ignore[no-untyped-def]
-    """Fill in the code and the value of the point nearest to each ``target``; see `Points`."""
+def round_to_point(target, scale, zero, offset, low, high, table, code, value):  # type: ignore[no-untyped-def]
+    """Fill in the code and the value of the grid point nearest to each ``target``; see `Points`."""
     if table is None:
         for row in range(target.shape[0]):
             step = scale[row]
-            divisor = _ONE if step == _ZERO else step  # then every code stands for the same value
+            divisor = _ONE if step == _ZERO else step  # all codes have the same value then
             point = numpy.rint((target[row] - offset[row]) / divisor) + zero[row]
             point = low if point < low else point
             point = high if point > high else point
@@ -43,8 +43,10 @@ def place(target, scale, zero, offset, low, high, table, code, value):  # type: 
 
 
 @jit
-def round_points(error, pull, triangle, terms, codes, scales, zeros, offsets, low, high, table):  # type: ignore[no-untyped-def]
-    """Round a chunk; see `column_loops.round_chunk`."""
+def round_points(  # type: ignore[no-untyped-def]
+    error, compensation, triangle, terms, codes, scales, zeros, offsets, low, high, table
+):
+    """Round a chunk of columns; see `column_loops.round_chunk`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):
@@ -53,23 +55,27 @@ def round_points(error, pull, triangle, terms, codes, scales, zeros, offsets, lo
         for j in range(columns):
             pivot = triangle[j, j]
             inverse = _ONE / pivot
-            mine, moved, term = error[j, first:last], pull[j, first:last], terms[j, first:last]
+            column_error, moved, term = (
+                error[j, first:last],
+                compensation[j, first:last],
+                terms[j, first:last],
+            )
             for row in range(count):
-                target[row] = mine[row] + moved[row] * inverse
+                target[row] = column_error[row] + moved[row] * inverse
             scale, zero, offset = (
                 scales[j, first:last],
                 zeros[j, first:last],
                 offsets[j, first:last],
             )
             code = codes[j, first:last]
-            place(target[:count], scale, zero, offset, low, high, table, code, value)
+            round_to_point(target[:count], scale, zero, offset, low, high, table, code, value)
             for row in range(count):
                 term[row] = (target[row] - value[row]) * pivot
-                mine[row] -= value[row]
+                column_error[row] -= value[row]
             for k in range(j + 1, columns):
-                factor, later = triangle[j, k], pull[k, first:last]
+                factor, later_columns = triangle[j, k], compensation[k, first:last]
                 for row in range(count):
-                    later[row] += factor * mine[row]
+                    later_columns[row] += factor * column_error[row]
 
 
 @jit
@@ -80,7 +86,7 @@ def improve_points(  # type: ignore[no-untyped-def]
     error,
     codes,
     change,
-    gained,
+    error_decrease,
     scales,
     zeros,
     offsets,
@@ -88,31 +94,31 @@ def improve_points(  # type: ignore[no-untyped-def]
     high,
     table,
 ):
-    """Move the codes of a chunk; see `column_loops.improve_chunk`."""
+    """Update the codes of a chunk of columns; see `column_loops.improve_chunk`."""
     columns, rows = error.shape
     target, value = numpy.empty(TILE, numpy.float32), numpy.empty(TILE, numpy.float32)
     for first in range(0, rows, TILE):
         last = min(first + TILE, rows)
-        count, fallen = last - first, gained[first:last]
+        count, row_decrease = last - first, error_decrease[first:last]
         for j in range(columns):
             pivot = hessian[j, j]
             inverse = _ONE / pivot
-            slope, original = gradient[j, first:last], weight[j, first:last]
-            wrong, step = error[j, first:last], change[j, first:last]
+            column_gradient, original = gradient[j, first:last], weight[j, first:last]
+            column_error, step = error[j, first:last], change[j, first:last]
             for row in range(count):
-                target[row] = original[row] - wrong[row] + slope[row] * inverse
+                target[row] = original[row] - column_error[row] + column_gradient[row] * inverse
             scale, zero, offset = (
                 scales[j, first:last],
                 zeros[j, first:last],
                 offsets[j, first:last],
             )
             code = codes[j, first:last]
-            place(target[:count], scale, zero, offset, low, high, table, code, value)
+            round_to_point(target[:count], scale, zero, offset, low, high, table, code, value)
             for row in range(count):
-                step[row] = value[row] - (original[row] - wrong[row])
-                wrong[row] = original[row] - value[row]
-                fallen[row] += step[row] * (_TWO * slope[row] - pivot * step[row])
+                step[row] = value[row] - (original[row] - column_error[row])
+                column_error[row] = original[row] - value[row]
+                row_decrease[row] += step[row] * (_TWO * column_gradient[row] - pivot * step[row])
             for k in range(j + 1, columns):
-                factor, later = hessian[j, k], gradient[k, first:last]
+                factor, later_columns = hessian[j, k], gradient[k, first:last]
                 for row in range(count):
-                    later[row] -= factor * step[row]
+                    later_columns[row] -= factor * step[row]

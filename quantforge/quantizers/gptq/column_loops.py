@@ -1,22 +1,22 @@
-"""The innermost loops of GPTQ and of its refinement, over the columns of a chunk: each changes the columns after it.
+"""Innermost loops of GPTQ and of its refinement, over the columns of a chunk: each column updates the following ones.
 
 A chunk is processed in one of three ways, depending on its packer:
 
-- If the packer returns `Points`, on a CPU: loops in numpy, or, for large matrices, compiled by numba
+- If the packer returns `Points`, on a CPU: loops in numpy or, for large matrices, compiled by numba
   (`column_kernels`). In torch each column takes a dozen small operations, most of which cost more to call than to
   compute. The compiled loops keep a tile of rows in a core's cache until all columns of the chunk are done, and are two
-  to five times as fast, but compiling takes seconds in every process, which pays from `COMPILED_FROM` weights on. Both
-  do the same float32 arithmetic and give the same bits (a test compares them); read those in numpy.
-- If a code stands for several columns, these are rounded at once, as a vector. With ``H + diag(ridge) = R R^T`` (see
+  to five times as fast, but compiling takes seconds in each process, which pays off from `COMPILED_FROM` weights. Both
+  do the same float32 arithmetic and give identical bits (a test compares them); the numpy version is easier to read.
+- If a code represents several columns, they are rounded together, as a vector. With ``H + diag(ridge) = R R^T`` (see
   `hessian`) the terms of the columns ``B`` of a vector are ``E_B R_BB + P``, where ``P`` comes from the errors of
-  earlier columns. They are least for the code vector ``q`` nearest to the target ``t = w + P R_BB^-1`` under the
-  distance ``|(t - q) R_BB|``: the target of one column, with a triangle in the place of its pivot (vectors in GPTVQ,
+  earlier columns. They are smallest for the code vector ``q`` nearest to the target ``t = w + P R_BB^-1`` under the
+  distance ``|(t - q) R_BB|``: the same as for one column, with a triangle in place of its pivot (vectors in GPTVQ,
   van Baalen et al., arXiv 2402.15319; BlockLDLQ in QuIP#, Tseng et al., arXiv 2402.04396). In a sweep of the refinement
   the target is ``q + G_B H_BB^-1``, and the distance ``|(t - q) L|`` with ``H_BB = L L^T``.
 - Otherwise the packer encodes and decodes one column after the other.
 
 Rows are independent, and the columns of each are processed in order: the result depends on neither tiles nor threads.
-All arrays are float32 ``[columns, rows]``: the innermost dimension is rows, so that each step is vector instructions.
+All arrays are float32 ``[columns, rows]``: rows are the innermost dimension, so that each step is vectorized.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from quantforge.numerics.threads import one_thread
 from quantforge.packers import Points, VectorPacker, packer_of
 from quantforge.scheme import Scheme
 
-Array = NDArray[Any]  # float32 [columns, rows] but where it says otherwise
+Array = NDArray[Any]  # float32 [columns, rows] unless stated otherwise
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 
 
 class Loops(NamedTuple):
-    """The two loops over columns whose values are `Points`, in numpy or compiled."""
+    """The two loops for columns with `Points`, in numpy or compiled."""
 
     round: Callable[..., None]
     improve: Callable[..., None]
 
 
 def loops_for(weight: Tensor) -> Loops | None:
-    """Return the loops for a matrix; None where it is not on a CPU."""
+    """Return the loops for a matrix; None if it is not on a CPU."""
     if weight.device.type != "cpu":
         return None
     if weight.numel() < COMPILED_FROM:
@@ -59,7 +59,7 @@ def loops_for(weight: Tensor) -> Loops | None:
 
 
 def column_major(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return float32 copies of parameters in which each column is contiguous, as the loops read them."""
+    """Return float32 copies of parameters in which each column is contiguous, as the loops require."""
     return {
         key: value.to(torch.float32, copy=True).T.contiguous().T
         for key, value in parameters.items()
@@ -69,24 +69,24 @@ def column_major(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def round_chunk(
     loops: Loops | None,
     remaining: Tensor,
-    pull: Tensor,
+    compensation: Tensor,
     triangle: Tensor,
     columns: Tensor,
     terms: Tensor,
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> Tensor:
-    """Round the columns of a chunk in turn; each minimizes its own term of the error.
+    """Round the columns of a chunk in order, each to minimize its own term of the error.
 
     Args:
         loops: as `loops_for` returns them.
-        remaining: the weights ``[columns, rows]``; replaced by their errors, column after column.
-        pull: what the errors of earlier columns add to the terms; overwritten.
-        triangle: of ``R``, ``[columns, columns]``.
+        remaining: weights ``[columns, rows]``; replaced by their errors, column after column.
+        compensation: sum of the terms due to errors of earlier columns, ``[columns, rows]``; overwritten.
+        triangle: block of ``R``, ``[columns, columns]``.
         columns: indices of the columns in the matrix, int64.
         terms: filled with ``E R``.
-        parameters: of the whole matrix, as `column_major` returns them.
-        scheme: of the matrix.
+        parameters: parameters of the whole matrix, as `column_major` returns them.
+        scheme: scheme of the matrix.
 
     Returns:
         Codes ``[rows, columns]``; one per code vector.
@@ -94,18 +94,18 @@ def round_chunk(
     grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
     if loops is not None and grid is not None:
         codes = torch.empty_like(remaining)
-        arrays = (remaining, pull, triangle.contiguous(), terms, codes)
-        loops.round(*(item.numpy() for item in arrays), *_numpy(grid))
+        arrays = (remaining, compensation, triangle.contiguous(), terms, codes)
+        loops.round(*(item.numpy() for item in arrays), *_to_numpy(grid))
         return codes.to(grid.dtype).T
     rounded = _round_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _round_vectors
     return torch.cat(
-        rounded(remaining, pull, triangle, columns.tolist(), terms, parameters, scheme), 1
+        rounded(remaining, compensation, triangle, columns.tolist(), terms, parameters, scheme), 1
     )
 
 
 def improve_chunk(
     loops: Loops | None,
-    slopes: Tensor,
+    gradient_rows: Tensor,
     hessian: Tensor,
     weight: Tensor,
     error: Tensor,
@@ -113,37 +113,47 @@ def improve_chunk(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Move each code of a chunk in turn to its best value, given all other codes.
+    """Update each code of a chunk in order to its best value, given all other codes.
 
     Args:
         loops: as `loops_for` returns them.
-        slopes: the gradient ``G`` of the columns.
-        hessian: of the columns, with the ridge, ``[columns, columns]``.
-        weight: the columns of the matrix.
-        error: of these columns; updated.
+        gradient_rows: gradient ``G`` of the columns.
+        hessian: Hessian of the columns, with the ridge, ``[columns, columns]``.
+        weight: columns of the matrix.
+        error: errors of these columns; updated.
         first: index of the first column in the matrix.
-        parameters: of the whole matrix, as `column_major` returns them.
-        scheme: of the matrix.
+        parameters: parameters of the whole matrix, as `column_major` returns them.
+        scheme: scheme of the matrix.
 
     Returns:
         Codes ``[columns, rows]`` (one per code vector), changes of the values, and the decrease of the error of each
         row, float64 ``[rows]``.
     """
-    columns = torch.arange(first, first + len(slopes))
+    columns = torch.arange(first, first + len(gradient_rows))
     grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
     if loops is not None and grid is not None:
         codes, change = torch.empty_like(error), torch.empty_like(error)
-        gained = torch.zeros(error.shape[1], dtype=torch.float64)
-        arrays = (slopes.clone(), hessian.contiguous(), weight, error, codes, change, gained)
-        loops.improve(*(item.numpy() for item in arrays), *_numpy(grid))
-        return codes.to(grid.dtype), change, gained
+        error_decrease = torch.zeros(error.shape[1], dtype=torch.float64)
+        arrays = (
+            gradient_rows.clone(),
+            hessian.contiguous(),
+            weight,
+            error,
+            codes,
+            change,
+            error_decrease,
+        )
+        loops.improve(*(item.numpy() for item in arrays), *_to_numpy(grid))
+        return codes.to(grid.dtype), change, error_decrease
     improved = _improve_one_by_one if GRIDS[scheme.grid].weights_per_code == 1 else _improve_vectors
-    codes, change = improved(slopes.clone(), hessian, weight, error, first, parameters, scheme)
-    fallen = change * (2 * slopes - matmul(hessian, change))
-    return codes, change, fallen.sum(0, dtype=torch.float64)
+    codes, change = improved(
+        gradient_rows.clone(), hessian, weight, error, first, parameters, scheme
+    )
+    chunk_decrease = change * (2 * gradient_rows - matmul(hessian, change))
+    return codes, change, chunk_decrease.sum(0, dtype=torch.float64)
 
 
-def vector_targets(terms: Tensor, root: Tensor, width: int) -> Tensor:
+def vector_target_offsets(terms: Tensor, root: Tensor, width: int) -> Tensor:
     """Return targets minus chosen values ``[in, out]``, given the terms of vectors of ``width`` columns."""
     moved = torch.empty_like(terms)
     for start in range(0, len(terms), width):
@@ -152,17 +162,17 @@ def vector_targets(terms: Tensor, root: Tensor, width: int) -> Tensor:
     return moved
 
 
-# Points, in numpy
+# Grids with `Points`, in numpy
 
 
-def _numpy(grid: Points) -> tuple[Any, ...]:
+def _to_numpy(grid: Points) -> tuple[Any, ...]:
     known = None if grid.table is None else tuple(part.numpy() for part in grid.table)
     parameters = (part.numpy() for part in (grid.scales, grid.zeros, grid.offsets))
     return (*parameters, *(numpy.float32(limit) for limit in grid.limits), known)
 
 
-class _Grid:
-    """The points of all columns of a chunk; see `Points`."""
+class _ChunkPoints:
+    """Grid points of all columns of a chunk; see `Points`."""
 
     def __init__(
         self,
@@ -175,11 +185,11 @@ class _Grid:
     ) -> None:
         self._steps, self._zeros, self._offsets = scales, zeros, offsets
         self._low, self._high, self._table = low, high, table
-        # Where the step is 0 every code stands for the same value.
+        # If the step is 0, all codes have the same value.
         self._divisors = numpy.where(scales == 0, _ONE, scales)
 
-    def place(self, column: int, target: Array, code: Array, value: Array) -> None:
-        """Fill in the code and the value of the point nearest to each ``target``."""
+    def round_to_point(self, column: int, target: Array, code: Array, value: Array) -> None:
+        """Fill in the code and the value of the grid point nearest to each ``target``."""
         offset, step = self._offsets[column], self._steps[column]
         numpy.subtract(target, offset, out=value)
         value /= self._divisors[column]
@@ -199,20 +209,22 @@ class _Grid:
 
 
 def round_points(
-    error: Array, pull: Array, triangle: Array, terms: Array, codes: Array, *grid: Any
+    error: Array, compensation: Array, triangle: Array, terms: Array, codes: Array, *grid: Any
 ) -> None:
-    """Round a chunk; see `round_chunk`."""
-    points = _Grid(*grid)
+    """Round a chunk of columns in numpy; see `round_chunk`."""
+    points = _ChunkPoints(*grid)
     target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
-    for j, mine in enumerate(error):
-        pivot, later = triangle[j, j], slice(j + 1, None)
-        numpy.multiply(pull[j], _ONE / pivot, out=target)
-        target += mine
-        points.place(j, target, codes[j], value)
+    for j, column_error in enumerate(error):
+        pivot, later_columns = triangle[j, j], slice(j + 1, None)
+        numpy.multiply(compensation[j], _ONE / pivot, out=target)
+        target += column_error
+        points.round_to_point(j, target, codes[j], value)
         numpy.subtract(target, value, out=terms[j])
         terms[j] *= pivot
         error[j] -= value
-        pull[later] += numpy.multiply(triangle[j, later, None], mine, out=moved[later])
+        compensation[later_columns] += numpy.multiply(
+            triangle[j, later_columns, None], column_error, out=moved[later_columns]
+        )
 
 
 def improve_points(
@@ -222,22 +234,26 @@ def improve_points(
     error: Array,
     codes: Array,
     change: Array,
-    gained: Array,  # float64 [rows]
+    error_decrease: Array,  # float64 [rows]
     *grid: Any,
 ) -> None:
-    """Move the codes of a chunk; see `improve_chunk`."""
-    points = _Grid(*grid)
+    """Update the codes of a chunk of columns in numpy; see `improve_chunk`."""
+    points = _ChunkPoints(*grid)
     target, value, moved = (numpy.empty_like(part) for part in (error[0], error[0], error))
-    for j, (slope, original, wrong) in enumerate(zip(gradient, weight, error, strict=True)):
-        pivot, later, step = hessian[j, j], slice(j + 1, None), change[j]
-        before = original - wrong
-        numpy.multiply(slope, _ONE / pivot, out=target)
+    for j, (column_gradient, original, column_error) in enumerate(
+        zip(gradient, weight, error, strict=True)
+    ):
+        pivot, later_columns, step = hessian[j, j], slice(j + 1, None), change[j]
+        before = original - column_error
+        numpy.multiply(column_gradient, _ONE / pivot, out=target)
         target += before
-        points.place(j, target, codes[j], value)
+        points.round_to_point(j, target, codes[j], value)
         numpy.subtract(value, before, out=step)
-        numpy.subtract(original, value, out=wrong)
-        gained += step * (_TWO * slope - pivot * step)
-        gradient[later] -= numpy.multiply(hessian[j, later, None], step, out=moved[later])
+        numpy.subtract(original, value, out=column_error)
+        error_decrease += step * (_TWO * column_gradient - pivot * step)
+        gradient[later_columns] -= numpy.multiply(
+            hessian[j, later_columns, None], step, out=moved[later_columns]
+        )
 
 
 # One column after the other
@@ -245,7 +261,7 @@ def improve_points(
 
 def _round_one_by_one(
     error: Tensor,
-    pull: Tensor,
+    compensation: Tensor,
     triangle: Tensor,
     columns: list[int],
     terms: Tensor,
@@ -254,13 +270,13 @@ def _round_one_by_one(
 ) -> list[Tensor]:
     packer, codes = packer_of(scheme), []
     for j, (column, pivot) in enumerate(zip(columns, triangle.diagonal().tolist(), strict=True)):
-        place = slice(column, column + 1)
-        target = error[j].add(pull[j], alpha=1 / pivot)
-        codes.append(packer.encode(target.unsqueeze(1), parameters, scheme, place))
-        value = packer.decode(codes[-1], parameters, scheme, place)[:, 0]
+        column_slice = slice(column, column + 1)
+        target = error[j].add(compensation[j], alpha=1 / pivot)
+        codes.append(packer.encode(target.unsqueeze(1), parameters, scheme, column_slice))
+        value = packer.decode(codes[-1], parameters, scheme, column_slice)[:, 0]
         torch.mul(target.sub_(value), pivot, out=terms[j])
         error[j] -= value
-        pull[j + 1 :].addr_(triangle[j, j + 1 :], error[j])
+        compensation[j + 1 :].addr_(triangle[j, j + 1 :], error[j])
     return codes
 
 
@@ -275,23 +291,23 @@ def _improve_one_by_one(
 ) -> tuple[Tensor, Tensor]:
     packer, codes, change = packer_of(scheme), [], torch.empty_like(gradient)
     for j, pivot in enumerate(hessian.diagonal().tolist()):
-        column, place = slice(j, j + 1), slice(first + j, first + j + 1)
+        column, column_slice = slice(j, j + 1), slice(first + j, first + j + 1)
         value = weight[column] - error[column]
         target = value.add(gradient[j], alpha=1 / pivot).T
-        codes.append(packer.encode(target, parameters, scheme, place))
-        moved = packer.decode(codes[-1], parameters, scheme, place).T
+        codes.append(packer.encode(target, parameters, scheme, column_slice))
+        moved = packer.decode(codes[-1], parameters, scheme, column_slice).T
         torch.sub(moved, value, out=change[column])
         error[column] = weight[column] - moved
         gradient[j + 1 :].addr_(hessian[j, j + 1 :], change[j], alpha=-1)
     return torch.cat(codes, 1).T, change
 
 
-# Code vectors: the columns that share a code
+# Code vectors: columns that share a code
 
 
 def _round_vectors(
     error: Tensor,
-    pull: Tensor,
+    compensation: Tensor,
     triangle: Tensor,
     columns: list[int],
     terms: Tensor,
@@ -301,14 +317,14 @@ def _round_vectors(
     packer = cast("VectorPacker", packer_of(scheme))
     codes: list[Tensor] = []
     for vector in _vectors(len(error), scheme):
-        root, place = triangle[vector, vector], _place(columns[vector.start], vector)
-        target = error[vector] + matmul(_inverse(root).T, pull[vector])
-        codes.append(packer.nearest(target.T, parameters, scheme, place, root))
-        value = packer.decode(codes[-1], parameters, scheme, place).T
+        root, column_slice = triangle[vector, vector], _column_slice(columns[vector.start], vector)
+        target = error[vector] + matmul(_inverse(root).T, compensation[vector])
+        codes.append(packer.nearest(target.T, parameters, scheme, column_slice, root))
+        value = packer.decode(codes[-1], parameters, scheme, column_slice).T
         terms[vector] = matmul(root.T, target - value)
         error[vector] -= value
-        later = slice(vector.stop, None)
-        pull[later] += matmul(triangle[vector, later].T, error[vector])
+        later_columns = slice(vector.stop, None)
+        compensation[later_columns] += matmul(triangle[vector, later_columns].T, error[vector])
     return codes
 
 
@@ -325,16 +341,16 @@ def _improve_vectors(
     values, change = weight - error, torch.empty_like(gradient)
     codes: list[Tensor] = []
     for vector in _vectors(len(gradient), scheme):
-        block, place = hessian[vector, vector], _place(first + vector.start, vector)
+        block, column_slice = hessian[vector, vector], _column_slice(first + vector.start, vector)
         with one_thread():
             root = torch.linalg.cholesky(block)
             inverse = torch.cholesky_inverse(root)
         target = values[vector] + matmul(inverse, gradient[vector])
-        codes.append(packer.nearest(target.T, parameters, scheme, place, root))
-        moved = packer.decode(codes[-1], parameters, scheme, place).T
+        codes.append(packer.nearest(target.T, parameters, scheme, column_slice, root))
+        moved = packer.decode(codes[-1], parameters, scheme, column_slice).T
         torch.sub(moved, values[vector], out=change[vector])
-        later = slice(vector.stop, None)
-        gradient[later] -= matmul(hessian[later, vector], change[vector])
+        later_columns = slice(vector.stop, None)
+        gradient[later_columns] -= matmul(hessian[later_columns, vector], change[vector])
     error -= change
     return torch.cat(codes, 1).T, change
 
@@ -344,12 +360,12 @@ def _vectors(columns: int, scheme: Scheme) -> Iterator[slice]:
     yield from (slice(start, start + width) for start in range(0, columns, width))
 
 
-def _place(column: int, vector: slice) -> slice:
+def _column_slice(column: int, vector: slice) -> slice:
     return slice(column, column + vector.stop - vector.start)
 
 
 def _inverse(triangle: Tensor) -> Tensor:
-    """Return the inverse of an upper triangle; products with it, unlike solving, are the same for all threads."""
+    """Return the inverse of an upper triangle; unlike solving, products with it are equal for any number of threads."""
     identity = torch.eye(len(triangle), dtype=triangle.dtype, device=triangle.device)
     with one_thread():
         inverse: Tensor = torch.linalg.solve_triangular(triangle, identity, upper=True)

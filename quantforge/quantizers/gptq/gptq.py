@@ -4,18 +4,18 @@
 triangular (see `hessian`). Term ``j`` depends on the columns up to ``j`` only, so it is least when column ``j`` rounds
 not ``w_j`` but its target ``w_j + sum_(k<j) E_k R_kj / R_jj``. The steps for the matrices that read one input:
 
-1. Check, damp and factorize ``H`` once. Columns are processed by falling ``H_jj``; groups stay runs of input columns.
-2. Fit the scales of every group to the original weights, and round the columns in turn (`round_columns`).
-3. Round a row to nearest with the same scales where that has the smaller error.
+1. Check, damp and factorize ``H`` once. Columns are processed by decreasing ``H_jj``; groups are runs of input columns.
+2. Fit the scales of each group to the original weights, and round the columns in order (`round_columns`).
+3. Round a row to nearest with the same scales if that has the smaller error.
 4. If scales are searched, fit them again to the targets that step 2 rounded, and repeat step 2, in ``gptq.runs`` passes
    in all (0: `Grid.passes`, one without ``refine``); keep the best pass of each row. On a small llama a second pass
    reduced the divergence by 7 % at 2 bits, 3 % at 3 and 2 % at 4. Codebooks and floats do the same. Scales under one
    number of the whole matrix are fitted under the number of the first pass.
 5. Refine codes and scales by ``refine`` sweeps (`Refinement`), for grids that have `refits`. No sweep raises the error
    of a row.
-6. Use what `rtn` writes with the same recipe, wherever it has the smaller error (`rtn_fallback`).
+6. Replace rows by the result of `rtn` with the same recipe if it has the smaller error (`rtn_fallback`).
 
-What this writes is not the end where the plan tunes: `quantforge.quantizers.tuning` then learns scales and codes.
+If the plan includes tuning, `quantforge.quantizers.tuning` then fine-tunes scales and codes.
 
 A column that was 0 throughout calibration is coupled to no other: it is rounded to nearest, not set to 0. If no damping
 makes the Hessian positive definite, all matrices are rounded to nearest, and an event is recorded.
@@ -43,47 +43,62 @@ from quantforge.packers import fp4, packer_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded, rtn
 from quantforge.quantizers.gptq import column_loops
-from quantforge.quantizers.gptq.hessian import Factor, checked_hessian, factorize
-from quantforge.quantizers.gptq.refine import TOGETHER, Refinement
-from quantforge.quantizers.gptq.rtn_fallback import COMPARED, fall_back_to_rtn
-from quantforge.quantizers.matrices import checked, fitted, losses, of_rows, ratio, stacked
+from quantforge.quantizers.gptq.hessian import Factor, factorize, require_finite_hessian
+from quantforge.quantizers.gptq.refine import SWEEPS_PER_PANEL, Refinement
+from quantforge.quantizers.gptq.rtn_fallback import COMPARED_ROWS, fall_back_to_rtn
+from quantforge.quantizers.matrices import (
+    fit_parameters,
+    loss_events,
+    ratio,
+    slice_parameters,
+    stack_rows,
+    to_finite_float32,
+)
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 
-ROWS = 1024  # that are rounded at a time
-WORKERS = 2  # parts at once, each of about five times its float32 size in memory
+ROWS_PER_PART = 1024  # rows rounded at a time
+WORKERS = 2  # parts rounded in parallel, each taking about five times its float32 size
 PANEL = 256  # columns that share one product with all the columns before them
 CHUNK = 32  # columns of a panel that share one product with those of the panel before them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """Codes and parameters of a matrix, with the error of each row."""
+    """Codes and parameters of a matrix, with the error of each row.
+
+    Attributes:
+        parameters: parameters of the packer, by name.
+        codes: codes ``[out, in]``; one per code vector.
+        errors: objective of each row, float64 ``[out]``.
+        nearest: whether each row is rounded to nearest, bool ``[out]``.
+        terms: ``E R`` ``[in, out]`` with columns in processing order, if kept.
+    """
 
     parameters: dict[str, Tensor]
-    codes: Tensor  # [out, in]; one per code vector
-    errors: Tensor  # float64 [out]
-    nearest: Tensor  # bool [out]: rows that are rounded to nearest
-    terms: Tensor | None = None  # E R, [in, out], columns in processing order
+    codes: Tensor
+    errors: Tensor
+    nearest: Tensor
+    terms: Tensor | None = None
 
     def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
-        """Return the targets ``[out, in]`` that were rounded to these codes; needs the terms."""
+        """Return the targets ``[out, in]`` that were rounded to these codes; requires the terms."""
         assert self.terms is not None
         values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
         width = GRIDS[scheme.grid].weights_per_code
         if width == 1:
             moved = self.terms / factor.root.diagonal().unsqueeze(1)
         else:
-            moved = column_loops.vector_targets(self.terms, factor.root, width)
+            moved = column_loops.vector_target_offsets(self.terms, factor.root, width)
         return values.add_(moved[factor.order.argsort()].T)
 
-    def of_rows(self, rows: slice) -> Solution:
-        """Return views of some rows; a parameter that serves the whole matrix stays whole."""
-        parameters = of_rows(self.parameters, rows)
+    def row_slice(self, rows: slice) -> Solution:
+        """Return views of some rows; a parameter of the whole matrix is returned unchanged."""
+        parameters = slice_parameters(self.parameters, rows)
         return Solution(parameters, self.codes[rows], self.errors[rows], self.nearest[rows])
 
-    def or_better(self, other: Solution, scheme: Scheme) -> Solution:
-        """Return the better of two solutions, row by row unless rows share parameters that differ; drops the terms."""
+    def better_of(self, other: Solution, scheme: Scheme) -> Solution:
+        """Return the better of two solutions, row by row unless rows share differing parameters; drops the terms."""
         if scheme.whole and not scheme.divided:
             return min(self, other, key=lambda solution: fsum(solution.errors.tolist()))
         rows = other.errors < self.errors
@@ -100,7 +115,7 @@ class Solution:
         return Solution(parameters, codes, errors, nearest)
 
 
-def round_shared(
+def round_matrices(
     weights: Mapping[str, Tensor],
     statistics: Statistics,
     schemes: Mapping[str, Scheme],
@@ -109,63 +124,63 @@ def round_shared(
     """Round all matrices ``[out, in]`` that read one shared input, with one factorization of its Hessian.
 
     Raises:
-        InputError: a weight or the Hessian is not finite, or a scale is beyond its stored type.
+        InputError: a weight or the Hessian is not finite, or a scale is outside the range of its stored type.
     """
     names = ", ".join(weights)
     if statistics.hessian is None:
         raise ValueError(f"{names}: gptq needs the Hessian")
-    hessian = checked_hessian(statistics.hessian, names)
-    importance = statistics.importance if rounding.weighs else None  # as `rtn` is given it
-    factor, events = _factor(hessian, schemes, names, rounding.gptq)
+    hessian = require_finite_hessian(statistics.hessian, names)
+    importance = statistics.importance if rounding.weighs else None  # as passed to `rtn`
+    factor, events = _factorize_input(hessian, schemes, names, rounding.gptq)
     if factor is None:
         known = Statistics(tokens=statistics.tokens, squares=importance)
-        return _with_events(rtn.round_shared(weights, known, schemes, rounding), events)
-    large = hessian.device.type == "cpu" and ROWS * len(hessian) >= COMPILED_FROM
+        return _with_events(rtn.round_matrices(weights, known, schemes, rounding), events)
+    large = hessian.device.type == "cpu" and ROWS_PER_PART * len(hessian) >= COMPILED_FROM
     workers = WORKERS if large else 1
     rounded: dict[str, Rounded] = {}
-    for open_scheme, members in _alike(schemes):
-        scheme = open_scheme.with_scale(ScaleType.F16)  # a plan has left no type of scales open
-        matrices = {name: checked(name, weights[name]) for name in members}
+    for open_scheme, members in _group_by_scheme(schemes):
+        scheme = open_scheme.with_scale(ScaleType.F16)  # the plan has resolved all types of scales
+        matrices = {name: to_finite_float32(name, weights[name]) for name in members}
         # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
-        parts = _parts([*matrices.values()], None if scheme.whole else ROWS)
+        parts = _row_parts([*matrices.values()], None if scheme.whole else ROWS_PER_PART)
         round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
-        found = _joined(side_by_side(round_part, [*parts], workers))
+        found = _concatenate(side_by_side(round_part, [*parts], workers))
         fall_back_to_rtn(matrices, found, factor, scheme, importance, rounding.scales, workers)
-        rounded |= _of_each(matrices, found, factor, scheme)
+        rounded |= _split_by_matrix(matrices, found, factor, scheme)
     return _with_events({name: rounded[name] for name in weights}, events)
 
 
 def _round_rows(
     names: str, factor: Factor, scheme: Scheme, rounding: Rounding, pieces: Sequence[Tensor]
 ) -> Solution:
-    """Round the rows of one part: all passes, the best of them for each row, then the refinement (steps 2 to 5).
+    """Round the rows of one part: all passes, the best one for each row, then the refinement (steps 2 to 5).
 
     Args:
-        names: of the matrices, for errors.
-        factor: of the Hessian of their input.
-        scheme: as stored.
+        names: names of the matrices, for errors.
+        factor: factor of the Hessian of their input.
+        scheme: scheme as stored.
         rounding: options.
         pieces: rows ``[rows, in]`` of the matrices, float32.
     """
-    weight, search = stacked(pieces), rounding.scales == "search"
-    parameters = fitted(names, weight, scheme, factor.scale_weights, search=search)
+    weight, search = stack_rows(pieces), rounding.scales == "search"
+    parameters = fit_parameters(names, weight, scheme, factor.scale_weights, search=search)
     passes = rounding.gptq.passes_of(GRIDS[scheme.grid].passes) if search else 1
     best: Solution | None = None
     for index in range(passes):
         again = index < passes - 1
-        found = round_columns(weight, factor, scheme, parameters, keep=again)
+        found = round_columns(weight, factor, scheme, parameters, keep_terms=again)
         targets = found.targets(factor, scheme) if again else None
         found = replace(found, terms=None)  # as large as the weight: freed before the next pass
         if best is None:
             best = found
             _prefer_nearest(weight, factor, scheme, best)
         else:
-            best = best.or_better(found, scheme)
+            best = best.better_of(found, scheme)
         del found
         if targets is not None and scheme.divided:
             parameters = fp4.fit_under(targets, best.parameters, scheme, factor.scale_weights)
         elif targets is not None:
-            parameters = fitted(names, targets, scheme, factor.scale_weights, search=True)
+            parameters = fit_parameters(names, targets, scheme, factor.scale_weights, search=True)
         del targets
     del parameters
     assert best is not None
@@ -173,8 +188,8 @@ def _round_rows(
     if not sweeps or not packer_of(scheme).refits(scheme, weight.shape[1]):
         return best
     state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
-    for done in range(0, sweeps, TOGETHER):
-        best.errors.sub_(state.sweep(min(TOGETHER, sweeps - done)))
+    for done in range(0, sweeps, SWEEPS_PER_PANEL):
+        best.errors.sub_(state.sweep(min(SWEEPS_PER_PANEL, sweeps - done)))
     return replace(best, parameters=state.parameters, codes=state.codes)
 
 
@@ -184,28 +199,28 @@ def round_columns(
     scheme: Scheme,
     parameters: Mapping[str, Tensor],
     *,
-    keep: bool = False,
+    keep_terms: bool = False,
 ) -> Solution:
-    """Round the columns of ``weight`` ``[out, in]`` in turn, with given ``parameters``.
+    """Round the columns of ``weight`` ``[out, in]`` in order, with given ``parameters``.
 
-    Columns are processed in panels, and panels in chunks, so that nearly all arithmetic is matrix products. ``keep``
-    returns the terms too, which are as large as the weight.
+    Columns are processed in panels, and panels in chunks, so that nearly all arithmetic is matrix products.
+    ``keep_terms`` also returns the terms, which are as large as the weight.
     """
     order, root = factor.order, factor.root
     width = GRIDS[scheme.grid].weights_per_code
     loops, working = column_loops.loops_for(weight), column_loops.column_major(parameters)
-    # Transposed and in processing order; a column holds W until it is rounded, then what remains of it: E = W - Q.
+    # Transposed and in processing order; a column holds W until it is rounded, then its error E = W - Q.
     remaining = weight.new_empty(weight.T.shape)
     torch.index_select(weight.T, 0, order, out=remaining)
-    terms = torch.empty_like(remaining) if keep else None
+    terms = torch.empty_like(remaining) if keep_terms else None
     errors = weight.new_zeros(len(weight), dtype=torch.float64)
     codes: list[Tensor] = []
     for start in range(0, len(order), PANEL):
         stop = min(start + PANEL, len(order))
-        pull = matmul(root[:start, start:stop].T, remaining[:start])
+        compensation = matmul(root[:start, start:stop].T, remaining[:start])
         for first in range(start, stop, CHUNK):
             chunk = slice(first, min(first + CHUNK, stop))
-            own = pull[chunk.start - start : chunk.stop - start]
+            own = compensation[chunk.start - start : chunk.stop - start]
             addmm_(own, root[start:first, chunk].T, remaining[start:first])
             triangle, columns = root[chunk, chunk], order[chunk]
             term = torch.empty_like(own) if terms is None else terms[chunk]
@@ -225,23 +240,23 @@ def round_columns(
 
 
 def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
-    """Round those rows to nearest, with the same parameters, whose error is smaller then (step 3)."""
+    """Round rows to nearest with the same parameters if that has the smaller error (step 3)."""
     packer = packer_of(scheme)
     nearest = packer.encode(weight, found.parameters, scheme)
     whole = packer.decode(nearest, found.parameters, scheme) if scheme.whole else None
-    for start in range(0, len(weight), COMPARED):
-        strip = slice(start, start + COMPARED)
-        own = of_rows(found.parameters, strip)
+    for start in range(0, len(weight), COMPARED_ROWS):
+        strip = slice(start, start + COMPARED_ROWS)
+        own = slice_parameters(found.parameters, strip)
         values = packer.decode(nearest[strip], own, scheme) if whole is None else whole[strip]
-        rows, errors = factor.below(weight[strip] - values, found.errors[strip])
+        rows, errors = factor.rows_below(weight[strip] - values, found.errors[strip])
         found.codes[strip][rows], found.errors[strip][rows] = nearest[strip][rows], errors
         found.nearest[strip][rows] = True
 
 
-# The parts of round_shared
+# Steps of round_matrices
 
 
-def _factor(
+def _factorize_input(
     hessian: Tensor, schemes: Mapping[str, Scheme], names: str, options: GptqOptions
 ) -> tuple[Factor | None, list[Event]]:
     """Factorize the Hessian of the input of ``names``; return None and an event if it cannot be used."""
@@ -254,7 +269,7 @@ def _factor(
     shrinkage = options.shrinkage
     if shrinkage is None:
         shrinkage = max(grid.shrinkage for grid in grids)
-    order = _order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
+    order = _column_order(diagonal, math.lcm(*(grid.weights_per_code for grid in grids)))
     factor = factorize(hessian, options.damping, order, shrinkage)
     if factor is None:
         why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
@@ -265,37 +280,37 @@ def _factor(
     return factor, events
 
 
-def _order(diagonal: Tensor, width: int) -> Tensor:
-    """Return the columns by falling activation; ``width`` neighbours, which may share a code, stay together."""
+def _column_order(diagonal: Tensor, width: int) -> Tensor:
+    """Return the columns by decreasing activation; runs of ``width`` columns, which may share a code, stay together."""
     columns = torch.arange(len(diagonal), device=diagonal.device)
     panels = diagonal.view(-1, width).sum(1).argsort(descending=True, stable=True)
     return columns.view(-1, width)[panels].flatten()
 
 
-def _alike(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
-    """Yield names of matrices that can be rounded as one tall matrix, with their scheme."""
-    alike: dict[Scheme, list[str]] = {}
+def _group_by_scheme(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, list[str]]]:
+    """Yield the names of matrices that can be rounded as one tall matrix, with their scheme."""
+    members_by_scheme: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
         if scheme.whole and not scheme.joint:
             yield scheme, [name]
         else:
-            alike.setdefault(scheme, []).append(name)
-    yield from alike.items()
+            members_by_scheme.setdefault(scheme, []).append(name)
+    yield from members_by_scheme.items()
 
 
-def _parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor]]:
+def _row_parts(matrices: Sequence[Tensor], rows: int | None) -> Iterator[list[Tensor]]:
     """Yield parts of at most ``rows`` rows (None: whole matrices) as lists of pieces; small matrices share a part."""
-    waiting: list[Tensor] = []
+    pending: list[Tensor] = []
     pieces = (torch.split(matrix, rows or len(matrix)) for matrix in matrices)
     for piece in itertools.chain.from_iterable(pieces):
-        if waiting and rows and sum(map(len, waiting)) + len(piece) > rows:
-            yield waiting
-            waiting = []
-        waiting.append(piece)
-    yield waiting
+        if pending and rows and sum(map(len, pending)) + len(piece) > rows:
+            yield pending
+            pending = []
+        pending.append(piece)
+    yield pending
 
 
-def _joined(parts: Sequence[Solution]) -> Solution:
+def _concatenate(parts: Sequence[Solution]) -> Solution:
     return Solution(
         {key: torch.cat([part.parameters[key] for part in parts]) for key in parts[0].parameters},
         torch.cat([part.codes for part in parts]),
@@ -304,7 +319,7 @@ def _joined(parts: Sequence[Solution]) -> Solution:
     )
 
 
-def _of_each(
+def _split_by_matrix(
     matrices: Mapping[str, Tensor], found: Solution, factor: Factor, scheme: Scheme
 ) -> dict[str, Rounded]:
     """Return each matrix with its rows of a solution, and its error relative to its size."""
@@ -312,19 +327,21 @@ def _of_each(
     for name, matrix in matrices.items():
         rows = slice(stop, stop + len(matrix))
         stop = rows.stop
-        mine = found.parameters if len(matrices) == 1 else of_rows(found.parameters, rows)
-        tensor = QuantizedTensor(found.codes[rows], mine, scheme)
+        matrix_parameters = (
+            found.parameters if len(matrices) == 1 else slice_parameters(found.parameters, rows)
+        )
+        tensor = QuantizedTensor(found.codes[rows], matrix_parameters, scheme)
         sizes = (matrix.square() * factor.objective.diagonal).sum(1)
         figures = {
             "error": ratio(found.errors[rows], sizes),
             "rows_rtn": float(found.nearest[rows].sum()),
         }
-        rounded[name] = Rounded(tensor, losses(name, matrix, tensor, tensor.decode()), figures)
+        rounded[name] = Rounded(tensor, loss_events(name, matrix, tensor, tensor.decode()), figures)
     return rounded
 
 
 def _with_events(rounded: dict[str, Rounded], events: list[Event]) -> dict[str, Rounded]:
-    """Attach the events of the shared input to its first matrix, once."""
+    """Attach the events of the shared input to its first matrix, so that they are reported once."""
     first = next(iter(rounded))
     found = rounded[first]
     return rounded | {first: Rounded(found.tensor, (*events, *found.events), found.figures)}

@@ -1,15 +1,15 @@
 """Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian.
 
-GPTQ never returns to a column. Here, with ``G = E (H + diag(ridge))``, the parameters of each group are fitted again
-with its codes held, as its packer can store them: a scale in closed form, ``s += (q . G) / (q H q)``, an integer to one
-of the two next to it. Then each code in turn goes to the best point of its grid given all the others: the one nearest
-to ``q_j + G_j / (H_jj + ridge_j)`` (CDQuant, arXiv 2406.17542). New parameters are accepted only where they lower the
-error as stored, and a code cannot raise it, so that the error of a row never rises.
+GPTQ visits each column once. Here, with ``G = E (H + diag(ridge))``, the parameters of each group are fitted again with
+its codes fixed, in the precision that its packer stores: a scale in closed form, ``s += (q . G) / (q H q)``, an integer
+to one of its two neighbors. Then each code in order moves to the best point of its grid given all the others: the one
+nearest to ``q_j + G_j / (H_jj + ridge_j)`` (CDQuant, arXiv 2406.17542). New parameters are accepted only if they lower
+the error as stored, and a code cannot raise it, so the error of a row never increases.
 
-This is for grids whose packer has `refits`.
+Only for grids whose packer has `refits`.
 
-``G`` is computed for a panel of groups at a time and kept current inside of it. Two sweeps over a panel before the next
-cost one product with ``H``, about as much as GPTQ itself, and bring nearly what two of all columns in turn bring.
+``G`` is computed for one panel of groups at a time and kept current within it. Two sweeps over a panel before the next
+cost one product with ``H``, about as much as GPTQ itself, and gain nearly as much as two sweeps over all columns.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from quantforge.quantizers.gptq import column_loops
 from quantforge.quantizers.gptq.hessian import Objective
 from quantforge.scheme import Scheme
 
-PANEL = 256  # columns, at least, that share one product with the whole Hessian
-TOGETHER = 2  # sweeps that share that product: over a panel, its groups' parameters and then its codes, twice
-CHUNK = 32  # columns between two updates of the gradient of the panel
+PANEL = 256  # minimum number of columns that share one product with the whole Hessian
+SWEEPS_PER_PANEL = (
+    2  # sweeps over a panel (parameters of groups, then codes) that share that product
+)
+CHUNK = 32  # columns between updates of the panel's gradient
 
 
 class Refinement:
-    """Codes and parameters of ``weight`` ``[out, in]``, getting better with every `sweep`."""
+    """Codes and parameters of ``weight`` ``[out, in]`` that each `sweep` improves."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Refinement:
     ) -> None:
         self.objective, self.scheme, self.packer = objective, scheme, packer_of(scheme)
         self._refits = self.packer.refits(scheme, weight.shape[1])
-        self._widest = self._refits[-1].columns  # that share a parameter
+        self._widest = self._refits[-1].columns  # columns that share a parameter
         self._width = GRIDS[scheme.grid].weights_per_code
         self._loops = column_loops.loops_for(weight)
         self._types = {key: value.dtype for key, value in parameters.items()}
@@ -67,33 +69,33 @@ class Refinement:
         """Return the codes ``[out, in]``."""
         return self._codes.T.contiguous()
 
-    def sweep(self, times: int = TOGETHER) -> Tensor:
-        """Go over all columns, over each panel of them ``times`` times.
+    def sweep(self, times: int = SWEEPS_PER_PANEL) -> Tensor:
+        """Update all columns, panel by panel, with ``times`` sweeps over each panel.
 
         Returns:
-            How much the error of each row fell, float64 ``[out]``; what a parameter of all rows gains is split evenly.
+            The decrease of each row's error, float64 ``[out]``; the gain of a parameter shared by rows is split evenly.
         """
         in_features, step = len(self._weight), self._widest * max(1, PANEL // self._widest)
-        gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
+        error_decrease = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for start in range(0, in_features, step):
-            gained += self._improve(start, min(start + step, in_features), times)
-        return gained
+            error_decrease += self._sweep_panel(start, min(start + step, in_features), times)
+        return error_decrease
 
-    def _improve(self, start: int, stop: int, times: int) -> Tensor:
+    def _sweep_panel(self, start: int, stop: int, times: int) -> Tensor:
         hessian = self.objective.rows(start, stop)
         gradient = matmul(hessian, self._error)
         hessian = hessian[:, start:stop].contiguous()
-        gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
+        error_decrease = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for _ in range(times):
-            gained += self._improve_parameters(gradient, hessian, start)
+            error_decrease += self._refit_parameters(gradient, hessian, start)
             for first in range(0, stop - start, CHUNK):
                 columns = slice(first, min(first + CHUNK, stop - start))
                 chunk = slice(start + columns.start, start + columns.stop)
-                block, slopes = hessian[columns, columns], gradient[columns]
+                block, gradient_rows = hessian[columns, columns], gradient[columns]
                 weight, error = self._weight[chunk], self._error[chunk]
-                codes, change, fallen = column_loops.improve_chunk(
+                codes, change, chunk_decrease = column_loops.improve_chunk(
                     self._loops,
-                    slopes,
+                    gradient_rows,
                     block,
                     weight,
                     error,
@@ -101,36 +103,36 @@ class Refinement:
                     self._parameters,
                     self.scheme,
                 )
-                self._codes[self._of(chunk)] = codes
-                gained += fallen
+                self._codes[self._code_slice(chunk)] = codes
+                error_decrease += chunk_decrease
                 addmm_(gradient, hessian[:, columns], change, alpha=-1)
-        return gained
+        return error_decrease
 
-    def _improve_parameters(self, gradient: Tensor, hessian: Tensor, start: int) -> Tensor:
-        gained = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
+    def _refit_parameters(self, gradient: Tensor, hessian: Tensor, start: int) -> Tensor:
+        error_decrease = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
         for refit in self._refits:
             for first in range(0, len(gradient), refit.columns):
                 columns = slice(first, first + refit.columns)
                 place = slice(start + columns.start, start + columns.stop)
                 block = hessian[columns, columns]
-                codes = self._codes[self._of(place)]
+                codes = self._codes[self._code_slice(place)]
                 held = Held(codes, gradient[columns], block, place.start)
                 gain = refit.improve(self._parameters, held)
-                gained += gain / (len(gained) // len(gain))
-                addmm_(gradient, hessian[:, columns], self._settle(place), alpha=-1)
-        return gained
+                error_decrease += gain / (len(error_decrease) // len(gain))
+                addmm_(gradient, hessian[:, columns], self._update_error(place), alpha=-1)
+        return error_decrease
 
-    def _settle(self, columns: slice) -> Tensor:
-        """Bring the error up to date after parameters of ``columns`` have changed; return by how much it fell."""
+    def _update_error(self, columns: slice) -> Tensor:
+        """Recompute the error after parameters of ``columns`` have changed; return its decrease."""
         error = self._weight[columns] - self._values(columns)
         change = self._error[columns] - error
         self._error[columns] = error
         return change
 
     def _values(self, columns: slice) -> Tensor:
-        codes = self._codes[self._of(columns)].T
+        codes = self._codes[self._code_slice(columns)].T
         return self.packer.decode(codes, self._parameters, self.scheme, columns).T
 
-    def _of(self, columns: slice) -> slice:
-        """Return where the codes of a run of columns are."""
+    def _code_slice(self, columns: slice) -> slice:
+        """Return the slice of codes of a run of columns."""
         return slice(columns.start // self._width, columns.stop // self._width)

@@ -1,20 +1,20 @@
-"""A backward pass, one block at a time: gradients of the loss at the outputs of all linears.
+"""Block-by-block backward pass: compute the gradients of the loss at the outputs of all linears.
 
-The loss is the cross-entropy of one label per position, drawn from the model's own prediction there. The squares of its
-gradients are the Fisher information: ``sum over tokens of (e x)^T diag(g^2) (e x) / 2`` is, to second order, the
+The loss is the cross-entropy of one label per position, sampled from the model's own prediction there. The squares of
+its gradients are the Fisher information: ``sum over tokens of (e x)^T diag(g^2) (e x) / 2`` is, to second order, the
 divergence in nats that an error ``e`` of a weight causes at the output of the model (``x`` is the input of the linear,
-``g`` the gradient of its output). Labels from a text would measure instead how the text surprises the model.
+``g`` the gradient of its output). Labels from a text would measure the model's surprise at the text instead.
 
-Backpropagation needs the inputs of all blocks from last to first, and a stream computes them from first to last. The
-forward pass keeps the inputs of every n-th of n^2 blocks. The backward pass goes through these runs of blocks from last
-to first: it computes the inputs of the blocks of a run again, and then each block once more with gradients. That takes
+Backpropagation needs the inputs of all blocks from last to first, but a stream computes them from first to last. The
+forward pass saves the inputs of every n-th of n^2 blocks. The backward pass goes through these runs of blocks from last
+to first: it recomputes the inputs of the blocks of a run, and then runs each block once more with gradients. That takes
 about 2n copies of the hidden states instead of n^2, and three forward passes instead of one.
 
 Memory: those copies and one of the gradients (in memory, or on disk), one block, the activations of one row per thread,
 and for one micro-batch the inputs of the linears of the block and the gradients of their outputs. The head processes
-only as many rows at a time as `LOGITS` allows.
+only as many rows at a time as `MAX_LOGITS` allows.
 
-On a CPU each row is computed by itself on one thread, and nothing is summed over rows, so that gradients and labels
+On a CPU each row is computed separately on one thread, and nothing is summed over rows, so that gradients and labels
 depend neither on the number of threads nor on the micro-batch.
 """
 
@@ -42,50 +42,50 @@ from quantforge.numerics.values import finite
 from quantforge.quantizers.guidance.gradients import (
     MixtureGradients,
     OutputGradients,
-    OutputListener,
-    Passed,
+    OutputRecorder,
+    RowGradients,
 )
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample
 
-LOGITS = 1 << 27  # of the rows whose logits are computed at the same time
-DRAWN = 1 << 22  # logits from which labels are drawn at a time, in float64
+MAX_LOGITS = 1 << 27  # number of logits computed at the same time
+LABEL_CHUNK_LOGITS = 1 << 22  # logits converted to float64 at a time to sample labels
 
 
-Visit = Callable[[OutputGradients], None]
+GradientCallback = Callable[[OutputGradients], None]
 
 
 def backward(
     checkpoint: TensorSource,
     model_layout: ModelLayout,
     rows: Tensor | Sample,
-    visit: Visit,
+    visit: GradientCallback,
     *,
     seed: int = 0,
     micro_batch: int = 8,
     device: str | torch.device = "cpu",
     activations: Path | None = None,
 ) -> Tensor:
-    """Call ``visit`` with the output gradients of each linear, from the head to the first block.
+    """Run a backward pass; call ``visit`` with the output gradients of each linear, from the head to the first block.
 
     Args:
-        checkpoint: as of `ModelStream`.
-        model_layout: of the same checkpoint.
-        rows: as of `ModelStream`.
+        checkpoint: see `ModelStream`.
+        model_layout: layout of the checkpoint.
+        rows: see `ModelStream`.
         visit: called for each linear and micro-batch, on the calling thread, with torch on one thread.
-        seed: of the labels, with the number of the row and the position in it.
-        micro_batch: as of `ModelStream`.
-        device: likewise.
-        activations: likewise.
+        seed: seed of the labels, combined with the row number and the position.
+        micro_batch: see `ModelStream`.
+        device: see `ModelStream`.
+        activations: see `ModelStream`.
 
     Returns:
-        The labels that were drawn, int64 ``[rows, length]``.
+        The sampled labels, int64 ``[rows, length]``.
 
     Raises:
         InputError: as `ModelStream`; logits or gradients are not finite.
-        RefusedError: a block holds experts that are not a stack, or reads more of earlier blocks than the output of the
-            last one.
+        RefusedError: a block holds experts that are not a stack, or reads other outputs of earlier blocks than the last
+            hidden states.
     """
     with torch.inference_mode(mode=False), torch.no_grad():
         stream = _BackwardStream(
@@ -101,129 +101,138 @@ def backward(
 
 
 class _BackwardStream(ModelStream):
-    """A stream with a backward pass."""
+    """A model stream with a backward pass."""
 
-    def run(self, visit: Visit, seed: int) -> Tensor:
+    def run(self, visit: GradientCallback, seed: int) -> Tensor:
         """Run all blocks forward and backward; return the labels."""
         count = len(self._blocks)
         step = 1 + isqrt(count - 1)
-        kept: list[HiddenStates] = []
+        saved_inputs: list[HiddenStates] = []
         linears: list[tuple[str, ...]] = []
-        for part in self:
-            if part.index % step == 0:
-                kept.append(self._copy())
-            if part.experts is None:
-                refuse_experts(part)
-            linears.append(part.own_linears)
-            part.advance()
-            if self._is_read_later(part.index):  # gradients would come from there too
+        for block in self:
+            if block.index % step == 0:
+                saved_inputs.append(self._copy())
+            if block.experts is None:
+                refuse_experts(block)
+            linears.append(block.own_linears)
+            block.advance()
+            if self._is_read_later(block.index):  # its gradient would have another contribution
                 raise RefusedError(
-                    f"{part.name}: what it returns is read by more than the next block; gradients are not observed so",
+                    f"{block.name}: what it returns is read by more than the next block; gradients are not observed so",
                     "--method gptq, for instance, takes no gradients",
-                    tensor=part.name,
+                    tensor=block.name,
                 )
-        gradients, labels = self._back_through_head(visit, seed)
+        gradients, labels = self._backward_head(visit, seed)
         self._states.close()
         for start in reversed(range(0, count, step)):
             run = range(start, min(start + step, count))
-            inputs = self._inputs(run, kept.pop())
+            inputs = self._recompute_inputs(run, saved_inputs.pop())
             for index in reversed(run):
                 self._states = inputs.pop()
-                self._back_through(index, linears[index], gradients, visit)
+                self._backward_block(index, linears[index], gradients, visit)
                 self._states.close()
         return labels
 
-    def _inputs(self, run: range, first: HiddenStates) -> list[HiddenStates]:
-        """Compute the inputs of every block of a run, given those of its first block."""
+    def _recompute_inputs(self, run: range, first: HiddenStates) -> list[HiddenStates]:
+        """Compute the inputs of all blocks of a run, given those of its first block."""
         inputs = [first]
         for index in run[:-1]:
             self._states = inputs[-1]
             self._states = self._copy()
             inputs.append(self._states)
-            part = self.block(index)
-            part.advance()
-            part.close()
+            block = self.block(index)
+            block.advance()
+            block.close()
         return inputs
 
-    def _back_through_head(self, visit: Visit, seed: int) -> tuple[HiddenStates, Tensor]:
-        """Draw labels; return the gradients of the outputs of the last block, and the labels."""
+    def _backward_head(self, visit: GradientCallback, seed: int) -> tuple[HiddenStates, Tensor]:
+        """Sample labels; return the gradients of the outputs of the last block, and the labels."""
         name = self._architecture.head
         gradients, labels = self._store(), torch.empty_like(self._rows)
 
         def gradients_of(row: Batch, logits: Tensor) -> Tensor:
-            _check(logits, "the logits", row.start)
+            _check_finite(logits, "the logits", row.start)
             drawn = draw_labels(logits, seed, row.start)
             labels[row.start : row.start + len(drawn)] = drawn.to(labels.device)
             ones = torch.ones_like(logits[..., :1])
             return logits.float().softmax(-1).scatter_add_(-1, drawn[..., None], -ones)
 
         with self._filled_head(), ExitStack() as hooks:
-            listener = OutputListener(self._model, [name], hooks)
+            recorder = OutputRecorder(self._model, [name], hooks)
 
-            def back(row: Batch) -> Passed:
+            def backward_row(row: Batch) -> RowGradients:
                 def run(states: Tensor) -> Tensor:
                     logits: Tensor = self._finish(self._model, row.start, states).logits
                     return logits
 
-                return listener.back(run, row.states, partial(gradients_of, row))
+                return recorder.backward(run, row.states, partial(gradients_of, row))
 
             for batch in self._batches(len(self._blocks) - 1):
                 rows = batch.rows()
-                together = max(1, LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
-                for first in range(0, len(rows), together):
-                    passed = side_by_side(back, rows[first : first + together])
-                    self._hand_over("", rows[first].start, passed, gradients, visit)
+                rows_at_once = max(1, MAX_LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
+                for first in range(0, len(rows), rows_at_once):
+                    passed = side_by_side(backward_row, rows[first : first + rows_at_once])
+                    self._emit_gradients("", rows[first].start, passed, gradients, visit)
         return gradients, labels
 
-    def _back_through(
-        self, index: int, linears: Iterable[str], gradients: HiddenStates, visit: Visit
+    def _backward_block(
+        self, index: int, linears: Iterable[str], gradients: HiddenStates, visit: GradientCallback
     ) -> None:
         """Replace ``gradients`` of the outputs of a block by those of its inputs."""
-        part = self.block(index)
+        block = self.block(index)
 
-        def behind(row: Batch) -> Tensor:
+        def output_gradients(row: Batch) -> Tensor:
             return gradients.read(row.start, row.start + len(row.states)).to(self._device)
 
         with ExitStack() as hooks:
-            if part.experts is not None:
-                hooks.enter_context(self._back_through_experts(part, behind, visit))
-            listener = OutputListener(part.module, linears, hooks)
+            if block.experts is not None:
+                hooks.enter_context(self._backward_experts(block, output_gradients, visit))
+            recorder = OutputRecorder(block.module, linears, hooks)
 
-            def back(row: Batch) -> Passed:
+            def backward_row(row: Batch) -> RowGradients:
                 def run(states: Tensor) -> Tensor:
-                    if part.experts is not None:
-                        part.experts.at(row.start)
-                    return row._replace(states=states).run(part.module, note=False)
+                    if block.experts is not None:
+                        block.experts.at(row.start)
+                    return row._replace(states=states).run(block.module, note=False)
 
-                return listener.back(run, row.states, lambda _: behind(row))
+                return recorder.backward(run, row.states, lambda _: output_gradients(row))
 
             for batch in self._batches(index):
-                passed = side_by_side(back, batch.rows())
-                self._hand_over(f"{part.name}.", batch.start, passed, gradients, visit)
-        part.close()
+                passed = side_by_side(backward_row, batch.rows())
+                self._emit_gradients(f"{block.name}.", batch.start, passed, gradients, visit)
+        block.close()
 
-    def _back_through_experts(
-        self, part: DecoderBlock, behind: Callable[[Batch], Tensor], visit: Visit
+    def _backward_experts(
+        self,
+        block: DecoderBlock,
+        output_gradients: Callable[[Batch], Tensor],
+        visit: GradientCallback,
     ) -> AbstractContextManager[None]:
         """Call ``visit`` for the experts of a block; return a context for the block's backward pass without them."""
-        assert part.experts is not None
-        part.run_experts()
-        mixture = MixtureGradients(part.experts)
+        assert block.experts is not None
+        block.run_experts()
+        mixture = MixtureGradients(block.experts)
 
-        def meet(row: Batch) -> None:
-            mixture.meet(row.start, lambda: row.run(part.module, note=False), behind(row))
+        def record_gradients(row: Batch) -> None:
+            mixture.record_gradients(
+                row.start, lambda: row.run(block.module, note=False), output_gradients(row)
+            )
 
-        with mixture.listening():
-            for batch in self._batches(part.index):
-                side_by_side(meet, batch.rows())
-        mixture.back(f"{part.name}.", visit)
-        return mixture.known()
+        with mixture.recording():
+            for batch in self._batches(block.index):
+                side_by_side(record_gradients, batch.rows())
+        mixture.backward(f"{block.name}.", visit)
+        return mixture.replaying()
 
     @staticmethod
-    def _hand_over(
-        prefix: str, start: int, passed: list[Passed], store: HiddenStates, visit: Visit
+    def _emit_gradients(
+        prefix: str,
+        start: int,
+        passed: list[RowGradients],
+        store: HiddenStates,
+        visit: GradientCallback,
     ) -> None:
-        """Call ``visit`` for every linear with the rows joined, and store the gradients of the inputs of the module.
+        """Call ``visit`` for each linear with the rows concatenated, and store the input gradients of the module.
 
         Raises:
             InputError: a gradient is not finite.
@@ -233,13 +242,13 @@ class _BackwardStream(ModelStream):
                 torch.cat([each.linears[key][which] for each in passed]) for which in (0, 1)
             )
             name = f"{prefix}{key}"
-            _check(gradients, f"{name}: the gradients of its output", start)
+            _check_finite(gradients, f"{name}: the gradients of its output", start)
             visit(OutputGradients(name, start, inputs, gradients))
-        # Only now: those of the last linears are what the store has had.
+        # After all calls: the store still holds the output gradients.
         store.write(start, torch.cat([each.gradients for each in passed]))
 
 
-def _check(values: Tensor, what: str, start: int) -> None:
+def _check_finite(values: Tensor, what: str, start: int) -> None:
     """Raise InputError if values ``[rows, ...]`` are not finite; ``start`` is the number of the first row."""
     if not finite(values):
         bad = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
@@ -250,13 +259,13 @@ def _check(values: Tensor, what: str, start: int) -> None:
 
 
 def draw_labels(logits: Tensor, seed: int, first: int) -> Tensor:
-    """Draw a label for each position from ``logits`` ``[rows, length, vocab]``: int64 ``[rows, length]``.
+    """Sample a label for each position from ``logits`` ``[rows, length, vocab]``; return int64 ``[rows, length]``.
 
-    A draw is decided by the seed, the number of the calibration row, the position and the logits there, never by which
-    rows are computed together: a counter-based generator (Philox) has the seed and the row for its key, and the
-    position for its counter. ``first`` is the number of the row of ``logits[0]``.
+    A label depends only on the seed, the number of the calibration row, the position and the logits there, not on which
+    rows are computed together: a counter-based generator (Philox) uses the seed and the row as its key, and the
+    position as its counter. ``first`` is the row number of ``logits[0]``.
     """
-    step = max(1, DRAWN // logits.shape[2])
+    step = max(1, LABEL_CHUNK_LOGITS // logits.shape[2])
     labels = torch.empty(logits.shape[:2], dtype=torch.int64, device=logits.device)
     for index, row in enumerate(logits):
         key = np.array([seed % 2**64, first + index], dtype=np.uint64)
@@ -264,8 +273,8 @@ def draw_labels(logits: Tensor, seed: int, first: int) -> Tensor:
         uniform = torch.from_numpy(drawn).to(logits.device)
         for start in range(0, len(row), step):
             run = slice(start, start + step)
-            chances = row[run].double().softmax(-1).cumsum(-1)
-            wanted = uniform[run, None] * chances[:, -1:]
-            found = torch.searchsorted(chances, wanted, right=True)[:, 0]
+            cumulative = row[run].double().softmax(-1).cumsum(-1)
+            wanted = uniform[run, None] * cumulative[:, -1:]
+            found = torch.searchsorted(cumulative, wanted, right=True)[:, 0]
             labels[index, run] = found.clamp(max=logits.shape[2] - 1)
     return labels

@@ -1,14 +1,15 @@
 """Gradients at the outputs of linears, and of the experts of a block, one expert at a time.
 
-The square of the gradient at an output row says how much an error there raises the loss, for this token. Rows with the
-same weight per token share a Hessian. So consecutive rows are joined in strips, over which the squares are averaged.
+The square of the gradient at an output row indicates how much an error there raises the loss, for this token. Rows with
+the same weight per token share a Hessian, so consecutive rows are grouped in strips, over which the squares are
+averaged.
 
-All experts of a layer with their gradients would need the most memory of a run. So the backward pass of such a block
-has three steps. First the block is computed with the stored outputs of its experts, and backward as far as these: that
-gives the gradients of the mixture's output. Then each expert is computed on its own tokens, forward and backward, from
-these gradients times the router's weight of the token. The resulting gradients of the mixture's input are added up, and
-the output of an expert times the gradient is the gradient of the router's weight. Last the block is computed forward
-and backward as a whole, with a function in the place of the experts whose gradients are already known.
+Running all experts of a layer with gradients would need the most memory of a run. So the backward pass of such a block
+has three steps. First the block runs with the stored outputs of its experts, and backward as far as these: that gives
+the gradients of the mixture's output. Then each expert runs on its own tokens, forward and backward, from these
+gradients times the router's weight of the token. The resulting gradients of the mixture's input are summed, and the
+output of an expert times the gradient is the gradient of the router's weight. Finally the whole block runs forward and
+backward, with a function with these known gradients in place of the experts.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class OutputGradients:
         start: first calibration row of the micro-batch.
         inputs: float32 ``[rows, length, in_features]``.
         gradients: float32 ``[rows, length, out_features]``, of the loss summed over all positions, in nats.
-        tokens: of a linear of an expert, the ascending numbers (``row * length + position``) of some tokens that are
-            sent to it; inputs and gradients are ``[tokens, ...]`` then.
+        tokens: for a linear of an expert, the ascending numbers (``row * length + position``) of tokens routed to it;
+            inputs and gradients are ``[tokens, ...]`` then.
     """
 
     name: str
@@ -50,23 +51,20 @@ class OutputGradients:
 
 
 def strip_weights(gradients: Tensor, strips: int) -> Tensor:
-    """Return the mean of the squares over each strip of output rows: ``[..., out_features]`` to ``[..., strips]``.
-
-    Strips are runs of consecutive rows whose lengths differ by one at most.
-
-    Raises:
-        ValueError: more strips than rows.
-    """
+    """Return the mean square over each strip of output rows: ``[..., out_features]`` to ``[..., strips]``."""
     if not 0 < strips <= gradients.shape[-1]:
         raise ValueError(f"{strips} strips of {gradients.shape[-1]} rows")
     parts = gradients.square().tensor_split(strips, -1)
     return torch.stack([part.mean(-1) for part in parts], -1)
 
 
-class Passed(NamedTuple):
-    """Gradients of the input of a module; of each linear its input and the gradients of its output.
+class RowGradients(NamedTuple):
+    """Gradients from a backward pass through a module.
 
-    ``others``: gradients of the parameters that were asked for.
+    Attributes:
+        gradients: gradients of the input of the module.
+        linears: input and output gradients of each linear.
+        others: gradients of the requested parameters.
     """
 
     gradients: Tensor
@@ -74,40 +72,40 @@ class Passed(NamedTuple):
     others: Sequence[Tensor] = ()
 
 
-class OutputListener:
-    """Hooks that record the inputs and outputs of linears, for each thread that runs the module.
+class OutputRecorder:
+    """Hooks that record the inputs and outputs of linears, separately for each thread that runs the module.
 
-    A linear whose output has no gradient is left out, such as one that only chooses experts.
+    Linears whose output needs no gradient are omitted, such as one that only chooses experts.
     """
 
     def __init__(self, module: nn.Module, names: Iterable[str], hooks: ExitStack) -> None:
-        """Hook sub-modules of a module until ``hooks`` is closed."""
-        self._of_thread = threading.local()
+        """Register hooks on sub-modules of a module until ``hooks`` is closed."""
+        self._thread_local = threading.local()
         for name in names:
             handle = module.get_submodule(name).register_forward_hook(partial(self._see, name))
             hooks.callback(handle.remove)
 
     def _see(self, name: str, _: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if output.requires_grad:  # what only decides where to look has none
-            self._of_thread.found[name] = (args[0].detach(), output)
+        if output.requires_grad:  # a linear that only chooses experts has none
+            self._thread_local.found[name] = (args[0].detach(), output)
 
-    def back(
+    def backward(
         self,
         run: Callable[[Tensor], Tensor],
         states: Tensor,
         gradients_of: Callable[[Tensor], Tensor],
         parameters: Sequence[Tensor] = (),
-    ) -> Passed:
-        """Run a module on ``states`` forward, and backward from the gradients that ``gradients_of`` returns.
+    ) -> RowGradients:
+        """Run a module forward on ``states``, and backward from the output gradients that ``gradients_of`` returns.
 
         Gradients of ``parameters`` are returned too.
         """
-        self._of_thread.found = {}
+        self._thread_local.found = {}
         with one_thread(), torch.enable_grad():
             states = states.detach().requires_grad_()
             outputs = run(states)
-            found: dict[str, tuple[Tensor, Tensor]] = self._of_thread.found
-            del self._of_thread.found
+            found: dict[str, tuple[Tensor, Tensor]] = self._thread_local.found
+            del self._thread_local.found
             wanted = [states, *parameters, *(output for _, output in found.values())]
             first, *others = torch.autograd.grad(outputs, wanted, gradients_of(outputs.detach()))
         more = len(parameters)
@@ -116,50 +114,50 @@ class OutputListener:
             name: (_by_rows(x, rows), _by_rows(gradients, rows))
             for (name, (x, _)), gradients in zip(found.items(), others[more:], strict=True)
         }
-        return Passed(first, linears, others[:more])
+        return RowGradients(first, linears, others[:more])
 
 
 def _by_rows(values: Tensor, rows: int) -> Tensor:
-    """Return values as ``[rows, length, features]``; some modules see them as ``[rows * length, features]``."""
+    """Reshape values to ``[rows, length, features]``; some modules use ``[rows * length, features]``."""
     return values.reshape(rows, -1, values.shape[-1]) if len(values) % rows == 0 else values
 
 
 class MixtureGradients:
-    """Gradients of the experts of a block, whose outputs for their tokens are stored."""
+    """Gradients of the experts of a block, given their stored outputs for each token."""
 
     def __init__(self, experts: Experts) -> None:
-        """Allocate memory for gradients; errors as `ModelStream` if it is on disk."""
+        """Allocate memory for gradients; raises as `ModelStream` if it is on disk."""
         assert experts.tokens is not None
         self._experts, self._tokens = experts, experts.tokens
-        self._behind, self._before = self._tokens.zeros(), self._tokens.zeros()
+        self._output_gradients, self._input_gradients = self._tokens.zeros(), self._tokens.zeros()
         self._weights = torch.zeros(0)
-        self._of_thread = threading.local()
+        self._thread_local = threading.local()
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Use the stored outputs of the experts, and let `meet` record them."""
+    def recording(self) -> Iterator[None]:
+        """Use the stored outputs of the experts inside this context; `record_gradients` collects their gradients."""
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
             found = self._tokens.outputs(row, len(states)).to(states).detach().requires_grad_()
-            self._of_thread.outputs, self._of_thread.chosen = found, weights.shape[1]
+            self._thread_local.outputs, self._thread_local.chosen = found, weights.shape[1]
             return found
 
         with self._experts.computing(outputs):
             yield
 
-    def meet(self, row: int, run: Callable[[], Tensor], gradients: Tensor) -> None:
-        """Run the block on rows from ``row`` on, and store the gradients of the outputs of its experts."""
+    def record_gradients(self, row: int, run: Callable[[], Tensor], gradients: Tensor) -> None:
+        """Run the block on the rows starting at ``row``, and store the gradients of the outputs of its experts."""
         with one_thread(), torch.enable_grad():
             self._experts.at(row)
             outputs = run()
-            (found,) = torch.autograd.grad(outputs, [self._of_thread.outputs], gradients)
-        self._tokens.put(self._behind, row, found)
+            (found,) = torch.autograd.grad(outputs, [self._thread_local.outputs], gradients)
+        self._tokens.put(self._output_gradients, row, found)
 
-    def back(self, prefix: str, visit: Callable[[OutputGradients], None]) -> None:
-        """Run every expert forward and backward, and call ``visit`` with the gradients of its linears.
+    def backward(self, prefix: str, visit: Callable[[OutputGradients], None]) -> None:
+        """Run each expert forward and backward; call ``visit`` with the gradients of its linears.
 
         Args:
-            prefix: of the names of linears.
+            prefix: prefix of the names of linears.
             visit: called for each linear of each expert, even without tokens.
 
         Raises:
@@ -171,25 +169,25 @@ class MixtureGradients:
             with one_thread(), self._experts.filled(number):
                 for start in range(0, max(1, len(tokens)), TOKENS * TOGETHER):
                     run = slice(start, start + TOKENS * TOGETHER)
-                    self._back(number, tokens[run], weights[run], prefix, visit)
+                    self._backward_expert(number, tokens[run], weights[run], prefix, visit)
             self._experts.release(number)
 
     @contextmanager
-    def known(self) -> Iterator[None]:
-        """Use the stored outputs and gradients of the experts when the block runs forward and backward."""
+    def replaying(self) -> Iterator[None]:
+        """Use the stored outputs and gradients of the experts when the block runs inside this context."""
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
             found = self._tokens.outputs(row, len(states)).to(states)
-            before = self._tokens.run(self._before, row, len(states)).to(states)
+            before = self._tokens.run(self._input_gradients, row, len(states)).to(states)
             first = self._tokens.in_rows(row)
             routed = self._weights[first : first + len(states)].to(weights)
-            returned: Tensor = _Known.apply(states, weights, found, before, routed)  # type: ignore[no-untyped-call]
+            returned: Tensor = _ReplayedExperts.apply(states, weights, found, before, routed)  # type: ignore[no-untyped-call]
             return returned
 
         with self._experts.computing(outputs):
             yield
 
-    def _back(
+    def _backward_expert(
         self,
         number: int,
         tokens: Tensor,
@@ -200,10 +198,10 @@ class MixtureGradients:
         """Run one expert forward and backward on some of its tokens."""
         places, held = self._experts.places(number), self._experts.held(number)
         parts = list(zip(torch.split(tokens, TOKENS), torch.split(weights, TOKENS), strict=True))
-        passed = side_by_side(partial(self._through, number), parts) if len(tokens) else []
+        passed = side_by_side(partial(self._backward_tokens, number), parts) if len(tokens) else []
         for (part, _), one in zip(parts, passed, strict=False):
-            sums = self._before.gather(part) + one.states
-            self._before.scatter(part, sums)
+            sums = self._input_gradients.gather(part) + one.states
+            self._input_gradients.scatter(part, sums)
             self._weights[part] += one.weights[:, None] * self._tokens.places(number, part)
         for linear, place in places.items():
             name = place.stack.parameter
@@ -217,19 +215,19 @@ class MixtureGradients:
                 self._check(products, f"{prefix}{linear}", tokens)
             visit(OutputGradients(f"{prefix}{linear}", 0, inputs, products, tokens))
 
-    def _through(self, number: int, part: tuple[Tensor, Tensor]) -> _Back:
+    def _backward_tokens(self, number: int, part: tuple[Tensor, Tensor]) -> _ExpertGradients:
         tokens, weights = part
-        behind = self._behind.gather(tokens)
+        output_gradients = self._output_gradients.gather(tokens)
         with one_thread(), torch.enable_grad():
             device = self._experts.device(number)
             states = self._tokens.states(tokens).to(device).detach().requires_grad_()
             outputs, watcher = self._experts.watched(number, states)
             wanted = [states, *watcher.products.values()]
-            upon = (behind * weights[:, None]).to(outputs)
-            first, *others = torch.autograd.grad(outputs, wanted, upon)
-        return _Back(
+            expert_output_gradients = (output_gradients * weights[:, None]).to(outputs)
+            first, *others = torch.autograd.grad(outputs, wanted, expert_output_gradients)
+        return _ExpertGradients(
             first.cpu(),
-            (outputs.detach().cpu().float() * behind).sum(1),
+            (outputs.detach().cpu().float() * output_gradients).sum(1),
             {
                 name: (watcher.found[name], gradients.flatten(0, -2).float())
                 for name, gradients in zip(watcher.products, others, strict=True)
@@ -245,23 +243,29 @@ class MixtureGradients:
             )
 
 
-class _Back(NamedTuple):
-    """Gradients of an expert: of its input and of the router's weights; by stack, inputs and gradients of products."""
+class _ExpertGradients(NamedTuple):
+    """Gradients from a backward pass through an expert.
+
+    Attributes:
+        states: gradients of its input.
+        weights: gradients of the router's weights.
+        stacks: inputs and output gradients of matrix products, by stack.
+    """
 
     states: Tensor
     weights: Tensor
     stacks: Mapping[str, tuple[Tensor, Tensor]]
 
 
-class _Known(torch.autograd.Function):
-    """Outputs of experts with known gradients."""
+class _ReplayedExperts(torch.autograd.Function):
+    """Autograd function with stored outputs of experts and their known gradients."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Tensor) -> Tensor:
-        _, _, outputs, *ctx.known = arguments
+        _, _, outputs, *ctx.known_gradients = arguments
         return outputs.view_as(outputs)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
-        before, routed = ctx.known
+        before, routed = ctx.known_gradients
         return before, routed, None, None, None

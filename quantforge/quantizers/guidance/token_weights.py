@@ -1,13 +1,13 @@
-"""Weights of calibration tokens: how much an error at the output of a linear raises the loss, per strip of rows.
+"""Token weights: how much an error at the output of a linear raises the loss, per calibration token and strip of rows.
 
 The weight of a token is the mean square of the loss's gradient (`guidance.backward`) over a strip of output rows. With
 weights ``s`` the Hessian ``sum_t s_t x_t x_t^T`` of a strip gives, up to a factor, the cost of an error of its rows at
 the output of the model; the plain Hessian gives its cost at the output of the linear (GuidedQuant, arXiv 2505.07004,
-with labels drawn from the model instead of the text's).
+with labels sampled from the model instead of the text).
 
-A backward pass goes from the last block to the first and rounding from the first to the last, so that all weights are
+A backward pass goes from the last block to the first and rounding from the first to the last, so all weights are
 written to one file: float32 ``[rows, length, strips]`` for each linear. Linears of experts read only the tokens that
-are routed to them, a small part of all: runs of these follow, the int32 numbers of the tokens and then their weights.
+are routed to them, so their weights follow in runs: the int32 numbers of the tokens and then their weights.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ from quantforge.files.disk import create_fresh, no_space, open_existing, writing
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
 
-Runs = Mapping[str, Sequence[Sequence[int]]]  # by linear: offsets and numbers of tokens
+TokenRuns = Mapping[
+    str, Sequence[Sequence[int]]
+]  # by linear: offset and number of tokens of each run
 
-CLIPPED = 1e-3  # part of the tokens whose weights are clipped to the largest of the others
+CLIPPED_SHARE = 1e-3  # share of tokens whose weights are clipped
 
 
 class TokenWeights:
-    """Weights of all tokens for some linears, in a file; as ``visit`` of `backward` it fills the file.
+    """File with the weights of all tokens for some linears; can be passed as ``visit`` to `backward`, which fills it.
 
     Attributes:
-        rows_seen: how many calibration rows of each linear were written.
-        runs: of each linear of an expert, the offsets and the numbers of tokens of its runs.
+        rows_seen: number of calibration rows written for each linear.
+        runs: for each linear of an expert, the offset and number of tokens of each of its runs.
 
     Raises:
-        ResourceError: the file cannot be made or written.
+        ResourceError: the file cannot be created or written.
     """
 
     def __init__(
@@ -47,21 +49,21 @@ class TokenWeights:
         linears: Sequence[str],
         shape: tuple[int, int, int],
         experts: Iterable[str] = (),
-        runs: Runs | None = None,
+        runs: TokenRuns | None = None,
     ) -> None:
         """Create the file, or open an existing one.
 
         Args:
-            path: inside of a run's own directory.
+            path: path in a run's own directory.
             linears: canonical names of linears that read every token.
             shape: rows, length and strips.
             experts: canonical names of linears of experts.
-            runs: of an existing file; None creates the file.
+            runs: runs of an existing file; None creates the file.
         """
         self._path, self._shape = path, shape
         self._row_bytes = 4 * shape[1] * shape[2]
         self._bytes = self._row_bytes * shape[0]
-        self._places = {name: index * self._bytes for index, name in enumerate(linears)}
+        self._offsets = {name: index * self._bytes for index, name in enumerate(linears)}
         self.runs: dict[str, list[tuple[int, int]]] = {name: [] for name in experts}
         self._end = size = len(linears) * self._bytes
         with writing(path, size):
@@ -85,15 +87,15 @@ class TokenWeights:
 
     @property
     def count(self) -> int:
-        """Return the number of rows of all linears together that were written."""
+        """Return the number of written rows, summed over all linears."""
         return sum(self.rows_seen.values())
 
     def __call__(self, seen: OutputGradients) -> None:
-        """Add a micro-batch.
+        """Write the weights of a micro-batch.
 
         Raises:
-            InputError: the square of a gradient is beyond float32.
-            RefusedError: the linear does not read every token once.
+            InputError: the square of a gradient overflows float32.
+            RefusedError: the linear does not read each token exactly once.
         """
         if seen.name not in self.rows_seen:
             return
@@ -116,19 +118,19 @@ class TokenWeights:
             self._write_tokens(seen.name, seen.tokens, weights)
             self.rows_seen[seen.name] = self._shape[0]
             return
-        self._write(self._places[seen.name] + seen.start * self._row_bytes, weights)
+        self._write(self._offsets[seen.name] + seen.start * self._row_bytes, weights)
         self.rows_seen[seen.name] += len(weights)
 
     def of(self, linear: str) -> Tensor:
         """Return the weights of all tokens for a linear, float32 ``[rows, length, strips]``; 0 for unread tokens."""
-        if linear in self._places:
-            return self._read(self._places[linear], torch.empty(self._shape))
+        if linear in self._offsets:
+            return self._read(self._offsets[linear], torch.empty(self._shape))
         found = torch.zeros(self._shape)
-        every = found.view(-1, self._shape[2])
+        flat = found.view(-1, self._shape[2])
         for offset, count in self.runs[linear]:
             tokens = self._read(offset, torch.empty(count, dtype=torch.int32)).long()
-            tokens.clamp_(0, len(every) - 1)  # of a damaged file, which a checksum tells
-            every[tokens] = self._read(offset + 4 * count, torch.empty(count, self._shape[2]))
+            tokens.clamp_(0, len(flat) - 1)  # a damaged file, which the checksum detects
+            flat[tokens] = self._read(offset + 4 * count, torch.empty(count, self._shape[2]))
         return found
 
     def finish(self) -> None:
@@ -137,7 +139,7 @@ class TokenWeights:
             system.sync(self._file)
 
     def _write_tokens(self, name: str, tokens: Tensor, weights: Tensor) -> None:
-        """Append the weights ``[tokens, strips]`` of some tokens that are routed to an expert."""
+        """Append the weights ``[tokens, strips]`` of tokens routed to an expert."""
         if not len(tokens):
             return
         self.runs[name].append((self._end, len(tokens)))
@@ -146,7 +148,7 @@ class TokenWeights:
             self._end += values.nbytes
 
     def _read(self, offset: int, found: Tensor) -> Tensor:
-        """Read a contiguous tensor from an offset, and return it."""
+        """Fill a contiguous tensor with bytes from an offset, and return it."""
         view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
         if not system.fill(self._file, view, offset):
             raise no_space(self._path, self._bytes, "the file ends early")
@@ -160,7 +162,7 @@ class TokenWeights:
                 view, offset = view[count:], offset + count
 
 
-def clipped(weights: Tensor) -> Tensor:
-    """Return weights ``[rows, length]``, the largest `CLIPPED` of those above 0 clipped to the next smaller one."""
+def clip_largest(weights: Tensor) -> Tensor:
+    """Return weights ``[rows, length]`` with the largest `CLIPPED_SHARE` of positive ones clipped to the next one."""
     some = weights[weights > 0]
-    return weights.clamp(max=some.kthvalue(len(some) - int(CLIPPED * len(some))).values)
+    return weights.clamp(max=some.kthvalue(len(some) - int(CLIPPED_SHARE * len(some))).values)

@@ -1,8 +1,8 @@
-"""Experts of a block that is tuned: decoded when they are computed, and freed afterwards.
+"""Experts of a block during tuning: decoded when they run, and freed afterwards.
 
 Rows are computed as elsewhere (`model.experts`, `guidance.gradients`): first up to the experts; then each expert on its
-own tokens; then the whole block with the outputs of the experts in their place. Tokens are numbered over the rows of a
-step. The router is not trained; gradients flow through its weights to the states that it reads.
+own tokens; then the whole block with the stored outputs of the experts. Tokens are numbered over the rows of a step.
+The router is not trained; gradients flow through its weights to the hidden states that it reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.quantizers.guidance.gradients import MixtureGradients, OutputGradients
 from quantforge.quantizers.tuning.tuned_matrix import TunedMatrix
 
-RunRow = Callable[[int, Batch], Tensor]  # the block on a row, given its index in the step
-Visit = Callable[[str, Tensor], None]  # gets a linear and the gradient of its matrix
+RunRow = Callable[[int, Batch], Tensor]  # runs the block on a row, given its index in the step
+Visit = Callable[
+    [str, Tensor], None
+]  # receives the name of a linear and the gradient of its matrix
 
 
 class TunedExperts:
@@ -30,19 +32,19 @@ class TunedExperts:
 
     Attributes:
         name: canonical name of the module.
-        numbers: of experts with quantized matrices.
+        numbers: numbers of experts with quantized matrices.
     """
 
     def __init__(self, experts: Experts, linears: Mapping[str, TunedMatrix], run: RunRow) -> None:
-        """Decode matrices from now on whenever the experts are computed.
+        """Decode quantized matrices from now on whenever the experts run.
 
         Args:
-            experts: of the block.
-            linears: the quantized ones; others are read from the source every time.
+            experts: experts of the block.
+            linears: quantized linears; others are read from the source each time.
             run: runs the block on a row, given its index in the step.
         """
         self._experts, self._linears, self._run = experts, linears, run
-        self._source = experts.read_with(self._read)
+        self._source = experts.read_with(self._read_parameters)
         self.name = experts.name
         self._expert_of = {
             linear: number
@@ -54,38 +56,38 @@ class TunedExperts:
         self._reached: set[int] = set()
 
     @property
-    def missed(self) -> list[int]:
-        """Return the numbers of experts that received no token in any row so far."""
+    def without_tokens(self) -> list[int]:
+        """Return the numbers of experts that have received no token so far."""
         return [number for number in self.numbers if number not in self._reached]
 
     @contextmanager
     def returning(self, rows: Sequence[Batch]) -> Iterator[None]:
-        """Compute the experts for ``rows``, and return these outputs inside of the context; errors as `Experts.run`."""
-        self._collect(rows)
+        """Run the experts for ``rows``, and use their stored outputs inside the context; errors as `Experts.run`."""
+        self._collect_tokens(rows)
         with self._experts.returning():
             yield
         self._experts.forget_tokens()
 
     @contextmanager
     def known(
-        self, rows: Sequence[Batch], behind: Sequence[Tensor], visit: Visit
+        self, rows: Sequence[Batch], output_gradients: Sequence[Tensor], visit: Visit
     ) -> Iterator[None]:
-        """Backpropagate through the experts, and use their gradients inside of the context when the block does so.
+        """Backpropagate through the experts, and use their stored gradients inside the context.
 
         Args:
-            rows: of the step.
-            behind: gradient of the output of the block for each row.
+            rows: rows of the step.
+            output_gradients: gradient of the output of the block for each row.
             visit: called with the gradient ``[out_features, in_features]`` of each quantized matrix, in a fixed order,
-                possibly in several parts; not for experts without tokens.
+                possibly in several parts; not called for experts without tokens.
 
-        Errors as `MixtureGradients.back`.
+        Errors as `MixtureGradients.backward`.
         """
-        self._collect(rows)
+        self._collect_tokens(rows)
         mixture = MixtureGradients(self._experts)
 
-        def meet(numbered: tuple[int, tuple[Batch, Tensor]]) -> None:
+        def record_gradients(numbered: tuple[int, tuple[Batch, Tensor]]) -> None:
             number, (row, gradients) = numbered
-            mixture.meet(number, lambda: self._run(number, row), gradients)
+            mixture.record_gradients(number, lambda: self._run(number, row), gradients)
 
         def seen(one: OutputGradients) -> None:
             linear = one.name.removeprefix(prefix)
@@ -94,15 +96,15 @@ class TunedExperts:
                 with one_thread():
                     visit(linear, one.gradients.T @ one.inputs)
 
-        with mixture.listening():
-            side_by_side(meet, [*enumerate(zip(rows, behind, strict=True))])
+        with mixture.recording():
+            side_by_side(record_gradients, [*enumerate(zip(rows, output_gradients, strict=True))])
         prefix = self._experts.name.removesuffix(self._experts.path)
-        mixture.back(prefix, seen)
-        with mixture.known():
+        mixture.backward(prefix, seen)
+        with mixture.replaying():
             yield
         self._experts.forget_tokens()
 
-    def _collect(self, rows: Sequence[Batch]) -> None:
+    def _collect_tokens(self, rows: Sequence[Batch]) -> None:
         """Store the tokens of ``rows`` that are routed to experts, and the outputs of the experts for them."""
         count, length = len(rows), rows[0].states.shape[1]
         tokens = RoutedTokens(
@@ -119,8 +121,8 @@ class TunedExperts:
             side_by_side(keep, [*enumerate(rows)])
         self._experts.run_all()
 
-    def _read(self, number: int, places: Mapping[str, Place]) -> dict[str, Tensor]:
-        """Return the parameters of an expert, ``[1, ...]`` each."""
+    def _read_parameters(self, number: int, places: Mapping[str, Place]) -> dict[str, Tensor]:
+        """Return the parameters of an expert, each ``[1, ...]``."""
         codes = [linear for linear in places if linear in self._linears]
         kept = {linear: place for linear, place in places.items() if linear not in codes}
         found = self._source(number, kept)

@@ -1,26 +1,27 @@
-"""A linear whose scales are learned, each times a factor, and maybe its codes, each with an offset that is rounded.
+"""A linear during tuning: each of its scales has a learned factor, and its codes may have learned offsets.
 
-Every grid's values are a sum over its scales (and minima, and what a block multiplies them with): each times what the
-codes make of it. So the gradient of one is that of the matrix times what the packer decodes with it 1 and the others 0.
-Codes, and the integers that groups have as scales under a scale of their block, are learned in whole steps: the
-gradient is that of the matrix times what the packer decodes with 1, less what it decodes with 0.
+In every grid, values are a sum over its scales (and minima, and the scales of a block), each times a function of the
+codes. So the gradient of one is that of the matrix times the values decoded with this one set to 1 and the others
+to 0. Codes, and integer scales of groups within a block, are learned in whole steps: the gradient is that of the
+matrix times the difference between the values decoded with 1 and with 0.
 
-For plain integers with scales per group or row all of that is a product or two with the codes and the scales; one strip
-of rows at a time is decoded, and its gradients are computed, while it is in a core's cache (`TunedMatrix.strips`).
+For uniform integers with scales per group or row, all of that is a product or two with the codes and the scales; one
+strip of rows at a time is decoded, and its gradients are computed, while it is in a core's cache
+(`TunedMatrix.strips`).
 
-A scale or gain is multiplied by a factor that Adam fits, and rounded to its stored type.
+A scale or gain is multiplied by a factor optimized by Adam, and rounded to its stored type.
 
-A code has an offset, in steps of its grid, which is rounded before it is used. The gradient of an offset is that of the
-value times the scale, as if nothing were rounded (straight-through). The gradients of a few rows say little about a
+A code has an offset in grid steps, which is rounded before use. The gradient of an offset is that of the value times
+the scale, as if nothing were rounded (straight-through). The gradients of a few rows carry little information about a
 single code. So offsets start at 0, half a step from any change, with a learning rate at which a change takes many
-optimizer steps that agree. A code that changes because of noise costs more than the others gain: the divergence stays
-above its starting value until the learning rate has decayed.
+agreeing optimizer steps. Codes changed by noise cost more than the others gain: the divergence stays above its
+starting value until the learning rate has decayed.
 
 The optimizer of codes is Adam with the second moment stored per row and column, as in Adafactor (Shazeer and Stern,
-arXiv 1804.04235), and updates limited to the learning rate: with offsets and first moments in 16 bits a weight takes
-four bytes beside its code. An optimizer step has three parts, so that strips of rows can be processed in parallel while
-they are in the caches: `see` takes the gradients of a strip, `seen` the results of all strips, and `move` updates the
-codes of each strip.
+arXiv 1804.04235), and updates limited to the learning rate: with offsets and first moments in 16 bits, a weight takes
+four bytes in addition to its code. An optimizer step has three parts, so that strips of rows can be processed in
+parallel while they are in the caches: `accumulate` takes the gradients of a strip, `combine_strips` the results of all
+strips, and `update_strip` updates the codes of each strip.
 """
 
 from __future__ import annotations
@@ -37,25 +38,30 @@ from quantforge.packers import packer_of
 from quantforge.packers.integer import code_range
 from quantforge.packers.nearest_levels import look_up
 from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
-from quantforge.quantizers.tuning import MOST, MOST_STEPS
+from quantforge.quantizers.tuning import MAX_CODE_STEPS, MAX_RELATIVE_CHANGE
 from quantforge.scheme import Scheme
 
 CODES = "codes"
-INTEGERS = ("scales", "mins")  # parameters that are integers under a scale of their block
-RATE = 1e-2  # of factors under codes of 0 bits
-IN_BLOCKS = 0.3  # of it, where one multiplies the scales of all groups of a block
-STRIP = 1 << 16  # weights of a strip of rows, whose temporaries stay in the second cache
+INTEGER_PARAMETERS = ("scales", "mins")  # parameters that may be integers scaled per block
+FACTOR_RATE = 1e-2  # learning rate of factors, extrapolated to 0 bits
+BLOCK_FACTOR_RATE_SHARE = 0.3  # share of it for a factor of all scales of a block
+STRIP_WEIGHTS = 1 << 16  # weights in a strip of rows, whose temporaries stay in the L2 cache
 EPSILON = 1e-8  # of Adam
-BESIDE = 0.49  # of a step: how far an offset may go beyond the last code that it can reach
-FIRST, SECOND = 0.9, 0.99  # shares of the moments that a step keeps
-BITS = 14
-UNIT = 1 << BITS  # offsets are integers of 16 bits, in this part of a step
-SIDES = (-BESIDE, BESIDE)
-ALL = slice(None)
+CODE_MARGIN = 0.49  # grid steps that an offset may exceed the last reachable code
+FIRST_MOMENT_DECAY, SECOND_MOMENT_DECAY = 0.9, 0.99  # decay of the moments per step
+OFFSET_BITS = 14
+OFFSET_UNIT = 1 << OFFSET_BITS  # int16 units per grid step of an offset
+CODE_MARGINS = (-CODE_MARGIN, CODE_MARGIN)
+ALL_ROWS = slice(None)
 
 
 class StripGradients(NamedTuple):
-    """Gradients of the factors of a strip of rows, and the input of `LearnedCodes.seen`, by name."""
+    """Gradients of a strip of rows, by name.
+
+    Attributes:
+        factors: gradients of the scale factors.
+        sums: results of `LearnedCodes.accumulate`, for `LearnedCodes.combine_strips`.
+    """
 
     factors: dict[str, Tensor]
     sums: dict[str, Tensor]
@@ -63,23 +69,23 @@ class StripGradients(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class TunedMatrix:
-    """A linear whose scales are learned.
+    """A linear whose scales and optionally codes are tuned.
 
     Attributes:
         tensor: the linear as it was written.
-        scales: learned parameters, by name.
-        codes: what is learned in whole steps: integer parameters by name, and `CODES`.
-        held: the current scales of plain integers, float32, between `hold` and `let_go`.
+        scales: tuned scale parameters, by name.
+        codes: values tuned in whole steps: integer parameters by name, and `CODES`.
+        cached_scales: the current scales of uniform integers, float32, between `cache_scales` and `drop_scales`.
     """
 
     tensor: QuantizedTensor
-    scales: dict[str, Learned]
+    scales: dict[str, LearnedFactor]
     codes: dict[str, LearnedCodes]
-    held: Tensor | None = None
+    cached_scales: Tensor | None = None
 
     @classmethod
     def of(cls, tensor: QuantizedTensor, rate: float) -> TunedMatrix:
-        """Start from a linear as it was written.
+        """Create from a linear as it was written.
 
         Args:
             tensor: the linear.
@@ -87,7 +93,7 @@ class TunedMatrix:
         """
         first = factor_rate(tensor.scheme)
         scales = {
-            key: Learned.of(value, value.dtype, first)
+            key: LearnedFactor.of(value, value.dtype, first)
             for key, value in tensor.parameters.items()
             if value.is_floating_point() and key not in (*OF_INPUT, *OF_MATRIX)
         }
@@ -95,80 +101,84 @@ class TunedMatrix:
 
     @property
     def device(self) -> torch.device:
-        """Return the device of the codes and of everything that is learned."""
+        """Return the device of the codes and of all tuned values."""
         return self.tensor.codes.device
 
     def result(self) -> QuantizedTensor:
-        """Return the linear as it is now."""
+        """Return the linear with its current scales and codes."""
         changed = {key: one.stored() for key, one in self.scales.items()}
         changed |= {key: one.stored() for key, one in self.codes.items()}
         codes = changed.pop(CODES, self.tensor.codes)
         return replace(self.tensor, codes=codes, parameters={**self.tensor.parameters, **changed})
 
-    def hold(self) -> None:
-        """Cache the current scales for `weight` and `see`, until `let_go`."""
-        self.held = self._now(ALL) if self._plain else None
+    def cache_scales(self) -> None:
+        """Cache the current scales for `weight` and `accumulate`, until `drop_scales`."""
+        self.cached_scales = self._current_scales(ALL_ROWS) if self._is_uniform_integer else None
 
-    def let_go(self) -> None:
+    def drop_scales(self) -> None:
         """Drop the cached scales."""
-        self.held = None
+        self.cached_scales = None
 
     def strips(self) -> Sequence[slice]:
-        """Return strips of rows that may be processed in parallel: one if rows depend on each other."""
+        """Return strips of rows that may be processed in parallel: a single one if rows depend on each other."""
         rows, columns = self.tensor.shape
-        step = max(1, STRIP // columns) if self._plain and self.device.type == "cpu" else rows
+        step = (
+            max(1, STRIP_WEIGHTS // columns)
+            if self._is_uniform_integer and self.device.type == "cpu"
+            else rows
+        )
         return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
-    def weight(self, rows: slice = ALL) -> Tensor:
-        """Decode the current matrix ``[out_features, in_features]``, or one of the `strips` of it."""
-        if not self._plain:
+    def weight(self, rows: slice = ALL_ROWS) -> Tensor:
+        """Decode the current matrix ``[out_features, in_features]``, or one strip of its rows."""
+        if not self._is_uniform_integer:
             return self.result().decode()
-        return self._scaled(self._values(rows), rows)
+        return self._multiply_scales(self._unscaled_values(rows), rows)
 
-    def see(self, gradient: Tensor, rows: slice, weight: Tensor) -> StripGradients:
-        """Take the gradient of one of the `strips`: the first part of an optimizer step.
+    def accumulate(self, gradient: Tensor, rows: slice, weight: Tensor) -> StripGradients:
+        """Accumulate the gradient of a strip: the first part of an optimizer step.
 
         Args:
-            gradient: of ``weight``; overwritten.
+            gradient: gradient of ``weight``; overwritten.
             rows: the strip.
             weight: what `weight` returned for it.
 
         Returns:
-            An argument of `seen`, which takes those of all strips.
+            The gradients of the strip, to be passed to `combine_strips` with those of all strips.
         """
-        if not self._plain:
+        if not self._is_uniform_integer:
             found = self.code_gradients(gradient).items()
-            squares = {key: self.codes[key].see(one) for key, one in found}
+            squares = {key: self.codes[key].accumulate(one) for key, one in found}
             return StripGradients(self.scale_gradients(gradient), squares)
-        scales, now = self.scales["scales"], self._now(rows)
+        scales, now = self.scales["scales"], self._current_scales(rows)
         codes, moved = self.codes.get(CODES), dict[str, Tensor]()
         sums = _by_group(gradient * weight, scales.start).sum(-1)
         if codes is not None:
-            moved[CODES] = codes.see(self._scaled(gradient, rows), rows)
+            moved[CODES] = codes.accumulate(self._multiply_scales(gradient, rows), rows)
         return StripGradients(
             {"scales": scales.gradient((sums / now).where(now != 0, 0), rows)}, moved
         )
 
-    def seen(self, strips: Iterable[StripGradients], share: float) -> dict[str, Tensor]:
-        """Return the gradients of the factors, given the results of `see` for all strips in order.
+    def combine_strips(self, strips: Iterable[StripGradients], share: float) -> dict[str, Tensor]:
+        """Return the gradients of the scale factors, given the results of `accumulate` for all strips in order.
 
-        ``share`` is the part of the initial learning rate that applies to what is learned in steps.
+        ``share`` is the current share of the initial learning rate of codes.
         """
         found = [*strips]
         for key, one in self.codes.items():
-            one.seen([strip.sums[key] for strip in found], share)
+            one.combine_strips([strip.sums[key] for strip in found], share)
         return {key: torch.cat([strip.factors[key] for strip in found]) for key in self.scales}
 
-    def move(self, rows: slice) -> None:
-        """Update what is learned in steps, of one of the `strips`: the last part of an optimizer step."""
+    def update_strip(self, rows: slice) -> None:
+        """Update the codes of a strip of rows: the last part of an optimizer step."""
         for one in self.codes.values():
-            one.move(rows if self._plain else ALL)
+            one.update_strip(rows if self._is_uniform_integer else ALL_ROWS)
 
     def scale_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Return the gradients of the factors, given that of the matrix ``[out_features, in_features]``."""
-        if self._plain:
+        """Return the gradients of the scale factors, given that of the matrix ``[out_features, in_features]``."""
+        if self._is_uniform_integer:
             scales = self.scales["scales"]
-            products = self._values(ALL).mul_(gradient)
+            products = self._unscaled_values(ALL_ROWS).mul_(gradient)
             return {"scales": scales.gradient(_by_group(products, scales.start).sum(-1))}
         now, found = self.result(), {}
         none = {key: torch.zeros_like(one.start) for key, one in self.scales.items()}
@@ -178,9 +188,9 @@ class TunedMatrix:
         return found
 
     def code_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
-        """Return the gradients of what is learned in steps, given that of the matrix."""
-        if self._plain and self.codes:
-            return {CODES: self._scaled(gradient.clone(), ALL)}
+        """Return the gradients of codes and integer parameters, given that of the matrix."""
+        if self._is_uniform_integer and self.codes:
+            return {CODES: self._multiply_scales(gradient.clone(), ALL_ROWS)}
         now, found = self.result(), {}
         for key, one in self.codes.items():
             step = _decoded(now, {key: torch.ones_like(one.start)})
@@ -189,41 +199,43 @@ class TunedMatrix:
         return found
 
     @property
-    def _plain(self) -> bool:
-        """Return whether it is integers under one scale for each group or row, and nothing else."""
+    def _is_uniform_integer(self) -> bool:
+        """Return whether the matrix is integers with one scale per group or row, and nothing else."""
         plain = self.tensor.scheme.integer and [*self.scales] == ["scales"]
         by_row = plain and len(self.scales["scales"].start) == len(self.tensor.codes)
         return by_row and "outlier_columns" not in self.tensor.parameters
 
-    def _values(self, rows: slice) -> Tensor:
-        """Return what the scales of plain integers are multiplied with, of a strip of rows."""
+    def _unscaled_values(self, rows: slice) -> Tensor:
+        """Return codes minus zero points of a strip of rows of uniform integers."""
         codes = self.codes[CODES].stored(rows) if CODES in self.codes else self.tensor.codes[rows]
         values = codes.float()
         if (zeros := self.tensor.parameters.get("zeros")) is not None:
             _by_group(values, zeros).sub_(zeros[rows][..., None])
         return values
 
-    def _scaled(self, values: Tensor, rows: slice) -> Tensor:
-        """Multiply values of a strip of rows of plain integers with their scales, in place."""
-        scales = self._now(rows)
+    def _multiply_scales(self, values: Tensor, rows: slice) -> Tensor:
+        """Multiply values of a strip of rows of uniform integers by their scales, in place."""
+        scales = self._current_scales(rows)
         _by_group(values, scales).mul_(scales[..., None])
         return values
 
-    def _now(self, rows: slice) -> Tensor:
-        """Return the scales of a strip of rows of plain integers."""
-        if self.held is not None:
-            return self.held[rows]
+    def _current_scales(self, rows: slice) -> Tensor:
+        """Return the current scales of a strip of rows of uniform integers."""
+        if self.cached_scales is not None:
+            return self.cached_scales[rows]
         return self.scales["scales"].stored(rows).float()
 
 
 def factor_rate(scheme: Scheme) -> float:
     """Return the initial learning rate of the factors of a scheme's scales."""
     shared = scheme.scaled and scheme.block is not None
-    return RATE * (IN_BLOCKS if shared else 1.0) / 2 ** (scheme.weight_bits / 2)
+    return (
+        FACTOR_RATE * (BLOCK_FACTOR_RATE_SHARE if shared else 1.0) / 2 ** (scheme.weight_bits / 2)
+    )
 
 
 def _by_group(values: Tensor, scales: Tensor) -> Tensor:
-    """Return a view ``[rows, groups, size]`` of rows that have as many groups as ``scales`` has columns."""
+    """Return a view ``[rows, groups, size]`` of rows, with one group per column of ``scales``."""
     return values.view(len(values), scales.shape[1], -1)
 
 
@@ -233,33 +245,33 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
         return {CODES: LearnedCodes(tensor.codes, code_range(scheme), rate)}
     block, found = scheme.block, dict[str, LearnedCodes]()
     if block is not None and block.units is not None:
-        kept = (key for key in INTEGERS if key in tensor.parameters)
+        kept = (key for key in INTEGER_PARAMETERS if key in tensor.parameters)
         found = {key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in kept}
     if scheme.table:
-        found[CODES] = LearnedPlaces.of(tensor.codes, scheme.table, rate)
+        found[CODES] = LearnedTableCodes.of(tensor.codes, scheme.table, rate)
     elif block is not None and block.vector == 1:  # else a code picks a point
         found[CODES] = LearnedCodes(tensor.codes, (block.codes[0], block.codes[1]), rate)
     return found
 
 
 def _decoded(tensor: QuantizedTensor, changed: Mapping[str, Tensor]) -> Tensor:
-    """Return the values of a linear with other parameters, or codes."""
+    """Decode a linear with some parameters or codes replaced."""
     codes = changed.get(CODES, tensor.codes)
     return packer_of(tensor.scheme).decode(codes, {**tensor.parameters, **changed}, tensor.scheme)
 
 
-# What is learned
+# Learned values
 
 
 @dataclass(slots=True, eq=False)
 class LearnedCodes:
-    """The codes ``[out_features, in_features]`` of one linear.
+    """Tuned codes ``[out_features, in_features]`` of one linear.
 
     Attributes:
         start: the original codes.
-        limits: the least and the greatest code.
-        rate: initial learning rate, in steps of the grid.
-        offsets: what is learned, int16, in units of ``1 / UNIT`` of a step; 0 for no change.
+        limits: the smallest and the largest code.
+        rate: initial learning rate, in grid steps.
+        offsets: learned offsets, int16, in units of ``1 / OFFSET_UNIT`` of a step; 0 for no change.
     """
 
     start: Tensor
@@ -273,87 +285,94 @@ class LearnedCodes:
     _rate: float = field(
         init=False, default=0.0
     )  # of a step, and what moments are multiplied with in it
-    _factors: tuple[Tensor, Tensor] = field(init=False)
+    _update_factors: tuple[Tensor, Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start without a change."""
+        """Initialize offsets and moments to 0."""
         self.offsets = torch.zeros_like(self.start, dtype=torch.int16)
         self._moment = torch.zeros_like(self.start, dtype=torch.bfloat16)
         self._rows, self._columns = (
             torch.zeros(size, device=self.start.device) for size in self.start.shape
         )
 
-    def stored(self, rows: slice = ALL) -> Tensor:
+    def stored(self, rows: slice = ALL_ROWS) -> Tensor:
         """Return the current codes of a strip of rows."""
         start = self.start[rows]
-        return self._changes(rows).to(start.dtype).add_(start)  # modulo 256, where that is unsigned
+        return self._changes(rows).to(start.dtype).add_(start)  # modulo 256 if unsigned
 
     def step(self, gradient: Tensor, share: float) -> None:
         """Do one optimizer step.
 
         Args:
-            gradient: of the loss with respect to the offsets, float32 ``[out_features, in_features]``.
-            share: of the initial learning rate.
+            gradient: gradient of the loss with respect to the offsets, float32 ``[out_features, in_features]``.
+            share: current share of the initial learning rate.
         """
-        self.seen([self.see(gradient)], share)
-        self.move()
+        self.combine_strips([self.accumulate(gradient)], share)
+        self.update_strip()
 
-    def see(self, gradient: Tensor, rows: slice = ALL) -> Tensor:
-        """Take the gradient of a strip of rows, and return an argument of `seen`."""
+    def accumulate(self, gradient: Tensor, rows: slice = ALL_ROWS) -> Tensor:
+        """Update the moments with the gradient of a strip of rows; return its sum of squares for `combine_strips`."""
         moment = self._moment[rows]
-        moment.copy_(moment.float().lerp_(gradient, 1 - FIRST))
+        moment.copy_(moment.float().lerp_(gradient, 1 - FIRST_MOMENT_DECAY))
         squares = gradient.square()
-        self._rows[rows].lerp_(squares.mean(1), 1 - SECOND)
+        self._rows[rows].lerp_(squares.mean(1), 1 - SECOND_MOMENT_DECAY)
         return squares.sum(0)
 
-    def seen(self, sums: Iterable[Tensor], share: float) -> None:
-        """Take the results of `see` for all strips, in order; ``share`` is the part of the initial learning rate."""
-        self._steps += 1
-        self._columns.lerp_(reduce(torch.add, sums) / len(self.start), 1 - SECOND)
-        tiny = torch.finfo(torch.float32).tiny  # no gradient has reached it: its moment is 0, too
-        mean = self._rows.mean().clamp_(min=tiny)
-        self._rate = self.rate * share / (1 - FIRST**self._steps) * UNIT
-        of_rows = (self._rows / (1 - SECOND**self._steps)).sqrt_().clamp_(min=tiny)
-        of_columns = (self._columns / mean).sqrt_().clamp_(min=tiny)
-        self._factors = self._rate / of_rows, of_columns.reciprocal_()
+    def combine_strips(self, sums: Iterable[Tensor], share: float) -> None:
+        """Combine the results of `accumulate` for all strips, in order.
 
-    def move(self, rows: slice = ALL) -> None:
-        """Update the offsets of a strip of rows, after `seen`."""
-        low, high = ((limit + side) * UNIT for limit, side in zip(self.limits, SIDES, strict=True))
-        furthest, rate = (MOST_STEPS + BESIDE) * UNIT, self._rate
-        (of_rows, of_columns), before = self._factors, self.offsets[rows]
+        ``share`` is the current share of the initial learning rate.
+        """
+        self._steps += 1
+        self._columns.lerp_(reduce(torch.add, sums) / len(self.start), 1 - SECOND_MOMENT_DECAY)
+        tiny = torch.finfo(torch.float32).tiny  # avoids 0/0 where no gradient arrived
+        mean = self._rows.mean().clamp_(min=tiny)
+        self._rate = self.rate * share / (1 - FIRST_MOMENT_DECAY**self._steps) * OFFSET_UNIT
+        of_rows = (self._rows / (1 - SECOND_MOMENT_DECAY**self._steps)).sqrt_().clamp_(min=tiny)
+        of_columns = (self._columns / mean).sqrt_().clamp_(min=tiny)
+        self._update_factors = self._rate / of_rows, of_columns.reciprocal_()
+
+    def update_strip(self, rows: slice = ALL_ROWS) -> None:
+        """Update the offsets of a strip of rows, after `combine_strips`."""
+        low, high = (
+            (limit + side) * OFFSET_UNIT
+            for limit, side in zip(self.limits, CODE_MARGINS, strict=True)
+        )
+        furthest, rate = (MAX_CODE_STEPS + CODE_MARGIN) * OFFSET_UNIT, self._rate
+        (of_rows, of_columns), before = self._update_factors, self.offsets[rows]
         step = self._moment[rows].float().mul_(of_rows[rows, None]).mul_(of_columns)
-        self.shorten(step, rows)
-        codes = self.start[rows].float().mul_(UNIT)
+        self.limit_update(step, rows)
+        codes = self.start[rows].float().mul_(OFFSET_UNIT)
         moved = before.float().sub_(step.clamp_(-rate, rate)).add_(codes).clamp_(low, high)
         before.copy_(moved.sub_(codes).clamp_(-furthest, furthest).round_())
 
     def snapshot(self) -> Tensor:
         """Return the change of each code in steps, int8."""
-        return self._changes(ALL).to(torch.int8)
+        return self._changes(ALL_ROWS).to(torch.int8)
 
     def restore(self, snapshot: Tensor) -> None:
-        """Go back to a snapshot."""
-        self.offsets.copy_(snapshot.to(torch.int16) << BITS)
+        """Restore offsets from a snapshot."""
+        self.offsets.copy_(snapshot.to(torch.int16) << OFFSET_BITS)
 
-    def shorten(self, step: Tensor, rows: slice) -> None:
-        """Shorten updates in place where neighbouring values are further apart; here they are equally far."""
+    def limit_update(self, step: Tensor, rows: slice) -> None:
+        """Reduce updates in place if neighboring values are further apart; here they are evenly spaced."""
 
     def _changes(self, rows: slice) -> Tensor:
         """Return the changes of the codes of a strip of rows in steps, int16."""
-        return self.offsets[rows].add(UNIT >> 1).bitwise_right_shift_(BITS)
+        return self.offsets[rows].add(OFFSET_UNIT >> 1).bitwise_right_shift_(OFFSET_BITS)
 
 
 @dataclass(slots=True, eq=False)
-class LearnedPlaces(LearnedCodes):
-    """Codes that index a table of values: what is learned are ranks among the sorted values.
+class LearnedTableCodes(LearnedCodes):
+    """Codes that index a table of values; the learned offsets are of ranks among the sorted values.
 
-    The gradient is that of a value, in any unit, and the learning rate that of the least gap between values. An update
-    moves equally far in values everywhere, so that a code takes twice as many steps to cross a gap twice as wide. With
-    equally long updates in ranks, wide gaps would be crossed as soon, and those cost most if it was noise.
+    The gradient is that of a value, in any unit, and the learning rate that of the smallest gap between values. An
+    update moves equally far in values everywhere, so that a code takes twice as many steps to cross a gap twice as
+    wide. With equal updates in ranks, wide gaps would be crossed as quickly, and those cost most if the cause was
+    noise.
 
     Attributes:
-        codes: by rank.
+        codes: code of each rank.
         shares: factors of updates between each rank and the next.
     """
 
@@ -361,8 +380,8 @@ class LearnedPlaces(LearnedCodes):
     shares: Tensor
 
     @classmethod
-    def of(cls, codes: Tensor, values: Sequence[int], rate: float) -> LearnedPlaces:
-        """Start from codes of ``values``; the first of equal values stands for all of them."""
+    def of(cls, codes: Tensor, values: Sequence[int], rate: float) -> LearnedTableCodes:
+        """Create from codes that index ``values``; the first of equal values represents all of them."""
         rising = sorted({value: code for code, value in reversed([*enumerate(values)])}.items())
         places = {value: place for place, (value, _) in enumerate(rising)}
         place_of = torch.tensor([places[value] for value in values], dtype=torch.uint8)
@@ -371,28 +390,32 @@ class LearnedPlaces(LearnedCodes):
         start, limits = look_up(place_of, codes), (0, len(rising) - 1)
         return cls(start, limits, rate, found, gaps.min() / gaps)
 
-    def stored(self, rows: slice = ALL) -> Tensor:
+    def stored(self, rows: slice = ALL_ROWS) -> Tensor:
         """Return the current codes of a strip of rows."""
         return look_up(self.codes, LearnedCodes.stored(self, rows))
 
-    def shorten(self, step: Tensor, rows: slice) -> None:
+    def limit_update(self, step: Tensor, rows: slice) -> None:
         """Multiply updates by the share of the gap that they enter."""
-        at = self.start[rows].int().bitwise_left_shift_(BITS).add_(self.offsets[rows])
-        gap = at.sub_((step > 0).int()).bitwise_right_shift_(BITS).clamp_(0, len(self.shares) - 1)
+        at = self.start[rows].int().bitwise_left_shift_(OFFSET_BITS).add_(self.offsets[rows])
+        gap = (
+            at.sub_((step > 0).int())
+            .bitwise_right_shift_(OFFSET_BITS)
+            .clamp_(0, len(self.shares) - 1)
+        )
         step.mul_(look_up(self.shares, gap.to(torch.uint8)))
 
 
 @dataclass(slots=True, eq=False)
-class Learned:
-    """One tensor of scales, or the gains of one norm.
+class LearnedFactor:
+    """Factor of one tensor of scales, or of the gains of one norm.
 
     Attributes:
         start: the original value, float32.
-        dtype: of the stored value.
-        factor: what is learned, 0 for no change.
+        dtype: type of the stored value.
+        factor: learned relative change, 0 for no change.
         rate: initial learning rate.
-        offset: that the norm adds to the stored value.
-        known: a factor and the stored value for it.
+        offset: offset that the norm adds to the stored value.
+        known: a factor and its exact stored value.
     """
 
     start: Tensor
@@ -405,21 +428,27 @@ class Learned:
     _steps: int = 0
 
     @classmethod
-    def of(cls, value: Tensor, dtype: torch.dtype, rate: float, offset: float = 0.0) -> Learned:
-        """Start from a value."""
+    def of(
+        cls, value: Tensor, dtype: torch.dtype, rate: float, offset: float = 0.0
+    ) -> LearnedFactor:
+        """Create from a value, with no change."""
         start = value.detach().float().clone()
         return cls(start, dtype, torch.zeros_like(start), rate, offset)
 
     @classmethod
-    def at(cls, start: Tensor, now: Tensor, rate: float, offset: float) -> Learned:
-        """Resume from a value that was ``start`` and is stored as ``now``."""
+    def resume(cls, start: Tensor, now: Tensor, rate: float, offset: float) -> LearnedFactor:
+        """Create from the original value ``start`` and the value ``now`` that is stored for it."""
         one = cls.of(start, now.dtype, rate, offset)
         factor = (now.float() + offset) / (one.start + offset) - 1
-        one.factor.copy_(torch.where(factor.isfinite(), factor, 0).clamp(-MOST, MOST))
+        one.factor.copy_(
+            torch.where(factor.isfinite(), factor, 0).clamp(
+                -MAX_RELATIVE_CHANGE, MAX_RELATIVE_CHANGE
+            )
+        )
         one.known = (one.factor.clone(), now)
         return one
 
-    def stored(self, rows: slice = ALL) -> Tensor:
+    def stored(self, rows: slice = ALL_ROWS) -> Tensor:
         """Return the current value of a strip of rows in its stored type."""
         before, own = self.start[rows], self.factor[rows]
         start = before + self.offset
@@ -433,13 +462,13 @@ class Learned:
         return found.to(self.dtype)
 
     def step(self, gradient: Tensor | None, share: float) -> None:
-        """Do one step of Adam within bounds; without a gradient do nothing.
+        """Do one step of Adam within bounds; do nothing without a gradient.
 
-        Not torch's Adam: importing that takes two seconds and 160 MB.
+        torch's Adam is not used: importing it takes two seconds and 160 MB.
 
         Args:
-            gradient: of the loss with respect to the factor.
-            share: of the initial learning rate.
+            gradient: gradient of the loss with respect to the factor.
+            share: current share of the initial learning rate.
         """
         if gradient is None:
             return
@@ -447,12 +476,12 @@ class Learned:
             self._moments = torch.zeros_like(gradient), torch.zeros_like(gradient)
         self._steps += 1
         mean, square = self._moments
-        mean.lerp_(gradient, 1 - FIRST)
-        square.lerp_(gradient.square(), 1 - SECOND)
-        size = (square / (1 - SECOND**self._steps)).sqrt_().add_(EPSILON)
-        rate = self.rate * share / (1 - FIRST**self._steps)
-        self.factor.sub_(mean / size, alpha=rate).clamp_(-MOST, MOST)
+        mean.lerp_(gradient, 1 - FIRST_MOMENT_DECAY)
+        square.lerp_(gradient.square(), 1 - SECOND_MOMENT_DECAY)
+        size = (square / (1 - SECOND_MOMENT_DECAY**self._steps)).sqrt_().add_(EPSILON)
+        rate = self.rate * share / (1 - FIRST_MOMENT_DECAY**self._steps)
+        self.factor.sub_(mean / size, alpha=rate).clamp_(-MAX_RELATIVE_CHANGE, MAX_RELATIVE_CHANGE)
 
-    def gradient(self, of_value: Tensor, rows: slice = ALL) -> Tensor:
+    def gradient(self, of_value: Tensor, rows: slice = ALL_ROWS) -> Tensor:
         """Return the gradient of the factor of a strip of rows, given the gradient of the value."""
         return of_value * (self.start[rows] + self.offset)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
 from quantforge.notation import parse
-from quantforge.quantizers.rtn import quantized
+from quantforge.quantizers.rtn import quantize_matrices
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import Step
 from quantforge.runtime.linear import PackedLinear
@@ -120,7 +120,9 @@ def lower_bits(model: PreTrainedModel, bits: str) -> PreTrainedModel:
             continue
         if held > scheme.bits and columns % scheme.group_size(columns) == 0:
             weight = weight_of(module)
-            tensor = quantized({"draft": weight}, None, {"draft": scheme}, "search")["draft"]
+            tensor = quantize_matrices({"draft": weight}, None, {"draft": scheme}, "search")[
+                "draft"
+            ]
             packed = PackedLinear(tensor, module.bias, model.dtype, weight.device)
             blocks.set_submodule(name, packed)
             rounded += 1

@@ -19,7 +19,7 @@ from quantforge.evaluation.divergence import (
     score_reference,
 )
 from quantforge.evaluation.output_head import Head
-from quantforge.execution.progress import Progress, followed
+from quantforge.execution.progress import Progress, report_to
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
@@ -139,7 +139,7 @@ def test_hidden_states_wait_where_they_are_told_to_and_progress_is_of_windows(ti
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     for directory, kind in ((None, InMemory), (tmp_path, OnDisk)):
         told: list[tuple[int, int]] = []
-        with followed(partial(noted, told)):
+        with report_to(partial(noted, told)):
             reference = score_reference(model, windows, directory)
             assert isinstance(reference.states, kind)
             score(model, windows, reference)

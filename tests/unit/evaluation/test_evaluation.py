@@ -23,7 +23,7 @@ from quantforge.evaluation import divergence, report, speed, tasks
 from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.reference_text import Prompts
-from quantforge.execution.progress import followed
+from quantforge.execution.progress import report_to
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -287,7 +287,7 @@ def test_one_model_at_a_time(tiny, rounded, monkeypatch):
 
 def test_progress_counts_windows(tiny):
     told = []
-    with followed(told.append):
+    with report_to(told.append):
         compared(tiny("llama-tied"), [], options())
     (last,) = [one for one in told if one.step == "windows of the text" and one.done == 4]
     assert (last.phase, last.total) == (f"scoring {tiny('llama-tied').name}", 4)
@@ -300,7 +300,7 @@ def test_every_figure_has_a_share_of_the_progress(tiny, monkeypatch):
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
     monkeypatch.setattr(speed, "SECONDS", 0.0)
     told = []
-    with followed(told.append):
+    with report_to(told.append):
         compared(tiny("llama-tied"), [], options(caches=("int8",), speed=True))
     begun = {one.phase.partition(" ")[0]: one.share for one in reversed(told)}
     phases = [begun[name] for name in ("loading", "scoring", "caches", "speed")]

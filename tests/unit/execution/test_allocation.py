@@ -273,7 +273,7 @@ def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch)
     with pytest.raises(BusyError, match="measures the same candidates"):
         allocated("3.9bpw", path, **given)
     other.release()
-    monkeypatch.setattr(candidate_errors, "observe_gradients", None)  # they are there
+    monkeypatch.setattr(candidate_errors, "compute_token_weights", None)  # they are there
     again = allocated("4.1bpw", path, **given)  # another size needs the same
     assert seen == [0, 1, 2, 2]
     assert again.uniform == found.uniform

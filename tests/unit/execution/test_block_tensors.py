@@ -26,5 +26,5 @@ def test_decays_of_a_gguf_file_stay_as_the_source_has_them_to_the_bit():
         stored_name=lambda name: name, parameters=lambda: list(present),
         is_outside_module=lambda name: False, set_parameter=present.__setitem__,
     )  # fmt: skip
-    BlockTensors(SimpleNamespace(tensors=plans), output).load_kept(part)
+    BlockTensors(SimpleNamespace(tensors=plans), output).load_written_parameters(part)
     assert all(torch.equal(present[name], values[name]) for name in values)

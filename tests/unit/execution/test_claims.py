@@ -20,7 +20,7 @@ RECORD = {"unit": "a", "sums": {}}
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claims, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 0.4)
 
 
@@ -44,14 +44,14 @@ def run_of(shared: Claims) -> Path:
 
 def test_a_worker_takes_what_it_asks_for(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 3)
-    first = shared.take(["unit 1"])
+    first = shared.claim(["unit 1"])
     assert first is not None
     assert first.unit == 1
     with first:
-        assert not shared.is_open(["unit 1"])
-        assert shared.is_open(["unit 1", "unit 2"])
-        assert shared.take(["unit 1"]) is None
-    assert shared.is_open(["unit 1"])  # given back
+        assert not shared.has_claimable(["unit 1"])
+        assert shared.has_claimable(["unit 1", "unit 2"])
+        assert shared.claim(["unit 1"]) is None
+    assert shared.has_claimable(["unit 1"])  # given back
 
 
 def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
 
     def work() -> None:
         mine = Claims(shared.directory, shared.names)
-        while (claim := mine.take(UNITS)) is not None:
+        while (claim := mine.claim(UNITS)) is not None:
             with claim:
                 done.append(claim.unit)
                 claim.finish({"unit": mine.names[claim.unit], "sums": {}})
@@ -72,8 +72,8 @@ def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
     for worker in workers:
         worker.join()
     assert sorted(done) == list(range(60))
-    assert len(shared.done()) == 60
-    assert shared.finished().keys() == set(shared.names)
+    assert len(shared.finished_directories()) == 60
+    assert shared.finished_records().keys() == set(shared.names)
 
 
 def test_a_worker_that_is_heard_of_keeps_its_unit_and_one_that_fails_gives_it_back(
@@ -81,32 +81,32 @@ def test_a_worker_that_is_heard_of_keeps_its_unit_and_one_that_fails_gives_it_ba
 ) -> None:
     monkeypatch.setattr(claims, "LEASE_SECONDS", 2.0)  # beats come late on a busy machine
     shared, other = prepared(tmp_path), prepared(tmp_path)
-    claim = shared.take(UNITS)
+    claim = shared.claim(UNITS)
     assert claim is not None
 
     def interrupted() -> None:
         with claim:
             ends = time.monotonic() + 2.5  # longer than the lease
             while time.monotonic() < ends:
-                assert other.take(UNITS) is None
+                assert other.claim(UNITS) is None
                 time.sleep(0.05)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert names(shared) == ["0000.1.free"]
-    again = other.take(UNITS)
+    again = other.claim(UNITS)
     assert again is not None
     assert names(shared) == ["0000.2.held"]
 
 
 def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
     shared, other = prepared(tmp_path), prepared(tmp_path)
-    lost = shared.take(UNITS)  # which never begins to count
+    lost = shared.claim(UNITS)  # which never begins to count
     assert lost is not None
-    assert other.take(UNITS) is None
+    assert other.claim(UNITS) is None
     time.sleep(0.5)
-    mine = other.take(UNITS)
+    mine = other.claim(UNITS)
     assert mine is not None
     with mine:
         with lost:  # it wakes
@@ -116,22 +116,22 @@ def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
         assert names(shared) == ["0000.2.held"]
         mine.finish({"unit": "unit 0", "sums": {"good": 1}})
     assert not mine.lost
-    ((record, data),) = shared.finished().values()
+    ((record, data),) = shared.finished_records().values()
     assert record["sums"] == {"good": 1}
     assert data.read_bytes() == b"mine"
 
 
 def test_errors_of_lost_work_are_dropped_and_others_are_not(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
-    claim = shared.take(UNITS)
+    claim = shared.claim(UNITS)
     assert claim is not None
     with claim:
         claim.directory.rename(run_of(shared) / "0000.2.held")
         raise ResourceError("no such file")
     assert claim.lost
-    assert shared.take(UNITS) is None  # seen for the first time
+    assert shared.claim(UNITS) is None  # seen for the first time
     time.sleep(0.5)
-    again = shared.take(UNITS)
+    again = shared.claim(UNITS)
     assert again is not None
     with pytest.raises(ResourceError, match="full"), again:
         raise ResourceError("the disk is full")
@@ -144,63 +144,63 @@ def test_what_a_link_leads_to_is_not_touched(tmp_path: Path) -> None:
     (elsewhere / "1.data").write_text("somebody's")
     (run_of(shared) / "0000.0.free").rmdir()
     (run_of(shared) / "0000.0.free").symlink_to(elsewhere)
-    assert shared.take(UNITS) is None
+    assert shared.claim(UNITS) is None
     assert (elsewhere / "1.data").read_text() == "somebody's"
 
 
 def test_damage_is_refused(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 2)
-    claim = shared.take(UNITS)
+    claim = shared.claim(UNITS)
     assert claim is not None
     with claim:
         claim.finish(RECORD)
-    assert shared.finished().keys() == {"unit 0"}  # the other is free
+    assert shared.finished_records().keys() == {"unit 0"}  # the other is free
     record = next(run_of(shared).glob("0000.1.done/1.record"))
     record.write_bytes(record.read_bytes()[:-5])
     with pytest.raises(IntegrityError, match="damaged") as refused:
-        shared.finished()
+        shared.finished_records()
     assert refused.value.hint == f"start afresh: rm -r {shared.directory}"
     with pytest.raises(IntegrityError, match="differs in: recipe"):
-        shared.check({"recipe": "s"})
+        shared.check_fingerprint({"recipe": "s"})
     (run_of(shared) / "0001.0.free").rmdir()
-    assert shared.take(UNITS) is None
+    assert shared.claim(UNITS) is None
     time.sleep(0.5)
     with pytest.raises(IntegrityError, match="damaged"):
-        shared.take(UNITS)
+        shared.claim(UNITS)
 
 
 def test_when_it_is_over_there_is_nothing(tmp_path: Path) -> None:
     shared = prepared(tmp_path, 3)
-    shared.check_there()
+    shared.check_exists()
     shared.remove()
     assert list(tmp_path.iterdir()) == []
-    assert shared.take(UNITS) is None
-    assert (len(shared.done()), shared.there) == (0, False)
-    shared.check({"recipe": "s"})
+    assert shared.claim(UNITS) is None
+    assert (len(shared.finished_directories()), shared.exists) == (0, False)
+    shared.check_fingerprint({"recipe": "s"})
     with pytest.raises(IntegrityError, match="is over"):
-        shared.check_there()
+        shared.check_exists()
     shared.remove()
 
 
 def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> None:
     """A worker that was stopped for long wakes beside a unit of the same name and generation."""
     shared = prepared(tmp_path)
-    lost = shared.take(UNITS)
+    lost = shared.claim(UNITS)
     assert lost is not None
     shared.remove()
     following = prepared(tmp_path)
-    mine = following.take(UNITS)
+    mine = following.claim(UNITS)
     assert mine is not None
     assert mine.directory.name == lost.directory.name
     with mine:
         with lost:
             lost.finish({"unit": "unit 0", "sums": {"late": 1}})
         assert lost.lost
-        assert not shared.there
-        assert shared.take(UNITS) is None
+        assert not shared.exists
+        assert shared.claim(UNITS) is None
         mine.finish({"unit": "unit 0", "sums": {"good": 1}})
     assert not mine.lost
-    assert following.finished()["unit 0"][0]["sums"] == {"good": 1}
+    assert following.finished_records()["unit 0"][0]["sums"] == {"good": 1}
     following.remove()
     shared.prepare({"recipe": "s"})  # for those who begin a run themselves
     assert names(shared) == ["0000.0.free"]
@@ -219,12 +219,12 @@ def test_what_is_not_of_the_run_is_no_unit(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
     for name in ("0001.0.free", "0001.0.done", "stray"):
         (run_of(shared) / name).mkdir()
-    claim = shared.take(UNITS)
+    claim = shared.claim(UNITS)
     assert claim is not None
     assert claim.unit == 0
     with claim:
-        assert shared.take(UNITS) is None
-        assert (len(shared.done()), shared.finished()) == (0, {})
+        assert shared.claim(UNITS) is None
+        assert (len(shared.finished_directories()), shared.finished_records()) == (0, {})
 
 
 def test_a_link_to_a_directory_of_units_is_none(tmp_path: Path) -> None:
@@ -232,20 +232,20 @@ def test_a_link_to_a_directory_of_units_is_none(tmp_path: Path) -> None:
     shared.directory.rename(tmp_path / "elsewhere")
     shared.directory.symlink_to(tmp_path / "elsewhere")
     other = Claims(shared.directory, shared.names)
-    assert not other.there
-    assert other.take(UNITS) is None
-    other.check({"recipe": "s"})  # of no run
+    assert not other.exists
+    assert other.claim(UNITS) is None
+    other.check_fingerprint({"recipe": "s"})  # of no run
 
 
 def test_what_an_earlier_claim_has_left_is_removed(tmp_path: Path) -> None:
     shared = prepared(tmp_path)
-    lost = shared.take(UNITS)
+    lost = shared.claim(UNITS)
     assert lost is not None
     for name in (lost.file("data"), lost.file("record"), "notes.txt"):
         (lost.directory / name).write_text("left")
-    assert shared.take(UNITS) is None
+    assert shared.claim(UNITS) is None
     time.sleep(0.5)
-    mine = shared.take(UNITS)
+    mine = shared.claim(UNITS)
     assert mine is not None
     assert [path.name for path in mine.directory.iterdir()] == ["notes.txt"]
 
@@ -257,7 +257,7 @@ def test_a_unit_that_is_handed_in_is_durable_by_its_name(
     monkeypatch.setattr(type(DISK), "sync", lambda _, path: synced.append(path))
     shared = prepared(tmp_path)
     synced.clear()
-    claim = shared.take(UNITS)
+    claim = shared.claim(UNITS)
     assert claim is not None
     with claim:
         claim.finish(RECORD)
@@ -268,4 +268,4 @@ def test_a_worker_counts_many_times_before_it_is_taken_for_dead(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.undo()
-    assert claims.LEASE_SECONDS >= 30 * claims.BEAT_SECONDS
+    assert claims.LEASE_SECONDS >= 30 * claims.HEARTBEAT_SECONDS

@@ -20,7 +20,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.quantizers.gptq import gptq
 from quantforge.quantizers.guidance import backward
 from quantforge.quantizers.guidance.gradients import OutputGradients
-from quantforge.quantizers.guidance.token_weights import TokenWeights, clipped
+from quantforge.quantizers.guidance.token_weights import TokenWeights, clip_largest
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
@@ -32,19 +32,19 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounded: list[tuple[dict[str, Tensor], Tensor]] = []
         self.gradients: dict[str, list[OutputGradients]] = {}
-        round_shared, write = gptq.round_shared, TokenWeights.__call__
+        round_matrices, write = gptq.round_matrices, TokenWeights.__call__
 
         def rounding(weights: Any, statistics: Statistics, *rest: Any) -> Any:
             assert statistics.hessian is not None
             copies = {name: weight.clone() for name, weight in weights.items()}
             self.rounded.append((copies, statistics.hessian.clone()))
-            return round_shared(weights, statistics, *rest)
+            return round_matrices(weights, statistics, *rest)
 
         def writing(weights: TokenWeights, seen: OutputGradients) -> None:
             self.gradients.setdefault(seen.name, []).append(seen)
             write(weights, seen)
 
-        monkeypatch.setattr(gptq, "round_shared", rounding)
+        monkeypatch.setattr(gptq, "round_matrices", rounding)
         monkeypatch.setattr(TokenWeights, "__call__", writing)
 
     def hessian(self, linear: str, rows: slice) -> Tensor:
@@ -102,7 +102,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
     calibration = replace(CALIBRATION, samples=24, length=32)
     errors: dict[str, list[float]] = {"guided": [], "plain": []}
     made: dict[int, dict[str, Tensor]] = {}
-    shared = gptq.round_shared
+    shared = gptq.round_matrices
 
     def keeping(strips: int) -> Callable[..., Any]:
         def rounding(weights: Any, *rest: Any) -> Any:
@@ -115,10 +115,10 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
 
     for strips in (0, 1):
         seen = Seen(monkeypatch) if strips else None
-        monkeypatch.setattr(gptq, "round_shared", keeping(strips))
+        monkeypatch.setattr(gptq, "round_matrices", keeping(strips))
         wanted = swift("gptq", bits=3, guide=strips, calibration=calibration)
         quantize(tiny("llama"), tmp_path / str(strips), wanted)
-        monkeypatch.setattr(gptq, "round_shared", shared)
+        monkeypatch.setattr(gptq, "round_matrices", shared)
     assert seen is not None
     source = open_checkpoint(tiny("llama"))
     for name in made[0]:
@@ -200,14 +200,14 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
 ) -> None:
     """Column factors divide what the first block reads: its diagonal times their squares is that of the source."""
     found: dict[str, Tensor] = {}
-    shared = gptq.round_shared
+    shared = gptq.round_matrices
 
     def rounding(weights: Any, statistics: Statistics, *rest: Any) -> Any:
         assert statistics.hessian is not None
         found.update({name: statistics.hessian.diagonal().clone() for name in weights})
         return shared(weights, statistics, *rest)
 
-    monkeypatch.setattr(gptq, "round_shared", rounding)
+    monkeypatch.setattr(gptq, "round_matrices", rounding)
     diagonals = {}
     for method in ("gptq", "awq+gptq"):
         found.clear()
@@ -227,7 +227,7 @@ def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
     wanted = swift("gptq", bits=4, guide=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("guide"))
-    file = tmp_path / ".out.qf" / "journal" / guide.FILE
+    file = tmp_path / ".out.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
@@ -305,10 +305,10 @@ def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
 
 def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
     weights = torch.arange(1, 4001.0).view(4, 1000)
-    assert torch.equal(clipped(weights), weights.clamp(max=3996))
-    assert torch.equal(clipped(weights[:1, :10]), weights[:1, :10])
+    assert torch.equal(clip_largest(weights), weights.clamp(max=3996))
+    assert torch.equal(clip_largest(weights[:1, :10]), weights[:1, :10])
     sent = torch.cat([torch.zeros(4, 1000), weights], 1)  # 0 where a token is sent elsewhere
-    assert torch.equal(clipped(sent), sent.clamp(max=3996))
+    assert torch.equal(clip_largest(sent), sent.clamp(max=3996))
 
 
 def test_the_plan_states_it(tiny: Tiny) -> None:

@@ -29,7 +29,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
 ) -> None:
     gradients: dict[str, list[OutputGradients]] = {}
     strips: dict[str, list[Tensor]] = {}
-    write, shared = TokenWeights.__call__, gptq.round_shared
+    write, shared = TokenWeights.__call__, gptq.round_matrices
 
     def writing(weights: TokenWeights, one: OutputGradients) -> None:
         gradients.setdefault(one.name, []).append(one)
@@ -42,7 +42,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
         return shared(weights, statistics, *rest)
 
     monkeypatch.setattr(TokenWeights, "__call__", writing)
-    monkeypatch.setattr(gptq, "round_shared", rounding)
+    monkeypatch.setattr(gptq, "round_matrices", rounding)
     for name in ("WEIGHT", "DIAGONAL"):  # a prior that counts nothing
         monkeypatch.setattr(expert_statistics, name, 1e-9)
     wanted = swift("gptq", bits=4, guide=2, calibration=ROWS)
@@ -84,7 +84,9 @@ def test_the_file_holds_what_the_plan_says_and_of_experts_their_own_tokens(
         out = tmp_path / str(strips)
         with pytest.raises(StopError):
             quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after("guide"))
-        sizes.append((tmp_path / f".{out.name}.qf" / "journal" / guide.FILE).stat().st_size)
+        sizes.append(
+            (tmp_path / f".{out.name}.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE).stat().st_size
+        )
         work = plan(tiny("qwen3-moe"), wanted).work
         assert work is not None
         forecasts.append(work.guide_bytes)

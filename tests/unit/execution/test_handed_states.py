@@ -10,7 +10,7 @@ import torch
 
 from quantforge.errors import IntegrityError, ResourceError
 from quantforge.execution import shared_run
-from quantforge.execution.shared_run import HandedStates
+from quantforge.execution.shared_run import SharedStates
 
 ROWS = torch.arange(2 * 3 * 4, dtype=torch.float32).view(2, 3, 4)
 
@@ -18,12 +18,12 @@ ROWS = torch.arange(2 * 3 * 4, dtype=torch.float32).view(2, 3, 4)
 def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
     tmp_path: Path,
 ) -> None:
-    mine = HandedStates(tmp_path / "states")
+    mine = SharedStates(tmp_path / "states")
     for block, start in ((-1, 0), (-1, 2), (0, 0), (0, 2)):
         mine.block = block
         mine.write(start, (ROWS + 100 * block + start).to(torch.float64))
     mine.flush()
-    other = HandedStates(tmp_path / "states")
+    other = SharedStates(tmp_path / "states")
     other.block = 5
     other.write(0, ROWS)  # by which it knows the shape
     for reader in (mine, other):
@@ -35,7 +35,7 @@ def test_others_read_what_was_written_and_later_blocks_replace_nothing_of_it(
 
 
 def test_what_was_damaged_is_not_read(tmp_path: Path) -> None:
-    states = HandedStates(tmp_path / "states")
+    states = SharedStates(tmp_path / "states")
     states.write(0, ROWS)
     states.flush()
     for file in (tmp_path / "states").iterdir():
@@ -52,7 +52,7 @@ def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
     def full(*_: Any, **__: Any) -> None:
         raise ResourceError("no space", "free some")
 
-    states = HandedStates(tmp_path / "states")
+    states = SharedStates(tmp_path / "states")
     monkeypatch.setattr(shared_run, "save", full)
     states.write(0, ROWS)
     with pytest.raises(ResourceError, match="no space"):
@@ -61,7 +61,7 @@ def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
 
 
 def test_rows_of_a_last_micro_batch_may_be_fewer(tmp_path: Path) -> None:
-    states = HandedStates(tmp_path / "states")
+    states = SharedStates(tmp_path / "states")
     for start, rows in ((0, ROWS), (2, ROWS[:1])):
         states.write(start, rows)
     states.block = 0
@@ -72,11 +72,11 @@ def test_rows_of_a_last_micro_batch_may_be_fewer(tmp_path: Path) -> None:
 
 
 def test_what_lies_in_front_of_a_block_is_removed_with_it(tmp_path: Path) -> None:
-    states = HandedStates(tmp_path / "states")
+    states = SharedStates(tmp_path / "states")
     for block in (-1, 0):
         states.block = block
         states.write(0, ROWS)
     states.flush()
-    states.forget(0)
+    states.delete(0)
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["1.0"]
     states.close()

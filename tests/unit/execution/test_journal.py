@@ -19,20 +19,20 @@ from quantforge.errors import IntegrityError, ResourceError
 from quantforge.events import Event
 from quantforge.execution import journal, unit_output
 from quantforge.execution.journal import (
-    FINGERPRINT,
-    JOURNAL,
+    FINGERPRINT_FILE,
+    JOURNAL_FILE,
     Journal,
-    done_tensors,
     events_of,
     figures_of,
-    fingerprint_of,
-    journal_of,
-    merge,
+    finished_tensor_names,
+    merge_records,
     recorded_fingerprint,
+    resume_or_create_journal,
+    run_fingerprint,
     write_durably,
 )
-from quantforge.execution.unit_output import checksum, runs
-from quantforge.execution.units import units_of
+from quantforge.execution.unit_output import checksum, copy_strips
+from quantforge.execution.units import list_units
 from quantforge.files.disk import DISK
 from quantforge.files.stage import Stage
 from quantforge.plans import Action, StoredTensor, TensorPlan
@@ -53,7 +53,7 @@ def kept(place: Path, *units: str) -> bytes:
     for unit in units:
         work.commit(unit, {"sums": {unit: 1}})
     work.close()
-    return (place / JOURNAL).read_bytes()
+    return (place / JOURNAL_FILE).read_bytes()
 
 
 def opened(place: Path) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def test_what_was_finished_is_known_to_the_next_run(place: Path) -> None:
 @pytest.mark.parametrize("lost", [1, 2, 10, 40])
 def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(place: Path, lost: int) -> None:
     whole = kept(place, "outer")
-    (place / JOURNAL).write_bytes(kept(place, "block 0")[:-lost])
+    (place / JOURNAL_FILE).write_bytes(kept(place, "block 0")[:-lost])
     assert list(opened(place)) == ["outer"]
-    assert (place / JOURNAL).read_bytes() == whole
+    assert (place / JOURNAL_FILE).read_bytes() == whole
     kept(place, "block 0", "block 1")
     assert list(opened(place)) == ["outer", "block 0", "block 1"]
 
@@ -98,18 +98,20 @@ def test_a_line_that_was_cut_is_dropped_and_the_journal_goes_on(place: Path, los
 def test_every_byte_of_a_line_counts(place: Path) -> None:
     data = kept(place, "outer", "head")
     for at in range(len(data) - 1):
-        (place / JOURNAL).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        (place / JOURNAL_FILE).write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(IntegrityError, match="damaged") as refused:
             opened(place)
         assert refused.value.hint == f"start afresh: rm -r {place}"
-    (place / JOURNAL).write_bytes(data[:-1] + b"?")  # a last line without its end, as of a kill
+    (place / JOURNAL_FILE).write_bytes(
+        data[:-1] + b"?"
+    )  # a last line without its end, as of a kill
     assert list(opened(place)) == ["outer"]
 
 
 @pytest.mark.parametrize("text", [b"[]", b"{}", b'"unit"', b'{"unit": 1', b"\xff"])
 def test_a_line_with_its_digest_that_names_no_unit_is_refused(place: Path, text: bytes) -> None:
     kept(place, "outer")
-    with (place / JOURNAL).open("ab") as file:
+    with (place / JOURNAL_FILE).open("ab") as file:
         file.write(sha256(text).hexdigest()[:16].encode() + b" " + text + b"\n")
     with pytest.raises(IntegrityError, match="damaged"):
         opened(place)
@@ -122,7 +124,7 @@ def test_a_line_is_durable_before_its_unit_is_done(
     seen = []
 
     def fsync(_descriptor: int) -> None:
-        seen.append(((place / JOURNAL).read_bytes()[-1:], "outer" in work.done))
+        seen.append(((place / JOURNAL_FILE).read_bytes()[-1:], "outer" in work.done))
 
     monkeypatch.setattr(os, "fsync", fsync)
     work.commit("outer", {})
@@ -164,7 +166,7 @@ def test_a_run_that_differs_is_refused_and_said_in_what(
     with pytest.raises(IntegrityError, match=f"differs in: {named}$") as refused:
         Journal(place, other)
     assert f"rm -r {place}" in refused.value.hint
-    assert (place / JOURNAL).read_bytes() == before
+    assert (place / JOURNAL_FILE).read_bytes() == before
     assert recorded_fingerprint(place) == SAME
 
 
@@ -175,15 +177,15 @@ def test_a_run_that_had_finished_nothing_is_nothing_to_go_on_with(place: Path) -
     work.close()
     assert not work.resumed
     assert recorded_fingerprint(place) == {"recipe": "s"}
-    assert {path.name for path in place.iterdir()} == {FINGERPRINT, JOURNAL}
-    (place / JOURNAL).unlink()
+    assert {path.name for path in place.iterdir()} == {FINGERPRINT_FILE, JOURNAL_FILE}
+    (place / JOURNAL_FILE).unlink()
     assert opened(place) == {}
     assert recorded_fingerprint(place) == SAME
 
 
 def test_a_fingerprint_that_cannot_be_read_is_damage(place: Path) -> None:
     kept(place, "outer")
-    (place / FINGERPRINT).write_text("[")
+    (place / FINGERPRINT_FILE).write_text("[")
     assert recorded_fingerprint(place) == {}
     with pytest.raises(IntegrityError, match="damaged"):
         opened(place)
@@ -222,15 +224,15 @@ def test_whatever_decides_a_byte_is_in_the_fingerprint(tmp_path: Path) -> None:
         "recipe": ("recipe", recipe(bits=3).to_toml()), "source": ("source file w", source("y")),
         "calibrated": ("calibration", drawn("d")), "device": ("device", "cuda"), "imatrix": ("imatrix", second),
     }  # fmt: skip
-    known = fingerprint_of(**whole)
+    known = run_fingerprint(**whole)
     assert known["calibration"] == "c"
     assert {"version of quantforge", "version of torch"} <= known.keys()
     for argument, (name, value) in changes.items():
-        found = fingerprint_of(**{**whole, argument: value})
+        found = run_fingerprint(**{**whole, argument: value})
         assert {key for key in {*known, *found} if known.get(key) != found.get(key)} == {name}
-    several = [fingerprint_of(**{**whole, "device": f"cuda:{number}"}) for number in range(2)]
+    several = [run_fingerprint(**{**whole, "device": f"cuda:{number}"}) for number in range(2)]
     assert several[0] == several[1] != known  # ranks of one run
-    bare = fingerprint_of(**{**whole, "calibrated": None, "imatrix": None})
+    bare = run_fingerprint(**{**whole, "calibrated": None, "imatrix": None})
     assert bare["calibration"] == ""
     assert "imatrix" not in bare
 
@@ -250,9 +252,9 @@ def test_tensors_are_done_with_their_unit() -> None:
     )
     units = {"outer": "embed", "block 0": "zero", "block 1": "one", "head": "head"}
     for unit, name in units.items():
-        assert done_tensors(plan, {unit: {}}) == [f"{name}.codes", f"{name}.scale"]
-    assert done_tensors(plan, {}) == []
-    assert len(done_tensors(plan, units)) == 8
+        assert finished_tensor_names(plan, {unit: {}}) == [f"{name}.codes", f"{name}.scale"]
+    assert finished_tensor_names(plan, {}) == []
+    assert len(finished_tensor_names(plan, units)) == 8
 
 
 def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
@@ -263,7 +265,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
         guide=0,
         tune=0,
     )
-    found = units_of(plan, 2)
+    found = list_units(plan, 2)
     assert [unit.name for unit in found] == ["outer", "block 0", "block 1", "head"]
     assert [[one.name for one in unit.outputs] for unit in found] == [
         ["embed.codes", "embed.scale"], [], ["one.codes", "one.scale"], ["head.codes", "head.scale"],
@@ -272,20 +274,22 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
 
 def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
     with Stage(tmp_path / "out", overwrite=False, disk=FAST) as stage:
-        work = journal_of(stage, SAME)
+        work = resume_or_create_journal(stage, SAME)
         work.close()
         (stage.path / "staged").write_text("x")
-        stale = journal_of(stage, SAME)  # nothing was finished: what is staged is worth nothing
+        stale = resume_or_create_journal(
+            stage, SAME
+        )  # nothing was finished: what is staged is worth nothing
         assert stage.empty
         (stage.path / "staged").write_text("x")
         stale.commit("outer", {})
         stale.close()
-        again = journal_of(stage, SAME)
+        again = resume_or_create_journal(stage, SAME)
         again.close()
         assert again.resumed
         assert (stage.path / "staged").exists()
         stage.clear()  # as when the stage was published, and a kill left the journal
-        afresh = journal_of(stage, SAME)
+        afresh = resume_or_create_journal(stage, SAME)
         afresh.remove()
         assert not afresh.resumed
 
@@ -296,9 +300,9 @@ def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
 def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
     events = [Event("substitution", name, "") for name in "abc"]
     parts: list[dict[str, Any]] = [{}, {}]
-    merge(parts[0], {"events": [events[0].to_json()], "figures": {"a": {"error": 1.0}}})
-    merge(parts[0], {"events": [events[1].to_json()], "figures": {"b": {"error": 2.0}}})
-    merge(parts[1], {"events": [events[2].to_json()], "transform": {"x": 3}})
+    merge_records(parts[0], {"events": [events[0].to_json()], "figures": {"a": {"error": 1.0}}})
+    merge_records(parts[0], {"events": [events[1].to_json()], "figures": {"b": {"error": 2.0}}})
+    merge_records(parts[1], {"events": [events[2].to_json()], "transform": {"x": 3}})
     assert events_of([*parts, {}]) == events
     assert figures_of([*parts, {}]) == {"a": {"error": 1.0}, "b": {"error": 2.0}}
     assert parts[1]["transform"] == {"x": 3}
@@ -310,9 +314,9 @@ def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
 def test_runs_of_rows_cover_a_tensor_within_their_bytes(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit_output, "COPY_BYTES", 12)
+    monkeypatch.setattr(unit_output, "COPY_STRIP_BYTES", 12)
     stored = StoredTensor("t", "U8", shape)
-    cut = list(runs(stored))
+    cut = list(copy_strips(stored))
     rows = shape[0] if shape else 1
     assert rows or cut == [(0, 0)]
     assert cut[0][0] == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.errors import RefusedError
-from quantforge.execution.rounding import outliers, with_input, without_outliers
+from quantforge.execution.rounding import add_input_parameters, count_outliers, decouple_outliers
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
 from quantforge.packers.input_rounding import histogram, simulate, static_scale
@@ -83,11 +83,11 @@ def layer(text):
 def test_a_static_range_without_an_observation_is_refused():
     plan, tensor = layer("W8A8_STATIC")
     with pytest.raises(RefusedError, match="has to be measured"):
-        with_input(tensor, plan, WEIGHT, Statistics(), "absmax")
+        add_input_parameters(tensor, plan, WEIGHT, Statistics(), "absmax")
     seen = Statistics(
         4, peaks=torch.tensor([1.0, 2.0]), histogram=histogram(torch.tensor([1.0, 2.0]))
     )
-    found = with_input(tensor, plan, WEIGHT, seen, "absmax")
+    found = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
     assert found.input == plan.scheme.input
     assert found.parameters["input_scale"].item() == pytest.approx(2 / 127)
 
@@ -95,25 +95,25 @@ def test_a_static_range_without_an_observation_is_refused():
 def test_columns_beyond_the_threshold_are_reported():
     plan, _ = layer("int8:row:sym+int8:token:dynamic:6")
     seen = Statistics(4, peaks=torch.tensor([1.0, 7.0, 5.9, 80.0]))
-    assert outliers(plan, seen) == ({"outlier_columns": 2.0}, ())
-    assert outliers(plan, Statistics()) == ({}, ())
+    assert count_outliers(plan, seen) == ({"outlier_columns": 2.0}, ())
+    assert count_outliers(plan, Statistics()) == ({}, ())
 
 
 def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
     plan, tensor = layer("int8:row:sym+int8:token:dynamic:6:2")
     seen = Statistics(4, peaks=torch.tensor([70.0, 7.0, 5.9, 80.0]))
-    found = with_input(tensor, plan, WEIGHT, seen, "absmax")
+    found = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
     assert found.parameters["outlier_columns"].tolist() == [0, 3]
     assert torch.equal(found.decode(), torch.tensor([[0.5, 0, 0, 2], [1, 0, 0, 3]]))
-    figures, events = outliers(plan, seen)
+    figures, events = count_outliers(plan, seen)
     assert figures == {"outlier_columns": 3.0, "kept_columns": 2.0}
     assert [event.kind for event in events] == ["outliers-left"]
     one = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
-    found = with_input(tensor, plan, WEIGHT, one, "absmax")
+    found = add_input_parameters(tensor, plan, WEIGHT, one, "absmax")
     assert found.parameters["outlier_columns"].tolist() == [2, -1]
-    assert outliers(plan, one)[1] == ()
+    assert count_outliers(plan, one)[1] == ()
     with pytest.raises(RefusedError, match="outlier columns"):
-        with_input(tensor, plan, WEIGHT, Statistics(), "absmax")
+        add_input_parameters(tensor, plan, WEIGHT, Statistics(), "absmax")
 
 
 def test_kept_columns_leave_no_error_to_the_others():
@@ -121,6 +121,6 @@ def test_kept_columns_leave_no_error_to_the_others():
     hessian = torch.arange(16.0).view(4, 4) + 1
     hessian = hessian @ hessian.T
     seen = Statistics(4, hessian=hessian.clone(), peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
-    found = without_outliers(seen, plan).hessian
+    found = decouple_outliers(seen, plan).hessian
     assert found[2].tolist() == found[:, 2].tolist() == [0, 0, float(hessian[2, 2]), 0]
     assert found[0, 1] == hessian[0, 1]

@@ -18,7 +18,7 @@ from quantforge.notation import parse
 from quantforge.numerics.threads import BackgroundTask, in_order
 from quantforge.packers import row_encoding
 from quantforge.planning.recipe_options import build_recipe
-from quantforge.quantizers.rtn import judging, round_shared
+from quantforge.quantizers.rtn import error_importance, round_matrices
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
 from quantforge.settings import MOST_WORKERS, Settings, workers_of
@@ -168,12 +168,12 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
     weight[:, 40] = 1e4  # of one group in each row
     tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
     schemes, written = {"w": tensor.scheme.weight}, []
-    matrix = data_free.RowWise(
-        tensor, lambda strip: round_shared({"w": strip}, Statistics(), schemes, Recipe())["w"],
+    matrix = data_free.StripRounding(
+        tensor, lambda strip: round_matrices({"w": strip}, Statistics(), schemes, Recipe())["w"],
         lambda first, last: weight[first:last].clone(),
         lambda first, tensor: written.append((first, len(tensor.codes))),
     )  # fmt: skip
-    ((_, record),) = data_free.round_rows([matrix], workers)
+    ((_, record),) = data_free.round_in_strips([matrix], workers)
     assert written == [(0, 2), (2, 2), (4, 2), (6, 2)]
     (event,) = record["events"]
     assert event["kind"] == "group-outshone"
@@ -193,13 +193,13 @@ def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
     rounding, statistics = Rounding(scales=scales), Statistics(tokens=1, squares=squares)
 
     def rounded(rows):
-        return round_shared({"w": rows}, statistics, schemes, rounding)["w"]
+        return round_matrices({"w": rows}, statistics, schemes, rounding)["w"]
 
-    matrix = data_free.RowWise(
+    matrix = data_free.StripRounding(
         tensor, rounded, lambda first, last: weight[first:last].clone(),
-        lambda first, tensor: None, judging(statistics, rounding),
+        lambda first, tensor: None, error_importance(statistics, rounding),
     )  # fmt: skip
-    ((_, record),) = data_free.round_rows([matrix])
+    ((_, record),) = data_free.round_in_strips([matrix])
     whole = rounded(weight.clone()).figures["error"]
     assert record["figures"]["w"]["error"] == pytest.approx(whole, rel=1e-5)
 
@@ -215,14 +215,14 @@ def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):
             return torch.ones(last - first, 256)
 
         def rounded(rows):
-            return round_shared({"w": rows}, Statistics(), schemes, Rounding())["w"]
+            return round_matrices({"w": rows}, Statistics(), schemes, Rounding())["w"]
 
         tensor = SimpleNamespace(name=name, matrix=(8, 256), heads=0)
-        return data_free.RowWise(
+        return data_free.StripRounding(
             tensor, rounded, read, lambda first, strip: written.append((name, first))
         )
 
     written: list[tuple[str, int]] = []
-    found = data_free.round_rows(map(matrix, "ab"), 2)
+    found = data_free.round_in_strips(map(matrix, "ab"), 2)
     assert [one.tensor.name for one, _ in found] == ["a", "b"]
     assert written == [(name, first) for name in "ab" for first in (0, 2, 4, 6)]

@@ -17,7 +17,7 @@ from quantforge.events import Policy
 from quantforge.files.reader import open_checkpoint
 from quantforge.model.experts import RoutedTokens
 from quantforge.quantizers.tuning.tuned_block import TunedBlock
-from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
+from quantforge.quantizers.tuning.tuning_stream import TuningResult, TuningStream
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny, make_tiny
 from tests.runs import CALIBRATION, StopError, crash_after, quantize, swift, tree
@@ -63,9 +63,9 @@ def in_memory(path: Path) -> Any:
 
 def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> Tensor:
     """A matrix of the whole model, or its gradient, as a view."""
-    place = block.part.kind.places().get(linear)
+    place = block.decoder_block.kind.places().get(linear)
     name = f"{linear}.weight" if place is None else place.stack.parameter
-    value = model.get_parameter(f"{block.part.name}.{name}")
+    value = model.get_parameter(f"{block.decoder_block.name}.{name}")
     value = value.grad if gradient else value.data
     return value if place is None else place.view(value)
 
@@ -83,7 +83,9 @@ def test_gradients_are_those_of_the_whole_model(
                     block.matrices[linear].weight()
                 )
             for name, gains in block.gains.items():
-                model.get_parameter(f"{block.part.name}.{name}").copy_(gains.stored().float())
+                model.get_parameter(f"{block.decoder_block.name}.{name}").copy_(
+                    gains.stored().float()
+                )
     for row in rows.split(1):
         with torch.no_grad():
             wanted = source(row).logits.log_softmax(-1)
@@ -100,7 +102,7 @@ def test_gradients_are_those_of_the_whole_model(
             nearly(next(compared), products.sum(-1), linear)
             experts += ".experts." in linear
         for name, gains in block.gains.items():
-            whole = model.get_parameter(f"{block.part.name}.{name}")
+            whole = model.get_parameter(f"{block.decoder_block.name}.{name}")
             expected = whole.grad * (gains.start + gains.offset) / rows.numel()
             nearly(next(compared), expected, name)
     assert experts >= 24
@@ -127,7 +129,7 @@ def test_the_divergence_falls_and_routers_stay(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quantize(tiny("qwen2-moe"), tmp_path / "plain", tuned(tune=0))
-    ends: list[Tuned] = []
+    ends: list[TuningResult] = []
     tune = TuningStream.tune
     monkeypatch.setattr(TuningStream, "tune", lambda *a: ends.append(tune(*a)) or ends[-1])
     quantize(tiny("qwen2-moe"), tmp_path / "tuned", tuned())

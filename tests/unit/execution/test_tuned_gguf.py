@@ -19,7 +19,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.effort import DEFAULTS, SETS
 from quantforge.quantizers import tuning as tuning_bounds
 from quantforge.quantizers.tuning import tuned_matrix
-from quantforge.quantizers.tuning.tuning_stream import Tuned, TuningStream
+from quantforge.quantizers.tuning.tuning_stream import TuningResult, TuningStream
 from quantforge.recipe import CalibrationOptions, GptqOptions
 from quantforge.verification.verify import verify
 from tests import gguf_models
@@ -38,11 +38,11 @@ def tuned(kind: str, **choices: Any) -> Any:
 @pytest.fixture
 def better(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every epoch pass for better than the last, and codes go as far as they can in a few steps."""
-    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)
+    monkeypatch.setattr(tuning_bounds, "MAX_CODE_RATE", 1.0)
 
     def falls(of: Any, blocks: Any, *_: Any) -> float:  # from the same figure on in every run
         figures = of.__dict__.setdefault("figures", {})
-        key = "all" if isinstance(blocks, list) else blocks.part.index
+        key = "all" if isinstance(blocks, list) else blocks.decoder_block.index
         return float(next(figures.setdefault(key, itertools.count(100, -1))))
 
     monkeypatch.setattr(TuningStream, "_divergence", falls)
@@ -107,13 +107,13 @@ def test_what_was_tuned_diverges_less_and_verifies(
     wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """On the rows that it learns on: eight steps on random tokens tell of no others."""
-    found: list[Tuned] = []
+    found: list[TuningResult] = []
     tune, divergence = TuningStream.tune, TuningStream._divergence
 
     def learned(self: Any, blocks: Any, states: Any, held: range) -> float:
         return divergence(self, blocks, states, range(held.start))
 
-    def noted(*arguments: Any) -> Tuned:
+    def noted(*arguments: Any) -> TuningResult:
         found.append(tune(*arguments))
         return found[-1]
 
@@ -170,7 +170,9 @@ def test_neither_threads_nor_a_kill_change_a_byte(
     made("whole", threads=1)
     other = {"threads": 3, "activations": "disk"}
     with monkeypatch.context() as patched:
-        patched.setattr(tuning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(
+            tuning.TuningStep, "_write_learned", lambda *_: (_ for _ in ()).throw(StopError)
+        )
         with pytest.raises(StopError):
             made("out", **other)
     assert made("out", **other).resumed
@@ -186,7 +188,7 @@ def test_four_bit_floats_are_learned(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, learned: set[str]
 ) -> None:
     """And what is learned of them verifies: their codes, and the scales that are no powers of two."""
-    monkeypatch.setattr(tuned_matrix, "RATE", 0.1)  # half a step of e4m3 is 3 to 6 %
+    monkeypatch.setattr(tuned_matrix, "FACTOR_RATE", 0.1)  # half a step of e4m3 is 3 to 6 %
     for name, epochs in (("plain", 0), ("tuned", 2)):
         choices = {"type": None, "scheme": scheme, "tune": epochs, "format": "compressed-tensors"}
         quantize(tiny("llama"), tmp_path / name, tuned("", **choices))

@@ -75,7 +75,7 @@ def whole(result: Path) -> dict[str, str]:
 def behind_awq(short: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("tuned") / "opt"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning_bounds, "RATE", 1.0)
+        patch.setattr(tuning_bounds, "MAX_CODE_RATE", 1.0)
         every_epoch_is_better(patch)
         quantize(short("opt"), out, tuned("awq+gptq", scheme="int3:g16:sym", tune=1))
     return out
@@ -100,7 +100,9 @@ def test_only_what_is_learned_changes(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     family: str, method: str, form: str, epochs: int,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(tuning_bounds, "RATE", 1.0)  # a few steps are too few for codes else
+    monkeypatch.setattr(
+        tuning_bounds, "MAX_CODE_RATE", 1.0
+    )  # a few steps are too few for codes else
     every_epoch_is_better(monkeypatch)
     for name, times in (("plain", 0), ("tuned", epochs)):
         quantize(short(family), tmp_path / name, tuned(method, tune=times, format=form))
@@ -158,7 +160,7 @@ def test_blocks_may_be_tuned_behind_each_or_when_all_are_rounded(
     )
     quantize(short("llama"), tmp_path / "each", tuned(method, tune=1))
     assert not passes  # through the source once more
-    monkeypatch.setattr(tuning.Tuning, "follows", lambda *_: False)
+    monkeypatch.setattr(tuning.TuningStep, "tunes_while_rounding", lambda *_: False)
     quantize(short("llama"), tmp_path / "later", tuned(method, tune=1))
     assert len(passes) == 2
     assert tree(tmp_path / "each") == tree(tmp_path / "later")
@@ -246,15 +248,17 @@ def test_a_kill_before_the_results_are_written_loses_nothing(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
     learned: list[str] = []
-    kept = tuning.Tuning._store_learned
+    kept = tuning.TuningStep._save_learned
 
     def noted(self: Any, unit: str, *arguments: Any) -> Any:
         learned.append(unit)
         return kept(self, unit, *arguments)
 
-    monkeypatch.setattr(tuning.Tuning, "_store_learned", noted)
+    monkeypatch.setattr(tuning.TuningStep, "_save_learned", noted)
     with monkeypatch.context() as patched:
-        patched.setattr(tuning.Tuning, "_write", lambda *_: (_ for _ in ()).throw(StopError))
+        patched.setattr(
+            tuning.TuningStep, "_write_learned", lambda *_: (_ for _ in ()).throw(StopError)
+        )
         with pytest.raises(StopError):
             quantize(short("llama"), tmp_path / "out", tuned())
     quantize(short("llama"), tmp_path / "out", tuned())
@@ -340,7 +344,7 @@ def test_no_step_takes_a_gain_beyond_the_bounds(
 ) -> None:
     """However large the steps are, and even where what they lead to passes for better."""
     every_epoch_is_better(monkeypatch)
-    monkeypatch.setattr(tuned_matrix, "RATE", 8.0)
+    monkeypatch.setattr(tuned_matrix, "FACTOR_RATE", 8.0)
     quantize(short("llama"), tmp_path / "out", tuned())
     name = "model.layers.0.input_layernorm.weight"
     before, after = (open_checkpoint(at).read(name) for at in (short("llama"), tmp_path / "out"))

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantforge.errors import IntegrityError
 from quantforge.execution import unit_output
-from quantforge.execution.data_free import fitted_with
-from quantforge.execution.rounding import MatrixRounding
+from quantforge.execution.data_free import jointly_rounded
+from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.safetensors import read_tensor
 from quantforge.files.writer import WeightsWriter
@@ -31,7 +31,7 @@ VALUE = torch.arange(28.0).view(7, 4)
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[UnitOutput]:
-    monkeypatch.setattr(unit_output, "COPY_BYTES", 40)  # runs of two rows
+    monkeypatch.setattr(unit_output, "COPY_STRIP_BYTES", 40)  # runs of two rows
     writer = WeightsWriter(tmp_path, [FilePlan("file", 164, (), PLACES)])
     yield UnitOutput(get_storage("plain"), writer)
     writer.sync()
@@ -47,7 +47,7 @@ def value_of(output: UnitOutput, *names: str) -> list[Tensor]:
 
 def test_runs_have_the_checksum_of_the_whole(output: UnitOutput) -> None:
     whole = unit_output.checksum(VALUE, 0)
-    output.write_kept_rows(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
+    output.write_unquantized_rows(kept(ROWS, shape=(7, 4)), lambda first, last: VALUE[first:last])
     assert output.finish() == {"rows": whole}
     assert torch.equal(value_of(output, "rows")[0], VALUE)
     output.check("rows", whole, "again")
@@ -76,7 +76,7 @@ def test_what_another_process_has_written_is_copied_whole(
 
 def test_a_tensor_whose_columns_alternate_is_kept_as_two(output: UnitOutput) -> None:
     value = VALUE[:2].repeat(1, 2)[:, :6]
-    output.write_kept(kept(EVEN, ODD, shape=(2, 6)), value)
+    output.write_unquantized(kept(EVEN, ODD, shape=(2, 6)), value)
     even, odd = value_of(output, "even", "odd")
     assert torch.equal(even, value[:, ::2])
     assert torch.equal(odd, value[:, 1::2])
@@ -104,7 +104,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
     monkeypatch.setattr(type(output.storage), "whole", lambda *_: whole)
     source = SimpleNamespace(whole=read, rows=rows)
     rounding: Any = SimpleNamespace(source=source, output=output)
-    MatrixRounding.copy(rounding, tensor)
+    MatrixRounder.copy(rounding, tensor)
     assert torch.equal(value_of(output, tensor.outputs[0].name)[0], value)
     in_runs = bool(value.shape) and not whole
     assert asked == ([(0, 2), (2, 4), (4, 6), (6, 7)] if in_runs else ["whole"])
@@ -119,10 +119,10 @@ def test_engines_load_matrices_of_one_input_with_one_parameter() -> None:
     mixed = replace(one, name="v", scheme=other)
     alone = replace(one, name="o", shared="")
     plan: Any = SimpleNamespace(quantized=lambda: (one, same, away, mixed, alone))
-    assert fitted_with(one, plan) == [one, same]
-    assert fitted_with(same, plan) == [one, same]
-    assert fitted_with(away, plan) == [away]
-    assert fitted_with(mixed, plan) == [mixed]
-    assert fitted_with(alone, plan) == [alone]
+    assert jointly_rounded(one, plan) == [one, same]
+    assert jointly_rounded(same, plan) == [one, same]
+    assert jointly_rounded(away, plan) == [away]
+    assert jointly_rounded(mixed, plan) == [mixed]
+    assert jointly_rounded(alone, plan) == [alone]
     free = replace(one, scheme=None)
-    assert fitted_with(free, plan) == [free]
+    assert jointly_rounded(free, plan) == [free]

@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from quantforge.errors import UsageError
-from quantforge.execution.units import check_shareable, claimed_units, shares_of, unit_of, units_of
+from quantforge.execution.units import (
+    check_shareable,
+    claimable_units,
+    list_units,
+    unit_name_of,
+    work_shares,
+)
 from quantforge.plans import Action, TensorPlan
 
 
@@ -35,45 +41,45 @@ MIXTURE = (
 
 
 def test_experts_are_units_in_calibrated_runs_and_parts_of_their_block_in_others() -> None:
-    found = units_of(plan_of(*MIXTURE), 2)
+    found = list_units(plan_of(*MIXTURE), 2)
     assert [unit.name for unit in found] == [
         "outer", "block 0 expert 0", "block 0 expert 1", "block 0", "block 1", "head",
     ]  # fmt: skip
     assert [[tensor.name for tensor in unit.tensors] for unit in found] == [
         ["embed"], ["up 0"], ["up 1"], ["q"], ["o"], ["head"],
     ]  # fmt: skip
-    assert unit_of(MIXTURE[3], plan_of(*MIXTURE)) == "block 0 expert 0"
+    assert unit_name_of(MIXTURE[3], plan_of(*MIXTURE)) == "block 0 expert 0"
     plain = plan_of(*MIXTURE, needs=())
-    assert [unit.name for unit in units_of(plain, 2)] == ["outer", "block 0", "block 1", "head"]
-    assert unit_of(MIXTURE[3], plain) == unit_of(MIXTURE[1], plain) == "block 0"
+    assert [unit.name for unit in list_units(plain, 2)] == ["outer", "block 0", "block 1", "head"]
+    assert unit_name_of(MIXTURE[3], plain) == unit_name_of(MIXTURE[1], plain) == "block 0"
 
 
 def test_experts_are_claimed_with_their_block() -> None:
-    found = claimed_units(units_of(plan_of(*MIXTURE), 2))
+    found = claimable_units(list_units(plan_of(*MIXTURE), 2))
     assert [(unit.name, [tensor.name for tensor in unit.tensors]) for unit in found] == [
         ("outer", ["embed"]), ("block 0", ["up 0", "up 1", "q"]), ("block 1", ["o"]), ("head", ["head"]),
     ]  # fmt: skip
 
 
 def test_weights_of_tokens_are_made_before_the_blocks() -> None:
-    units = units_of(plan_of(MIXTURE[1], MIXTURE[4], guide=2), 2)
+    units = list_units(plan_of(MIXTURE[1], MIXTURE[4], guide=2), 2)
     assert [unit.name for unit in units] == ["outer", "guide", "block 0", "block 1", "head"]
-    assert shares_of(units)["guide"] == pytest.approx(0.5)
+    assert work_shares(units)["guide"] == pytest.approx(0.5)
 
 
 def test_shares_are_of_the_weights_that_are_rounded() -> None:
-    shares = shares_of(units_of(plan_of(*MIXTURE), 2))
+    shares = work_shares(list_units(plan_of(*MIXTURE), 2))
     assert shares.keys() == {"outer", "block 0", "block 1", "head"}
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["block 0"] / shares["block 1"] == pytest.approx(5 / 3)
     assert 0 < shares["outer"] < shares["block 1"] / 10  # to copy is quick
     assert shares["head"] == 0
-    assert set(shares_of(units_of(plan_of(), 2)).values()) == {0.0}
+    assert set(work_shares(list_units(plan_of(), 2)).values()) == {0.0}
 
 
 def test_what_processes_cannot_share_is_refused() -> None:
     def check(plan: Any, **asked: bool) -> None:
-        usual = {"overwrite": False, "prunes": False, "torchrun": True, "replayed": False}
+        usual = {"overwrite": False, "prunes_experts": False, "torchrun": True, "replayed": False}
         check_shareable(plan, **{**usual, **asked})
 
     check(plan_of(*MIXTURE, needs=()))
@@ -81,7 +87,7 @@ def test_what_processes_cannot_share_is_refused() -> None:
     with pytest.raises(UsageError, match="--overwrite"):
         check(plan_of(MIXTURE[1]), overwrite=True)
     with pytest.raises(UsageError, match="--prune-experts"):
-        check(plan_of(*MIXTURE, needs=()), prunes=True)
+        check(plan_of(*MIXTURE, needs=()), prunes_experts=True)
     check(plan_of(*MIXTURE))
     with pytest.raises(UsageError, match=r"torchrun.*--guide") as refused:
         check(plan_of(MIXTURE[1], guide=1))
@@ -89,7 +95,9 @@ def test_what_processes_cannot_share_is_refused() -> None:
     assert "without --join and torchrun" in refused.value.hint
     tuned = plan_of(*MIXTURE, tune=2)  # by whoever puts the result together
     check(tuned)
-    assert claimed_units(units_of(tuned, 2)) == claimed_units(units_of(plan_of(*MIXTURE), 2))
+    assert claimable_units(list_units(tuned, 2)) == claimable_units(
+        list_units(plan_of(*MIXTURE), 2)
+    )
     check(plan_of(*MIXTURE, needs=()), torchrun=False, replayed=True)
     with pytest.raises(UsageError, match="one after the other") as refused:
         check(plan_of(MIXTURE[1]), torchrun=False)

@@ -263,14 +263,16 @@ def test_scales_that_overflow_their_type_are_refused(text, scale):
     scheme = parse(text)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * scale
     with pytest.raises(InputError, match="beyond the range"):
-        rtn.round_shared({"m": weight}, Statistics(), {"m": scheme}, Rounding(scales="absmax"))
+        rtn.round_matrices({"m": weight}, Statistics(), {"m": scheme}, Rounding(scales="absmax"))
 
 
 @pytest.mark.parametrize("text", ["int8:row:sym:f16", "int4:g64:sym:f16", "fp8:row:sym:f16"])
 def test_scales_that_vanish_in_their_type_are_an_event_or_none(text):
     scheme = parse(text)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 1e-12
-    found = rtn.round_shared({"m": weight}, Statistics(), {"m": scheme}, Rounding(scales="absmax"))
+    found = rtn.round_matrices(
+        {"m": weight}, Statistics(), {"m": scheme}, Rounding(scales="absmax")
+    )
     decoded = found["m"].tensor.decode()
     assert bool(decoded.isfinite().all())
     lost = bool((~decoded.any(1)).any())

@@ -153,7 +153,7 @@ def test_feedback_in_panels_loses_less(grid: str) -> None:
     errors = []
     for method, refine in ((rtn, 0), (gptq, 0), (gptq, 2)):
         rounding = Rounding("search", GptqOptions(refine=refine))
-        found = method.round_shared({"w": weight}, statistics, schemes, rounding)["w"].tensor
+        found = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
         assert isinstance(found, QuantizedTensor)
         assert torch.equal(from_blocks(to_blocks(found), parse(grid)).decode(), found.decode())
         error = weight - found.decode()

@@ -211,7 +211,7 @@ def test_matrices_that_are_joined_share_the_divisor_of_nvfp4():
     from quantforge.recipe import Rounding
 
     weights = {"q": normal(32, 64), "k": normal(16, 64, seed=1) * 8}
-    found = rtn.round_shared(
+    found = rtn.round_matrices(
         weights, Statistics(), dict.fromkeys(weights, parse("nvfp4")), Rounding(scales="absmax")
     )
     divisors = {float(result.tensor.parameters["divisor"]) for result in found.values()}

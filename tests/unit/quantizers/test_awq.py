@@ -21,8 +21,8 @@ from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.notation import parse
 from quantforge.quantizers import awq
-from quantforge.quantizers.awq import OutputError, balanced
-from quantforge.quantizers.rtn import round_shared
+from quantforge.quantizers.awq import OutputErrorEstimator, balance_factors
+from quantforge.quantizers.rtn import round_matrices
 from quantforge.recipe import AwqOptions, Rounding
 from quantforge.scheme import LayerScheme
 from tests.conftest import VOCABULARY, Tiny
@@ -100,7 +100,9 @@ def plant(part: DecoderBlock) -> None:
 def own_error(part: DecoderBlock, key: str, statistics: Statistics) -> float:
     """Error of the one linear that reads an activation, rounded as the run will round it."""
     weight = part.weight(key)
-    rounded = round_shared({key: weight}, statistics, {key: SCHEME}, ROUNDING)[key].tensor.decode()
+    rounded = round_matrices({key: weight}, statistics, {key: SCHEME}, ROUNDING)[
+        key
+    ].tensor.decode()
     return float((((rounded - weight) @ statistics.hessian) * (rounded - weight)).sum())
 
 
@@ -240,7 +242,7 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
     with first_block(tiny("llama-tied")) as part, torch.no_grad():
         before = state(part)
         for shared in part.inputs:
-            judge = OutputError(part, shared, Statistics(), 4, {})
+            judge = OutputErrorEstimator(part, shared, Statistics(), 4, {})
             changed = {name: part.weight(name) * 1.01 for name in shared.linears}
             calls = part.capture(shared.within, 4)
             module = part.module.get_submodule(shared.within)
@@ -268,8 +270,8 @@ def test_what_a_sub_block_has_run_is_not_run_again(tiny: Tiny) -> None:
         capture, moments = part.capture, dict[str, Tensor]()
         part.capture = lambda name, rows: captured.append(name) or capture(name, rows)  # type: ignore
         for shared in part.inputs:
-            first = OutputError(part, shared, Statistics(), 4, moments)
-            alone = OutputError(part, shared, Statistics(), 4, {})
+            first = OutputErrorEstimator(part, shared, Statistics(), 4, moments)
+            alone = OutputErrorEstimator(part, shared, Statistics(), 4, {})
             changed = {name: part.weight(name) * 1.01 for name in shared.linears}
             assert first.estimate(changed) == pytest.approx(alone.estimate(changed), rel=1e-5)
         assert captured == [
@@ -282,9 +284,13 @@ def test_finalists_of_equal_factors_are_judged_once(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged = []
-    monkeypatch.setattr(OutputError, "estimate", lambda *_: 1.0)  # the first exponent wins: 0
     monkeypatch.setattr(
-        OutputError, "__call__", lambda self, weights: judged.append(weights) or float(len(judged))
+        OutputErrorEstimator, "estimate", lambda *_: 1.0
+    )  # the first exponent wins: 0
+    monkeypatch.setattr(
+        OutputErrorEstimator,
+        "__call__",
+        lambda self, weights: judged.append(weights) or float(len(judged)),
     )
     with first_block(tiny("llama")) as part:
         _, _, figures = awq.apply(part, observed(part), layers_of(part), ROUNDING)
@@ -293,7 +299,7 @@ def test_finalists_of_equal_factors_are_judged_once(
 
 @pytest.mark.parametrize(("columns", "rows"), [(256, 2048), (2048, 256), (1 << 14, 128)])
 def test_fewer_rows_are_tried_where_they_are_longer(columns: int, rows: int) -> None:
-    assert awq.tried(columns) == rows
+    assert awq.tried_row_count(columns) == rows
 
 
 def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
@@ -305,7 +311,7 @@ def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
         groups = (weight * scale).abs().view(48, 2, 32).norm(8, dim=-1).square().sum(0)
         return float((groups * (importance / scale.square()).view(2, 32).sum(1)).sum())
 
-    found = balanced(weight, importance, 32, torch.ones(64))
+    found = balance_factors(weight, importance, 32, torch.ones(64))
     assert model(found) < 0.6 * model(torch.ones(64))
     for column in range(0, 64, 7):  # no neighbour is better
         for factor in (0.8, 1.25):
@@ -314,7 +320,7 @@ def test_balance_minimises_its_model_and_ignores_where_outliers_are() -> None:
             assert model(other) > 0.999 * model(found)
     planted = torch.ones(64)
     planted[::9] = 32
-    moved = balanced(weight / planted, importance * planted.square(), 32, planted)
+    moved = balance_factors(weight / planted, importance * planted.square(), 32, planted)
     torch.testing.assert_close(moved, found * planted, rtol=1e-3, atol=0)
 
 
@@ -324,7 +330,7 @@ def test_tied_columns_share_a_factor() -> None:
         torch.randn(16, 8, generator=generator),
         torch.rand(8, generator=generator) + 0.1,
     )
-    found = balanced(
+    found = balance_factors(
         weight, importance, 8, torch.ones(8), lambda sums: sums.view(2, 4).sum(0).repeat(2)
     )
     assert torch.equal(found[:4], found[4:])

@@ -34,18 +34,18 @@ class Collector:
     """Everything that a backward pass hands over, joined over micro-batches, in the order of the first ones."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, list[OutputGradients]] = {}
+        self._row_parts: dict[str, list[OutputGradients]] = {}
 
     def __call__(self, seen: OutputGradients) -> None:
-        self._parts.setdefault(seen.name, []).append(seen)
+        self._row_parts.setdefault(seen.name, []).append(seen)
 
     def joined(self) -> dict[str, tuple[Tensor, Tensor]]:
-        for parts in self._parts.values():
+        for parts in self._row_parts.values():
             lengths = [len(part.inputs) for part in parts]
             assert [part.start for part in parts] == [sum(lengths[:i]) for i in range(len(parts))]
         return {
             name: (torch.cat([p.inputs for p in parts]), torch.cat([p.gradients for p in parts]))
-            for name, parts in self._parts.items()
+            for name, parts in self._row_parts.items()
         }
 
 

@@ -37,7 +37,7 @@ def rounded(method, grid, weight, hessian, refine=2):
     rounding = Rounding()
     rounding = replace(rounding, gptq=replace(rounding.gptq, refine=refine))
     statistics = Statistics(tokens=4096, hessian=hessian)
-    return method.round_shared({"w": weight}, statistics, {"w": parse(grid)}, rounding)["w"]
+    return method.round_matrices({"w": weight}, statistics, {"w": parse(grid)}, rounding)["w"]
 
 
 @pytest.mark.parametrize("grid", ENCODED)
@@ -61,11 +61,11 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
     scheme, ridge = parse(grid), 0.01 * hessian.diagonal().mean()
     goal = Objective(hessian, ridge.expand(len(hessian)))
     found = rounded(gptq, grid, weight, hessian, 0).tensor
-    before = goal.exactly((weight - found.decode()).double())[1]
+    before = goal.evaluate_float64((weight - found.decode()).double())[1]
     state = Refinement(weight, goal, scheme, found.parameters, found.codes)
     gained = state.sweep()
     again = replace(found, codes=state.codes, parameters=state.parameters)
-    after = goal.exactly((weight - again.decode()).double())[1]
+    after = goal.evaluate_float64((weight - again.decode()).double())[1]
     assert bool((gained >= -1e-6 * before).all())
     assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
 

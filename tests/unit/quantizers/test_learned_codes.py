@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from quantforge.grids import E2M1_VALUES
-from quantforge.quantizers.tuning.tuned_matrix import UNIT, LearnedCodes, LearnedPlaces
+from quantforge.quantizers.tuning.tuned_matrix import OFFSET_UNIT, LearnedCodes, LearnedTableCodes
 
 RATE = 0.05  # half a step takes ten steps that agree
 
@@ -43,7 +43,7 @@ def test_the_size_of_gradients_does_not_matter() -> None:
     loud = torch.tensor([1.0, 100.0, 1e-6])[:, None] * torch.tensor([1.0, 1e3, 1e-3, 1.0])
     for _ in range(5):
         codes.step(loud, 1.0)
-    steps = codes.offsets / UNIT
+    steps = codes.offsets / OFFSET_UNIT
     assert float(steps.max()) - float(steps.min()) < 0.01
     assert float(steps.max()) < -0.2
 
@@ -75,18 +75,18 @@ def test_runs_of_rows_move_as_all_of_them_do() -> None:
     for _ in range(12):
         gradient = torch.randn(6, 8, generator=generator)
         whole.step(gradient, 1.0)
-        parts.seen([parts.see(gradient[run], run) for run in runs], 1.0)
+        parts.combine_strips([parts.accumulate(gradient[run], run) for run in runs], 1.0)
         for run in reversed(runs):
-            parts.move(run)
+            parts.update_strip(run)
     assert bool(whole.snapshot().any())
-    assert int((whole.offsets - parts.offsets).abs().max()) < 0.02 * UNIT
+    assert int((whole.offsets - parts.offsets).abs().max()) < 0.02 * OFFSET_UNIT
     assert torch.equal(torch.cat([whole.stored(run) for run in runs]), whole.stored())
     assert whole.stored().dtype == torch.uint8
     assert int(whole.stored().max()) <= 3
 
 
-def places(codes: list[list[int]], rate: float = RATE) -> LearnedPlaces:
-    return LearnedPlaces.of(torch.tensor(codes, dtype=torch.uint8), E2M1_VALUES, rate)
+def places(codes: list[list[int]], rate: float = RATE) -> LearnedTableCodes:
+    return LearnedTableCodes.of(torch.tensor(codes, dtype=torch.uint8), E2M1_VALUES, rate)
 
 
 def test_codes_of_a_table_go_to_the_values_beside_them() -> None:
@@ -107,5 +107,5 @@ def test_offsets_go_as_far_in_values_over_any_gap() -> None:
         for _ in range(6):
             codes.step(torch.full((1, 5), gradient), 1.0)
         gaps = [1, 2, 4, 1, 2] if gradient < 0 else [1, 1, 2, 2, 4]
-        gone = codes.offsets[0] / UNIT * torch.tensor(gaps)
+        gone = codes.offsets[0] / OFFSET_UNIT * torch.tensor(gaps)
         torch.testing.assert_close(gone, torch.full((5,), -0.24 * gradient), rtol=0, atol=1e-3)

@@ -41,7 +41,7 @@ def rounded(
 ) -> QuantizedTensor:
     rounding = Rounding(scales=scales, gptq=GptqOptions(refine=refine))
     statistics = Statistics(tokens=2000, hessian=hessian)
-    return gptq.round_shared({"w": weight}, statistics, {"w": SCHEME}, rounding)["w"].tensor
+    return gptq.round_matrices({"w": weight}, statistics, {"w": SCHEME}, rounding)["w"].tensor
 
 
 def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
@@ -76,11 +76,11 @@ def test_loops_round_as_those_in_torch_do(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
     weight, hessian = problem()
     tensor, objective = rounded(weight, hessian, 0, scales), goal(hessian)
-    before = objective.exactly((weight - tensor.decode()).double())[1]
+    before = objective.evaluate_float64((weight - tensor.decode()).double())[1]
     state = Refinement(weight, objective, SCHEME, tensor.parameters, tensor.codes)
     gained = state.sweep()
     again = replace(tensor, codes=state.codes, parameters=state.parameters)
-    after = objective.exactly((weight - again.decode()).double())[1]
+    after = objective.evaluate_float64((weight - again.decode()).double())[1]
     assert float(gained.min()) >= 0
     assert torch.allclose(before - after, gained, rtol=1e-3, atol=1e-4 * float(before.mean()))
     assert float(after.sum()) < 0.95 * float(before.sum())
@@ -91,7 +91,7 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(scales: str) -> None:
 
 def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
     weight, hessian = problem()
-    tensor = rtn.quantized({"w": weight}, None, {"w": SCHEME}, "absmax")["w"]
+    tensor = rtn.quantize_matrices({"w": weight}, None, {"w": SCHEME}, "absmax")["w"]
     wanted = tensor.decode()
     moved = dict(tensor.parameters)
     moved["scales"] = fp4.nearest_scales(moved["scales"].float() * 1.25)
@@ -100,7 +100,8 @@ def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
     before = replace(tensor, parameters=moved)
     after = replace(tensor, codes=state.codes, parameters=state.parameters)
     first, left = (
-        goal(hessian).exactly((wanted - one.decode()).double())[1] for one in (before, after)
+        goal(hessian).evaluate_float64((wanted - one.decode()).double())[1]
+        for one in (before, after)
     )
     assert float(left.sum()) < 0.05 * float(first.sum())
 
@@ -115,7 +116,7 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor() -> None:
         rounding = Rounding(gptq=GptqOptions(refine=0, runs=runs))
         found.append(gptq._round_rows("w", factor, SCHEME, rounding, [weight]))
         tensor = QuantizedTensor(found[-1].codes, found[-1].parameters, SCHEME)
-        expected = factor.objective.exactly((weight - tensor.decode()).double())[1]
+        expected = factor.objective.evaluate_float64((weight - tensor.decode()).double())[1]
         assert torch.allclose(found[-1].errors, expected, rtol=1e-3)
         assert torch.equal(tensor.parameters["divisor"], found[0].parameters["divisor"])
     for before, after in pairwise(found):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantforge.quantizers.awq import PANEL, QuadraticForm
+from quantforge.quantizers.awq import HESSIAN_PANEL, QuadraticForm
 
 
-@pytest.mark.parametrize("size", [1, PANEL, 2 * PANEL + 17])
+@pytest.mark.parametrize("size", [1, HESSIAN_PANEL, 2 * HESSIAN_PANEL + 17])
 def test_it_is_the_sum_over_rows_of_the_products_with_the_whole_matrix(size: int) -> None:
     generator = torch.Generator().manual_seed(size)
     x, error = (torch.randn(rows, size, generator=generator) for rows in (40, 12))

@@ -21,7 +21,7 @@ SQUARES = torch.rand(96, generator=torch.Generator().manual_seed(1)) ** 4
 
 def _round(weight: Tensor, scheme: str, scales: str, squares: Tensor | None = None) -> Rounded:
     rounding, schemes = Rounding(scales=scales), {"w": parse(scheme)}
-    return rtn.round_shared({"w": weight}, Statistics(squares=squares), schemes, rounding)["w"]
+    return rtn.round_matrices({"w": weight}, Statistics(squares=squares), schemes, rounding)["w"]
 
 
 def _error(rounded: Rounded, squares: Tensor) -> float:
@@ -52,7 +52,7 @@ def test_a_search_lowers_the_error_and_importance_the_weighted_error(scheme: str
 def test_the_diagonal_of_a_hessian_serves_as_importance() -> None:
     rounding, schemes = Rounding(), {"w": parse("int3:g32:sym")}
     hessian = Statistics(hessian=torch.diag(SQUARES))
-    by_hessian = rtn.round_shared({"w": WEIGHT}, hessian, schemes, rounding)["w"].tensor
+    by_hessian = rtn.round_matrices({"w": WEIGHT}, hessian, schemes, rounding)["w"].tensor
     by_squares = _round(WEIGHT, "int3:g32:sym", "search", SQUARES).tensor
     assert torch.equal(by_hessian.codes, by_squares.codes)
 
@@ -68,7 +68,7 @@ def test_unseen_columns_are_still_stored_sensibly() -> None:
 
 def test_the_figure_is_the_weighted_error_relative_to_the_weight() -> None:
     rounded = _round(WEIGHT, "int4:g32:sym", "search", SQUARES)
-    importance = rtn.floored(SQUARES)
+    importance = rtn.floor_importance(SQUARES)
     size = float(WEIGHT.square().sum(0) @ importance)
     assert rounded.figures["error"] == pytest.approx(_error(rounded, importance) / size, rel=1e-4)
     assert _round(torch.zeros(2, 96), "int4:g32:sym", "search").figures == {"error": 0.0}
@@ -77,7 +77,7 @@ def test_the_figure_is_the_weighted_error_relative_to_the_weight() -> None:
 def test_every_matrix_gets_its_own_scheme_and_a_scale_type() -> None:
     weights = {"a": WEIGHT, "b": WEIGHT[:3]}
     schemes = {"a": parse("int4:g32:sym"), "b": parse("int8:row:asym:bf16")}
-    rounded = rtn.round_shared(weights, Statistics(), schemes, Rounding())
+    rounded = rtn.round_matrices(weights, Statistics(), schemes, Rounding())
     assert list(rounded) == ["a", "b"]
     assert rounded["a"].tensor.scheme == schemes["a"].with_scale(ScaleType.F16)
     assert rounded["b"].tensor.parameters["scales"].dtype == torch.bfloat16
@@ -127,7 +127,7 @@ def test_a_weight_beside_which_its_group_is_lost_is_an_event(scheme: str) -> Non
     assert event.detail.startswith("1 groups of ")
     statistics = Statistics(hessian=torch.eye(256))
     rounding = Rounding()
-    found = gptq.round_shared({"w": weight}, statistics, {"w": parse(scheme)}, rounding)["w"]
+    found = gptq.round_matrices({"w": weight}, statistics, {"w": parse(scheme)}, rounding)["w"]
     assert [event.kind for event in found.events] == ["group-outshone"]
 
 

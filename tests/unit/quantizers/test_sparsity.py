@@ -9,7 +9,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_sparsity
-from quantforge.quantizers.sparsity import figures, sparsify
+from quantforge.quantizers.sparsity import sparsify, sparsity_figures
 from quantforge.recipe import Recipe
 from quantforge.scheme import Sparsity
 from tests.thorough import each_value
@@ -62,7 +62,7 @@ def test_figures_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            found.append(figures(weight, after, Statistics(tokens=1, squares=squares)))
+            found.append(sparsity_figures(weight, after, Statistics(tokens=1, squares=squares)))
     finally:
         torch.set_num_threads(before)
     assert all(each == found[0] for each in found)

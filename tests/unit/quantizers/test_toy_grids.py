@@ -41,7 +41,7 @@ def _errors(scheme: str, scales: str = "absmax") -> list[float]:
     errors = []
     for method, refine in ((rtn, 0), (gptq, 0), (gptq, 4)):
         rounding = Rounding(scales, GptqOptions(refine=refine))
-        found = method.round_shared({"w": weight}, statistics, schemes, rounding)["w"].tensor
+        found = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
         error = weight - found.decode()
         errors.append(float((error @ hessian * error).sum()))
     return errors
@@ -92,7 +92,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     torch.testing.assert_close(found.targets(factor, scheme).double(), left, rtol=0, atol=5e-3)
     error = weight - QuantizedTensor(found.codes, parameters, scheme).decode()
     torch.testing.assert_close(
-        found.errors, factor.objective.exactly(error.double())[1], rtol=1e-3, atol=0
+        found.errors, factor.objective.evaluate_float64(error.double())[1], rtol=1e-3, atol=0
     )
 
 
@@ -104,6 +104,6 @@ def test_a_sweep_over_panels_gains_what_it_says_and_no_row_loses() -> None:
     state = Refinement(weight, factor.objective, scheme, found.parameters, found.codes)
     gained = state.sweep()
     error = weight - QuantizedTensor(state.codes, state.parameters, scheme).decode()
-    after = factor.objective.exactly(error.double())[1]
+    after = factor.objective.evaluate_float64(error.double())[1]
     assert bool((gained > 0).all())
     torch.testing.assert_close(found.errors - after, gained, rtol=1e-2, atol=0)

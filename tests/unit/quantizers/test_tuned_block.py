@@ -14,7 +14,7 @@ from quantforge.model.block import Batch
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning.tuned_block import TunedBlock, Written
+from quantforge.quantizers.tuning.tuned_block import TunedBlock, WrittenBlock
 
 ELSEWHERE = torch.device("meta")  # a device whose tensors do not mix with those of the CPU
 
@@ -55,7 +55,7 @@ def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
         experts=None,
         architecture=SimpleNamespace(transposed=False),
     )
-    return TunedBlock.of(part, Written(made, lambda _: torch.ones(64)), 0.1, device)
+    return TunedBlock.of(part, WrittenBlock(made, lambda _: torch.ones(64)), 0.1, device)
 
 
 def row(states: Tensor) -> Batch:
@@ -82,7 +82,7 @@ def test_a_step_takes_place_where_the_block_is(scheme: str) -> None:
     for matrix in block.matrices.values():
         assert matrix.result().codes.device == ELSEWHERE
         assert {one.offsets.device for one in matrix.codes.values()} == {ELSEWHERE}
-    assert block.part.module.get_parameter("up.weight").device == ELSEWHERE  # let go of
+    assert block.decoder_block.module.get_parameter("up.weight").device == ELSEWHERE  # let go of
 
 
 def test_gradients_of_a_step_are_those_of_the_loss() -> None:

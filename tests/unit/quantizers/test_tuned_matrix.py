@@ -11,7 +11,7 @@ from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
 from quantforge.packers import packer_of, weighed_codes
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.quantizers.tuning.tuned_matrix import CODES, UNIT, Learned, TunedMatrix
+from quantforge.quantizers.tuning.tuned_matrix import CODES, OFFSET_UNIT, LearnedFactor, TunedMatrix
 from tests.thorough import usual
 
 SCALED = [grid for grid in GGML_BLOCKS if parse(grid).scaled]
@@ -83,7 +83,7 @@ def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_tw
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
     codes, values = matrix.codes[CODES], torch.tensor(tensor.scheme.table).float()
     assert torch.equal(codes.stored(), tensor.codes)
-    codes.offsets.fill_(UNIT)  # to the next value above
+    codes.offsets.fill_(OFFSET_UNIT)  # to the next value above
     moved = matrix.result().codes
     gap = values[moved.int()] - values[tensor.codes.int()]
     inside = tensor.codes != int(values.argmax())
@@ -118,7 +118,7 @@ def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: s
 
 
 def test_a_factor_moves_as_with_the_adam_of_torch() -> None:
-    one = Learned.of(torch.ones(6), torch.float32, 0.01)
+    one = LearnedFactor.of(torch.ones(6), torch.float32, 0.01)
     other = torch.nn.Parameter(torch.zeros(6))
     optimizer = torch.optim.Adam([other], betas=(0.9, 0.99))
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from quantforge import api
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, UsageError
 from quantforge.execution import data_free
-from quantforge.execution.rounding import MatrixRounding
+from quantforge.execution.rounding import MatrixRounder
 from quantforge.formats.gguf.importance_file import (
     Imatrix,
     WeightImportance,
@@ -55,9 +55,9 @@ def test_what_a_file_knows_of_a_matrix_is_where_its_weights_are():
         planned=planned, settings=SimpleNamespace(device="meta"), checkpoint=None,
         importance={"a": torch.ones(32)},
     )  # fmt: skip
-    rounding = MatrixRounding(inputs, SimpleNamespace())
-    assert rounding.known(one).squares.is_meta
-    assert rounding.known(other).squares is None
+    rounding = MatrixRounder(inputs, SimpleNamespace())
+    assert rounding.importance_statistics(one).squares.is_meta
+    assert rounding.importance_statistics(other).squares is None
 
 
 @pytest.mark.parametrize("name", ["x.gguf", "x.dat"])

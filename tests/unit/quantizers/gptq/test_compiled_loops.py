@@ -63,7 +63,7 @@ def test_gptq_and_its_sweeps_choose_the_same_codes(
     rounding = Rounding(scales="absmax", gptq=GptqOptions(refine=2))
 
     def rounded() -> Rounded:
-        return gptq.round_shared(
+        return gptq.round_matrices(
             {"w": weight}, Statistics(hessian=hessian), {"w": scheme}, rounding
         )["w"]
 
@@ -86,7 +86,7 @@ def test_gptq_and_its_sweeps_choose_the_same_codes(
 def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, inputs = _matrix(150, 128), _matrix(400, 128, seed=2) * torch.linspace(0.2, 3, 128)
     statistics = Statistics(hessian=inputs.T @ inputs / 400)
-    monkeypatch.setattr(gptq, "ROWS", 40)
+    monkeypatch.setattr(gptq, "ROWS_PER_PART", 40)
     found, before = [], torch.get_num_threads()
     together, solve = threading.Barrier(2, timeout=240), gptq._round_rows
 
@@ -101,7 +101,7 @@ def test_parts_of_a_matrix_are_the_same_side_by_side(monkeypatch: pytest.MonkeyP
             monkeypatch.setattr(gptq, "COMPILED_FROM", least)
             torch.set_num_threads(threads)
             with torch.inference_mode(), reproducible():
-                rounded = gptq.round_shared(
+                rounded = gptq.round_matrices(
                     {"w": weight}, statistics, {"w": parse("int3:g32:asym")}, Rounding()
                 )
             assert torch.get_num_threads() == threads

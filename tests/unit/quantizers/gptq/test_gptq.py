@@ -17,7 +17,7 @@ from quantforge.notation import parse
 from quantforge.packers import integer
 from quantforge.quantizers import Rounded, rtn
 from quantforge.quantizers.gptq import gptq
-from quantforge.quantizers.gptq.hessian import LADDER, factorize
+from quantforge.quantizers.gptq.hessian import DAMPING_MULTIPLES, factorize
 from quantforge.recipe import GptqOptions, Rounding
 from quantforge.scheme import Scheme
 from tests.thorough import each_value
@@ -58,7 +58,7 @@ class _Watched:
 def test_a_damping_that_failed_leaves_no_matrix_beside_the_next() -> None:
     watched = _Watched(-torch.eye(8))
     assert factorize(watched, 0.01, torch.arange(8)) is None  # type: ignore[arg-type]
-    assert watched.alive == [0] * len(LADDER)
+    assert watched.alive == [0] * len(DAMPING_MULTIPLES)
 
 
 def _damped(hessian: Tensor, damping: float = 0.01, shrinkage: float = 0.0) -> Tensor:
@@ -78,7 +78,7 @@ def _round(
     weight: Tensor, hessian: Tensor, scheme: str, scales: str = "absmax", **options: object
 ) -> Rounded:
     rounding = Rounding(scales=scales, gptq=GptqOptions(**{"refine": 0} | options))  # type: ignore[arg-type]
-    return gptq.round_shared(
+    return gptq.round_matrices(
         {"w": weight}, Statistics(hessian=hessian), {"w": parse(scheme)}, rounding
     )["w"]
 
@@ -146,7 +146,7 @@ def test_codes_equal_the_textbook(scales: str, grid: str) -> None:
 def test_it_halves_the_error_of_plain_rounding(scheme: str) -> None:
     weight, hessian = _matrix(32, 256), _hessian(256)
     rounded = _round(weight, hessian, scheme)
-    plain = rtn.round_shared(
+    plain = rtn.round_matrices(
         {"w": weight}, Statistics(), {"w": parse(scheme)}, Rounding(scales="absmax")
     )["w"]
     assert float(_errors(weight, rounded, hessian).sum()) < 0.6 * float(
@@ -307,12 +307,12 @@ def test_matrices_of_one_input_get_what_each_would_get_alone() -> None:
         "o": "int4:tensor:sym:f16",
     }
     hessian, rounding = _hessian(64), Rounding()
-    together = gptq.round_shared(
+    together = gptq.round_matrices(
         weights, Statistics(hessian=hessian), {k: parse(v) for k, v in schemes.items()}, rounding
     )
     assert list(together) == list(weights)
     for name, weight in weights.items():
-        alone = gptq.round_shared(
+        alone = gptq.round_matrices(
             {name: weight}, Statistics(hessian=hessian), {name: parse(schemes[name])}, rounding
         )[name]
         assert torch.equal(together[name].tensor.codes, alone.tensor.codes)
@@ -325,7 +325,7 @@ def test_rows_are_independent_of_the_rows_they_are_worked_off_with(
 ) -> None:
     weight, hessian = _matrix(40, 64), _hessian(64)
     whole = _round(weight, hessian, "int3:g32:asym", "search", refine=1)
-    monkeypatch.setattr(gptq, "ROWS", 16)
+    monkeypatch.setattr(gptq, "ROWS_PER_PART", 16)
     parts = _round(weight, hessian, "int3:g32:asym", "search", refine=1)
     assert float((whole.tensor.codes == parts.tensor.codes).float().mean()) > 0.99
     assert parts.figures["error"] == pytest.approx(whole.figures["error"], rel=1e-3)
@@ -383,7 +383,7 @@ def test_given_options_are_used_and_not_changed() -> None:
     scheme = {"w": parse("int4:g32:sym")}
     strong = replace(rounding, gptq=GptqOptions(damping=0.9))
     codes = [
-        gptq.round_shared({"w": weight}, Statistics(hessian=hessian), scheme, r)["w"].tensor.codes
+        gptq.round_matrices({"w": weight}, Statistics(hessian=hessian), scheme, r)["w"].tensor.codes
         for r in (rounding, strong)
     ]
     assert not torch.equal(*codes)
@@ -413,7 +413,7 @@ def test_matrices_that_read_one_input_shrink_it_alike_and_most() -> None:
 
     def codes(shrinkage: float | None) -> Tensor:
         rounding = Rounding(gptq=GptqOptions(shrinkage=shrinkage))
-        found = gptq.round_shared(matrices, Statistics(hessian=hessian), schemes, rounding)
+        found = gptq.round_matrices(matrices, Statistics(hessian=hessian), schemes, rounding)
         return found["four"].tensor.codes
 
     assert torch.equal(codes(None), codes(0.05))

@@ -1,11 +1,12 @@
-"""Carry out a planned conversion: check every value, round the embedding where that is planned, write every tensor.
+"""Carry out a planned conversion: check all values, round the embedding if planned, and write every tensor.
 
-A quantized layer goes through four steps: its tensors in the source are unpacked to codes and scales (`Format.unpack`),
-restated in the target's scheme (`formats.convert`: int4:g128 becomes int4:g32 for GGUF, each scale four times), packed
-into the target's tensors (`formats.storage`: GGUF's blocks, here q4_0, with rows in llama.cpp's order), and written.
+A quantized layer is converted in four steps: its tensors are unpacked to codes and scales (`Format.unpack`), converted
+to the target's scheme (`formats.convert`: int4:g128 becomes int4:g32 for GGUF by repeating each scale four times),
+packed into the target's tensors (`formats.storage`: blocks of q4_0 for GGUF, with rows in llama.cpp's order), and
+written.
 
-What was rounded keeps its values. ``plain`` takes the decoded weights in one floating-point type: the one that is asked
-for, else the model's own if it holds every weight, else float32.
+Quantized values do not change. ``plain`` stores the decoded weights in one floating-point type: the requested one, else
+the model's own if it represents every weight exactly, else float32.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.execution.progress import tell
+from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.files.writer import WeightsWriter
@@ -33,7 +34,7 @@ from quantforge.planning.conversion import (
     stores_index,
 )
 from quantforge.plans import Action, TensorPlan
-from quantforge.quantizers import RTN, rounder_of
+from quantforge.quantizers import RTN, load_rounder
 from quantforge.scheme import LayerScheme
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CheckedValues:
-    """What the values of a conversion tell of it.
+    """Result of checking the values of a conversion.
 
     Attributes:
         verdict: ``"exact"``, ``"exact but for the embedding"``, or ``"inexact"`` if any layer is.
-        events: of the plan, and what is lost of each layer.
+        events: events of the plan, and the loss of each inexact layer.
     """
 
     verdict: str
@@ -58,7 +59,7 @@ class CheckedValues:
 
 @dataclass(slots=True)
 class RoundedTensors:
-    """The tensors of `Conversion.to_round`, by name, with the events of their rounding and figures for the manifest."""
+    """The rounded tensors of `Conversion.to_round` by name, with events and figures for the manifest."""
 
     tensors: dict[str, QuantizedTensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
@@ -66,39 +67,39 @@ class RoundedTensors:
 
 
 def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValues:
-    """Check by its values every layer that headers do not settle, and every tensor that is cast to another type.
+    """Check the values of each layer that headers do not decide, and of each tensor that is cast to another type.
 
     Args:
-        conversion: which.
+        conversion: the planned conversion.
         allow_inexact: whether rounding of layers is accepted.
 
     Raises:
-        RefusedError: a value is in the way, and it is no matter of rounding that was allowed.
+        RefusedError: a value cannot be stored, or would be rounded without permission.
     """
     events = [*conversion.events]
     allowed = allow_inexact or conversion.asked_type is not None
     verdicts: Counter[Verdict] = Counter()
-    # What no rounding helps is refused before what --allow-inexact lets through.
+    # Refuse what no option allows before what --allow-inexact would allow.
     layers = sorted(conversion.layers.values(), key=lambda layer: layer.wanted is None)
     for done, layer in enumerate(layers):
-        tell(layer.layout.module, done, len(layers))
+        report_step(layer.layout.module, done, len(layers))
         fit = layer.fit
         if fit.verdict is not Verdict.EXACT:
             fit = _layer_fit(conversion, layer)
-            events += _accepted(layer.layout.module, fit, allowed=allowed)
+            events += _accept_or_refuse(layer.layout.module, fit, allowed=allowed)
         verdicts[fit.verdict] += 1
     for tensor in conversion.plan.tensors:
         if tensor.name not in conversion.layers and _is_cast(tensor):
             value = conversion.checkpoint.read(tensor.name)
             fit = _cast_fit(value, tensor.outputs[0].dtype)
-            events += _accepted(tensor.name, fit, allowed=allowed)
+            events += _accept_or_refuse(tensor.name, fit, allowed=allowed)
             verdicts[fit.verdict] += 1
     verdict = "exact but for the embedding" if conversion.to_round else "exact"
     return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
 
 
 def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
-    """Return how exactly the target holds the numbers of a layer; raise `RefusedError` for scattered columns."""
+    """Return how exactly the target represents a layer; raise `RefusedError` for scattered group indices."""
     key, wanted = conversion.plan.format, layer.wanted
     if wanted is None:
         fit = _decoded_fit(conversion, layer)
@@ -109,7 +110,7 @@ def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
         return layer.fit
     tensor, _ = _read_layer(conversion, layer)
     if tensor.scheme.granularity == PerGroup(1) != layer.layout.scheme.weight.granularity:
-        raise _out_of_order(conversion, layer, wanted)
+        raise _group_index_error(conversion, layer, wanted)
     fit = compare_values(tensor, wanted.weight, load_format(key).MIN_ZERO_POINT)
     if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
         return Compatibility(Verdict.INEXACT, layer.fit.reason)
@@ -119,20 +120,20 @@ def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
     return fit
 
 
-def _accepted(name: str, fit: Compatibility, *, allowed: bool) -> list[Event]:
-    """Return the event of accepted rounding, if any; raise RefusedError for what is not accepted."""
+def _accept_or_refuse(name: str, fit: Compatibility, *, allowed: bool) -> list[Event]:
+    """Return the event of an accepted inexact layer, if any; raise RefusedError if it is not accepted."""
     if fit.verdict is Verdict.IMPOSSIBLE or (fit.verdict is Verdict.INEXACT and not allowed):
         hint = fit.nearest or "accept rounding with --allow-inexact"
         raise RefusedError(f"{name}: {fit.reason}", hint, tensor=name)
     return [Event("inexact", name, fit.reason)] if fit.verdict is Verdict.INEXACT else []
 
 
-def round_plain(conversion: Conversion, workers: int) -> RoundedTensors:
-    """Round what the source holds plainly and the result in codes: the embedding, or nothing.
+def round_unquantized(conversion: Conversion, workers: int) -> RoundedTensors:
+    """Round tensors that are unquantized in the source but quantized in the result (the embedding).
 
     Args:
-        conversion: which.
-        workers: threads that round strips of rows side by side.
+        conversion: the planned conversion.
+        workers: number of threads that round strips of rows in parallel.
     """
     found = RoundedTensors()
     for tensor in conversion.to_round:
@@ -144,49 +145,53 @@ def _round_in_strips(
     conversion: Conversion, tensor: TensorPlan, workers: int, found: RoundedTensors
 ) -> None:
     """Round a matrix to nearest, a strip of rows at a time, and add it to ``found``."""
-    from quantforge.execution.data_free import RowWise, Strips, round_rows
+    from quantforge.execution.data_free import StripAssembler, StripRounding, round_in_strips
     from quantforge.model.statistics import Statistics
 
     assert tensor.scheme is not None
     schemes = {tensor.name: tensor.scheme.weight}
-    checkpoint, strips = conversion.checkpoint, Strips(tensor.matrix[0])
+    checkpoint, strips = conversion.checkpoint, StripAssembler(tensor.matrix[0])
 
     def rounded(weight: Tensor) -> Rounded:
         weights = {tensor.name: weight}
-        result = rounder_of(RTN).round_shared(weights, Statistics(), schemes, conversion.rounding)
+        result = load_rounder(RTN).round_matrices(
+            weights, Statistics(), schemes, conversion.rounding
+        )
         return result[tensor.name]
 
     def read(first: int, last: int) -> Tensor:
         return checkpoint.read_rows(tensor.name, first, last).float()
 
-    with closing(round_rows([RowWise(tensor, rounded, read, strips.add)], workers)) as done:
+    with closing(
+        round_in_strips([StripRounding(tensor, rounded, read, strips.add)], workers)
+    ) as done:
         for _, record in done:
             found.events += [Event(**event) for event in record["events"]]
             found.figures |= record["figures"]
-    found.tensors[tensor.name] = strips.whole()
+    found.tensors[tensor.name] = strips.assembled()
 
 
-def write_all(
+def write_tensors(
     conversion: Conversion,
     rounded: dict[str, QuantizedTensor],
     writer: WeightsWriter,
     *,
     allow_inexact: bool,
 ) -> None:
-    """Write every tensor of a conversion that `check_values` let through.
+    """Write every tensor of a conversion that passed `check_values`.
 
     Args:
-        conversion: which.
-        rounded: the tensors that were rounded for it, by name; each is taken out as it is written.
-        writer: of its files.
-        allow_inexact: whether rounding is accepted.
+        conversion: the planned conversion.
+        rounded: tensors from `round_unquantized` by name; each is removed once written, to free memory.
+        writer: writer of the output files.
+        allow_inexact: whether rounding of layers is accepted.
 
     Raises:
-        InputError: a tensor that is kept is not finite.
+        InputError: an unquantized tensor is not finite.
     """
     storage = get_storage(conversion.plan.format)
     for number, tensor in enumerate(conversion.plan.tensors):
-        tell(tensor.name, number, len(conversion.plan.tensors))
+        report_step(tensor.name, number, len(conversion.plan.tensors))
         if tensor.action is Action.DROP:
             continue
         layer = conversion.layers.get(tensor.name)
@@ -200,14 +205,14 @@ def write_all(
         elif layer.wanted is None or conversion.plan.format == PLAIN:
             outputs = {tensor.name: _decoded(conversion, layer)}
         else:
-            outputs = _layer_outputs(
+            outputs = _convert_layer(
                 conversion, layer, tensor, storage, allow_inexact=allow_inexact
             )
         for name, value in outputs.items():
             writer.write(name, value)
 
 
-def _layer_outputs(
+def _convert_layer(
     conversion: Conversion,
     layer: ConvertedLayer,
     plan: TensorPlan,
@@ -215,11 +220,11 @@ def _layer_outputs(
     *,
     allow_inexact: bool,
 ) -> dict[str, Tensor]:
-    """Return the output tensors of a layer: unpacked, restated in the scheme of the target, and packed."""
+    """Return the output tensors of a layer: unpack it, convert it to the scheme of the target, and pack it."""
     assert layer.wanted is not None
     target = load_format(conversion.plan.format)
     source, index = _read_layer(conversion, layer)
-    if source.input != layer.wanted.input:  # measured parameters of another input are dropped
+    if source.input != layer.wanted.input:  # drop measured parameters of a different input
         dropped = input_parameters(source.parameters)
         kept = {key: value for key, value in source.parameters.items() if key not in dropped}
         source = replace(source, parameters=kept, input=layer.wanted.input)
@@ -232,11 +237,11 @@ def _layer_outputs(
     return outputs
 
 
-def lossless_type(conversion: Conversion) -> tuple[str | None, str]:
-    """Return the type in which decoded weights lose nothing, and why it is not the model's own.
+def lossless_dtype(conversion: Conversion) -> tuple[str | None, str]:
+    """Return the type that represents the decoded weights exactly, and why it is not the model's own.
 
     Returns:
-        ``(None, "")`` where the types that the plan has hold every weight, else ``("F32", reason)``.
+        ``(None, "")`` if the planned types represent every weight, else ``("F32", reason)``.
     """
     for layer in conversion.layers.values():
         fit = _decoded_fit(conversion, layer)
@@ -253,26 +258,26 @@ def _unpack(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
 def _read_layer(
     conversion: Conversion, layer: ConvertedLayer
 ) -> tuple[QuantizedTensor, Tensor | None]:
-    """Return a tensor to restate, and the group of each column where the target keeps that as it is.
+    """Return the quantized layer and, if the target stores it unchanged, the group index of each column.
 
-    The tensor then has the groups of the files, as if their columns were in order. Elsewhere the index is None, and
-    columns that are out of order have a scale each.
+    With an index, the layer has the groups of the files, as if columns were in order. Otherwise the index is None, and
+    columns that are out of order each have their own scale.
     """
     tensor = _unpack(conversion, layer)
     if not layer.scattered or tensor.scheme.granularity != PerGroup(1):
         return tensor, None
-    form = load_format(conversion.source_key)
-    name = f"{layer.layout.module}{form.INFO.group_index_suffix}"
+    source_format = load_format(conversion.source_key)
+    name = f"{layer.layout.module}{source_format.INFO.group_index_suffix}"
     names = tuple(one for one in layer.layout.tensor_names if one != name)
     layout = replace(layer.layout, tensor_names=names, act_order=None)
     tensors = {one: conversion.checkpoint.read(one) for one in names}
-    return form.unpack(layout, tensors), conversion.checkpoint.read(name)
+    return source_format.unpack(layout, tensors), conversion.checkpoint.read(name)
 
 
-def _out_of_order(
+def _group_index_error(
     conversion: Conversion, layer: ConvertedLayer, wanted: LayerScheme
 ) -> RefusedError:
-    """Return that a target has no place for the index by which columns are scattered over groups."""
+    """Return the error for a target that cannot store the index that scatters columns over groups."""
     module, key = layer.layout.module, conversion.plan.format
     index = f"{module}{load_format(conversion.source_key).INFO.group_index_suffix}"
     what = f"{index} scatters its columns over groups (activation order: desc_act, actorder)"
@@ -291,18 +296,18 @@ def _out_of_order(
 
 
 def _decoded(conversion: Conversion, layer: ConvertedLayer) -> Tensor:
-    """Return the decoded weights of a layer, in the type and the orientation in which they are written."""
+    """Return the decoded weights of a layer, in the type and orientation in which they are written."""
     weight = _unpack(conversion, layer).decode(torch_dtype(conversion.decoded_type))
     return weight.T.contiguous() if layer.transposed else weight
 
 
 def _decoded_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
-    """Return how exactly the type of decoded weights holds those of a layer."""
+    """Return how exactly the type of decoded weights represents those of a layer."""
     return _cast_fit(_unpack(conversion, layer).decode(), conversion.decoded_type)
 
 
 def _is_cast(tensor: TensorPlan) -> bool:
-    """Return whether a kept tensor is written in another floating-point type than it has."""
+    """Return whether an unquantized tensor is written in a different floating-point type."""
     return (
         tensor.action is Action.KEEP
         and len(tensor.outputs) == 1
@@ -311,19 +316,17 @@ def _is_cast(tensor: TensorPlan) -> bool:
     )
 
 
-def _cast_fit(exact: Tensor, dtype: str) -> Compatibility:
-    """Return how exactly a type holds numbers."""
-    value = exact.to(torch_dtype(dtype))
-    back = value.to(exact.dtype)
-    changed = int((back != exact).sum())
+def _cast_fit(values: Tensor, dtype: str) -> Compatibility:
+    """Return how exactly a type represents the values."""
+    value = values.to(torch_dtype(dtype))
+    round_tripped = value.to(values.dtype)
+    changed = int((round_tripped != values).sum())
     if not changed:
         return Compatibility(Verdict.EXACT)
-    if not bool(value.isfinite().all()) and bool(exact.isfinite().all()):
-        largest = float(exact.abs().max())
+    if not bool(value.isfinite().all()) and bool(values.isfinite().all()):
+        largest = float(values.abs().max())
         reason = f"weights up to {largest:.4g} are outside of the range of {dtype}"
         return Compatibility(Verdict.IMPOSSIBLE, reason, "--type BF16 or --type F32 holds them")
-    error = float((back - exact).double().norm() / exact.double().norm())
-    reason = (
-        f"{changed} of {exact.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
-    )
+    error = float((round_tripped - values).double().norm() / values.double().norm())
+    reason = f"{changed} of {values.numel()} weights are not {dtype} numbers (relative error {error:.1e})"
     return Compatibility(Verdict.INEXACT, reason)
