@@ -43,7 +43,7 @@ from decode_8b import random_model  # noqa: E402
 from quantforge.evaluation.speed import read_bandwidth  # noqa: E402
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding import Step, prefill  # noqa: E402
+from quantforge.runtime.decoding import DecodingStep, prefill  # noqa: E402
 from quantforge.runtime.load import load  # noqa: E402
 from quantforge.runtime.model_sizes import bytes_per_token  # noqa: E402
 
@@ -189,7 +189,7 @@ def own_side(model: Any, tokens: int) -> Side:
     cache = decoder.cache(1, PROMPT + tokens)
     with torch.inference_mode():
         token = prefill(decoder, torch.arange(PROMPT)[None], cache, tokens).argmax(-1)
-    step = Step(decoder, cache)
+    step = DecodingStep(decoder, cache)
 
     @torch.inference_mode()
     def decode(steps: int) -> None:

@@ -29,7 +29,7 @@ from decode_8b import random_model  # noqa: E402
 
 from quantforge.notation import parse  # noqa: E402
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding import Step, prefill  # noqa: E402
+from quantforge.runtime.decoding import DecodingStep, prefill  # noqa: E402
 from quantforge_kernels.kv_row_layout import CACHE_KINDS  # noqa: E402
 from quantforge_kernels.layers import linear  # noqa: E402
 from quantforge_kernels.matmul_spec import MatmulSpec  # noqa: E402
@@ -95,7 +95,7 @@ def step_time(decoder: Decoder, sequences: int, prompt: int, kind: str = "") -> 
     cache = decoder.cache(sequences, prompt + new, kind)
     ids = torch.zeros(sequences, prompt, dtype=torch.long)
     token = prefill(decoder, ids, cache, new).argmax(-1)
-    step, times = Step(decoder, cache), []
+    step, times = DecodingStep(decoder, cache), []
     for _ in range(new):
         start = time.perf_counter()
         token = step(token).argmax(-1)

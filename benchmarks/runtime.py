@@ -126,13 +126,20 @@ class NoModel:
     positions, vocabulary, device = 4096, 32000, torch.device("cpu")
 
     def cache(
-        self, sequences: int, tokens: int, kind: str = "", pages: int | None = None, ahead: int = 0
+        self,
+        sequences: int,
+        tokens: int,
+        kind: str = "",
+        pages: int | None = None,
+        max_step_tokens: int = 0,
     ) -> PagedCache:
         """Make a cache of one number per token."""
         shape = CacheShape(1, 1, 2, kind, torch.float32)
-        return PagedCache(shape, sequences, tokens, self.device, pages, ahead=ahead)
+        return PagedCache(
+            shape, sequences, tokens, self.device, pages, max_step_tokens=max_step_tokens
+        )
 
-    def hidden_of(self, ids: Any, spans: Any, cache: PagedCache) -> Any:
+    def hidden_of_spans(self, ids: Any, spans: Any, cache: PagedCache) -> Any:
         """Advance the cache."""
         for span in spans:
             cache.advance(span.row, span.tokens)

@@ -35,20 +35,20 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from quantforge.runtime.decoder import Decoder  # noqa: E402
-from quantforge.runtime.decoding import Step, prefill  # noqa: E402
+from quantforge.runtime.decoding import DecodingStep, prefill  # noqa: E402
 from quantforge.runtime.generation_options import Sampling  # noqa: E402
 from quantforge.runtime.load import Loaded, load  # noqa: E402
 from quantforge.runtime.speculation.decode import (  # noqa: E402
+    SpeculativeCompletion,
     SpeculativeDecoder,
-    SpeculativeText,
     speculative_decoder,
 )
 from quantforge.runtime.speculation.drafter import Drafter  # noqa: E402
 from quantforge.runtime.speculation.ngrams import NgramDrafter  # noqa: E402
-from quantforge.runtime.speculation.options import DraftOptions, nodes_of, shape_of  # noqa: E402
+from quantforge.runtime.speculation.options import DraftOptions, count_tree_nodes, parse_tree_shape  # noqa: E402
 from quantforge.runtime.speculation.tree import DraftTree  # noqa: E402
 from quantforge.runtime.speculation.verify import SpeculationCounts, expected_tokens  # noqa: E402
-from quantforge.runtime.text_processing import text_side  # noqa: E402
+from quantforge.runtime.text_processing import load_text_processor  # noqa: E402
 
 WIDTHS = (1, 2, 3, 4, 6, 8)
 COPIES, PART = 4, 60
@@ -68,7 +68,7 @@ def plain_of(decoder: Decoder) -> SpeculativeDecoder:
     return SpeculativeDecoder(decoder, lambda _: NoDrafter(), 1)
 
 
-def timed(text: SpeculativeText) -> tuple[float, list[int]]:
+def timed(text: SpeculativeCompletion) -> tuple[float, list[int]]:
     """Return the seconds of all tokens after the first `SKIPPED` ones, and all tokens."""
     chosen = iter(text)
     found = list(islice(chosen, SKIPPED))
@@ -84,8 +84,8 @@ def pass_costs(decoder: Decoder, ids: Sequence[int], rounds: int) -> dict[int, f
     prefill(decoder, torch.tensor([list(ids)]), cache, 16)
     steps = {k: (cache.view(k + 1), k + 1) for k in (0, *WIDTHS)}
     for view, _ in steps.values():
-        view.show(cache, [0])
-    run = {k: Step(decoder, view) for k, (view, _) in steps.items()}
+        view.select(cache, [0])
+    run = {k: DecodingStep(decoder, view) for k, (view, _) in steps.items()}
     found: dict[int, list[float]] = {k: [] for k in steps}
     for _ in range(8 * rounds):
         for k, (view, rows) in steps.items():
@@ -104,8 +104,8 @@ def copying(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> list[
         ratios, counts = [], SpeculationCounts()
         copies = SpeculativeDecoder(decoder, lambda _, k=k: NgramDrafter((1,) * k), k, fixed=True)
         for _ in range(rounds + 1):
-            plain, one = timed(SpeculativeText(plain_of(decoder), ids, tokens))
-            text = SpeculativeText(copies, ids, tokens)
+            plain, one = timed(SpeculativeCompletion(plain_of(decoder), ids, tokens))
+            text = SpeculativeCompletion(copies, ids, tokens)
             fast, two = timed(text)
             if one != two:
                 raise SystemExit(f"{k} drafted tokens gave another text")
@@ -144,14 +144,14 @@ def trees(loaded: Loaded, text: list[list[int]], tokens: int) -> list[dict[str, 
             drafted, decoder = replace(drafted, fixed=True), drafted.decoder
             counts, same, gap = SpeculationCounts(), 0, 0.0
             for ids in text:
-                plain = timed(SpeculativeText(plain_of(decoder), ids, tokens))[1]
-                one = SpeculativeText(drafted, ids, tokens)
+                plain = timed(SpeculativeCompletion(plain_of(decoder), ids, tokens))[1]
+                one = SpeculativeCompletion(drafted, ids, tokens)
                 one.counts = counts
                 found = timed(one)[1]
                 same += found == plain
                 gap = max(gap, parting(decoder, ids, plain, found))
             rows.append({
-                "draft": draft, "tree": shape, "drafted": nodes_of(shape_of(shape)),
+                "draft": draft, "tree": shape, "drafted": count_tree_nodes(parse_tree_shape(shape)),
                 "acceptance": counts.acceptance or 0.0, "tokens per pass": counts.tokens_per_pass or 0.0,
                 "same texts": f"{same} of {len(text)}", "widest tie (nats)": gap,
             })  # fmt: skip
@@ -164,8 +164,8 @@ def unrepeated(decoder: Decoder, ids: list[int], tokens: int, rounds: int) -> fl
     copies = SpeculativeDecoder(decoder, lambda _: NgramDrafter((1,) * 8), 8)
     for seed in range(rounds + 1):
         drawn = Sampling(temperature=1.0, seed=seed)
-        plain, one = timed(SpeculativeText(plain_of(decoder), ids, tokens, drawn))
-        fast, two = timed(SpeculativeText(copies, ids, tokens, drawn))
+        plain, one = timed(SpeculativeCompletion(plain_of(decoder), ids, tokens, drawn))
+        fast, two = timed(SpeculativeCompletion(copies, ids, tokens, drawn))
         if one != two:
             raise SystemExit("drafted tokens gave another text")
         ratios.append(plain / fast)
@@ -194,7 +194,9 @@ def main() -> None:
     part = [draw.randrange(5, decoder.vocabulary) for _ in range(PART)]
     rows = copying(decoder, part * COPIES, options.tokens, options.rounds)
     free = unrepeated(decoder, part[:32], options.tokens, options.rounds)
-    real = text_side(options.model, loaded.config).tokenizer.encode(options.text.read_text())
+    real = load_text_processor(options.model, loaded.config).tokenizer.encode(
+        options.text.read_text()
+    )
     pieces = [real[first : first + 64] for first in range(0, len(real), len(real) // 8)][:8]
     grown = trees(loaded, pieces, options.tokens)
     for table in (rows, grown):

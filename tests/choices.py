@@ -23,7 +23,14 @@ from quantforge.cache_kinds import PLAIN
 from quantforge.runtime import decoding, load
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
-from quantforge.runtime.sampling import Chosen, RowSampler, adjust, choose_rows, drawn, weigh
+from quantforge.runtime.sampling import (
+    ChosenToken,
+    RowSampler,
+    apply_bias_and_penalties,
+    choose_tokens,
+    sample_tokens,
+    sampling_weights,
+)
 from tests import plain_loop
 from tests.plain_loop import StopLimits
 
@@ -34,7 +41,7 @@ DISTURBED = 8  # how often each choice is repeated, each time with other noise
 
 def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
     """Return whether a sampler chooses the same token from logits ``[vocabulary]`` with noise; its state stays."""
-    (row,) = adjust(logits[None], [sampler.options], [sampler.counts])
+    (row,) = apply_bias_and_penalties(logits[None], [sampler.options], [sampler.counts])
     random = torch.Generator().manual_seed(len(row))
     noisy = row + noise * torch.randn(DISTURBED, len(row), generator=random)
     rows = torch.cat((row[None], noisy))
@@ -42,7 +49,7 @@ def is_clear(logits: Tensor, sampler: RowSampler, noise: float) -> bool:
         tokens = rows.argmax(-1)
     else:
         uniform = torch.full((len(rows),), sampler.fork().uniform(), dtype=torch.float64)
-        tokens = drawn(weigh(rows, [sampler.options] * len(rows)), uniform)
+        tokens = sample_tokens(sampling_weights(rows, [sampler.options] * len(rows)), uniform)
     return bool((tokens == tokens[0]).all())
 
 
@@ -67,14 +74,14 @@ def plain_choices(noise: float = NOISE) -> Iterator[PlainChoices]:
     """Record the choices of plain loops (decoding without a draft); of nested contexts, only the innermost does."""
     found = PlainChoices()
 
-    def choose(samplers: Sequence[RowSampler], logits: Tensor) -> list[Chosen]:
+    def choose(samplers: Sequence[RowSampler], logits: Tensor) -> list[ChosenToken]:
         assert not logits.equal(logits.bfloat16().float()), "tokens that are compared, in 16 bits"
         found.extend(is_clear(row, one, noise) for row, one in zip(logits, samplers, strict=True))
-        return choose_rows(samplers, logits)
+        return choose_tokens(samplers, logits)
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (plain_loop, decoding):
-            patch.setattr(module, "choose_rows", choose)
+            patch.setattr(module, "choose_tokens", choose)
         yield found
 
 

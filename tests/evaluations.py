@@ -11,7 +11,7 @@ from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions, 
 from quantforge.evaluation.text_windows import Windows, cut_windows
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import decode_if_unsupported
-from quantforge.runtime.text_processing import tokenizer_of
+from quantforge.runtime.text_processing import load_model_tokenizer
 from quantforge.settings import Settings
 from quantforge_calibration.tokenizer import TextTokenizer
 
@@ -60,7 +60,7 @@ def compared(
 
 
 def tokenizer_at(path: Path) -> TextTokenizer:
-    return tokenizer_of(open_model(path))
+    return load_model_tokenizer(open_model(path))
 
 
 def windows_of(path: Path, **changes) -> Windows:

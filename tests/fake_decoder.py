@@ -74,12 +74,17 @@ class FakeDecoder:
     def __init__(self):
         self.passes: list[list[tuple[int, int, int]]] = []  # row, first place, tokens
 
-    def cache(self, sequences, tokens, kind="", pages=None, ahead=0):
+    def cache(self, sequences, tokens, kind="", pages=None, max_step_tokens=0):
         return PagedCache(
-            CacheShape(2, 1, 2, kind, torch.float32), sequences, tokens, CPU, pages, ahead=ahead
+            CacheShape(2, 1, 2, kind, torch.float32),
+            sequences,
+            tokens,
+            CPU,
+            pages,
+            max_step_tokens=max_step_tokens,
         )
 
-    def hidden_of(self, ids, spans, cache):
+    def hidden_of_spans(self, ids, spans, cache):
         rows = [span.row for span in spans]
         assert len(set(rows)) == len(rows)
         batch = RaggedBatch(spans, cache)

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models
 
 from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
-from quantforge.runtime.text_processing import TextSide
+from quantforge.runtime.text_processing import TextProcessor
 from quantforge.serving.routes import ServedModel, application
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.tokenizer import TextTokenizer
@@ -23,7 +23,7 @@ END = VOCABULARY - 1  # a token that ends texts
 NAME = "fake"
 
 
-def fake_side(template: str | None = None) -> TextSide:
+def fake_side(template: str | None = None) -> TextProcessor:
     """The text side of the decoder: a letter for each token."""
     vocabulary = {letter: place for place, letter in enumerate(LETTERS)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -31,7 +31,9 @@ def fake_side(template: str | None = None) -> TextSide:
     tokenizer.add_special_tokens(["<end>"])
     assert tokenizer.token_to_id("<end>") == END
     chat = None if template is None else ChatTemplate({"default": template}, {})
-    return TextSide(TextTokenizer(tokenizer, None, END, VOCABULARY), chat, frozenset({END}), 400)
+    return TextProcessor(
+        TextTokenizer(tokenizer, None, END, VOCABULARY), chat, frozenset({END}), 400
+    )
 
 
 def ids(text: str) -> list[int]:

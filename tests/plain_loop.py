@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.generation_options import Sampling
-from quantforge.runtime.sampling import RowSampler, choose_rows
+from quantforge.runtime.sampling import RowSampler, choose_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ def _continued(
     decoder: Decoder, prompt: list[int], limits: StopLimits, sampling: Sampling
 ) -> list[int]:
     cache = decoder.cache(1, len(prompt) + limits.new_tokens, limits.cache)
-    sampler, step = RowSampler(sampling, prompt), Step(decoder, cache)
+    sampler, step = RowSampler(sampling, prompt), DecodingStep(decoder, cache)
     ids = torch.tensor([prompt], device=decoder.device)
     logits = prefill(decoder, ids, cache, limits.new_tokens)
     found: list[int] = []
     while True:
-        found.append(choose_rows([sampler], logits.float())[0].token)
+        found.append(choose_tokens([sampler], logits.float())[0].token)
         if found[-1] in limits.stop or len(found) == limits.new_tokens:
             return found
         logits = step(torch.tensor(found[-1:], device=decoder.device))

@@ -15,7 +15,7 @@ from quantforge.model.skeleton import build
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.model_sizes import bytes_per_token
 from quantforge.runtime.packed_experts import packed_experts, understood
@@ -38,7 +38,7 @@ def measure_decode(
     ids = torch.randint(0, config["vocab_size"], (1, PROMPT), device=device)
     with torch.inference_mode():
         token = prefill(decoder, ids, cache, STEPS + WARM_UPS).argmax(-1)
-        step = Step(decoder, cache)
+        step = DecodingStep(decoder, cache)
         times = []
         for _ in range(STEPS + WARM_UPS):
             start = perf_counter()

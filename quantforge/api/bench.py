@@ -67,7 +67,7 @@ class BenchRow:
     Attributes:
         name: as it was given.
         figures: of the requests.
-        engine: counts of the engine, see `Counters`; None for a server.
+        engine: counts of the engine, see `EngineCounters`; None for a server.
         wasted: mean share of reserved places in the cache that were not used; None for a server.
     """
 
@@ -197,9 +197,9 @@ def _requests(
     path: Path, config: Mapping[str, Any], text: str, options: BenchOptions
 ) -> list[TimedRequest]:
     """Return the stream in tokens of a model; raise `InputError` for a request that is longer than it has positions."""
-    from quantforge.runtime.text_processing import as_input_errors, text_side
+    from quantforge.runtime.text_processing import as_input_errors, load_text_processor
 
-    side = text_side(path, config)
+    side = load_text_processor(path, config)
     with as_input_errors():
         ids = side.tokenizer.encode(text, "the text of the requests")
     if options.trace is not None:

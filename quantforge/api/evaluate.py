@@ -111,14 +111,14 @@ def evaluate(
         import torch
 
         from quantforge.evaluation.compare_models import compare_models
-        from quantforge.evaluation.kept_rows import keeping
+        from quantforge.evaluation.kept_rows import keep_rows
         from quantforge.numerics.allocator import return_freed_memory
 
         chosen = _evaluation_options(paths[0], options, tasks, settings)
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keeping(checkpoints, chosen, settings) as kept:
+        with keep_rows(checkpoints, chosen, settings) as kept:
             evaluation = compare_models(checkpoints, chosen, settings, kept)
             if card:
                 write_card_of(Path(card), evaluation, checkpoints[0].opened, settings.base_model)

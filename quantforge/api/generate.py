@@ -16,16 +16,16 @@ from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.head_directory import DraftHeadDirectory, open_draft_heads
 from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.runtime.generated_text import Generated
-from quantforge.runtime.generation_options import MAX_TOKENS, limits_from
+from quantforge.runtime.generation_options import MAX_TOKENS, completion_options
 from quantforge.runtime.speculation.options import (
+    DRAFT_METHODS,
     DRAFT_TOKENS,
-    FOR_ONE_TEXT,
     MTP,
     NO_DRAFT,
-    SINGLE,
-    WORDS,
+    SINGLE_TEXT,
+    SINGLE_TEXT_ERROR,
     DraftOptions,
-    typed_draft,
+    validate_draft,
 )
 from quantforge.settings import Settings, check_device
 from quantforge_kernels.cpu import program_cache
@@ -33,7 +33,7 @@ from quantforge_kernels.cpu import program_cache
 if TYPE_CHECKING:
     from quantforge.runtime.load import Loaded
     from quantforge.runtime.speculation.decode import SpeculativeDecoder
-    from quantforge.runtime.tensor_parallel import Share
+    from quantforge.runtime.tensor_parallel import TensorParallelRank
     from quantforge.runtime.text_model import TextModel
 
 COMPILING = "compiling programs for this processor: some seconds, the first time that they are used"
@@ -100,13 +100,13 @@ def generate(
         RefusedError: ``settings.policy`` does not accept what loading tells of, or a cache is named for a model that
             the own decoder does not compute.
     """
-    limits = limits_from(max_tokens, {**options})
+    limits = completion_options(max_tokens, {**options})
     drafts = DraftOptions(draft, draft_tokens, draft_tree)
-    from quantforge.runtime.text_model import checked
+    from quantforge.runtime.text_model import check_prompt
 
-    checked(prompt)
+    check_prompt(prompt)
     text_model = open_text_model(model, settings or Settings(), drafts, cache)
-    answer = text_model.answer(prompt, limits, raw=raw)
+    answer = text_model.complete(prompt, limits, raw=raw)
     for piece in answer:
         if stream is not None:
             stream(piece)
@@ -128,7 +128,7 @@ def open_text_model(
     loaded, name = loaded_to_answer(model, settings)
     from quantforge.runtime.text_model import TextModel
 
-    return TextModel.of(loaded, name, speculative_of(loaded, drafts, settings), cache)
+    return TextModel.from_loaded(loaded, name, speculative_of(loaded, drafts, settings), cache)
 
 
 def check_drafts(
@@ -142,18 +142,18 @@ def check_drafts(
         settings: whether the hub may be asked.
         steps: for many texts at a time.
     """
-    draft, heads = typed_draft(drafts.draft or None), None
-    if draft and draft not in WORDS:
+    draft, heads = validate_draft(drafts.draft or None), None
+    if draft and draft not in DRAFT_METHODS:
         heads = open_draft_heads(resolve(draft, settings.offline))
         if heads is None:
             opened_to_answer(draft, settings)
-    if steps and (heads or draft in SINGLE):
-        raise UsageError(*FOR_ONE_TEXT)
+    if steps and (heads or draft in SINGLE_TEXT):
+        raise UsageError(*SINGLE_TEXT_ERROR)
     if draft == MTP and isinstance(model, str | Path):
-        from quantforge.runtime.speculation.mtp import as_model
+        from quantforge.runtime.speculation.mtp import mtp_block_as_model
 
         path = resolve(str(model), settings.offline)
-        as_model(decode_if_unsupported(open_model(path)), str(path))
+        mtp_block_as_model(decode_if_unsupported(open_model(path)), str(path))
 
 
 def speculative_of(
@@ -185,9 +185,9 @@ def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mappi
 
 def has_template(model: str | Path, settings: Settings) -> bool:
     """Return whether a model has a chat template, before it is loaded; errors as `opened_to_answer`."""
-    from quantforge.runtime.text_processing import text_side
+    from quantforge.runtime.text_processing import load_text_processor
 
-    return text_side(*opened_to_answer(model, settings)).template is not None
+    return load_text_processor(*opened_to_answer(model, settings)).template is not None
 
 
 def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
@@ -216,10 +216,10 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
     return loaded, name
 
 
-def _share(settings: Settings) -> Share | None:
+def _share(settings: Settings) -> TensorParallelRank | None:
     """Return which part of a model this process holds; None: all of it."""
     if not settings.split:
         return None
-    from quantforge.runtime.tensor_parallel import share_of_process
+    from quantforge.runtime.tensor_parallel import init_tensor_parallel
 
-    return share_of_process(settings.device)
+    return init_tensor_parallel(settings.device)

@@ -63,12 +63,12 @@ def check_text(reference: Path, source: str, length: int | None, *, offline: boo
     """
     from quantforge.evaluation.text_windows import LENGTH, cut_windows
     from quantforge.formats.open_model import open_model
-    from quantforge.runtime.text_processing import tokenizer_of
+    from quantforge.runtime.text_processing import load_model_tokenizer
 
     tokens = LENGTH if length is None else length
     text_name(source)
     text = read_text(source, BYTES_OF_TOKEN * tokens, offline=offline)
-    cut_windows(tokenizer_of(open_model(reference)), text, 1, tokens)
+    cut_windows(load_model_tokenizer(open_model(reference)), text, 1, tokens)
 
 
 def text_name(source: str) -> str:

@@ -77,7 +77,7 @@ def serve(
         serving = ListeningServer(
             url=url_of(listening),
             model=served.name,
-            chat=served.side.template is not None,
+            chat=served.processor.template is not None,
             context=served.room,
             concurrent=served.rows,
             cache_tokens=served.cache_tokens,
@@ -104,7 +104,7 @@ def served_model(
     from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
     from quantforge.runtime.cache import CacheLayout
     from quantforge.runtime.decoder import Decoder, supports
-    from quantforge.runtime.text_processing import text_side
+    from quantforge.runtime.text_processing import load_text_processor
     from quantforge.serving.routes import ServedModel
 
     if not supports(loaded.model):
@@ -112,7 +112,7 @@ def served_model(
             f"model_type {loaded.model.config.model_type!r} is not computed by the own decoder, which serving needs",
             "`quantforge generate` answers with it; `quantforge plan MODEL --for ENGINE` prints how another serves it",
         )
-    side = text_side(loaded.path, loaded.config)
+    side = load_text_processor(loaded.path, loaded.config)
     for note in side.template.notes if side.template else ():
         settings.note(note)
     speculative = speculative_of(loaded, drafts, settings)

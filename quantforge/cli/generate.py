@@ -25,14 +25,14 @@ from quantforge.cli.console import Console
 from quantforge.errors import InputError, QuantForgeError, UsageError
 from quantforge.files.hub import is_hub_name
 from quantforge.numerics.shared_processors import FULL_SHARE
-from quantforge.runtime.generation_options import MAX_TOKENS, AnswerLimits, limits_from
+from quantforge.runtime.generation_options import MAX_TOKENS, CompletionOptions, completion_options
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, NO_DRAFT, DraftOptions
 from quantforge.settings import Settings, under_torchrun
 from quantforge_kernels.cpu import program_cache
 
 if TYPE_CHECKING:
     from quantforge.runtime.generated_text import Generated
-    from quantforge.runtime.text_model import LiveAnswer, Messages, TextModel
+    from quantforge.runtime.text_model import Messages, StreamingCompletion, TextModel
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
 INTERRUPTED = 130
@@ -175,7 +175,7 @@ def generate(
         _check_compared(rules, draft)
     _check_effect(rules, cache, as_json=as_json)
     drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
-    limits = limits_from(rules.pop("max_tokens"), rules)
+    limits = completion_options(rules.pop("max_tokens"), rules)
     settings = processes.settings_of(run, console, split=under_torchrun())
     models = (model, *(compare or ()))
     for one in models:  # what headers refuse is refused before one is said to load
@@ -321,7 +321,7 @@ class _Question:
     """A question: what is said, under which rules; ``system`` goes before it, ``raw`` leaves out the template."""
 
     text: str
-    limits: AnswerLimits
+    limits: CompletionOptions
     system: str | None
     raw: bool
     drafts: DraftOptions = NO_DRAFT
@@ -350,7 +350,7 @@ def _answer_all(
         text_model = open_text_model(model, settings, asked.drafts, asked.cache)
         _print_notes(console, text_model, raw=asked.raw)
         prompt = _first_prompt(text_model, asked.text, asked.system)
-        answer = text_model.answer(prompt, asked.limits, raw=asked.raw)
+        answer = text_model.complete(prompt, asked.limits, raw=asked.raw)
         found.append(_whole_answer(answer) if console.as_json else _print_answer(console, answer))
         del answer, text_model  # before the next one comes in
         if found[-1].stopped == "interrupted":
@@ -370,7 +370,7 @@ def _first_prompt(text_model: TextModel, text: str, system: str | None) -> str |
     """
     if system is None:
         return text
-    if not text_model.templated:
+    if not text_model.has_chat_template:
         raise _no_template(text_model.name)
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
@@ -387,11 +387,11 @@ def _print_notes(console: Console, text_model: TextModel, *, raw: bool) -> None:
         console.note(f"{event.kind}: {event.where}: {event.detail}")
     for note in () if raw else text_model.notes:
         console.note(note)
-    if not text_model.templated and not raw:
+    if not text_model.has_chat_template and not raw:
         console.note(f"{text_model.name} has no chat template: it completes the prompt as text")
 
 
-def _print_answer(console: Console, answer: LiveAnswer) -> Generated:
+def _print_answer(console: Console, answer: StreamingCompletion) -> Generated:
     """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
     with _interruptible():
         for piece in answer:
@@ -460,7 +460,7 @@ def _interruptible() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _whole_answer(answer: LiveAnswer) -> Generated:
+def _whole_answer(answer: StreamingCompletion) -> Generated:
     """Return a whole answer, shown as a document alone; Ctrl-C ends it."""
     with _interruptible():
         for _ in answer:
@@ -488,7 +488,12 @@ COMMANDS = "/reset forgets what was said, /exit or Ctrl-D ends, Ctrl-C ends an a
 
 
 def _chat(
-    console: Console, text_model: TextModel, limits: AnswerLimits, *, system: str | None, raw: bool
+    console: Console,
+    text_model: TextModel,
+    limits: CompletionOptions,
+    *,
+    system: str | None,
+    raw: bool,
 ) -> None:
     """Answer line after line until the end of input, which neither Ctrl-C nor a refusal is.
 
@@ -497,7 +502,7 @@ def _chat(
     Raises:
         UsageError: a system prompt for a model without a template.
     """
-    remembers = text_model.templated and not raw
+    remembers = text_model.has_chat_template and not raw
     _first_prompt(text_model, "", system)
     _print_notes(console, text_model, raw=raw)
     console.note(
@@ -521,7 +526,7 @@ def _chat(
                 elif line:
                     talk = [*history, {"role": "user", "content": line}]
                     asked = talk if remembers else line
-                    found = _print_answer(console, text_model.answer(asked, limits, raw=raw))
+                    found = _print_answer(console, text_model.complete(asked, limits, raw=raw))
                     console.note(f"[{speed_of(found, limits.max_tokens)}]")
                     history = [*talk, {"role": "assistant", "content": found.text}]
             except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from quantforge.events import KINDS, Policy
 from quantforge.planning import typed_quantities
 from quantforge.planning.gpu_cards import CARDS
 from quantforge.plans import Serving
-from quantforge.runtime.speculation.options import typed_draft
+from quantforge.runtime.speculation.options import validate_draft
 from quantforge.settings import (
     ACTIVATIONS,
     check_device_name,
@@ -60,7 +60,7 @@ _speculation: Any = partial(typer.Option, rich_help_panel="Speculation")
 
 def _draft(names: str) -> Any:
     about = f"Draft tokens to check together: {names}."
-    return _speculation("--draft", metavar="WHAT", help=about, callback=typed_draft)
+    return _speculation("--draft", metavar="WHAT", help=about, callback=validate_draft)
 
 
 Model = Annotated[

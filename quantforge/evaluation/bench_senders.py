@@ -19,7 +19,7 @@ from typing import Any
 
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.bench_requests import ServedRequest, TimedRequest
-from quantforge.runtime.batching.engine import Counters, EngineOptions, ServingEngine
+from quantforge.runtime.batching.engine import EngineCounters, EngineOptions, ServingEngine
 from quantforge.runtime.batching.generation_requests import (
     Finished,
     FinishReason,
@@ -46,7 +46,7 @@ class EngineRun:
     """
 
     served: list[ServedRequest]
-    counters: Counters
+    counters: EngineCounters
     wasted: float
 
 

@@ -1,11 +1,11 @@
-"""Error of each block by itself: how far a model's block is from the reference's when both read the same.
+"""Error of each decoder block in isolation: output error of a model's block given the reference's block input.
 
     error of block l = ||f'_l(h) - f_l(h)|| / ||f_l(h) - h||
 
-with ``h`` the hidden states that the reference's block ``f_l`` reads, ``f'_l`` the same block of the model, and the
-norm over all of the tokens. Quantization can harm what a block adds to its input, and the difference is measured by
-that. Errors of earlier blocks do not come in: the largest figure is the block that lost most. It takes one forward of a
-few tokens for each model; of the reference the states between its blocks are kept.
+where ``h`` is the input of the reference's block ``f_l``, ``f'_l`` is the same block of the model, and the norm is over
+all tokens. The error is relative to what the block adds to the residual stream. Errors of earlier blocks are excluded,
+so the largest value shows the block that lost most. Each model needs one forward pass over a few tokens; the hidden
+states between the reference's blocks are kept.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class BlockStates:
 
 @torch.inference_mode()
 def block_states(model: PreTrainedModel, window: Tensor) -> BlockStates | None:
-    """Keep the states between the blocks of the reference; None where its blocks cannot be found.
+    """Record the hidden states between the blocks of the reference; None if its blocks cannot be found.
 
     Args:
         model: the reference.
-        window: token ids ``[length]``, of which the first `TOKENS` are taken.
+        window: token ids ``[length]``, of which the first `TOKENS` are used.
     """
     ids = window[None, :TOKENS]
     before: list[Tensor] = []
     after: list[Tensor] = []
 
-    def keep(_block: int, states: Tensor, output: Tensor) -> None:
+    def record(_block: int, states: Tensor, output: Tensor) -> None:
         before.append(states.float().cpu())
         after.append(output.float().cpu())
 
-    if not _run(model, ids, None, keep) or not before:
+    if not _run_blocks(model, ids, None, record) or not before:
         return None
     return BlockStates(ids, tuple(before), tuple(after))
 
@@ -67,40 +67,40 @@ def block_states(model: PreTrainedModel, window: Tensor) -> BlockStates | None:
 def block_errors(
     model: PreTrainedModel, reference: BlockStates | None
 ) -> list[float | None] | None:
-    """Return the error of each block of a model, or None where blocks do not correspond.
+    """Return the error of each block of a model, or None if its blocks do not correspond to the reference's.
 
-    It is None of a block that differs from one of the reference that adds nothing: there is nothing to compare with.
+    The entry of a block is None if the reference's block adds nothing, so that the relative error is undefined.
     """
     if reference is None:
         return None
-    found: list[float | None] = []
+    errors: list[float | None] = []
 
     def compare(block: int, _states: Tensor, output: Tensor) -> None:
         before, after = reference.before[block], reference.after[block]
-        error, added = (output.float().cpu() - after).norm(), (after - before).norm()
-        value = float(error / added) if error else 0.0
-        found.append(value if math.isfinite(value) else None)
+        error, update = (output.float().cpu() - after).norm(), (after - before).norm()
+        value = float(error / update) if error else 0.0
+        errors.append(value if math.isfinite(value) else None)
 
-    complete = _run(model, reference.ids, reference.before, compare)
-    return found if complete and len(found) == len(reference.before) else None
+    complete = _run_blocks(model, reference.ids, reference.before, compare)
+    return errors if complete and len(errors) == len(reference.before) else None
 
 
-def _run(
+def _run_blocks(
     model: PreTrainedModel,
     ids: Tensor,
-    given: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor, ...] | None,
     report: Callable[[int, Tensor, Tensor], None],
 ) -> bool:
-    """Run a model; call ``report`` with the input and output of each block. ``given`` replaces the inputs of blocks."""
+    """Run a model; call ``report`` with input and output of each block. ``inputs``, if given, replace block inputs."""
     try:
         blocks: Any = model.get_submodule(blocks_of(model))
     except RefusedError:
         return False
-    if given is not None and len(given) != len(blocks):
+    if inputs is not None and len(inputs) != len(blocks):
         return False
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            stack.callback(_listen(block, index, given, report))
+            stack.callback(_install_hooks(block, index, inputs, report))
         try:
             base_model(model)(ids.to(model.device), use_cache=False)
         except _OtherShapeError:
@@ -109,38 +109,38 @@ def _run(
 
 
 class _OtherShapeError(Exception):
-    """A block does not return states of the shape that it reads."""
+    """A block returned states of another shape than its input."""
 
 
-def _listen(
+def _install_hooks(
     block: nn.Module,
     index: int,
-    given: tuple[Tensor, ...] | None,
+    inputs: tuple[Tensor, ...] | None,
     report: Callable[[int, Tensor, Tensor], None],
 ) -> Callable[[], None]:
-    """Hook one block, and replace its input where one is given; return a function that removes the hooks."""
-    read: list[Tensor] = []
+    """Install hooks on one block that report, and optionally replace, its input; return a function to remove them."""
+    last_input: list[Tensor] = []
 
-    def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before_block(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         states = args[0] if args else kwargs[STATES]
-        if given is not None:
-            states = given[index].to(states.device, states.dtype)
-        read[:] = [states]
+        if inputs is not None:
+            states = inputs[index].to(states.device, states.dtype)
+        last_input[:] = [states]
         return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, STATES: states})
 
-    def leave(_block: nn.Module, _args: object, output: Any) -> None:
+    def after_block(_block: nn.Module, _args: object, output: Any) -> None:
         states = output[0] if isinstance(output, tuple) else output
-        if not isinstance(states, Tensor) or states.shape != read[0].shape:
+        if not isinstance(states, Tensor) or states.shape != last_input[0].shape:
             raise _OtherShapeError
-        report(index, read[0], states)
+        report(index, last_input[0], states)
 
     handles = (
-        block.register_forward_pre_hook(enter, with_kwargs=True),
-        block.register_forward_hook(leave),
+        block.register_forward_pre_hook(before_block, with_kwargs=True),
+        block.register_forward_hook(after_block),
     )
 
-    def end() -> None:
+    def remove_hooks() -> None:
         for handle in handles:
             handle.remove()
 
-    return end
+    return remove_hooks

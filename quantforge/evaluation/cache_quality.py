@@ -37,9 +37,9 @@ from quantforge.files.reader import Checkpoint
 from quantforge.runtime.batching.engine import EngineOptions
 from quantforge.runtime.cache import CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder, supports
-from quantforge.runtime.linear import decoded_once
+from quantforge.runtime.linear import cache_decoded_weights
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.text_processing import tokenizer_of
+from quantforge.runtime.text_processing import load_model_tokenizer
 
 EDGES = tuple(2**n for n in range(6, 13))  # of ranges of positions
 MOST_TOKENS = 2 * EDGES[-1]  # of a window
@@ -108,7 +108,7 @@ def trial_of(
         for kind in kinds:  # which refuses heads that it cannot hold
             head = family.dimensions(text_config(model.config)).head
             CacheShape(1, 1, head, kind, torch.bfloat16)
-    tokenizer = tokenizer_of(models[0])
+    tokenizer = load_model_tokenizer(models[0])
     length = min(MOST_TOKENS, *(positions_in(model.config) for model in models))
     there = len(tokenizer.encode(text)) + (tokenizer.bos_id is not None)
     while length > max(2, there):
@@ -152,7 +152,7 @@ def try_caches(loaded: Loaded, trial: CacheTrial) -> list[dict[str, Any]]:
     if not supports(model):
         raise _no_such_caches(model.config.model_type)
     decoding = _WithCaches(loaded, trial)
-    with decoded_once(model):
+    with cache_decoded_weights(model):
         with phase("", 0.6):
             divergence = decoding.divergence()
         with phase("", 1.0):
@@ -246,7 +246,7 @@ class _WithCaches:
         found = []
         for part in torch.split(ids.to(self._decoder.device), self._chunk):
             found.append(self._decoder.hidden(part[None], cache)[0])
-            cache.count(len(part))
+            cache.advance_all(len(part))
         return torch.cat(found)
 
 

@@ -1,12 +1,12 @@
-"""`eval`: a reference and its descendants, measured under one protocol, one model in memory at a time.
+"""The `eval` command: measure a reference model and models derived from it, one model in memory at a time.
 
-The reference is scored first, and leaves memory; its final hidden states and its head stay, so that every other model
-is compared with it token by token (`divergence`). Quality is computed in float32: rounding of activations would only
-blur what quantized weights do. Speed and memory are measured in bfloat16, as an engine would run, in a pass of its own
-(`speed`), so that nothing of the evaluation counts as memory of the model. Each model gives one row of figures.
+The reference is scored first and then unloaded; its final hidden states and output head are kept, so that every other
+model is compared with it token by token (`divergence`). Quality is computed in float32, because rounded activations
+would hide the effect of quantized weights. Speed and memory are measured in bfloat16, as in deployment, in a separate
+pass (`speed`), so that data of the evaluation does not count as memory of the model. Each model yields one result row.
 
-Perplexity, divergence and the errors of blocks are always measured. What an option asks for has a file of its own:
-answers to prompts (`generated`), caches (`cache_quality`), tasks (`tasks`), speed (`speed`), llama.cpp (`llama_cpp`).
+Perplexity, divergence and block errors are always measured. Optional measurements have modules of their own: generated
+answers (`reference_text`), KV caches (`cache_quality`), tasks (`tasks`), speed (`speed`), llama.cpp (`llama_cpp`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quantforge.evaluation.reference_text import (
     Prompts,
     ReferenceAnswers,
     TokenizedPrompts,
-    tokenized,
+    tokenize_prompts,
 )
 from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
 from quantforge.evaluation.tasks import Tasks
@@ -50,10 +50,10 @@ from quantforge.files.reader import Checkpoint
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter
-from quantforge.runtime.adapter_layers import open_correction, with_low_rank
-from quantforge.runtime.linear import EXACT
+from quantforge.runtime.adapter_layers import add_adapter, open_correction
+from quantforge.runtime.linear import UNROUNDED_BITS
 from quantforge.runtime.load import Loaded, load
-from quantforge.runtime.text_processing import as_input_errors, tokenizer_of
+from quantforge.runtime.text_processing import as_input_errors, load_model_tokenizer
 from quantforge.settings import Settings
 
 SCHEMA = "quantforge.eval/1"
@@ -71,21 +71,21 @@ FIGURES = (  # None where there is no figure: of the reference, or without speed
 
 @dataclass(frozen=True, slots=True)
 class EvaluationOptions:
-    """Choices of an evaluation, read and checked: what is scored, and what is measured besides.
+    """Validated options of an evaluation.
 
     Attributes:
-        text: what is scored.
-        text_name: how the report names it.
-        text_found: whether nobody named it: it is the file next to the reference, or the built-in text.
-        windows: at most this many are scored.
+        text: the text to score.
+        text_name: name of the text in the report.
+        text_found: whether the text was not given by the user: a file next to the reference, or the built-in text.
+        windows: most windows to score.
         length: tokens of a window.
-        speed: measure speed and memory as well.
-        caches: kinds of KV caches (see `quantforge.cache_kinds`) whose quality is measured too, against a
-            cache of 16 bits; speed is measured with the first, or the model's own when there are none.
-        engine: "llama.cpp" scores GGUF files in that engine too.
-        correction: directory of an adapter that is applied to the other model, whose weights stay as they are.
-        tasks: of lm-eval, run on every model.
-        prompts: answered by the reference, along whose answers every model is scored, and by every model.
+        speed: whether to measure speed and memory.
+        caches: KV cache kinds (see `quantforge.cache_kinds`) to compare with a 16-bit cache; speed is measured with
+            the first one, or with the model's default if empty.
+        engine: "llama.cpp" to also score GGUF files in that engine.
+        correction: directory of an adapter applied to the other model, whose weights are not changed.
+        tasks: lm-eval tasks to run on every model.
+        prompts: prompts that every model answers; models are also scored along the reference's answers.
     """
 
     text: str = field(repr=False)
@@ -102,7 +102,7 @@ class EvaluationOptions:
 
 
 def _today() -> str:
-    """Return the day (ISO 8601, UTC), without the hour, which would change reports; ``SOURCE_DATE_EPOCH`` where set."""
+    """Return today's date (ISO 8601, UTC), or that of ``SOURCE_DATE_EPOCH`` if it is set."""
     epoch = os.environ.get(EPOCH, "")
     moment = datetime.fromtimestamp(int(epoch), UTC) if epoch.isdecimal() else datetime.now(UTC)
     return moment.date().isoformat()
@@ -110,9 +110,9 @@ def _today() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The result: the protocol, and one row of plain data per model, the reference first.
+    """Result of an evaluation: the protocol and one row of plain data per model, the reference first.
 
-    ``caches`` records how caches were tried, if they were; ``versions`` are those of libraries.
+    ``caches`` is the protocol of the cache comparison, if there was one; ``versions`` are library versions.
     """
 
     protocol: EvaluationProtocol
@@ -124,7 +124,7 @@ class Evaluation:
 
     @property
     def verdict(self) -> Verdict:
-        """Return which models nothing beats, who wins by what, and the same in words."""
+        """Return the Pareto front, the best models by size, quality and speed, and the conclusions in sentences."""
         return judge(self.rows)
 
     def to_json(self) -> dict[str, Any]:
@@ -148,14 +148,14 @@ def compare_models(
     settings: Settings | None = None,
     kept: KeptRows | None = None,
 ) -> Evaluation:
-    """Measure a reference and models that descend from it.
+    """Measure a reference model and models derived from it.
 
     Args:
-        models: the reference, and models that descend from it, which are compared with it.
-        options: what is measured.
-        settings: how to run: device, adapter of the reference, whether hidden states wait on the disk, and to how
-            many bits the others round the inputs of products with packed weights.
-        kept: rows of an interrupted run of this evaluation, to which new ones are added.
+        models: the reference, and the models to compare with it.
+        options: what to measure.
+        settings: device, adapter of the reference, storage of hidden states (memory or disk), and activation bits of
+            the other models.
+        kept: rows of an interrupted run of this evaluation; new rows are added to it.
 
     Raises:
         InputError: a model, the text or a task cannot be used, tokenizers differ, or a result is NaN or infinite.
@@ -164,7 +164,9 @@ def compare_models(
     """
     settings = settings or Settings()
     report_step("tokens of the text")
-    windows = cut_windows(tokenizer_of(models[0]), options.text, options.windows, options.length)
+    windows = cut_windows(
+        load_model_tokenizer(models[0]), options.text, options.windows, options.length
+    )
     if len(windows.ids) < options.windows:
         settings.note(
             f"the text gives {len(windows.ids)} windows of {options.length} tokens"
@@ -172,7 +174,7 @@ def compare_models(
         )
     for model in models:
         check_comparable(model, models[0], options.text, windows)
-    prompts = None if options.prompts is None else tokenized(models, options.prompts)
+    prompts = None if options.prompts is None else tokenize_prompts(models, options.prompts)
     trial = None
     if options.caches:
         trial = trial_of(models, options.text, options.caches, options.windows * options.length)
@@ -202,9 +204,9 @@ def _measure_models(
     bandwidth: float,
     kept: KeptRows,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a row of figures for each model that has no kept one, one model in memory at a time.
+    """Yield a result row for each model without a kept row, with one model in memory at a time.
 
-    The reference is scored even where its row is kept: the others are compared with it.
+    The reference is scored even if its row is kept, because the other models are compared with it.
     """
     done = len(kept.rows)
     shares = _shares(options, trial)
@@ -240,7 +242,7 @@ def _measure_models(
                             bandwidth,
                             device=settings.device,
                             dtype=SPEED_DTYPE,
-                            input_bits=EXACT if is_reference else settings.input_bits,
+                            input_bits=UNROUNDED_BITS if is_reference else settings.input_bits,
                             cache=options.caches[0] if options.caches else "",
                         )
                 if options.engine and model.path.is_file():
@@ -253,7 +255,7 @@ def _measure_models(
 
 
 def _shares(options: EvaluationOptions, trial: CacheTrial | None) -> dict[str, float]:
-    """Return the share of a model's progress that each of its phases has, by how long they usually take."""
+    """Return the fraction of a model's progress bar for each phase, from typical durations."""
     lengths = {"loading": 1, "scoring": 12}
     if trial is not None:
         lengths["caches"] = 15
@@ -265,7 +267,7 @@ def _shares(options: EvaluationOptions, trial: CacheTrial | None) -> dict[str, f
 
 
 class _Baseline:
-    """What stays of the reference when it has left memory: states, head, block outputs and answers to prompts."""
+    """Data of the reference that is kept after unloading it: hidden states, head, block outputs and answers."""
 
     def __init__(
         self, windows: Windows, prompts: TokenizedPrompts | None, settings: Settings
@@ -275,7 +277,7 @@ class _Baseline:
         self.directory = Path.cwd() if settings.activations == "disk" else None
 
     def score_reference(self, loaded: Loaded) -> dict[str, Any]:
-        """Measure the reference, and keep what the others are compared with; return its figures of quality."""
+        """Measure the reference and keep the data to compare other models with; return its quality columns."""
         self.reference = score_reference(loaded.model, self.windows, self.directory)
         figures = _quality_figures(self.reference.scores)
         report_step("error of each block")
@@ -287,7 +289,7 @@ class _Baseline:
         return figures
 
     def compare(self, loaded: Loaded) -> dict[str, Any]:
-        """Return the figures of quality of another model, against the reference."""
+        """Measure another model against the reference; return its quality columns."""
         assert self.reference is not None, "the reference is scored first"
         scores = score(loaded.model, self.windows, self.reference)
         figures = _quality_figures(scores, self.reference.scores)
@@ -299,7 +301,7 @@ class _Baseline:
         return figures
 
     def close(self) -> None:
-        """Release what the reference's states hold on the disk."""
+        """Release the disk storage of the reference's hidden states."""
         if self.reference is not None:
             self.reference.close()
 
@@ -307,7 +309,7 @@ class _Baseline:
 def _load(
     model: Checkpoint, correction: Path | None, settings: Settings, *, is_reference: bool
 ) -> Loaded:
-    """Load a model to score it: the reference decoded and with its adapter merged, another with its correction."""
+    """Load a model for scoring: the reference decoded and with its adapter merged, others with their correction."""
     if is_reference:
         source = decode_if_low_precision(model)
         if settings.adapter is not None:
@@ -315,8 +317,8 @@ def _load(
         return load(source, settings.device, QUALITY_DTYPE)
     loaded = load(model, settings.device, QUALITY_DTYPE, input_bits=settings.input_bits)
     if correction is not None:
-        loaded = with_low_rank(loaded, open_correction(correction))
-    if settings.input_bits < EXACT:
+        loaded = add_adapter(loaded, open_correction(correction))
+    if settings.input_bits < UNROUNDED_BITS:
         for event in loaded.events:
             settings.note(f"{model.path.name}: {event.detail}")
     return loaded
@@ -326,12 +328,12 @@ def _task_scores(model: Checkpoint, loaded: Loaded, tasks: Tasks) -> dict[str, d
     from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
 
     positions = positions_in(model.config)
-    asked = TaskModel(loaded.model, tokenizer_of(model), positions, loaded.kv_scales)
+    asked = TaskModel(loaded.model, load_model_tokenizer(model), positions, loaded.kv_scales)
     return run_tasks(asked, tasks)
 
 
 def _new_row(loaded: Loaded) -> dict[str, Any]:
-    """Return the row of a loaded model with its format, sizes, kernels and history; what is measured is None yet."""
+    """Create the result row of a loaded model with format, sizes, kernels and history; measurements are still None."""
     history = manifest.read(loaded.path) or {}
     return {
         "path": str(loaded.path),
@@ -351,7 +353,7 @@ def _new_row(loaded: Loaded) -> dict[str, Any]:
 
 
 def _made_by(history: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return method, source and recipe that a manifest records; of an export those of what was exported."""
+    """Return method, source and recipe from a manifest; for an exported model, those of the original."""
     if not history:
         return None
     origin = {**history, **history.get("lineage", {})}
@@ -364,7 +366,7 @@ def _made_by(history: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _quality_figures(scores: ModelScores, reference: ModelScores | None = None) -> dict[str, Any]:
-    """Return perplexity, and with a ``reference`` what compares a model with it."""
+    """Return the perplexity columns and, given a ``reference``, the comparison columns."""
     figures = {
         "perplexity": scores.perplexity.mean,
         "perplexity_se": scores.perplexity.error,

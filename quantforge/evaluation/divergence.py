@@ -44,7 +44,7 @@ from quantforge.evaluation.text_windows import Windows
 from quantforge.execution.progress import report_step
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.model_parts import base_model, blocks_of
-from quantforge.runtime.linear import decoded_once
+from quantforge.runtime.linear import cache_decoded_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -206,7 +206,7 @@ def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Ten
     """
     most, length = forward_tokens(model.device), ids.shape[1]
     step = max(1, most // length)
-    with decoded_once(model), _split_mlps(model, most) if length > most else nullcontext():
+    with cache_decoded_weights(model), _split_mlps(model, most) if length > most else nullcontext():
         for first in range(0, len(ids), step):
             batch = ids[first : first + step].to(model.device)
             output = base_model(model)(batch, use_cache=False)

@@ -1,7 +1,8 @@
-"""Rows of an interrupted evaluation, kept in the user's cache until the same evaluation completes.
+"""Resume interrupted evaluations: finished rows are kept in the user's cache until the evaluation completes.
 
-One file holds the rows of the first models. Its name is a digest of everything that figures depend on: options, text,
-versions, machine, threads, and every file of every model by size and times. If any of it differs, the name does.
+One file holds the rows of the models measured so far. Its name is a hash of everything that the results depend on:
+options, text, versions, machine, threads, and sizes and times of all model files. If any of these change, so does the
+name.
 """
 
 from __future__ import annotations
@@ -30,49 +31,51 @@ if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import EvaluationOptions
     from quantforge.settings import Settings
 
-SECONDS = 14 * 24 * 3600  # after which rows are deleted
+MAX_AGE_SECONDS = 14 * 24 * 3600  # older files are deleted
 
 
 class KeptRows:
-    """Rows of the first models of an evaluation, in a file; without a place nothing is kept."""
+    """Rows of the models measured so far, stored in a file; with ``path`` None, nothing is stored."""
 
-    def __init__(self, place: Path | None = None) -> None:
-        self.place = place
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
         self.rows: list[Mapping[str, Any]] = []
         # A damaged file counts as none.
         with suppress(QuantForgeError, OSError, KeyError, TypeError):
-            rows = read_object(place, MANIFEST, None)["rows"] if place else []
+            rows = read_object(path, MANIFEST, None)["rows"] if path else []
             self.rows = [*rows] if all(row and isinstance(row, dict) for row in rows) else []
 
     def keep(self, row: Mapping[str, Any]) -> None:
-        """Keep the row of the next model; a cache that cannot be written keeps none."""
-        if self.place is None:
+        """Store the row of the next model; if the cache is not writable, stop storing rows."""
+        if self.path is None:
             return
         try:
-            self.place.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"rows": [*self.rows, row]})
-            save(self.place, text.encode(), overwrite=True)
+            save(self.path, text.encode(), overwrite=True)
             self.rows.append(row)
         except (QuantForgeError, OSError):
-            self.place = None
+            self.path = None
 
 
 @contextmanager
-def keeping(
+def keep_rows(
     models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings
 ) -> Iterator[KeptRows]:
-    """Keep rows while the body measures and writes; delete them if it completes.
+    """Context manager that stores rows while an evaluation runs, and deletes them when it completes.
 
-    Nothing is kept if figures depend on more than the key covers: code and data of tasks, an engine, an adapter.
+    Nothing is stored if the results depend on more than the key covers: tasks, another engine, or an adapter.
 
     Args:
-        models: the reference and the others.
-        options: of the evaluation.
-        settings: likewise.
+        models: the reference and the other models.
+        options: options of the evaluation.
+        settings: settings of the run.
     """
     kept = KeptRows()
     if not (options.tasks or options.engine or options.correction or settings.adapter):
-        kept = KeptRows(user_cache() / "evaluations" / f"{_key(models, options, settings)}.json")
+        kept = KeptRows(
+            user_cache() / "evaluations" / f"{_cache_key(models, options, settings)}.json"
+        )
     if count := len(kept.rows):
         settings.note(f"{count} of {len(models)} models were measured before the interruption")
     try:
@@ -82,32 +85,34 @@ def keeping(
             what = "measures the others" if count < len(models) else "writes what is missing"
             error.add_note(f"{count} of {len(models)} models are kept: the same command {what}")
         raise
-    if kept.place is not None:
+    if kept.path is not None:
         with suppress(OSError):
-            kept.place.unlink(missing_ok=True)
-            for other in kept.place.parent.iterdir():
-                if time.time() - other.stat().st_mtime > SECONDS:
+            kept.path.unlink(missing_ok=True)
+            for other in kept.path.parent.iterdir():
+                if time.time() - other.stat().st_mtime > MAX_AGE_SECONDS:
                     other.unlink()
 
 
-def _key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings) -> str:
+def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings) -> str:
     files: list[Path] = []
     for path, shards in ((model.path, model.opened.shards) for model in models):
         parts = [*shards, manifest.place_of(path)] if path.is_file() else []
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
-    seen = [[str(file), *_state(file)] for file in files]
+    file_states = [[str(file), *_file_state(file)] for file in files]
     machine = [
         platform.node(),
         instruction_sets.best_instruction_set(),
         instruction_sets.programs_enabled(),
         instruction_sets.allowed_instruction_set(),
     ]
-    chosen = [repr(options), options.text, settings.device, settings.input_bits]
-    used = [*chosen, manifest.versions(), machine, torch.get_num_threads()]
-    return hashlib.sha256(json.dumps([used, seen], sort_keys=True).encode()).hexdigest()
+    chosen_options = [repr(options), options.text, settings.device, settings.input_bits]
+    environment = [*chosen_options, manifest.versions(), machine, torch.get_num_threads()]
+    return hashlib.sha256(
+        json.dumps([environment, file_states], sort_keys=True).encode()
+    ).hexdigest()
 
 
-def _state(file: Path) -> list[int]:
+def _file_state(file: Path) -> list[int]:
     """Return size and times of a file; nothing for a directory or a card, into which figures are written."""
     if not file.is_file() or file.name == CARD:
         return []

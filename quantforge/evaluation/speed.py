@@ -1,17 +1,16 @@
-"""Speed and memory of a model as an engine would run it: time to the first token, and per further token.
+"""Speed and memory of a model as deployed: time to first token, time per output token, peak memory.
 
 At batch size 1 a token costs at least the time to read every weight, and the cache, once, so that
 
     tokens/s <= bandwidth / bytes read per token
 
-(the decode roofline). ``bandwidth_use`` is the part of it that was reached, against a read
-bandwidth measured here, just before, with the same threads. A small model stays in the cache and
-spends its time outside of the weights, so that the share says little about it. Prefill has many
-rows per weight and is bound by arithmetic instead; larger batches lie between the two.
+(the decode roofline). ``bandwidth_use`` is the fraction of this limit that was reached, relative to the read bandwidth
+measured just before with the same threads. A small model fits into the CPU cache and spends its time elsewhere, so the
+fraction says little about it. Prefill is compute-bound; larger batches lie between the two.
 
-Families that the own decoder computes run through it, on a paged cache and on a GPU as one CUDA
-graph per step; others run through transformers' forward, and their figures compare with nothing but
-each other. ``decoder`` says which it was.
+Families supported by QuantForge's decoder run in it, with a paged KV cache and on a GPU as one CUDA graph per step;
+others run in transformers, and their speeds are only comparable with each other. ``decoder`` records which one was
+used.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ from quantforge.evaluation.text_windows import Windows
 from quantforge.execution.progress import report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.numerics.shared_processors import ProcessorShare
-from quantforge.runtime.decoding import DecodingEngine, engine_of
+from quantforge.runtime.decoding import DecodingEngine, create_engine
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory
 from quantforge_kernels.select import warm_up
 
 PROMPT_TOKENS = 256
 NEW_TOKENS = 32
-LEAST_STEPS = 4
+MIN_STEPS = 4
 PREFILL_RUNS = 3
-SECONDS = 5.0  # of each measurement
-BATCHES = (4, 16)  # beside 1
-PROMPTS = (32, 128)  # tokens, beside the whole prompt
+MAX_SECONDS = 5.0  # of each measurement
+BATCHES = (4, 16)  # batch sizes in addition to 1
+PROMPT_LENGTHS = (32, 128)  # tokens, in addition to the whole prompt
 BANDWIDTH_BYTES = 256 << 20  # more than any cache
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Time per token and sequence of one batch size.
+class DecodingSpeed:
+    """Decoding speed at one batch size.
 
     Attributes:
         tpot_seconds: median time of a step.
@@ -72,19 +71,19 @@ def measure_as_deployed(
     input_bits: int,
     cache: str,
 ) -> dict[str, Any]:
-    """Load a model as an engine would, generate, and measure time and memory.
+    """Load a model as an engine would, generate text, and measure time and memory.
 
     Args:
-        model: in its files.
-        windows: the prompt is the beginning of the first.
-        bandwidth: bytes per second, of `read_bandwidth` on the same device.
-        device: where it runs.
-        dtype: in which.
-        input_bits: to which products of packed weights round their inputs.
-        cache: as of `measure_speed`.
+        model: the checkpoint.
+        windows: windows of the text; the prompt is the beginning of the first one.
+        bandwidth: read bandwidth of the device in bytes per second.
+        device: device of the model.
+        dtype: type of the activations.
+        input_bits: bits to which packed layers round their activations.
+        cache: cache kind, as for `measure_speed`.
 
     Returns:
-        Figures of a row of the report.
+        Speed and memory columns of a report row.
     """
     prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, positions_in(model.config) - NEW_TOKENS))]
     if torch.device(device).type == "cpu":
@@ -104,9 +103,9 @@ def measure_as_deployed(
 
 
 def read_bandwidth(device: str = "cpu") -> float:
-    """Measure how many bytes per second can be read: the largest of 32 M integers, best of 5."""
+    """Measure the memory read bandwidth in bytes per second: maximum over 32 M integers, best of 5 runs."""
     data = torch.ones(BANDWIDTH_BYTES // 8, dtype=torch.int64, device=device)
-    best = min(_timed(data.max, data.device) for _ in range(5))
+    best = min(_time(data.max, data.device) for _ in range(5))
     return data.nbytes / best
 
 
@@ -114,13 +113,13 @@ def read_bandwidth(device: str = "cpu") -> float:
 def measure_speed(
     loaded: Loaded, prompt: Tensor, bandwidth: float, cache: str = ""
 ) -> dict[str, Any]:
-    """Measure a model on a prompt ``[1, tokens]``; takes some seconds.
+    """Measure the speed of a model on a prompt ``[1, tokens]``; takes some seconds.
 
     Args:
-        loaded: the model, in the type that is to be measured.
-        prompt: token ids; together with `NEW_TOKENS` they fit the model's positions.
-        bandwidth: bytes per second, of `read_bandwidth` on the same device.
-        cache: kind of the own decoder's cache, see `quantforge.cache_kinds`; the model's when left out.
+        loaded: the model, in the type to measure.
+        prompt: token ids; with `NEW_TOKENS` more they must fit into the context length.
+        bandwidth: read bandwidth of the device in bytes per second.
+        cache: kind of the KV cache, see `quantforge.cache_kinds`; the model's default if empty.
 
     Returns:
         Figures of a row of the report, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to
@@ -135,36 +134,38 @@ def measure_speed(
         raise InputError("no prompt to measure speed with", "give a longer text (--text)")
     model, device = loaded.model, loaded.model.device
     prompt = prompt.to(device)
-    engine, token_bytes = engine_of(model, cache, loaded.kv_scales)
-    lengths = [length for length in PROMPTS if length < prompt.shape[1]] + [prompt.shape[1]]
-    first: dict[int, float] = {}
+    engine, token_bytes = create_engine(model, cache, loaded.kv_scales)
+    lengths = [length for length in PROMPT_LENGTHS if length < prompt.shape[1]] + [prompt.shape[1]]
+    ttft_by_length: dict[int, float] = {}
     processor_share = ProcessorShare()
     for length in lengths:
         start = partial(engine.start, prompt[:, :length], NEW_TOKENS)
-        report_step(f"first token of a prompt of {length}", share=0.1 * len(first))
+        report_step(f"first token of a prompt of {length}", share=0.1 * len(ttft_by_length))
         start()  # warm-up
-        times = _repeat(start, device, PREFILL_RUNS, 1)
-        first[length] = median(times)
-    paces = {batch: _pace(engine, prompt, batch, device) for batch in (1, *BATCHES)}
-    tokens, one = prompt.shape[1], paces[1]
-    read = loaded.read_bytes + (token_bytes or 0) * (tokens + NEW_TOKENS // 2)
+        times = _time_repeatedly(start, device, PREFILL_RUNS, 1)
+        ttft_by_length[length] = median(times)
+    speeds = {batch: _measure_decoding(engine, prompt, batch, device) for batch in (1, *BATCHES)}
+    tokens, single = prompt.shape[1], speeds[1]
+    bytes_read = loaded.read_bytes + (token_bytes or 0) * (tokens + NEW_TOKENS // 2)
     return {
         "decoder": "own" if token_bytes is not None else "transformers",
-        "prefill_tokens_per_second": tokens / first[tokens],
-        "decode_tokens_per_second": one.tokens_per_second,
-        "ttft_seconds": first[tokens],
-        "ttft_by_prompt": {str(length): seconds for length, seconds in first.items()},
-        "tpot_seconds": one.tpot_seconds,
-        "tpot_spread": one.tpot_spread,
-        "decode_by_batch": {str(batch): pace.tokens_per_second for batch, pace in paces.items()},
-        "bandwidth_use": read / one.tpot_seconds / bandwidth,
+        "prefill_tokens_per_second": tokens / ttft_by_length[tokens],
+        "decode_tokens_per_second": single.tokens_per_second,
+        "ttft_seconds": ttft_by_length[tokens],
+        "ttft_by_prompt": {str(length): seconds for length, seconds in ttft_by_length.items()},
+        "tpot_seconds": single.tpot_seconds,
+        "tpot_spread": single.tpot_spread,
+        "decode_by_batch": {str(batch): speed.tokens_per_second for batch, speed in speeds.items()},
+        "bandwidth_use": bytes_read / single.tpot_seconds / bandwidth,
         "kv_bytes_per_token": token_bytes,
         "processor_share": processor_share.so_far() if device.type == "cpu" else None,
     }
 
 
-def _pace(engine: DecodingEngine, prompt: Tensor, batch: int, device: torch.device) -> Pace:
-    """Time steps of some sequences with the same prompt."""
+def _measure_decoding(
+    engine: DecodingEngine, prompt: Tensor, batch: int, device: torch.device
+) -> DecodingSpeed:
+    """Measure decoding of a batch of sequences with the same prompt."""
     report_step(
         f"tokens per second of {batch} at a time", share=0.3 + 0.2 * (1, *BATCHES).index(batch)
     )
@@ -175,20 +176,22 @@ def _pace(engine: DecodingEngine, prompt: Tensor, batch: int, device: torch.devi
         chosen = engine.step(chosen).argmax(-1)
 
     step()  # warm-up, and on a GPU the capture of the graph
-    steps = _repeat(step, device, NEW_TOKENS - 1, LEAST_STEPS)
+    steps = _time_repeatedly(step, device, NEW_TOKENS - 1, MIN_STEPS)
     low, tpot, high = quantiles(steps, n=4)
-    return Pace(tpot, (high - low) / tpot, batch / tpot)
+    return DecodingSpeed(tpot, (high - low) / tpot, batch / tpot)
 
 
-def _repeat(work: Callable[[], object], device: torch.device, most: int, least: int) -> list[float]:
-    """Time some work up to ``most`` times, fewer when that would take long."""
+def _time_repeatedly(
+    work: Callable[[], object], device: torch.device, max_runs: int, min_runs: int
+) -> list[float]:
+    """Time a function up to ``max_runs`` times, but at least ``min_runs`` times if it is slow; return the seconds."""
     times: list[float] = []
-    while len(times) < most and (len(times) < least or sum(times) < SECONDS):
-        times.append(_timed(work, device))
+    while len(times) < max_runs and (len(times) < min_runs or sum(times) < MAX_SECONDS):
+        times.append(_time(work, device))
     return times
 
 
-def _timed(work: Callable[[], object], device: torch.device) -> float:
+def _time(work: Callable[[], object], device: torch.device) -> float:
     start = time.perf_counter()
     work()
     if device.type == "cuda":

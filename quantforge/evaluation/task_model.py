@@ -25,7 +25,7 @@ from quantforge.evaluation.output_head import CHECKED_TOKENS, checked_head
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.model_parts import base_model
 from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.decoding import DecodingEngine, engine_of, generate_tokens
+from quantforge.runtime.decoding import DecodingEngine, create_engine, generate_tokens
 from quantforge.runtime.generation_options import Sampling
 from quantforge_calibration.tokenizer import TextTokenizer
 
@@ -160,7 +160,7 @@ class TaskModel(LM):  # type: ignore[misc]
             )
         ids = (self._prefix + self._tokenizer.encode(context))[-room:] or [self._begin]
         if self._engine is None:
-            self._engine = engine_of(self._model, scales=self._scales)[0]
+            self._engine = create_engine(self._model, scales=self._scales)[0]
         found: list[int] = []
         text = ""
         for token in generate_tokens(self._engine, ids, wanted.new_tokens, wanted.sampling):

@@ -1,11 +1,10 @@
-"""The text that is scored: one document, cut into windows, and the protocol that says so.
+"""The scored text: one document cut into windows of tokens, and the evaluation protocol.
 
-Perplexities of different protocols cannot be compared (the same model has 5.1, 5.5 or 8.7 on
-"wikitext"), so that a figure never goes without its `EvaluationProtocol`. Ours: the text is tokenised as one
-document and cut into windows of ``length`` tokens without overlap; what remains is left out. When
-the tokenizer begins a text with a BOS token, every window begins with it and ``length - 1`` tokens
-of text follow. The first token of a window is not scored: nothing precedes it. Models are compared on the windows of
-their reference: one whose tokenizer makes other tokens of the text is refused.
+Perplexities under different protocols are not comparable (the same model has 5.1, 5.5 or 8.7 on "wikitext"), so every
+result includes its `EvaluationProtocol`. The text is tokenized as one document and cut into windows of ``length``
+tokens without overlap; the remainder is dropped. If the tokenizer adds a BOS token, every window starts with it,
+followed by ``length - 1`` tokens of text. The first token of a window is not scored, because nothing precedes it.
+Models are scored on the windows of their reference; a model whose tokenizer yields other tokens is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quantforge.architectures.configuration import positions_in
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
-from quantforge.runtime.text_processing import as_input_errors, tokenizer_of
+from quantforge.runtime.text_processing import as_input_errors, load_model_tokenizer
 from quantforge_calibration.tokenizer import TextTokenizer
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
@@ -31,23 +30,23 @@ LENGTH = 512  # tokens of a window, by default
 
 @dataclass(frozen=True, slots=True)
 class EvaluationProtocol:
-    """Everything on which the figures depend beside the models.
+    """Evaluation protocol: everything besides the models that the results depend on.
 
     Attributes:
         text: name of the text.
-        tokens_sha256: of the scored windows, as little-endian 32-bit token ids.
-        windows: how many.
+        tokens_sha256: SHA-256 of the scored windows as little-endian 32-bit token ids.
+        windows: number of windows.
         length: tokens of a window, BOS included.
-        bos: the token id with which every window begins, or None.
+        bos: id of the BOS token that starts every window, or None.
         tokens_scored: ``windows * (length - 1)``.
-        dtype: in which perplexity and divergence are computed.
-        speed_dtype: in which speed and memory are measured, "" when they are not.
-        device: on which.
-        threads: of torch, on a CPU.
-        windows_asked: how many were asked for; the text may give fewer.
-        adapter: name and digest of what was merged into the reference, "" for nothing.
-        correction: likewise of what was put on the other model.
-        input_bits: to which products of packed weights round activations, but for the reference's: 16 for nothing.
+        dtype: type in which perplexity and divergence are computed.
+        speed_dtype: type in which speed and memory are measured; "" if they are not.
+        device: device of the computation.
+        threads: number of CPU threads of torch.
+        windows_asked: requested number of windows; the text may yield fewer.
+        adapter: name and digest of the adapter merged into the reference; "" for none.
+        correction: name and digest of the adapter applied to the other model; "" for none.
+        input_bits: bits to which packed layers round activations, except in the reference; 16 disables rounding.
     """
 
     text: str
@@ -66,7 +65,7 @@ class EvaluationProtocol:
     input_bits: int = 16
 
     def to_json(self) -> dict[str, Any]:
-        """Return the protocol as plain data, with what holds for every evaluation."""
+        """Return the protocol as plain data, including the parts that are the same for every evaluation."""
         return {
             **asdict(self),
             "overlap": 0,
@@ -90,7 +89,7 @@ class EvaluationProtocol:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Token ids ``[windows, length]`` int64, and the id that begins each, if one does."""
+    """Windows of token ids, ``[windows, length]`` int64, and the id of the BOS token that starts each, or None."""
 
     ids: Tensor
     bos: int | None
@@ -107,11 +106,11 @@ class Windows:
 
 
 def cut_windows(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:
-    """Tokenise a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
+    """Tokenize a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
 
     Raises:
-        InputError: the text is empty or has fewer tokens than one window, or ``length`` is less than 2; it cannot be
-            encoded, or has a token that the model has no embedding for.
+        InputError: the text has fewer tokens than one window, ``length`` is less than 2, the text cannot be encoded, or
+            a token has no embedding in the model.
     """
     bos = tokenizer.bos_id
     with as_input_errors():
@@ -133,7 +132,7 @@ def check_comparable(model: Checkpoint, reference: Checkpoint, text: str, window
     """Check that a model can be scored on the windows of its reference.
 
     Raises:
-        InputError: it has fewer positions than a window has tokens, or its tokenizer makes other tokens of the text.
+        InputError: its context length is shorter than a window, or its tokenizer yields other tokens.
     """
     count, length = windows.ids.shape
     positions = positions_in(model.config)
@@ -144,7 +143,7 @@ def check_comparable(model: Checkpoint, reference: Checkpoint, text: str, window
         )
     if model is reference or _tokenizer_files(model.path) == _tokenizer_files(reference.path):
         return
-    if cut_windows(tokenizer_of(model), text, count, length).sha256 != windows.sha256:
+    if cut_windows(load_model_tokenizer(model), text, count, length).sha256 != windows.sha256:
         raise InputError(
             f"{model.path}: its tokenizer makes other tokens of the text than that of {reference.path}",
             "compare a model with the one that it was made from",

@@ -25,7 +25,7 @@ from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan
 from quantforge.quantizers import METHODS, is_sparse, load_transform, needs
 from quantforge.quantizers.sparsity import sparsify, sparsity_figures
-from quantforge.runtime.cache_scales import CachePeaks, listening
+from quantforge.runtime.cache_scales import CachePeaks, attached_cache
 
 if TYPE_CHECKING:
     from quantforge.execution.guide import GuidedRounding
@@ -121,7 +121,7 @@ def _run_rows(
     present_peaks = [one for one in cache_peaks if one is not None]
     with ExitStack() as hooks:
         for one in present_peaks:
-            hooks.enter_context(listening(block.module, one))
+            hooks.enter_context(attached_cache(block.module, one))
         return block.observe(wanted, advance=advance, keep=keep, whole=bool(present_peaks))
 
 

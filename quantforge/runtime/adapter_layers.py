@@ -1,7 +1,7 @@
-"""A model with an adapter of low rank on its linears, whose weights stay packed: as PEFT computes with it.
+"""Low-rank adapters (LoRA) on a model with packed weights, computed as in PEFT.
 
-Each linear returns ``W x + scaling * B (A x)``. It is for models that are measured; the decoder of generation joins
-linears, and knows nothing of it.
+Each adapted linear returns ``W x + scaling * B (A x)``. This is for evaluation only: the decoder of text generation
+joins linears and ignores adapters.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from quantforge.runtime.load import Loaded
 
 
 def open_correction(path: Path) -> Adapter:
-    """Open an adapter that is put on a quantized model.
+    """Open a low-rank adapter that corrects a quantized model.
 
     Raises:
-        InputError: as `open_adapter`.
-        UsageError: it changes more than linears.
+        InputError: as `open_adapter` does.
+        UsageError: the adapter changes more than linears.
     """
     adapter = open_adapter(path)
-    others = [one for one in adapter.changes.values() if one.embedding or one.magnitude or one.bias]
-    if adapter.replaced or others:
+    unsupported = [
+        change
+        for change in adapter.changes.values()
+        if change.embedding or change.magnitude or change.bias
+    ]
+    if adapter.replaced or unsupported:
         raise UsageError(
             f"--correction {path}: it changes more than products of linears",
             "merge it into the source: --adapter DIR",
@@ -38,17 +42,17 @@ def open_correction(path: Path) -> Adapter:
     return adapter
 
 
-def with_low_rank(loaded: Loaded, adapter: Adapter) -> Loaded:
-    """Put an adapter on the linears of a loaded model.
+def add_adapter(loaded: Loaded, adapter: Adapter) -> Loaded:
+    """Add a low-rank adapter to the linears of a loaded model; return the model with updated sizes.
 
     Raises:
-        InputError: it has no such linear, or one of another shape; a value is not finite.
+        InputError: the model has no such linear, or one of another shape; or a value is not finite.
     """
     added = 0
     for module, change in adapter.changes.items():
-        linear = _linear(loaded.model, module, change, adapter.path)
-        a, b = (_half(one, loaded) for one in (change.a, change.b))
-        linear.register_forward_hook(_Added(a, b, change.scaling))
+        linear = _find_linear(loaded.model, module, change, adapter.path)
+        a, b = (_load_factor(one, loaded) for one in (change.a, change.b))
+        linear.register_forward_hook(_LowRankHook(a, b, change.scaling))
         added += change.a.nbytes + change.b.nbytes
     ranks = "/".join(map(str, sorted({change.a.shape[0] for change in adapter.changes.values()})))
     size = loaded.weight_bytes + added
@@ -62,33 +66,33 @@ def with_low_rank(loaded: Loaded, adapter: Adapter) -> Loaded:
     )
 
 
-class _Added:
-    """Hook that adds a product of low rank to what a linear returns."""
+class _LowRankHook:
+    """Forward hook that adds the low-rank product to the output of a linear."""
 
     def __init__(self, a: Tensor, b: Tensor, scaling: float) -> None:
         self._a, self._b, self._scaling = a, b, scaling
 
     def __call__(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        seen = functional.linear(inputs[0].to(self._a), self._a)
-        return output + (self._scaling * functional.linear(seen, self._b)).to(output)
+        projected = functional.linear(inputs[0].to(self._a), self._a)
+        return output + (self._scaling * functional.linear(projected, self._b)).to(output)
 
 
-def _linear(model: nn.Module, name: str, change: LowRankUpdate, path: Path) -> nn.Module:
+def _find_linear(model: nn.Module, name: str, change: LowRankUpdate, path: Path) -> nn.Module:
     module: nn.Module | None = dict(model.named_modules()).get(name)
     weight = getattr(module, "weight", None)
     shape = tuple(weight.shape) if isinstance(weight, Tensor) else ()
     if type(module).__name__ == "Conv1D":  # [in, out]
         shape = shape[::-1]
     if module is None or shape != change.shape:
-        held = f"has {list(shape)}" if shape else "has no such linear"
+        found = f"has {list(shape)}" if shape else "has no such linear"
         raise InputError(
-            f"{path}: the adapter changes {name} {list(change.shape)}, the model {held}",
+            f"{path}: the adapter changes {name} {list(change.shape)}, the model {found}",
             "the adapter is of another model",
         )
     return module
 
 
-def _half(entry: TensorEntry, loaded: Loaded) -> Tensor:
+def _load_factor(entry: TensorEntry, loaded: Loaded) -> Tensor:
     value = read_tensor(entry)
     scan_finite(entry.name, value, entry.file)
     return value.to(next(loaded.model.parameters()).device, torch.float32)

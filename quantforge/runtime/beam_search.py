@@ -1,17 +1,17 @@
-"""Beam search: several continuations of one prompt side by side, of which the most likely are kept at every step.
+"""Beam search: several continuations of one prompt are extended in parallel, keeping the most likely at every step.
 
-As transformers defines it. In each step the log-probabilities of all tokens are added to the sums of their beams, and
-the best candidates are looked at, so many that enough are left when some end. Of the best ``beams``, those that end are
-finished, with the score sum / length^length_penalty (a length counts new tokens, the ending one included); the best
-others continue. A finished one gives way to a better one. The search is over after ``new_tokens`` steps, or before, by
-``early_stopping``:
+It follows the definition of transformers. Each step adds the log-probabilities of all tokens to the sums of their beams
+and takes enough of the best candidates that ``beams`` remain if some end. Of the best ``beams`` candidates, those that
+end are finished, with the score sum / length^length_penalty (the length counts new tokens, including the end token);
+the best others continue. Only the best ``beams`` finished ones are kept. The search ends after ``new_tokens`` steps, or
+earlier, depending on ``early_stopping``:
 
 * ``False``: when the best running beam, scored at its length, is no better than the worst of ``beams`` finished ones;
 * ``True``: when ``beams`` are finished, or as above;
 * ``"never"``: as ``False``, scored at the greatest length where a positive penalty favours length.
 
-With one beam the greedy continuation is found. The cache follows: after the prompt, the row of a beam becomes a copy of
-the one that it continues.
+With one beam the result is the greedy continuation. After each step, the cache row of a beam is replaced by a copy of
+the row of the beam that it continues.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from quantforge.runtime.sampling import check_finite
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A continuation.
+    """One candidate continuation of the prompt.
 
     Attributes:
-        tokens: its new tokens, one that ended it included.
-        score: sum of their log-probabilities; of a finished one divided by length^length_penalty.
-        ended: a token of ``stop`` is the last.
+        tokens: its new tokens, including the end token.
+        score: sum of their log-probabilities; divided by length^length_penalty once it is finished.
+        ended: whether its last token is a stop token.
     """
 
     tokens: tuple[int, ...]
@@ -52,18 +52,18 @@ def beam_search(
     stop: frozenset[int] = frozenset(),
     on_step: Callable[[int], object] = lambda _: None,
 ) -> list[Beam]:
-    """Return the finished continuations of a prompt, the best one first, at most ``options.beams``.
+    """Run a beam search; return up to ``options.beams`` finished continuations, the best one first.
 
     Args:
         engine: computes logits.
-        ids: the prompt.
-        new_tokens: at most so many.
-        options: the rule.
-        stop: tokens that end a continuation.
-        on_step: is called at every step with the number of beams.
+        ids: token ids of the prompt.
+        new_tokens: most new tokens of a continuation.
+        options: number of beams, length penalty and early stopping.
+        stop: ids of tokens that end a continuation.
+        on_step: called with the number of beams at every step.
 
     Raises:
-        InputError: logits that are no numbers; a vocabulary with too few tokens for so many beams.
+        InputError: a logit is NaN or infinite, or the vocabulary is too small for so many beams.
     """
     search = _Search(options, new_tokens, stop)
     prompts = torch.tensor([list(ids)] * options.beams, device=engine.device)
@@ -79,7 +79,7 @@ def beam_search(
 
 @dataclass(slots=True)
 class _Search:
-    """State of a search: running and finished beams."""
+    """State of a beam search: running and finished beams."""
 
     options: BeamOptions
     new_tokens: int
@@ -89,55 +89,62 @@ class _Search:
     finished: list[Beam] = field(default_factory=list)
 
     def advance(self, logits: Tensor) -> list[int] | None:
-        """Take a step with logits ``[running, vocabulary]``; return which row each beam continues, None at the end.
+        """Extend the beams by one token, given logits ``[running, vocabulary]``.
+
+        Returns:
+            For each new running beam the index of the beam that it continues; None when the search is done.
 
         Raises:
-            InputError: as `beam_search`.
+            InputError: as for `beam_search`.
         """
         candidates = self._candidates(logits)
         self.length += 1
         last = self.length == self.new_tokens
-        closed = self.options.early_stopping is True and self._full
-        new, going = [], []
+        is_full = self.options.early_stopping is True and self._has_all_finished
+        newly_finished, continuing = [], []
         for rank, (score, parent, token) in enumerate(candidates):
             beam = Beam((*self.running[parent].tokens, token), score, token in self.stop)
             if not beam.ended and not last:
-                going.append((parent, beam))
-            elif rank < self.options.beams and not closed:
-                new.append(Beam(beam.tokens, self._scored(score, self.length), beam.ended))
-        best = sorted([*self.finished, *new], key=lambda beam: -beam.score)
+                continuing.append((parent, beam))
+            elif rank < self.options.beams and not is_full:
+                newly_finished.append(
+                    Beam(beam.tokens, self._normalized_score(score, self.length), beam.ended)
+                )
+        best = sorted([*self.finished, *newly_finished], key=lambda beam: -beam.score)
         self.finished = best[: self.options.beams]
-        going = going[: self.options.beams]
-        self.running = [beam for _, beam in going]
-        return None if last or self._over() else [parent for parent, _ in going]
+        continuing = continuing[: self.options.beams]
+        self.running = [beam for _, beam in continuing]
+        return None if last or self._is_done() else [parent for parent, _ in continuing]
 
     def _candidates(self, logits: Tensor) -> list[tuple[float, int, int]]:
-        """Return the best continuations as (sum, beam, token), the best one first."""
+        """Return the best extensions as (sum of log-probabilities, beam index, token), the best one first."""
         check_finite(logits)
-        wanted = max(2, 1 + len(self.stop)) * self.options.beams
+        count = max(2, 1 + len(self.stop)) * self.options.beams
         vocabulary = logits.shape[1]
-        if wanted > vocabulary:
+        if count > vocabulary:
             raise InputError(
-                f"{self.options.beams} beams need {wanted} tokens, the model has {vocabulary}",
+                f"{self.options.beams} beams need {count} tokens, the model has {vocabulary}",
                 "take fewer beams",
             )
-        before = torch.tensor([beam.score for beam in self.running], device=logits.device)
-        sums = logits.log_softmax(-1) + before[:, None]
-        best = sums.flatten().topk(wanted)
-        places = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        return [(score, *divmod(place, vocabulary)) for score, place in places]
+        beam_sums = torch.tensor([beam.score for beam in self.running], device=logits.device)
+        sums = logits.log_softmax(-1) + beam_sums[:, None]
+        best = sums.flatten().topk(count)
+        candidates = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        return [(score, *divmod(place, vocabulary)) for score, place in candidates]
 
     @property
-    def _full(self) -> bool:
+    def _has_all_finished(self) -> bool:
         return len(self.finished) == self.options.beams
 
-    def _scored(self, total: float, length: int) -> float:
+    def _normalized_score(self, total: float, length: int) -> float:
         return total / float(length**self.options.length_penalty)
 
-    def _over(self) -> bool:
+    def _is_done(self) -> bool:
         """Return whether no running beam is expected to be better than the finished ones."""
-        if not self._full:
+        if not self._has_all_finished:
             return False
-        late = self.options.early_stopping == "never" and self.options.length_penalty > 0
-        best = self._scored(self.running[0].score, self.new_tokens if late else self.length)
+        use_max_length = self.options.early_stopping == "never" and self.options.length_penalty > 0
+        best = self._normalized_score(
+            self.running[0].score, self.new_tokens if use_max_length else self.length
+        )
         return self.options.early_stopping is True or best <= self.finished[-1].score

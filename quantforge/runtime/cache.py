@@ -1,19 +1,18 @@
-"""The paged cache of keys and values: fixed pages, a table per sequence, a list of free pages.
+"""The paged KV cache: fixed-size pages, a page table per sequence, a list of free pages.
 
-Token ``t`` of sequence ``s`` lies in page ``table[s, t // PAGE_SIZE]`` at place ``t % PAGE_SIZE``, in every
-layer. Sequences of any length share one pool and waste less than a page each; evicting a sequence
-only edits the table. Entries are stored in the type of the activations, or quantized once as they arrive
-(`quantforge_kernels.kv`), and attention always reads what is stored.
+Token ``t`` of sequence ``s`` is stored in page ``table[s, t // PAGE]`` at offset ``t % PAGE``, in every layer.
+Sequences of any length share one pool and waste less than a page each; evicting a sequence only edits the table.
+Entries are stored in the type of the activations, or quantized once as they arrive (`quantforge_kernels.kv`), and
+attention always reads the stored values.
 
-A layer with a window looks at the last tokens alone. It needs pages for those, and for the tokens that a step writes
-before any of them is attended to (``ahead``), however long the sequence is. So it has a ring: page ``p`` of a sequence
-lies in page ``p mod n`` of the ``n`` that belong to its row for good, and what is written there takes the place of what
-no token will look at again. Where a ring would not be smaller than a whole row, the layer takes pages as others do.
-Whoever goes back by more than ``ahead`` tokens has no rings (``ahead`` = 0).
+A layer with sliding-window attention reads the last tokens only. However long the sequence is, it needs pages for the
+window and for the tokens that one step writes before attention runs (``max_step_tokens``). So it uses a ring buffer:
+page ``p`` of a sequence is page ``p mod n`` of the ``n`` pages that belong to its row permanently; new entries
+overwrite those that are outside every window. If a ring would not be smaller than a whole row, the layer uses ordinary
+pages. Rings are disabled (``max_step_tokens`` = 0) where sequences may be truncated by more tokens than that.
 
-Lengths and tables are tensors on the device, so that a decoding step that was captured as a CUDA
-graph finds the place of each new token by itself; the host keeps its own count to refuse what does
-not fit.
+Lengths and tables are tensors on the device, so that a decoding step captured as a CUDA graph can compute the slots of
+new tokens itself; the host keeps its own counts to check the capacity.
 """
 
 from __future__ import annotations
@@ -26,31 +25,31 @@ from torch import Tensor
 
 from quantforge.cache_kinds import PLAIN, kinds_of
 from quantforge.errors import InputError
-from quantforge.runtime.memory import check_cache, free_bytes
+from quantforge.runtime.memory import check_cache_fits, free_bytes
 from quantforge_kernels import kv
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
 
 Pools = tuple[EncodedKV, EncodedKV]  # the keys, and the values, of one layer
-LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # by layer, measured scales of keys and values
-PAGED = 0  # the key of the table of layers without a ring; the others have their window for a key
+LayerScales = Mapping[int, tuple[Tensor, Tensor]]  # calibrated scales of keys and values, by layer
+PAGED = 0  # key of the page table of layers without a ring; those with a ring use their window size
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """Shape and type of the entries that a cache holds for each token.
+    """Shape and type of the cache entries of one token.
 
     Attributes:
-        layers: decoder blocks.
-        kv_heads: key/value heads.
-        head: width of a head.
-        kind: see `quantforge.cache_kinds`; "" stores the type of the activations.
-        dtype: of the activations.
-        windows: of every layer, tokens that it looks at, 0 for all; none given is all.
+        layers: number of decoder blocks.
+        kv_heads: number of key/value heads.
+        head: head dimension.
+        kind: cache kind, see `quantforge.cache_kinds`; "" for the type of the activations.
+        dtype: type of the activations.
+        windows: sliding-window size of every layer, 0 for full attention; empty if no layer has a window.
 
     Raises:
-        UsageError: no such kind.
-        InputError: heads of an odd width for ``int4``.
+        UsageError: the kind is unknown.
+        InputError: the head dimension is odd, which ``int4`` does not support.
     """
 
     layers: int
@@ -68,12 +67,12 @@ class CacheShape:
 
     @property
     def kinds(self) -> tuple[str, str]:
-        """Return how keys and how values are stored, each one of `quantforge_kernels.kv_row_layout.CACHE_KINDS`."""
+        """Return the storage kinds of keys and values, from `quantforge_kernels.kv_row_layout.CACHE_KINDS`."""
         return kinds_of(self.kind or PLAIN)
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of one token, keys and values of all layers."""
+        """Return the bytes of one token: keys and values of all layers."""
         return self.layers * self.layer_bytes
 
     @property
@@ -86,60 +85,70 @@ class CacheShape:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Layout of the rows of a cache: which layers take pages as rows grow, and which go in a ring.
+    """Layout of a cache: which layers allocate pages as sequences grow, and which use a ring of pages.
 
     Attributes:
-        shape: of the entries.
-        tokens: most tokens of a row.
-        ahead: most tokens of a row that a step writes; 0: no layer has a ring.
+        shape: shape and type of the entries.
+        tokens: most tokens of a sequence.
+        max_step_tokens: most tokens of a sequence that one step writes; 0 disables rings.
     """
 
     shape: CacheShape
     tokens: int
-    ahead: int = 0
+    max_step_tokens: int = 0
 
     @property
     def rings(self) -> dict[int, int]:
-        """Return the pages of a ring by the window of its layers."""
-        whole = -(-self.tokens // PAGE_SIZE)
-        # As many tokens as are alive at a time begin anywhere in a page.
-        alive = {window: window + self.ahead - 1 for window in {*self.shape.windows} if window}
-        found = {window: (tokens - 2) // PAGE_SIZE + 2 for window, tokens in alive.items()}
-        return {window: pages for window, pages in found.items() if self.ahead and pages < whole}
+        """Return the number of pages of a ring, by the window size of its layers."""
+        row_pages = -(-self.tokens // PAGE_SIZE)
+        # The tokens that must be kept at a time may begin anywhere in a page.
+        live_tokens = {
+            window: window + self.max_step_tokens - 1 for window in {*self.shape.windows} if window
+        }
+        ring_pages = {
+            window: (tokens - 2) // PAGE_SIZE + 2 for window, tokens in live_tokens.items()
+        }
+        return {
+            window: pages
+            for window, pages in ring_pages.items()
+            if self.max_step_tokens and pages < row_pages
+        }
 
-    def expect(self, tokens: int) -> None:
-        """Make sure that a step of so many tokens of a row leaves in rings what it looks at."""
-        assert tokens <= self.ahead or not self.rings
+    def check_step_size(self, tokens: int) -> None:
+        """Assert that a step of ``tokens`` tokens per sequence does not overwrite ring entries that it reads."""
+        assert tokens <= self.max_step_tokens or not self.rings
 
     @property
-    def keys(self) -> tuple[int, ...]:
-        """Return for each layer its window where it has a ring, else `PAGED`."""
+    def table_keys(self) -> tuple[int, ...]:
+        """Return the page table key of each layer: its window size if it has a ring, else `PAGED`."""
         windows, rings = self.shape.windows or (0,) * self.shape.layers, self.rings
         return tuple(window if window in rings else PAGED for window in windows)
 
     @property
     def page_bytes(self) -> int:
-        """Return the bytes of a page of all layers without a ring."""
-        return PAGE_SIZE * self.shape.layer_bytes * self.keys.count(PAGED)
+        """Return the bytes of one page in all layers without a ring."""
+        return PAGE_SIZE * self.shape.layer_bytes * self.table_keys.count(PAGED)
 
     @property
     def ring_bytes(self) -> int:
         """Return the bytes of the rings of one row."""
-        pages = sum(pages * self.keys.count(window) for window, pages in self.rings.items())
+        pages = sum(pages * self.table_keys.count(window) for window, pages in self.rings.items())
         return PAGE_SIZE * self.shape.layer_bytes * pages
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Return the bytes that a sequence of so many tokens takes."""
+        """Return the bytes of a sequence of ``tokens`` tokens."""
         return self.ring_bytes + self.page_bytes * -(-tokens // PAGE_SIZE)
 
     def ring_tables(self, rows: int, device: torch.device) -> dict[int, Tensor]:
-        """Return by window the pages of every place of a row, ``[rows, most pages]`` int32; they never change."""
+        """Return the constant page tables ``[rows, max pages]`` (int32) of rings, by window size."""
         row = torch.arange(rows, device=device)[:, None]
-        place = torch.arange(-(-self.tokens // PAGE_SIZE), device=device)
-        return {window: (row * pages + place % pages).int() for window, pages in self.rings.items()}
+        page_index = torch.arange(-(-self.tokens // PAGE_SIZE), device=device)
+        return {
+            window: (row * pages + page_index % pages).int() for window, pages in self.rings.items()
+        }
 
     def stores(self, rows: int, pages: int, device: torch.device) -> list[Pools]:
-        """Allocate the keys and values of every layer: ``pages`` for all rows, or their rings."""
+        """Allocate the key and value storage of every layer: a pool of ``pages`` pages, or the rings of all rows."""
         shape, rings = self.shape, self.rings
 
         def empty(key: int, kind: str) -> EncodedKV:
@@ -147,22 +156,22 @@ class CacheLayout:
             size = (count, PAGE_SIZE, shape.kv_heads)
             return kv.allocate(size, shape.head, kind, shape.dtype, device)
 
-        keys, values = shape.kinds
-        return [(empty(key, keys), empty(key, values)) for key in self.keys]
+        key_kind, value_kind = shape.kinds
+        return [(empty(key, key_kind), empty(key, value_kind)) for key in self.table_keys]
 
 
 class CacheRows:
-    """Sequences in the pages of a cache, as the model sees them: `PagedCache` owns the pages, `CacheView` borrows them.
+    """Base class of caches as the model uses them: `PagedCache` owns the pages, `CacheView` refers to them.
 
     Attributes:
-        shape: of the entries.
-        layout: of the layers.
-        keys: of the layers, see `CacheLayout.keys`.
-        layers: keys and values of every layer.
-        tables: by key, the page of every place of a row, ``[sequences, most pages]`` int32.
-        lengths: tokens of every row, ``[sequences]`` int32.
-        sequences: how many rows there are.
-        most_tokens: of a row.
+        shape: shape and type of the entries.
+        layout: layout of the layers.
+        table_keys: page table key of each layer, see `CacheLayout.table_keys`.
+        layers: key and value storage of every layer.
+        tables: page tables by key, ``[sequences, max pages]`` int32.
+        lengths: number of tokens of every sequence, ``[sequences]`` int32.
+        sequences: number of sequences (rows).
+        max_tokens: most tokens of a sequence.
     """
 
     def __init__(
@@ -171,84 +180,88 @@ class CacheRows:
         layers: list[Pools],
         scales: dict[int, tuple[Tensor | None, Tensor | None]],
         tables: dict[int, Tensor],
-        most_tokens: int,
+        max_tokens: int,
     ) -> None:
-        self.layout, self.shape, self.keys = layout, layout.shape, layout.keys
-        self.layers, self.tables, self.most_tokens = layers, tables, most_tokens
+        self.layout, self.shape, self.table_keys = layout, layout.shape, layout.table_keys
+        self.layers, self.tables, self.max_tokens = layers, tables, max_tokens
         self.sequences = len(tables[PAGED])
         self.lengths = tables[PAGED].new_zeros(self.sequences)
-        self._scales = (
-            scales  # by layer, of keys and values, for every run of channels (`kv.expand_scale`)
-        )
+        self._scales = scales  # of keys and values by layer, expanded by `kv.expand_scale`
         self._counts = [0] * self.sequences  # the lengths, on the host
 
     @property
     def table(self) -> Tensor:
-        """Return the pages of layers without a ring."""
+        """Return the page table of layers without a ring."""
         return self.tables[PAGED]
 
     def table_of(self, layer: int) -> Tensor:
-        """Return the pages of a layer, ``[sequences, most pages]`` int32."""
-        return self.tables[self.keys[layer]]
+        """Return the page table of a layer, ``[sequences, max pages]`` int32."""
+        return self.tables[self.table_keys[layer]]
 
     def length(self, sequence: int) -> int:
         """Return the number of tokens of a sequence."""
         return self._counts[sequence]
 
-    def count(self, tokens: int) -> None:
-        """Note on the host that every sequence has grown; ``lengths`` is advanced by `Decoder.enter`."""
+    def advance_all(self, tokens: int) -> None:
+        """Add ``tokens`` to the host's token counts; `Decoder.prepare_inputs` advances ``lengths`` on the device."""
         for sequence in range(self.sequences):
             self._counts[sequence] += tokens
 
     def slots(self, tokens: int) -> dict[int, Tensor]:
-        """Return the places ``[sequences, tokens]`` of the next tokens of every sequence in the pages, by key."""
-        self.layout.expect(tokens)
-        new = torch.arange(tokens, device=self.lengths.device)
-        at = self.lengths[:, None].long() + new
+        """Return the slots ``[sequences, tokens]`` of the next tokens of every sequence, by page table key."""
+        self.layout.check_step_size(tokens)
+        offsets = torch.arange(tokens, device=self.lengths.device)
+        positions = self.lengths[:, None].long() + offsets
         return {
-            key: table.long().gather(1, at // PAGE_SIZE) * PAGE_SIZE + at % PAGE_SIZE
+            key: table.long().gather(1, positions // PAGE_SIZE) * PAGE_SIZE + positions % PAGE_SIZE
             for key, table in self.tables.items()
         }
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
+        """Store keys and values ``[tokens, kv_heads, head]`` at ``slots`` ``[tokens]``."""
         pools, scales = self.layers[layer], self._scales.get(layer, (None, None))
         kinds = pools[0].kind, pools[1].kind
         if layer_launchers.accepts_cache(keys.shape[2], kinds, keys, values):
             layer_launchers.store_kv((keys, values), pools, slots, scales)
             return
-        for store, new, scale in zip(pools, (keys, values), scales, strict=True):
-            encoded = kv.encode(new, store.kind, scale)
-            for pool, part in zip(store.tensors(), encoded.tensors(), strict=True):
-                _flat(pool)[slots] = _raw(part)
+        for store, tensor, scale in zip(pools, (keys, values), scales, strict=True):
+            encoded = kv.encode(tensor, store.kind, scale)
+            for pool, encoded_part in zip(store.tensors(), encoded.tensors(), strict=True):
+                _as_slots(pool)[slots] = _as_bytes(encoded_part)
 
     def read(self, layer: int, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Read pages ``[sequences, pages]``, decoded: ``[sequences, pages * PAGE_SIZE, kv_heads, head]`` each."""
-        table, found = table.long(), []
+        """Read and dequantize the pages ``[sequences, pages]`` of a layer.
+
+        Returns:
+            Keys and values, ``[sequences, pages * PAGE, kv_heads, head]`` each.
+        """
+        table, decoded = table.long(), []
         for store in self.layers[layer]:
-            parts = [_raw(part)[table].view(part.dtype).flatten(1, 2) for part in store.tensors()]
-            found.append(kv.decode(EncodedKV(*parts), self.shape.dtype))
-        return found[0], found[1]
+            parts = [
+                _as_bytes(part)[table].view(part.dtype).flatten(1, 2) for part in store.tensors()
+            ]
+            decoded.append(kv.decode(EncodedKV(*parts), self.shape.dtype))
+        return decoded[0], decoded[1]
 
 
 class PagedCache(CacheRows):
-    """Keys and values of some sequences, and the pages that they take as they grow.
+    """KV cache of several sequences that allocates pages as they grow.
 
     Args:
-        shape: of the entries.
-        sequences: how many at a time.
+        shape: shape and type of the entries.
+        sequences: most sequences at a time.
         tokens: most tokens of a sequence.
-        device: where it lies.
-        pages: in all; enough for every sequence to be full when left out.
-        scales: by layer, measured scales of keys and values, for a cache in fp8.
-        ahead: most tokens of a sequence that are written before they are attended to, if rows are not made
-            shorter by more: layers with a window then keep what it holds.
+        device: device of the cache.
+        pages: total number of pages; by default enough for all sequences at full length.
+        scales: calibrated scales of keys and values by layer, for fp8 caches.
+        max_step_tokens: most tokens of a sequence that one step writes, if sequences are never truncated by more;
+            this lets layers with a sliding window use rings. 0 disables rings.
 
     Attributes:
-        pages: in all, of layers without a ring.
+        pages: total number of pages of layers without a ring.
 
     Raises:
-        ResourceError: a GPU has no room for it.
+        ResourceError: the cache does not fit into GPU memory.
     """
 
     def __init__(
@@ -259,92 +272,96 @@ class PagedCache(CacheRows):
         device: torch.device,
         pages: int | None = None,
         scales: LayerScales | None = None,
-        ahead: int = 0,
+        max_step_tokens: int = 0,
     ) -> None:
         assert sequences > 0
         assert tokens > 0
-        layout = CacheLayout(shape, tokens, ahead)
-        each = -(-tokens // PAGE_SIZE)
-        paged = PAGED in layout.keys  # else there is nothing in the pool that could run out
-        count = sequences * each if pages is None or not paged else pages
+        layout = CacheLayout(shape, tokens, max_step_tokens)
+        pages_per_sequence = -(-tokens // PAGE_SIZE)
+        uses_pool = (
+            PAGED in layout.table_keys
+        )  # else there is nothing in the pool that could run out
+        count = sequences * pages_per_sequence if pages is None or not uses_pool else pages
         needed = count * layout.page_bytes + sequences * layout.ring_bytes
-        size_of = (sequences, tokens) if pages is None else (1, pages * PAGE_SIZE)
-        check_cache(*size_of, shape.token_bytes, needed, free_bytes(device))
+        sequences_and_tokens = (sequences, tokens) if pages is None else (1, pages * PAGE_SIZE)
+        check_cache_fits(*sequences_and_tokens, shape.token_bytes, needed, free_bytes(device))
         layers = layout.stores(sequences, count, device)
-        table = torch.zeros(sequences, each, dtype=torch.int32, device=device)
+        table = torch.zeros(sequences, pages_per_sequence, dtype=torch.int32, device=device)
         tables = {PAGED: table, **layout.ring_tables(sequences, device)}
-        super().__init__(layout, layers, _spread(scales or {}, shape, device), tables, tokens)
+        super().__init__(
+            layout, layers, _expand_scales(scales or {}, shape, device), tables, tokens
+        )
         self.pages = count
-        self._free = list(range(count))[::-1]
-        self._held: list[list[int]] = [[] for _ in range(sequences)]
+        self._free_pages = list(range(count))[::-1]
+        self._pages_of: list[list[int]] = [[] for _ in range(sequences)]
 
     @property
-    def free(self) -> int:
+    def free_pages(self) -> int:
         """Return the number of free pages."""
-        return len(self._free)
+        return len(self._free_pages)
 
-    def held(self, sequence: int) -> tuple[int, ...]:
+    def pages_of(self, sequence: int) -> tuple[int, ...]:
         """Return the pages of a sequence, in order."""
-        return tuple(self._held[sequence])
+        return tuple(self._pages_of[sequence])
 
-    def wanted(self, sequence: int, tokens: int) -> int:
-        """Return how many more pages a sequence needs for ``tokens`` tokens in all."""
-        return max(0, -(-tokens // PAGE_SIZE) - len(self._held[sequence]))
+    def pages_needed(self, sequence: int, tokens: int) -> int:
+        """Return how many more pages a sequence needs for ``tokens`` tokens in total."""
+        return max(0, -(-tokens // PAGE_SIZE) - len(self._pages_of[sequence]))
 
     def reserve(self, sequence: int, tokens: int) -> None:
-        """Make sure that a sequence has pages for ``tokens`` tokens in all.
+        """Allocate pages so that a sequence has room for ``tokens`` tokens in total.
 
         Raises:
-            InputError: more than a sequence, or the pool, has room for.
+            InputError: the limit of a sequence or the number of free pages is exceeded.
         """
-        held, wanted = self._held[sequence], self.wanted(sequence, tokens)
-        if tokens > self.most_tokens or wanted > self.free:
-            room = min(self.most_tokens, PAGE_SIZE * (len(held) + self.free))
+        pages, needed = self._pages_of[sequence], self.pages_needed(sequence, tokens)
+        if tokens > self.max_tokens or needed > self.free_pages:
+            capacity = min(self.max_tokens, PAGE_SIZE * (len(pages) + self.free_pages))
             raise InputError(
-                f"sequence {sequence} needs a cache of {tokens} tokens, there is room for {room}",
+                f"sequence {sequence} needs a cache of {tokens} tokens, there is room for {capacity}",
                 "shorten the prompt, ask for fewer new tokens, or make the cache larger",
             )
-        for _ in range(wanted):
-            page = self._free.pop()
-            self.table[sequence, len(held)] = page
-            held.append(page)
+        for _ in range(needed):
+            page = self._free_pages.pop()
+            self.table[sequence, len(pages)] = page
+            pages.append(page)
 
-    def shorten(self, sequence: int, tokens: int) -> None:
-        """Forget all but the first ``tokens`` tokens of a sequence; pages beyond them are free again."""
-        held, kept = self._held[sequence], -(-tokens // PAGE_SIZE)
+    def truncate(self, sequence: int, tokens: int) -> None:
+        """Truncate a sequence to its first ``tokens`` tokens and free the pages after them."""
+        pages, kept = self._pages_of[sequence], -(-tokens // PAGE_SIZE)
         assert tokens <= self._counts[sequence]
-        while len(held) > kept:
-            self._free.append(held.pop())
+        while len(pages) > kept:
+            self._free_pages.append(pages.pop())
         self.advance(sequence, tokens - self._counts[sequence])
 
     def release(self, sequence: int) -> None:
-        """Forget a sequence; its pages are free again."""
-        self.shorten(sequence, 0)
+        """Remove all tokens of a sequence and free its pages."""
+        self.truncate(sequence, 0)
 
     def advance(self, sequence: int, tokens: int) -> None:
-        """Note, on the host and on the device, that one sequence has so many tokens more."""
+        """Add ``tokens`` to the length of one sequence, on the host and on the device."""
         self._counts[sequence] += tokens
         self.lengths[sequence] = self._counts[sequence]
 
-    def follow(self, sequences: Sequence[int]) -> None:
-        """Note that each of some sequences has a token more; as `advance`, for all at once."""
+    def append_one_each(self, sequences: Sequence[int]) -> None:
+        """Add one token to the length of each of the given sequences, on the host and on the device."""
         for sequence in sequences:
             self._counts[sequence] += 1
         self.lengths[torch.tensor(sequences, device=self.lengths.device)] += 1
 
     def view(self, sequences: int) -> CacheView:
-        """Return so many rows in the pages of this cache."""
+        """Create a view with ``sequences`` rows over the pages of this cache."""
         tables = {
             key: table.new_zeros(sequences, table.shape[1]) for key, table in self.tables.items()
         }
-        return CacheView(self.layout, self.layers, self._scales, tables, self.most_tokens)
+        return CacheView(self.layout, self.layers, self._scales, tables, self.max_tokens)
 
     def copy_rows(self, parents: Sequence[int], same: int) -> None:
-        """Make each sequence a copy of another one of the same length; they share no page.
+        """Replace the entries of each sequence with a copy of its parent's, which has the same length.
 
         Args:
-            parents: for each sequence, the one to copy.
-            same: so many first tokens each has in common with that one.
+            parents: for each sequence, the index of the sequence to copy.
+            same: number of leading tokens that all sequences share, which are not copied.
         """
         assert not self.layout.rings
         rows = [row for row, parent in enumerate(parents) if row != parent]
@@ -352,16 +369,16 @@ class PagedCache(CacheRows):
         to = self.table[rows, pages].long()
         source = self.table[[parents[row] for row in rows], pages].long()
         for store in (store for pair in self.layers for store in pair):
-            for part in map(_raw, store.tensors()):
+            for part in map(_as_bytes, store.tensors()):
                 part[to] = part[source]
 
-    def keep_path(self, sequence: int, start: int, nodes: Sequence[int]) -> None:
-        """Keep one path of a tree of drafted tokens: move its places to those after ``start``; forget the rest.
+    def keep_tree_path(self, sequence: int, start: int, nodes: Sequence[int]) -> None:
+        """Keep one path of a draft tree: move its entries to the slots after ``start`` and drop the rest of the tree.
 
         Args:
-            sequence: whose last tokens are the tree; it has ``start + len(nodes)`` tokens afterwards.
-            start: tokens before the tree.
-            nodes: places of the path in the tree, ascending.
+            sequence: the sequence that ends with the tree; its length becomes ``start + len(nodes)``.
+            start: number of tokens before the tree.
+            nodes: indices of the path's nodes in the tree, ascending.
         """
         if [*nodes] != [*range(len(nodes))]:
             device = self.lengths.device
@@ -372,16 +389,16 @@ class PagedCache(CacheRows):
                 old, new = (
                     table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE for at in (source, to)
                 )
-                for flat in (_flat(part) for store in stores for part in store.tensors()):
+                for flat in (_as_slots(part) for store in stores for part in store.tensors()):
                     flat[new] = flat[old]
         self.advance(sequence, start + len(nodes) - self.length(sequence))
 
 
 class CacheView(CacheRows):
-    """Rows that show sequences of a `PagedCache`, whose pages they read and write (`PagedCache.view`)."""
+    """A view of selected sequences of a `PagedCache`, reading and writing its pages (`PagedCache.view`)."""
 
-    def show(self, cache: PagedCache, sequences: Sequence[int]) -> None:
-        """Make the rows these sequences of the cache, in order; the last one again and again where they are too few."""
+    def select(self, cache: PagedCache, sequences: Sequence[int]) -> None:
+        """Select the sequences that the rows refer to; remaining rows repeat the last sequence."""
         more = self.sequences - len(sequences)
         at = torch.tensor([*sequences, *[sequences[-1]] * more], device=self.lengths.device)
         for key, table in self.tables.items():
@@ -389,28 +406,28 @@ class CacheView(CacheRows):
         self.lengths.copy_(cache.lengths[at])
 
 
-def _spread(
+def _expand_scales(
     scales: LayerScales, shape: CacheShape, device: torch.device
 ) -> dict[int, tuple[Tensor | None, Tensor | None]]:
-    """Return by layer the measured scales for every run; None where keys, or values, are not in fp8."""
+    """Return the calibrated scales by layer, expanded for the kernels; None for keys or values that are not in fp8."""
 
-    def spread(scale: Tensor, kind: str) -> Tensor | None:
+    def expand(scale: Tensor, kind: str) -> Tensor | None:
         if kind != "fp8":
             return None
         return kv.expand_scale(scale.to(device), shape.kv_heads, shape.head, kind)
 
-    first, second = shape.kinds
+    key_kind, value_kind = shape.kinds
     return {
-        layer: (spread(keys, first), spread(values, second))
+        layer: (expand(keys, key_kind), expand(values, value_kind))
         for layer, (keys, values) in scales.items()
     }
 
 
-def _raw(values: Tensor) -> Tensor:
-    """View float8 as bytes: torch neither scatters nor gathers it everywhere."""
+def _as_bytes(values: Tensor) -> Tensor:
+    """View float8 values as bytes, because torch does not support scatter and gather of float8 on all devices."""
     return values.view(torch.uint8) if values.dtype == torch.float8_e4m3fn else values
 
 
-def _flat(pool: Tensor) -> Tensor:
-    """View ``[pages, PAGE_SIZE, ...]`` as ``[places, ...]``."""
-    return _raw(pool).view(-1, *_raw(pool).shape[2:])
+def _as_slots(pool: Tensor) -> Tensor:
+    """View pages ``[pages, PAGE, ...]`` as slots ``[slots, ...]``."""
+    return _as_bytes(pool).view(-1, *_as_bytes(pool).shape[2:])

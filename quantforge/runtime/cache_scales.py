@@ -1,8 +1,9 @@
-"""Scales of an fp8 cache: measured while calibration runs, and applied to keys and values while a model is evaluated.
+"""Scales of fp8 KV caches: measured during calibration, and applied to keys and values during evaluation.
 
-The attention of transformers hands its keys, rotated, and its values to whatever stands for the cache. `CachePeaks`
-stands there to measure, `RoundedCache` to round, and `listen` puts either of them there. A scale is the largest
-magnitude over 448, rounded up to 8 significant bits, so that it is the same number in every type that stores it.
+The attention of transformers passes its rotated keys and its values to a cache object. `CachePeaks` takes the place of
+the cache to record magnitudes, `RoundedCache` to round the values, and `attach_cache` installs either of them. A scale
+is the largest magnitude divided by 448, rounded up to 8 significant bits, so that every storage type represents it
+exactly.
 """
 
 from __future__ import annotations
@@ -23,44 +24,47 @@ from quantforge.formats.read_checks import require_positive
 from quantforge.packers.fp8 import cast, largest
 
 if TYPE_CHECKING:
-    from quantforge.runtime.tensor_parallel import Share
+    from quantforge.runtime.tensor_parallel import TensorParallelRank
 
 GRID = "fp8_e4m3"
-BITS = 8  # significant bits of a scale
-LEAST = 2.0**-14  # the smallest normal float16
+SCALE_BITS = 8  # significant bits of a scale
+MIN_SCALE = 2.0**-14  # the smallest normal float16
 
 
 class CachePeaks:
-    """The largest magnitude of keys and values, float32 ``[kv_heads]`` each; None before any were seen."""
+    """Observer of the largest magnitudes of keys and values, float32 ``[kv_heads]`` each; None before any update."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
-        self._turn = Lock()  # calibration rows pass a block side by side
+        self._lock = Lock()  # several threads compute calibration rows
 
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Note the largest magnitudes of ``[rows, kv_heads, tokens, head]`` by head; return both unchanged."""
-        with self._turn:
-            self.keys, self.values = _larger(self.keys, keys), _larger(self.values, values)
+        """Update the largest magnitudes per head from ``[rows, kv_heads, tokens, head]``; return both unchanged."""
+        with self._lock:
+            self.keys, self.values = (
+                _update_peaks(self.keys, keys),
+                _update_peaks(self.values, values),
+            )
         return keys, values
 
     def scales(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Return scales of keys and values, float32: ``[kv_heads, 1, 1]`` by head, else ``[1]``.
+        """Return the scales of keys and values, float32: ``[kv_heads, 1, 1]`` per head, else ``[1]``.
 
         Raises:
-            InputError: nothing was seen, or it was not finite.
+            InputError: no values were observed, or they were not finite.
         """
-        return _scale(self.keys, kind), _scale(self.values, kind)
+        return _scales_from_peaks(self.keys, kind), _scales_from_peaks(self.values, kind)
 
 
 class RoundedCache:
-    """Stand-in for a cache that rounds keys and values as they would be stored.
+    """Replacement for a cache that rounds keys and values to the stored precision.
 
     Args:
-        keys: scales, one or ``[kv_heads, 1, 1]``.
-        values: likewise.
+        keys: scales of keys, one or ``[kv_heads, 1, 1]``.
+        values: scales of values, in the same form.
     """
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -69,12 +73,12 @@ class RoundedCache:
     def update(
         self, keys: Tensor, values: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        """Return keys and values, both rounded."""
-        return _rounded(keys, self._keys), _rounded(values, self._values)
+        """Return keys and values rounded to fp8."""
+        return _round_to_fp8(keys, self._keys), _round_to_fp8(values, self._values)
 
 
-def listen(attention: nn.Module, cache: CachePeaks | RoundedCache) -> RemovableHandle:
-    """Make an attention module hand its keys and values to ``cache``, and on to the cache that it has, if any."""
+def attach_cache(attention: nn.Module, cache: CachePeaks | RoundedCache) -> RemovableHandle:
+    """Make an attention module pass its keys and values through ``cache`` before its own cache, if it has one."""
 
     def hook(
         _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -86,15 +90,15 @@ def listen(attention: nn.Module, cache: CachePeaks | RoundedCache) -> RemovableH
     return attention.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def listening(block: nn.Module, cache: CachePeaks | None) -> AbstractContextManager[object]:
-    """Return a context in which the attention of a block hands its keys and values to ``cache``, if there is one."""
+def attached_cache(block: nn.Module, cache: CachePeaks | None) -> AbstractContextManager[object]:
+    """Context manager in which the attention of a block passes its keys and values through ``cache``, unless None."""
     if cache is None:
         return nullcontext()
-    return listen(block.get_submodule(ATTENTION_MODULE), cache)
+    return attach_cache(block.get_submodule(ATTENTION_MODULE), cache)
 
 
 class _Chain:
-    """Two caches in turn: one that rounds, then one that really keeps what it is given."""
+    """Chain of two caches: the first one transforms keys and values, the second one stores them."""
 
     def __init__(self, first: CachePeaks | RoundedCache, second: Any) -> None:
         self._first, self._second = first, second
@@ -111,41 +115,44 @@ class _Chain:
         return getattr(self._second, name)
 
 
-def read_scales(
-    checkpoint: Checkpoint, found: KVCacheScales, device: torch.device, share: Share | None = None
+def read_cache_scales(
+    checkpoint: Checkpoint,
+    names: KVCacheScales,
+    device: torch.device,
+    share: TensorParallelRank | None = None,
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Read the scales of a checkpoint, by block; errors as `quantforge.formats.read_checks.require_positive`.
+    """Read the KV cache scales of a checkpoint, by block; with ``share``, only those of the heads of this process.
 
-    With the ``share`` of a process, those of its heads.
+    Raises as `quantforge.formats.read_checks.require_positive` does.
     """
 
     def read(name: str) -> Tensor:
         scale = require_positive(name, checkpoint.read(name)).to(device)
-        return scale if share is None else share.of_heads(scale)
+        return scale if share is None else share.slice_heads(scale)
 
-    return {block: (read(keys), read(values)) for block, (keys, values) in found.names.items()}
+    return {block: (read(keys), read(values)) for block, (keys, values) in names.names.items()}
 
 
-def _larger(before: Tensor | None, x: Tensor) -> Tensor:
+def _update_peaks(previous: Tensor | None, x: Tensor) -> Tensor:
     peaks = x.detach().abs().amax((0, 2, 3)).float()
-    return peaks if before is None else torch.maximum(before, peaks)
+    return peaks if previous is None else torch.maximum(previous, peaks)
 
 
-def _scale(peaks: Tensor | None, kind: str) -> Tensor:
+def _scales_from_peaks(peaks: Tensor | None, kind: str) -> Tensor:
     if peaks is None or not bool(peaks.isfinite().all()):
         raise InputError("keys and values of the cache were not seen, or are not finite", "")
-    found = [_rounded_up(float(peak) / largest(GRID)) for peak in peaks]
+    scales = [_round_up_scale(float(peak) / largest(GRID)) for peak in peaks]
     if kind == HEAD:
-        return torch.tensor(found).view(-1, 1, 1)
-    return torch.tensor([max(found)])
+        return torch.tensor(scales).view(-1, 1, 1)
+    return torch.tensor([max(scales)])
 
 
-def _rounded_up(scale: float) -> float:
-    scale = max(scale, LEAST)
-    unit = 2.0 ** (math.frexp(scale)[1] - BITS)
+def _round_up_scale(scale: float) -> float:
+    scale = max(scale, MIN_SCALE)
+    unit = 2.0 ** (math.frexp(scale)[1] - SCALE_BITS)
     return math.ceil(scale / unit) * unit
 
 
-def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+def _round_to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     step = scale.to(x.device).float()
     return (cast(x.float() / step, GRID).float() * step).to(x.dtype)

@@ -1,13 +1,14 @@
-"""Decoding: prefill, then one token per sequence and step, by the own decoder or the forward of transformers.
+"""Decoding: prefill of the prompt, then one token per sequence and step.
 
-A decoding step on a GPU is launched as one CUDA graph: some hundred launches of a few microseconds
-each would otherwise take longer than reading the weights. The graph computes from fixed addresses,
-which is why the cache keeps its table and lengths on the device, and reserves all pages before.
-On a processor the programs that compute the blocks are recorded and run again as one, if all of the
-blocks is computed by such (`quantforge_kernels.cpu.recording`).
+The model runs in QuantForge's own decoder (`Decoder`) or, if that does not support it, in transformers.
 
-What is recorded belongs to a cache with so many sequences. In an engine requests come and go, so each number of them
-has a step of its own (`EngineSteps`), over a view of the cache whose rows are those of the requests that run now.
+On a GPU, a decoding step is captured as a CUDA graph: otherwise launching several hundred kernels at a few microseconds
+each would take longer than reading the weights. A graph computes on fixed addresses, so the cache keeps its page table
+and lengths on the device, and all pages are reserved in advance. On a CPU, the compiled programs that compute the
+blocks are recorded and replayed as one (`quantforge_kernels.cpu.recording`), provided that nothing else computes them.
+
+A recorded step is tied to a cache with a fixed number of sequences. In a serving engine that number varies, so there is
+one step per batch size (`BatchedSteps`), each over a view of the cache whose rows are those of the running requests.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quantforge.errors import RefusedError
 from quantforge.runtime.cache import CacheRows, CacheView, LayerScales, PagedCache
 from quantforge.runtime.decoder import BlockInputs, Decoder, supports
 from quantforge.runtime.generation_options import Sampling
-from quantforge.runtime.sampling import Chosen, RowSampler, choose_rows
+from quantforge.runtime.sampling import ChosenToken, RowSampler, choose_tokens
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.cpu.instruction_sets import best_instruction_set
 
@@ -31,20 +32,20 @@ if TYPE_CHECKING:
 
     from quantforge_kernels.cpu.recording import RecordedPrograms
 
-CHUNK_TOKENS = 2048  # of a prefill, over all sequences
-WARM_UPS = 2
+PREFILL_CHUNK_TOKENS = 2048  # tokens of one prefill pass, over all sequences
+WARMUP_RUNS = 2  # runs before a CUDA graph is captured
 
 
-def engine_of(
+def create_engine(
     model: PreTrainedModel, cache: str = "", scales: LayerScales | None = None
 ) -> tuple[DecodingEngine, int | None]:
-    """Return the engine that decodes a model, and the bytes of a token in its cache where that is ours.
+    """Create the decoding engine for a model; also return the KV-cache bytes per token (None for transformers).
 
-    Without a kind of ``cache``, measured ``scales`` stand for one in fp8. The forward of transformers has its own
-    cache, and takes no notice of them.
+    If ``cache`` is empty and calibrated ``scales`` are given, the cache is stored in fp8. Models that run through
+    transformers use its cache, and ``scales`` are ignored.
 
     Raises:
-        RefusedError: a kind of cache for a model that the forward of transformers computes.
+        RefusedError: a cache kind was requested for a model that runs through transformers.
     """
     if not supports(model):
         if cache:
@@ -59,39 +60,39 @@ def engine_of(
 
 
 class DecoderEngine:
-    """The own decoder: ``start`` a batch of prompts, then ``step`` by step."""
+    """Engine over QuantForge's own decoder: `start` computes a batch of prompts, each `step` appends one token."""
 
     def __init__(self, decoder: Decoder, cache: str = "") -> None:
         self._decoder = decoder
-        self._kind = cache
+        self._cache_kind = cache
         self._cache: PagedCache | None = None
-        self._step: Step | None = None
+        self._step: DecodingStep | None = None
         self.device = decoder.device
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """Compute prompts ``[sequences, tokens]``, which ``new_tokens`` steps may follow; return logits as `step`."""
-        cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._kind)
-        self._cache, self._step = cache, Step(self._decoder, cache)
+        """Prefill prompts ``[sequences, tokens]`` and reserve ``new_tokens`` more; return logits like `step`."""
+        cache = self._decoder.cache(len(ids), ids.shape[1] + new_tokens, self._cache_kind)
+        self._cache, self._step = cache, DecodingStep(self._decoder, cache)
         return prefill(self._decoder, ids, cache, new_tokens)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append ``ids`` ``[sequences]``; return logits ``[sequences, vocabulary]``."""
+        """Append one token ``ids`` ``[sequences]`` to each sequence; return logits ``[sequences, vocabulary]``."""
         assert self._step is not None
         return self._step(ids)
 
-    def reorder(self, parents: Sequence[int], same: int) -> None:
-        """Make each sequence continue from what another one has computed so far.
+    def reorder(self, parents: Sequence[int], shared_tokens: int) -> None:
+        """Replace the cached state of each sequence with that of its parent, as beam search requires.
 
         Args:
-            parents: for each sequence, the one that it becomes a copy of.
-            same: so many first tokens each has in common with that one.
+            parents: for each sequence, the index of the sequence to copy.
+            shared_tokens: number of leading tokens that all sequences share, which need not be copied.
         """
         assert self._cache is not None
-        self._cache.copy_rows(parents, same)
+        self._cache.copy_rows(parents, shared_tokens)
 
 
 class TransformersEngine:
-    """The forward of transformers with our linear layers, and its cache; methods as those of `DecoderEngine`."""
+    """Engine over the forward pass and the cache of transformers, with the interface of `DecoderEngine`."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -99,16 +100,16 @@ class TransformersEngine:
         self.device = model.device
 
     def start(self, ids: Tensor, new_tokens: int) -> Tensor:  # noqa: ARG002 (its cache grows)
-        """Compute prompts."""
+        """Prefill prompts ``[sequences, tokens]``; return logits ``[sequences, vocabulary]``."""
         self._cache = None
         return self._forward(ids)
 
     def step(self, ids: Tensor) -> Tensor:
-        """Append one token per sequence."""
+        """Append one token to each sequence; return logits ``[sequences, vocabulary]``."""
         return self._forward(ids[:, None])
 
-    def reorder(self, parents: Sequence[int], same: int) -> None:  # noqa: ARG002 (it copies all)
-        """Copy rows of the cache."""
+    def reorder(self, parents: Sequence[int], shared_tokens: int) -> None:  # noqa: ARG002 (it copies all)
+        """Replace the cached state of each sequence with that of its parent."""
         self._cache.reorder_cache(torch.tensor(parents, device=self.device))
 
     def _forward(self, ids: Tensor) -> Tensor:
@@ -123,80 +124,80 @@ DecodingEngine = DecoderEngine | TransformersEngine
 
 
 @torch.inference_mode()
-def generate_rows(
+def generate_choices(
     engine: DecodingEngine,
     ids: Sequence[int],
     new_tokens: int,
     samplers: Sequence[RowSampler],
-    ended: Container[int] = (),
-) -> Iterator[dict[int, Chosen]]:
-    """Yield the tokens of several answers to one prompt, computed together, as soon as they are chosen.
+    finished: Container[int] = (),
+) -> Iterator[dict[int, ChosenToken]]:
+    """Decode several completions of one prompt in one batch; yield the new token of each by its index, step by step.
 
     Args:
         engine: computes logits.
-        ids: the prompt.
-        new_tokens: at most so many for each answer.
-        samplers: one for each answer.
-        ended: numbers of answers for which nothing more is chosen; may grow between steps.
+        ids: token ids of the prompt.
+        new_tokens: most new tokens of each completion.
+        samplers: one for each completion.
+        finished: indices of finished completions; the caller may add to it between steps.
 
     Raises:
-        InputError: logits that are no numbers.
+        InputError: a logit is NaN or infinite.
     """
     prompts = torch.tensor([list(ids)] * len(samplers), device=engine.device)
     logits = engine.start(prompts, new_tokens).float()
-    taken = [0] * len(samplers)
+    last_tokens = [0] * len(samplers)
     for step in range(new_tokens):
-        open_rows = [row for row in range(len(samplers)) if row not in ended]
-        if not open_rows:
+        active = [row for row in range(len(samplers)) if row not in finished]
+        if not active:
             return
         if step:
-            logits = engine.step(torch.tensor(taken, device=engine.device)).float()
-        those = logits if len(open_rows) == len(samplers) else logits[open_rows]
-        chosen = choose_rows([samplers[row] for row in open_rows], those)
-        for row, one in zip(open_rows, chosen, strict=True):
-            taken[row] = one.token
-        yield dict(zip(open_rows, chosen, strict=True))
+            logits = engine.step(torch.tensor(last_tokens, device=engine.device)).float()
+        active_logits = logits if len(active) == len(samplers) else logits[active]
+        chosen = choose_tokens([samplers[row] for row in active], active_logits)
+        for row, token in zip(active, chosen, strict=True):
+            last_tokens[row] = token.token
+        yield dict(zip(active, chosen, strict=True))
 
 
 def generate_tokens(
     engine: DecodingEngine, ids: Sequence[int], new_tokens: int, sampling: Sampling
 ) -> Iterator[int]:
-    """Yield up to ``new_tokens`` tokens after a prompt, each as soon as it is chosen; errors as `generate_rows`."""
-    for chosen in generate_rows(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
+    """Yield up to ``new_tokens`` tokens after a prompt, each as soon as it is chosen; raises as `generate_choices`."""
+    for chosen in generate_choices(engine, ids, new_tokens, [RowSampler(sampling, ids)]):
         yield chosen[0].token
 
 
 def prefill(decoder: Decoder, ids: Tensor, cache: PagedCache, new_tokens: int) -> Tensor:
-    """Compute prompts ``[sequences, tokens]`` in chunks; return the logits of their last tokens.
+    """Compute prompts ``[sequences, tokens]`` in chunks; return the logits after their last tokens.
 
-    Pages for ``new_tokens`` more are reserved.
+    Pages for ``new_tokens`` further tokens are reserved.
 
     Raises:
-        InputError: the cache has no room for them.
+        InputError: the cache has too few free pages.
     """
     sequences, length = ids.shape
     assert sequences == cache.sequences
     for sequence in range(sequences):
         cache.reserve(sequence, cache.length(sequence) + length + new_tokens)
-    step = max(1, CHUNK_TOKENS // sequences)
+    step = max(1, PREFILL_CHUNK_TOKENS // sequences)
     hidden = None
     for first in range(0, length, step):
         hidden = decoder.hidden(ids[:, first : first + step], cache)
     assert hidden is not None
-    cache.count(length)
+    cache.advance_all(length)
     return decoder.logits(hidden[:, -1])
 
 
-class Step:
-    """One more token for every sequence; a CUDA graph where there is a GPU.
+class DecodingStep:
+    """A decoding step that appends one token to every sequence of a cache; replayed as a CUDA graph on a GPU.
 
     Args:
         decoder: the model.
-        cache: pages are reserved for all steps that will come.
-        graph: capture a graph; when left out, on a GPU where the host need not wait (`Decoder.waits`).
+        cache: the KV cache, with pages reserved for all future steps.
+        graph: whether to capture a CUDA graph; by default on a GPU, unless `Decoder.needs_host_sync`.
 
     Attributes:
-        recorded: the programs of a step on a processor, once there was one, if they are all of it.
+        recorded: the recorded CPU programs after the first step; None if they do not cover the whole step.
     """
 
     def __init__(self, decoder: Decoder, cache: CacheRows, graph: bool | None = None) -> None:
@@ -205,53 +206,57 @@ class Step:
         self._ids = torch.zeros(cache.sequences, 1, dtype=torch.long, device=decoder.device)
         self._logits: Tensor | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        captured = decoder.device.type == "cuda" and not decoder.waits
-        self._wanted = captured if graph is None else graph
-        self._record = graph is None and best_instruction_set() is not None
-        self._entry: BlockInputs | None = None  # what the recorded programs read
+        can_capture = decoder.device.type == "cuda" and not decoder.needs_host_sync
+        self._use_cuda_graph = can_capture if graph is None else graph
+        self._use_recorded_programs = graph is None and best_instruction_set() is not None
+        self._recorded_inputs: BlockInputs | None = (
+            None  # the tensors that the recorded programs read
+        )
         self.recorded: RecordedPrograms | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return logits ``[sequences, vocabulary]`` after ``ids`` ``[sequences]``."""
+        """Append one token ``ids`` ``[sequences]`` to each sequence; return logits ``[sequences, vocabulary]``."""
         self._ids.copy_(ids[:, None])
-        if self._wanted and self._graph is None:
-            self._capture()
+        if self._use_cuda_graph and self._graph is None:
+            self._capture_cuda_graph()
         if self._graph is None:
-            logits = self._on_processor() if self._record else self._compute()
+            logits = self._compute_on_cpu() if self._use_recorded_programs else self._compute()
         else:
             self._graph.replay()
             assert self._logits is not None
             logits = self._logits
-        self._cache.count(1)
+        self._cache.advance_all(1)
         return logits
 
     def _compute(self) -> Tensor:
         return self._decoder.logits(self._decoder.hidden(self._ids, self._cache)[:, -1])
 
-    def _on_processor(self) -> Tensor:
-        """Run the recorded programs; record them at the first step."""
-        entry = self._decoder.enter(self._ids, self._cache)
-        if self._entry is None:
-            self._entry = entry
+    def _compute_on_cpu(self) -> Tensor:
+        """Replay the recorded CPU programs; record them on the first call."""
+        inputs = self._decoder.prepare_inputs(self._ids, self._cache)
+        if self._recorded_inputs is None:
+            self._recorded_inputs = inputs
             from quantforge_kernels.cpu.recording import record
 
-            hidden, self.recorded = record(lambda: self._decoder.blocks(entry, self._cache))
+            hidden, self.recorded = record(lambda: self._decoder.run_blocks(inputs, self._cache))
         elif self.recorded is None:
-            hidden = self._decoder.blocks(entry, self._cache)
+            hidden = self._decoder.run_blocks(inputs, self._cache)
         else:
-            for mine, given in zip(self._entry.tensors(), entry.tensors(), strict=True):
-                mine.copy_(given)
+            for recorded_tensor, new_tensor in zip(
+                self._recorded_inputs.tensors(), inputs.tensors(), strict=True
+            ):
+                recorded_tensor.copy_(new_tensor)
             hidden = self.recorded.replay()
         return self._decoder.logits(hidden[:, -1])
 
-    def _capture(self) -> None:
-        """Run the step twice, so that every kernel is compiled, and record it; undo its effect."""
+    def _capture_cuda_graph(self) -> None:
+        """Capture the step as a CUDA graph after warm-up runs that compile all kernels; restore the cache lengths."""
         lengths = self._cache.lengths.clone()
         with torch.cuda.device(self._decoder.device):  # streams are of the thread's current device
             stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                for _ in range(WARM_UPS):
+                for _ in range(WARMUP_RUNS):
                     self._compute()
                     self._cache.lengths.copy_(lengths)  # the same place is written again
             torch.cuda.current_stream().wait_stream(stream)
@@ -262,38 +267,38 @@ class Step:
         self._cache.lengths.copy_(lengths)
 
 
-class EngineSteps:
-    """Steps by their number of rows, which is rounded up to a few, since every record keeps its own memory.
+class BatchedSteps:
+    """Decoding steps for varying batch sizes: one recorded step per size, with sizes rounded up to a few values.
 
-    A row that is left over is the last request once more: it computes the same numbers and writes them to the same
-    place, so it needs no pages of its own.
+    Few sizes are used because every recorded step keeps memory of its own. Padding rows repeat the last request: they
+    compute the same numbers and write them to the same place, so they need no pages.
 
     Args:
         decoder: the model.
-        cache: of all requests; whatever is decoded has its page.
+        cache: KV cache of all requests, with pages reserved for the tokens to decode.
     """
 
     def __init__(self, decoder: Decoder, cache: PagedCache) -> None:
         self._decoder = decoder
         self._cache = cache
-        self._steps: dict[int, tuple[CacheView, Step]] = {}
+        self._steps: dict[int, tuple[CacheView, DecodingStep]] = {}
 
     def __call__(self, ids: Sequence[int], rows: Sequence[int]) -> Tensor:
-        """Return logits ``[rows, vocabulary]`` after one token of each row of the cache, which is then longer by it."""
-        size = rounded(len(rows))
+        """Append one token to each of the given cache rows; return logits ``[rows, vocabulary]``."""
+        size = padded_batch_size(len(rows))
         if size not in self._steps:
             view = self._cache.view(size)
-            self._steps[size] = view, Step(self._decoder, view)
+            self._steps[size] = view, DecodingStep(self._decoder, view)
         view, step = self._steps[size]
-        view.show(self._cache, rows)
-        more = [*ids, *[ids[-1]] * (size - len(ids))]
-        logits = step(torch.tensor(more, device=self._decoder.device))
-        self._cache.follow(rows)
+        view.select(self._cache, rows)
+        padded_ids = [*ids, *[ids[-1]] * (size - len(ids))]
+        logits = step(torch.tensor(padded_ids, device=self._decoder.device))
+        self._cache.append_one_each(rows)
         return logits[: len(rows)]
 
 
-def rounded(rows: int) -> int:
-    """Return the number of rows of the step that computes so many: 1, 2, 4, 8, 12, ..., 32, 40, 48, ..."""
+def padded_batch_size(rows: int) -> int:
+    """Round a batch size up to the next size that has a recorded step: 1, 2, 4, 8, 12, ..., 32, 40, 48, ..."""
     if rows <= 2:
         return rows
     unit = 4 if rows <= 32 else 8

@@ -1,11 +1,11 @@
-"""Generated texts: what `generate` returns, without torch."""
+"""Result types of text generation: texts, tokens, log-probabilities and timings. Imports no torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Stopped = Literal["end", "stop", "length", "interrupted"]
+StopReason = Literal["end", "stop", "length", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +13,9 @@ class LikelyToken:
     """A token and its log-probability.
 
     Attributes:
-        id: of the token.
-        text: of the token by itself; U+FFFD stands for a part of a character.
-        logprob: in nats, by the model itself: without temperature, penalties and cut-offs.
+        id: token id.
+        text: text of the token decoded alone; U+FFFD stands for an incomplete character.
+        logprob: log-probability in nats from the raw logits, before temperature, penalties and truncation.
     """
 
     id: int
@@ -23,72 +23,73 @@ class LikelyToken:
     logprob: float
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data, in the words of OpenAI's API."""
+        """Return the token as JSON-serializable data with the field names of OpenAI's API."""
         return {"id": self.id, "token": self.text, "logprob": self.logprob}
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredToken:
-    """A token of a text, and the most likely ones in its place, the most likely one first."""
+    """A generated token with the most likely tokens at its position, in descending order of probability."""
 
     chosen: LikelyToken
     top: tuple[LikelyToken, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data, in the words of OpenAI's API."""
-        return {**self.chosen.document(), "top_logprobs": [one.document() for one in self.top]}
+        """Return the token as JSON-serializable data with the field names of OpenAI's API."""
+        return {**self.chosen.document(), "top_logprobs": [item.document() for item in self.top]}
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedText:
-    """One of the texts that a model has written after a prompt.
+    """One completion of a prompt.
 
     Attributes:
-        text: without special tokens, and without the string that ended it.
-        tokens: ids of the text, of a string that ended it too.
-        stopped: ``end``: by a token that ends texts or turns; ``stop``: by a stop string; ``length``: by the limit;
-            ``interrupted``: by a person.
-        stop: the stop string that ended it.
-        logprobs: of each token, where they were asked for.
-        score: of a beam search: sum of log-probabilities over length^length_penalty.
+        text: the text without special tokens and, by default, without the stop string.
+        tokens: token ids of the text, including those of a stop string that ended it.
+        stopped: why generation stopped. ``end``: an end-of-text or end-of-turn token; ``stop``: a stop string;
+            ``length``: the token limit; ``interrupted``: the user.
+        stop: the stop string that ended the text, if any.
+        logprobs: log-probabilities of each token, if requested.
+        score: beam search only: sum of log-probabilities divided by length^length_penalty.
     """
 
     text: str
     tokens: tuple[int, ...]
-    stopped: Stopped
+    stopped: StopReason
     stop: str | None = None
     logprobs: tuple[ScoredToken, ...] | None = None
     score: float | None = None
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the completion as JSON-serializable data."""
         return {
             "text": self.text,
             "tokens": list(self.tokens),
             "stopped": self.stopped,
             "stop": self.stop,
-            "logprobs": self.logprobs and [one.document() for one in self.logprobs],
+            "logprobs": self.logprobs and [item.document() for item in self.logprobs],
             "score": self.score,
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """Texts that a model has written after a prompt.
+    """Result of generating text for one prompt: the completions with token counts and timings.
 
     Attributes:
-        model: as it was named.
-        choices: the texts, at least one; of a beam search the best one first.
-        templated: whether the chat template has rendered the prompt; else it was completed as text.
-        decoder: ``own`` or ``transformers``.
-        prompt_tokens: how many the prompt has.
-        prompt_seconds: from the beginning to the first token.
-        steps: tokens that were computed after the first one of each text, one that ended it included.
-        step_seconds: of all steps together.
-        speculation: what came of drafted tokens: ``passes``, ``guessed``, ``accepted``, ``acceptance``,
-            ``tokens_per_pass``, and what the acceptance lets expect, ``expected``; None without.
-        processor_share: share of the processor time that the threads asked for and got, from 0 to 1; None before the
-            end, and where the system does not count it.
+        model: name of the model as given by the caller.
+        choices: the completions, at least one; for a beam search the best one first.
+        templated: whether the prompt was rendered with the chat template; otherwise it was completed as plain text.
+        decoder: which implementation ran the model: ``own`` (QuantForge's decoder) or ``transformers``.
+        prompt_tokens: number of tokens in the prompt.
+        prompt_seconds: time from the start to the first token.
+        steps: tokens computed after the first one of each completion, end tokens included.
+        step_seconds: total time of these steps.
+        speculation: statistics of speculative decoding: ``passes``, ``guessed`` (drafted tokens), ``accepted``,
+            ``acceptance``, ``tokens_per_pass``, and ``expected`` (tokens per pass predicted from the acceptance); None
+            if it was not used.
+        processor_share: fraction (0 to 1) of the requested CPU time that the threads received; None before the end,
+            and on systems that do not report it.
     """
 
     model: str
@@ -104,37 +105,37 @@ class Generated:
 
     @property
     def text(self) -> str:
-        """Return the first text."""
+        """Return the text of the first choice."""
         return self.choices[0].text
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Return the tokens of the first text."""
+        """Return the token ids of the first choice."""
         return self.choices[0].tokens
 
     @property
-    def stopped(self) -> Stopped:
-        """Return why the first text ended."""
+    def stopped(self) -> StopReason:
+        """Return why generation of the first choice stopped."""
         return self.choices[0].stopped
 
     @property
     def prompt_tokens_per_second(self) -> float | None:
-        """Return the tokens of the prompt per second until the first token; None before there was one."""
+        """Return the prefill speed in prompt tokens per second; None before the first token."""
         return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else None
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the tokens per second after the first one; None without any."""
+        """Return the decoding speed in tokens per second, without the first token; None if there are no others."""
         return self.steps / self.step_seconds if self.steps else None
 
     def document(self) -> dict[str, Any]:
-        """Return texts and figures as plain data (an answer of ``quantforge.generate/1``)."""
+        """Return the result as JSON-serializable data (a completion in a ``quantforge.generate/1`` document)."""
         return {
             "model": self.model,
             "text": self.text,
             "tokens": list(self.tokens),
             "stopped": self.stopped,
-            "choices": [one.document() for one in self.choices],
+            "choices": [item.document() for item in self.choices],
             "templated": self.templated,
             "decoder": self.decoder,
             "prompt_tokens": self.prompt_tokens,

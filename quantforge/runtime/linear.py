@@ -1,9 +1,9 @@
-"""A linear layer whose weight stays packed in memory.
+"""Linear layers that keep quantized weights packed in memory and multiply with a matching kernel.
 
-It describes its `QuantizedTensor` as a problem of the kernels (which grid, which parameters, in their plain terms;
-nothing is rounded on the way), gives codes and parameters to the first kernel that accepts them, keeps only what that
-kernel prepared, and multiplies. Which kernel it was is part of every report. A kernel that fails on this machine, which
-is found out at once, gives the weight to the fallback kernel, and ``find_kernel_failure`` says so.
+A layer describes its `QuantizedTensor` to the kernels (grid and parameters, without further rounding), passes codes and
+parameters to the first kernel that accepts them, keeps only the tensors that this kernel prepared, and multiplies.
+Reports list the kernel. Every kernel is tried once when the layer is created; if it fails on this machine, the fallback
+kernel is used and ``failure`` holds the reason.
 """
 
 from __future__ import annotations
@@ -30,34 +30,38 @@ from quantforge_kernels.matmul_spec import Kernel, MatmulSpec, PackedWeight
 from quantforge_kernels.select import find_kernel_failure, select_kernel
 
 if TYPE_CHECKING:
-    from quantforge.runtime.tensor_parallel import Cut, Share
+    from quantforge.runtime.tensor_parallel import TensorParallelRank, WeightShard
 
-EXACT = 16  # bits of a rounded activation, which hold all that bfloat16 does
-DECODED_BYTES = 256 << 20  # of decoded weights that are kept while a small model is evaluated
+UNROUNDED_BITS = 16  # activations of this many bits are not rounded: it is the width of bfloat16
+MAX_DECODED_BYTES = (
+    256 << 20
+)  # most bytes of decoded weights that are kept while a small model is evaluated
 
 
 @dataclass(frozen=True, slots=True)
 class KernelWeight:
-    """A quantized weight as kernels take it: the product it is for, and what `Kernel.prepare` lays out."""
+    """A quantized weight in the terms of the kernels: description, codes and parameters, before `Kernel.prepare`."""
 
     problem: MatmulSpec
     codes: Tensor
     parameters: dict[str, Tensor]
 
 
-def kernel_weight(
+def to_kernel_weight(
     tensor: QuantizedTensor, dtype: torch.dtype, device: torch.device
 ) -> KernelWeight:
-    """Return a quantized weight as kernels take it; the packer of its grid says what codes and parameters are.
+    """Convert a quantized tensor to the codes and parameters that kernels expect, using the packer of its grid.
 
     Args:
-        tensor: the weight.
-        dtype: of the activations that it is multiplied by.
-        device: where it is kept.
+        tensor: the quantized weight.
+        dtype: type of the activations.
+        device: device of the weight.
     """
     scheme, (rows, columns) = tensor.scheme, tensor.shape
-    own = {key: part for key, part in tensor.parameters.items() if key not in OF_INPUT}
-    terms = packer_of(scheme).kernel_terms(replace(tensor, parameters=own))
+    weight_parameters = {
+        key: part for key, part in tensor.parameters.items() if key not in OF_INPUT
+    }
+    terms = packer_of(scheme).kernel_terms(replace(tensor, parameters=weight_parameters))
     parameters = terms.parameters
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
     problem = MatmulSpec(
@@ -75,7 +79,7 @@ def kernel_weight(
         superblock_size=terms.superblock,
         lower_encoding=terms.lower,
     )
-    if tile_rows == 1:  # one row of parameters for every row, also where one serves the matrix
+    if tile_rows == 1:  # expand parameters that are shared by all rows
         for name in {"scales", "zeros", "mins"} & parameters.keys():
             parameters[name] = parameters[name].expand(rows, -1)
     moved = {name: value.to(device) for name, value in parameters.items()}
@@ -83,38 +87,43 @@ def kernel_weight(
 
 
 def _activation(tensor: QuantizedTensor) -> str:
-    """Name the input that a kernel can quantize on the way: whole rows, to a range that it finds itself; "" if none."""
-    taken = tensor.input
-    if taken is None or not taken.dynamic or taken.granularity != "token" or taken.threshold:
+    """Return the activation type that a kernel quantizes dynamically per row ("int8" or "fp8"); "" if there is none."""
+    input_scheme = tensor.input
+    if (
+        input_scheme is None
+        or not input_scheme.dynamic
+        or input_scheme.granularity != "token"
+        or input_scheme.threshold
+    ):
         return ""
-    return {"int8": "int8", "fp8_e4m3": "fp8"}.get(taken.grid, "")
+    return {"int8": "int8", "fp8_e4m3": "fp8"}.get(input_scheme.grid, "")
 
 
 class PackedWeights(nn.Module, ABC):
-    """A module whose weights stay packed: they are held as the kernel that was chosen keeps them.
+    """Base class of modules that hold quantized weights in the layout of the selected kernel.
 
     Attributes:
-        chosen: the kernel.
+        chosen: the selected kernel.
     """
 
     chosen: Kernel | GroupedKernel
 
     def __init__(self) -> None:
         super().__init__()
-        self._names: list[str] = []
+        self._buffer_names: list[str] = []
 
-    def hold(self, packed: PackedWeight) -> None:
-        """Keep the tensors that the kernel prepared, in the place of those before."""
-        for name in self._names:
+    def store_packed(self, packed: PackedWeight) -> None:
+        """Store the tensors that the kernel prepared as buffers, replacing earlier ones."""
+        for name in self._buffer_names:
             delattr(self, name)
-        self._names = list(packed)
+        self._buffer_names = list(packed)
         for name, value in packed.items():
             self.register_buffer(name, value)
 
     @property
     def packed(self) -> PackedWeight:
-        """Return the weights as the kernel keeps them."""
-        return {name: self.get_buffer(name) for name in self._names}
+        """Return the weights in the layout of the kernel."""
+        return {name: self.get_buffer(name) for name in self._buffer_names}
 
     @property
     def kernel(self) -> str:
@@ -123,7 +132,7 @@ class PackedWeights(nn.Module, ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes held for the weights, parameters of their grid included."""
+        """Return the memory of the weights in bytes, including quantization parameters."""
         return sum(value.nbytes for value in self.packed.values())
 
     @property
@@ -133,27 +142,30 @@ class PackedWeights(nn.Module, ABC):
 
     @abstractmethod
     def round_inputs(self, bits: int) -> bool:
-        """Let a kernel round activations to so many bits (`MatmulSpec.input_bits`); return whether one does."""
+        """Switch to a kernel that rounds activations to ``bits`` bits (`MatmulSpec.input_bits`); return success.
+
+        The current kernel is kept if there is none.
+        """
 
     @abstractmethod
-    def keep_decoded(self, keep: bool) -> None:
-        """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
+    def cache_decoded(self, enabled: bool) -> None:
+        """Enable or disable caching of the tiles that the fallback kernel decodes."""
 
 
 class PackedLinear(PackedWeights):
     """``y = x W^T + bias`` with a quantized ``W`` ``[out_features, in_features]``.
 
     Args:
-        tensor: the weight.
+        tensor: the quantized weight.
         bias: ``[out_features]``, or None.
-        dtype: of activations.
-        device: where the weight is kept.
-        cut: of the weight, where a part of it is held; the bias is as it is to be.
+        dtype: type of the activations.
+        device: device of the weight.
+        shard: the part of the weight that this process holds, under tensor parallelism; the bias is not sliced.
 
     Attributes:
-        problem: what is multiplied.
-        chosen: the kernel.
-        failure: why the kernel that was meant for it does not multiply it, or None.
+        problem: description of the product for the kernels.
+        chosen: the selected kernel.
+        failure: why the preferred kernel is not used, or None.
     """
 
     def __init__(
@@ -162,31 +174,33 @@ class PackedLinear(PackedWeights):
         bias: Tensor | None,
         dtype: torch.dtype,
         device: torch.device,
-        cut: Cut | None = None,
+        shard: WeightShard | None = None,
     ) -> None:
         super().__init__()
         self._device = device
-        weight = kernel_weight(tensor, dtype, device)
-        weight = weight if cut is None else cut.kernel_weight(weight)
+        weight = to_kernel_weight(tensor, dtype, device)
+        weight = weight if shard is None else shard.slice_kernel_weight(weight)
         self.problem = weight.problem
         self.chosen: Kernel = select_kernel(weight.problem)
         self._input = None if weight.problem.activation_kind else tensor.input
         scale, columns = tensor.parameters.get("input_scale"), tensor.outlier_columns
         self._input_scale = None if scale is None else scale.to(device)
-        self._columns = None if columns is None else columns.to(device)
-        self._outliers: Tensor | None = None  # [columns, out]: what is multiplied in 16 bits
+        self._outlier_columns = None if columns is None else columns.to(device)
+        self._outliers: Tensor | None = None  # [columns, out]: outlier columns kept in 16 bits
         if columns is not None:
-            kept = tensor.parameters["outlier_weight"][:, : len(columns)]
-            self._outliers = kept.T.contiguous().to(device)
-        self._tiles: dict[int, Tensor] | None = None  # decoded ones, see `decoded_once`
+            outlier_weight = tensor.parameters["outlier_weight"][:, : len(columns)]
+            self._outliers = outlier_weight.T.contiguous().to(device)
+        self._decoded_tiles: dict[int, Tensor] | None = (
+            None  # cached decoded tiles, see `cache_decoded_weights`
+        )
         self.failure: str | None = None
-        self.hold(self._prepared(weight))
+        self.store_packed(self._prepare_with_fallback(weight))
         self.bias = None
         if bias is not None:
             self.bias = nn.Parameter(bias.to(device, dtype), requires_grad=False)
 
-    def _prepared(self, weight: KernelWeight) -> PackedWeight:
-        """Prepare the weight and try the kernel; where it fails, the fallback kernel takes the weight."""
+    def _prepare_with_fallback(self, weight: KernelWeight) -> PackedWeight:
+        """Prepare the weight for the selected kernel and try it; switch to the fallback kernel if it fails."""
         packed = self.chosen.prepare(weight.codes, weight.parameters, weight.problem)
         if self.chosen is fallback.KERNEL:
             return packed
@@ -201,23 +215,23 @@ class PackedLinear(PackedWeights):
         """Multiply ``x`` ``[..., in_features]``; return ``[..., out_features]``."""
         rows = x.reshape(-1, self.problem.in_features)
         if self._input is not None:
-            seen = simulate(rows, self._input, self._input_scale, self._columns)
-            if self._columns is not None:
-                seen[:, self._columns] = 0
-            rows = seen.to(x.dtype)
-        if self._tiles is None:
+            rounded = simulate(rows, self._input, self._input_scale, self._outlier_columns)
+            if self._outlier_columns is not None:
+                rounded[:, self._outlier_columns] = 0
+            rows = rounded.to(x.dtype)
+        if self._decoded_tiles is None:
             y = self.chosen.matmul(rows, self.packed, self.problem)
         else:
-            y = fallback.matmul(rows, self.packed, self.problem, self._tiles)
+            y = fallback.matmul(rows, self.packed, self.problem, self._decoded_tiles)
         if self._outliers is not None:
-            taken = x.reshape(-1, self.problem.in_features)[:, self._columns]
-            y = y + many_rows.matmul(taken, self._outliers)
+            outlier_input = x.reshape(-1, self.problem.in_features)[:, self._outlier_columns]
+            y = y + many_rows.matmul(outlier_input, self._outliers)
         if self.bias is not None:
             y = add_bias(y, self.bias)
         return y.view(*x.shape[:-1], self.problem.out_features)
 
     def decoded_rows(self, part: slice) -> Tensor | None:
-        """Return some decoded rows of the weight, in the type of activations; None but of the fallback kernel."""
+        """Decode some rows of the weight to the activation type; None unless the fallback kernel is used."""
         exact_input = self.takes_plain_input and not self.problem.activation_kind
         if self.chosen is not fallback.KERNEL or not exact_input:
             return None
@@ -225,13 +239,13 @@ class PackedLinear(PackedWeights):
 
     @property
     def weight(self) -> Tensor:
-        """Return ``[out_features, in_features]`` of NaN without memory, for blocks that ask a weight for its type."""
+        """Return a NaN placeholder ``[out_features, in_features]`` without storage, for code that reads its dtype."""
         empty = torch.full((), torch.nan, dtype=self.problem.dtype, device=self._device)
         return empty.expand(self.problem.out_features, self.problem.in_features)
 
     @property
     def takes_plain_input(self) -> bool:
-        """Return whether ``x`` goes to the kernel as it comes; the kernel may still round it."""
+        """Return whether ``x`` is passed to the kernel unchanged; the kernel itself may still round it."""
         return self._input is None
 
     @property
@@ -241,12 +255,12 @@ class PackedLinear(PackedWeights):
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes held for the weight: codes and parameters as the kernel keeps them, and 16-bit columns."""
+        """Return the memory of the weight in bytes: packed codes, parameters and 16-bit outlier columns."""
         outliers = 0 if self._outliers is None else self._outliers.nbytes
         return outliers + super().weight_bytes
 
     def round_inputs(self, bits: int) -> bool:
-        """Round activations, by a kernel of the same layout or in place of the fallback; return whether one does."""
+        """Switch to a kernel that rounds activations, if one exists for the layout or replaces the fallback kernel."""
         problem = replace(self.problem, input_bits=bits)
         chosen, packed = select_kernel(problem), self.packed
         if chosen is self.chosen:
@@ -258,26 +272,26 @@ class PackedLinear(PackedWeights):
         if find_kernel_failure(chosen, packed, problem) is not None:
             return False
         self.problem, self.chosen = problem, chosen
-        self.hold(packed)
+        self.store_packed(packed)
         return True
 
-    def keep_decoded(self, keep: bool) -> None:
-        """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
-        self._tiles = {} if keep and self.chosen is fallback.KERNEL else None
+    def cache_decoded(self, enabled: bool) -> None:
+        """Enable or disable caching of the tiles that the fallback kernel decodes."""
+        self._decoded_tiles = {} if enabled and self.chosen is fallback.KERNEL else None
 
 
-class SummedLinear(nn.Module):
-    """A linear layer of which every process holds some columns.
+class RowParallelLinear(nn.Module):
+    """A linear layer whose input columns are split over processes; their outputs are summed (row parallelism).
 
     Args:
-        part: what is here of it; its bias is taken from it.
-        share: of this process.
+        part: the columns that this process holds; the bias is moved out of it.
+        share: tensor-parallel rank of this process.
     """
 
-    def __init__(self, part: nn.Module, share: Share) -> None:
+    def __init__(self, part: nn.Module, share: TensorParallelRank) -> None:
         super().__init__()
         self.ranks = share.ranks
-        self._total = share.total
+        self._total = share.all_reduce
         bias = part.bias
         assert bias is None or isinstance(bias, Tensor)
         self.bias = bias
@@ -286,58 +300,66 @@ class SummedLinear(nn.Module):
         self.part = part
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply this process's ``x`` ``[..., columns]``; return the sum of all, ``[..., out_features]``."""
-        y = self._total(multiply(self.part, x.reshape(-1, x.shape[-1])))
+        """Multiply this process's ``x`` ``[..., columns]``; return the sum over processes, ``[..., out_features]``."""
+        y = self._total(apply_linear(self.part, x.reshape(-1, x.shape[-1])))
         y = y if self.bias is None else add_bias(y, self.bias)
         return y.view(*x.shape[:-1], -1)
 
 
-def multiply(module: nn.Module, x: Tensor) -> Tensor:
-    """Multiply rows by a layer, packed or not."""
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """Apply a plain or packed linear layer to rows ``[rows, in_features]``."""
     if type(module) is nn.Linear:
         return linear(x, module.weight, module.bias)
     y: Tensor = module(x)
     return y
 
 
-def ranks_of(model: nn.Module) -> int:
-    """Return how many processes share a model; 1: it is whole."""
-    return next((one.ranks for one in model.modules() if isinstance(one, SummedLinear)), 1)
+def tensor_parallel_size(model: nn.Module) -> int:
+    """Return the number of tensor-parallel processes of a model; 1 if it is not split."""
+    return next(
+        (module.ranks for module in model.modules() if isinstance(module, RowParallelLinear)), 1
+    )
 
 
 @contextmanager
-def decoded_once(model: nn.Module) -> Iterator[None]:
-    """Decode the weights of a small model on a processor once, for all products of a ``with`` block.
+def cache_decoded_weights(model: nn.Module) -> Iterator[None]:
+    """Context manager that caches the decoded weights of a small CPU model for all products in the block.
 
-    Nothing is kept of a model that would take more than `DECODED_BYTES` so. Values are the same.
+    Models whose decoded weights exceed `MAX_DECODED_BYTES` are not cached. Results are identical.
     """
     layers = [module for module in model.modules() if isinstance(module, PackedWeights)]
     size = sum(layer.weights * 4 for layer in layers)
-    small = size <= DECODED_BYTES and all(value.device.type == "cpu" for value in model.buffers())
+    small = size <= MAX_DECODED_BYTES and all(
+        value.device.type == "cpu" for value in model.buffers()
+    )
     for layer in layers:
-        layer.keep_decoded(small)
+        layer.cache_decoded(small)
     try:
         yield
     finally:
         for layer in layers:
-            layer.keep_decoded(False)
+            layer.cache_decoded(False)
 
 
 def round_inputs(model: nn.Module, bits: int) -> list[Event]:
-    """Let products of packed weights round activations to integers of so many bits, where a kernel does.
+    """Switch packed layers to kernels that round activations to integers of ``bits`` bits, where one exists.
 
     Returns:
-        An event, where one of them keeps 16 bits.
+        An event if some layers keep 16-bit activations, otherwise an empty list.
     """
-    packed = {name: one for name, one in model.named_modules() if isinstance(one, PackedWeights)}
-    kept = {name: one.weights for name, one in packed.items() if not one.round_inputs(bits)}
-    if packed and not kept:
+    packed = {
+        name: layer for name, layer in model.named_modules() if isinstance(layer, PackedWeights)
+    }
+    unrounded = {
+        name: layer.weights for name, layer in packed.items() if not layer.round_inputs(bits)
+    }
+    if packed and not unrounded:
         return []
     if not packed:
         detail = (
             f"no linear is quantized, and with no others are activations rounded to {bits} bits"
         )
         return [Event("kernel-fallback", "model", detail)]
-    whole = sum(one.weights for one in packed.values())
-    detail = f"{sum(kept.values()):,} of {whole:,} packed weights keep activations of {EXACT} bits"
-    return [Event("kernel-fallback", next(iter(kept)), detail)]
+    total = sum(layer.weights for layer in packed.values())
+    detail = f"{sum(unrounded.values()):,} of {total:,} packed weights keep activations of {UNROUNDED_BITS} bits"
+    return [Event("kernel-fallback", next(iter(unrounded)), detail)]

@@ -1,16 +1,15 @@
-"""One loader for every format: a model that computes, with its quantized weights still packed.
+"""Load a model of any supported format for inference, keeping quantized weights packed.
 
-The layouts that a format finds in the headers are replaced by the weights they stand for, so that
-a quantized checkpoint has the same tensors as its source and is matched by the same declarations:
-each tensor exactly once, or refused. `quantforge.model.weight_mapping` says of which stored tensors each parameter of
-the skeleton is made. Plain tensors are filled first, so that a packed linear finds its bias in the module that it
-replaces.
-Nothing is ever initialised at random: a parameter that no tensor fills is an error.
+The quantized layouts found in the headers are replaced by the weights they represent, so that a quantized checkpoint
+has the same tensors as its source and is matched by the same declarations: every tensor exactly once, or an error.
+`quantforge.model.weight_mapping` maps stored tensors to parameters of the model skeleton. Plain tensors are filled
+first, so that a packed linear finds its bias in the module that it replaces. Nothing is initialized randomly: a
+parameter without a tensor is an error.
 
-A quantized linear becomes a `PackedLinear` where the running model has a plain linear in its place. Where a family's
-class multiplies in a way of its own, or where a block reads the weight of a linear itself, past the module (as
-state-space mixers do; it is seen in the source of the block's class), the matrix is decoded into the parameter, which
-is an event with its share of the weights. Experts of a mixture: `packed_experts`.
+A quantized linear becomes a `PackedLinear` if the model has a plain linear in its place. If a class overrides the
+forward of its linears, or a block reads the weight of a linear directly (as state-space mixers do, which is detected in
+the source code of the class), the matrix is decoded to a plain parameter, and an event reports its share of the
+weights. For mixtures of experts see `packed_experts`.
 """
 
 from __future__ import annotations
@@ -47,54 +46,59 @@ from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache import LayerScales
-from quantforge.runtime.cache_scales import RoundedCache, listen, read_scales
-from quantforge.runtime.linear import EXACT, PackedLinear, round_inputs
-from quantforge.runtime.memory import check_weights, free_bytes
+from quantforge.runtime.cache_scales import RoundedCache, attach_cache, read_cache_scales
+from quantforge.runtime.linear import UNROUNDED_BITS, PackedLinear, round_inputs
+from quantforge.runtime.memory import check_weights_fit, free_bytes
 from quantforge.runtime.model_sizes import (
     bytes_per_token,
     held_bytes,
     kernel_shares,
-    most_held,
+    max_held_bytes,
     scheme_shares,
     stored_sizes,
 )
-from quantforge.runtime.packed_experts import ExpertWeights, fill_experts, plainly
-from quantforge.runtime.tensor_parallel import Cut, Share, cuts_of, sum_parts
+from quantforge.runtime.packed_experts import ExpertWeights, decode_plain, fill_experts
+from quantforge.runtime.tensor_parallel import (
+    TensorParallelRank,
+    WeightShard,
+    find_shards,
+    wrap_split_linears,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from quantforge.plans import StoredTensor
 
-NO_KERNEL = "no kernel multiplies the codes of a lattice"
-OWN_PRODUCT = "their class multiplies in its own way"
-READ = "their block reads the weight itself"
-CONVERTED = "the running model holds them in another form"
-_READ = re.compile(r"\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
+NO_LATTICE_KERNEL = "no kernel multiplies the codes of a lattice"
+CUSTOM_FORWARD = "their class multiplies in its own way"
+WEIGHT_READ_DIRECTLY = "their block reads the weight itself"
+CONVERTED_LAYOUT = "the running model holds them in another form"
+_WEIGHT_ACCESS = re.compile(r"\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model in memory, and what is known of it.
+    """A loaded model with its sizes, configuration and load events.
 
     Attributes:
         model: a causal language model of transformers, in evaluation mode.
-        path: its directory or GGUF file (which also holds the tokenizer).
+        path: model directory or GGUF file (which also holds the tokenizer).
         format: key of the format.
-        scheme: the schemes with their shares of the quantized weights, or the stored type.
-        bits_per_weight: stored bits per quantized weight, their scales and zeros included; of all
-            weights when none is quantized.
+        scheme: quantization schemes with their shares of the quantized weights, or the stored type.
+        bits_per_weight: stored bits per quantized weight, including scales and zeros; of all weights if none is
+            quantized.
         bits_per_weight_total: stored bits per weight of the whole model.
-        weight_bytes: stored bytes of the whole model, without what is stored twice.
-        held_bytes: bytes that weights take in memory.
-        read_bytes: those of them that one token reads: of a mixture the weights of the experts that it is sent to.
-        kernels: share of the weights of linear layers that each kernel multiplies.
-        config: ``config.json``.
-        dtype: of activations.
-        kv_cache: how keys and values are stored, one of `kv_scales.KINDS`: the model computes with them rounded so.
-        kv_scales: by layer, the scales of keys and values.
-        events: layers that are not multiplied by the kernel meant for them; a type that transformers does not know.
-        names: the bridge between its files and the parameters of ``model``.
+        weight_bytes: stored bytes of the whole model, without duplicates.
+        held_bytes: bytes of the weights in memory.
+        read_bytes: bytes of weights that are read for one token; in a mixture, only the experts it is routed to.
+        kernels: share of the linear weights that each kernel multiplies.
+        config: contents of ``config.json``.
+        dtype: type of the activations.
+        kv_cache: storage of keys and values in the checkpoint, one of `kv_scales.KINDS`; the model rounds them alike.
+        kv_scales: scales of keys and values, by layer.
+        events: layers that do not use their preferred kernel; model types that transformers does not know.
+        names: mapping between stored tensors and the parameters of ``model``.
     """
 
     model: PreTrainedModel
@@ -121,53 +125,55 @@ def load(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     *,
-    input_bits: int = EXACT,
-    share: Share | None = None,
+    input_bits: int = UNROUNDED_BITS,
+    share: TensorParallelRank | None = None,
 ) -> Loaded:
-    """Load a model of any format that is read.
+    """Load a model of any supported format.
 
     Args:
-        source: a directory or a GGUF file, or the checkpoint that was opened there.
-        device: where it computes.
-        dtype: of activations, and of the weights that are not quantized.
-        input_bits: of the integers to which products of packed weights round activations of 16 bits, where they do.
-        share: of this process, where several hold one model: only `Decoder` computes it then, in all of them at once.
+        source: a model directory or GGUF file, or a checkpoint opened from it.
+        device: device of the model.
+        dtype: type of activations and unquantized weights.
+        input_bits: bits to which packed layers round their activations; 16 disables rounding.
+        share: tensor-parallel rank of this process; the model then runs in `Decoder` only, in all processes at once.
 
     Raises:
-        InputError: missing, left-over, mis-shaped or not finite tensors; no format reads it; or it cannot be built.
-        RefusedError: a model that is written and not run here, or that processes do not share.
-        ResourceError: a GPU has no room for it.
+        InputError: tensors are missing, left over, misshapen or not finite; the format is unknown; or the model cannot
+            be built.
+        RefusedError: the model cannot be run here, or cannot be split over processes.
+        ResourceError: the model does not fit into GPU memory.
     """
     checkpoint = decode_if_unsupported(open_model(source)) if isinstance(source, Path) else source
-    form = detect_format(checkpoint.config)
+    model_format = detect_format(checkpoint.config)
     stored = checkpoint.headers()
-    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, stored)}
+    layouts = {item.module: item for item in model_format.find_layouts(checkpoint.config, stored)}
     model_layout = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
-    bits, total, size = _sizes(checkpoint, model_layout, layouts, stored)
+    bits, total, stored_bytes = _sizes(checkpoint, model_layout, layouts, stored)
     model = build(checkpoint.config)
-    mapping = _mapping_of(model, model_layout, checkpoint.config)
+    mapping = _create_mapping(model, model_layout, checkpoint.config)
     decoded = weights_to_decode(model, mapping, layouts, model_layout.architecture)
-    where = torch.device(device)
-    cuts = {} if share is None else cuts_of(model, model_layout, layouts, share)
-    check_weights(
-        *most_held(model_layout, layouts, stored, dtype, decoded, cuts), free_bytes(where)
+    torch_device = torch.device(device)
+    shards = {} if share is None else find_shards(model, model_layout, layouts, share)
+    check_weights_fit(
+        *max_held_bytes(model_layout, layouts, stored, dtype, decoded, shards),
+        free_bytes(torch_device),
     )
-    filler = SkeletonFiller(checkpoint, form, layouts, where, dtype, cuts)
+    filler = SkeletonFiller(checkpoint, model_format, layouts, torch_device, dtype, shards)
     filler.fill(model, mapping, decoded)
-    if input_bits != EXACT:
+    if input_bits != UNROUNDED_BITS:
         filler.events += round_inputs(model, input_bits)
     cache = kv_scales.find_scales(checkpoint.config, stored)
-    scales = read_scales(checkpoint, cache, where, share) if cache.names else None
+    scales = read_cache_scales(checkpoint, cache, torch_device, share) if cache.names else None
     if scales is not None:
         _round_cache(model, model_layout, scales)
     return Loaded(
         model=model,
         path=checkpoint.path,
-        format=form.KEY,
+        format=model_format.KEY,
         scheme=checkpoint.facts.get(PRECISION) or scheme_shares(layouts, checkpoint.dtype),
         bits_per_weight=bits,
         bits_per_weight_total=total,
-        weight_bytes=size,
+        weight_bytes=stored_bytes,
         held_bytes=held_bytes(model),
         read_bytes=bytes_per_token(model),
         kernels=kernel_shares(model),
@@ -180,15 +186,16 @@ def load(
     )
 
 
-def _mapping_of(
+def _create_mapping(
     model: PreTrainedModel, model_layout: ModelLayout, config: Mapping[str, Any]
 ) -> WeightMapping:
-    """Return the bridge of a checkpoint: by its declarations, or by transformers' rules where it has none.
+    """Map stored tensors to parameters, by the declarations of the architecture or else by transformers' rules.
 
-    Those rules know no single experts of a family that publishes stacks: for such files declarations are derived.
+    Those rules do not cover separately stored experts of a family that publishes stacked ones; for such files,
+    declarations are derived.
 
     Raises:
-        InputError: tensors have no place in the model.
+        InputError: some tensors do not belong to the model.
         RefusedError: no declarations can be derived; the message says why.
     """
     stored = [tensor.header for tensor in model_layout.tensors]
@@ -208,7 +215,7 @@ def _sizes(
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
 ) -> tuple[float, float, int]:
-    """Return `stored_sizes`, by the files where these hold less than what is read of them."""
+    """Return `stored_sizes`, corrected for sources whose files are smaller than the tensors decoded from them."""
     bits, total, size = stored_sizes(model_layout, layouts, stored)
     if PRECISION in checkpoint.facts:
         size = sum(entry.nbytes for entry in checkpoint.opened.entries.values())
@@ -217,10 +224,10 @@ def _sizes(
 
 
 def _round_cache(model: PreTrainedModel, model_layout: ModelLayout, scales: LayerScales) -> None:
-    """Let attention layers compute with keys and values rounded by the scales of each."""
+    """Make attention layers round keys and values with their calibrated scales."""
     for block, pair in scales.items():
         attention = f"{model_layout.block_name(block)}.{kv_scales.ATTENTION_MODULE}"
-        listen(model.get_submodule(attention), RoundedCache(*pair))
+        attach_cache(model.get_submodule(attention), RoundedCache(*pair))
 
 
 def weights_to_decode(
@@ -229,45 +236,49 @@ def weights_to_decode(
     layouts: Mapping[str, ModuleLayout],
     architecture: Architecture | None,
 ) -> dict[str, str]:
-    """Return by stored name which quantized weights are decoded, and why; "" where no kernel is meant for them."""
-    found = {}
+    """Return the quantized weights that must be decoded, by stored name, with the reason ("" for embeddings)."""
+    reasons = {}
     for source in mapping.distinct():
         for stored in source.stored:
-            if _module_of(stored) not in layouts:
+            if _module_name(stored) not in layouts:
                 continue
-            name = _module_of(mapping.runtime(stored))
+            name = _module_name(mapping.runtime(stored))
             if stored in mapping.places:
                 continue
             if source.rule is not None or not mapping.runtime(stored).endswith(".weight"):
-                found[stored] = CONVERTED
+                reasons[stored] = CONVERTED_LAYOUT
             elif isinstance(model.get_submodule(name), nn.Embedding):  # rows are looked up
-                found[stored] = ""
-            elif why := reason_to_decode(model, name, architecture):
-                found[stored] = why
-            elif layouts[_module_of(stored)].scheme.weight.grid in LATTICES:
-                found[stored] = NO_KERNEL
-    return found
+                reasons[stored] = ""
+            elif reason := reason_to_decode(model, name, architecture):
+                reasons[stored] = reason
+            elif layouts[_module_name(stored)].scheme.weight.grid in LATTICES:
+                reasons[stored] = NO_LATTICE_KERNEL
+    return reasons
 
 
 def reason_to_decode(model: nn.Module, name: str, architecture: Architecture | None) -> str:
-    """Return why a module cannot be replaced by a packed linear, "" where it can.
+    """Return why a module cannot be replaced by a packed linear, or "" if it can.
 
     Args:
-        model: the running model.
-        name: of the module in it.
-        architecture: declarations, which say whether linears are stored transposed.
+        model: the model.
+        name: name of the module.
+        architecture: declarations of the model family, which cover transposed linears (Conv1D).
     """
     module = model.get_submodule(name)
-    turned = type(module).__name__ == "Conv1D" and architecture is not None
-    if not turned and getattr(type(module), "forward", None) is not nn.Linear.forward:
-        return OWN_PRODUCT
+    is_transposed = type(module).__name__ == "Conv1D" and architecture is not None
+    if not is_transposed and getattr(type(module), "forward", None) is not nn.Linear.forward:
+        return CUSTOM_FORWARD
     leaf = name.rpartition(".")[2]
-    kinds: list[Any] = [type(owner) for owner in _owners(model, name)]
-    return READ if any(leaf in _weights_read(kind) for kind in kinds) else ""
+    owner_classes: list[Any] = [type(owner) for owner in _enclosing_modules(model, name)]
+    return (
+        WEIGHT_READ_DIRECTLY
+        if any(leaf in _directly_read_weights(kind) for kind in owner_classes)
+        else ""
+    )
 
 
-def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
-    """Yield the modules around a module, up to the one that holds the list of blocks that it is in."""
+def _enclosing_modules(model: nn.Module, name: str) -> Iterator[nn.Module]:
+    """Yield the enclosing modules of a module, up to the owner of the block list that contains it."""
     listed = False
     while "." in name and not listed:
         name = name.rpartition(".")[0]
@@ -279,42 +290,42 @@ def _owners(model: nn.Module, name: str) -> Iterator[nn.Module]:
 
 
 @cache
-def _weights_read(kind: Any) -> frozenset[str]:
-    """Return the names of the modules whose weight the code of a class of modules reads."""
+def _directly_read_weights(module_class: Any) -> frozenset[str]:
+    """Return the names of submodules whose ``weight`` the source code of a module class reads directly."""
     try:
-        text = inspect.getsource(kind)
+        source = inspect.getsource(module_class)
     except (OSError, TypeError):  # no source is installed
         return frozenset()
-    return frozenset(_READ.findall(text))
+    return frozenset(_WEIGHT_ACCESS.findall(source))
 
 
 class SkeletonFiller:
-    """Fill a skeleton from a checkpoint.
+    """Fills the parameters of a model skeleton from a checkpoint.
 
     Args:
-        checkpoint: the model.
-        form: its format.
-        layouts: the quantized linears, by the name of their module.
-        device: where the model computes.
-        dtype: of activations, and of weights that are not quantized.
-        cuts: parameters of which a part is held, by name.
+        checkpoint: the checkpoint.
+        model_format: format of the checkpoint.
+        layouts: the quantized linears, by module name.
+        device: device of the model.
+        dtype: type of activations and unquantized weights.
+        shards: parameters of which this process holds only a part, by name.
 
     Attributes:
-        events: layers that are not multiplied by the kernel meant for them.
+        events: layers that do not use their preferred kernel.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        form: Format,
+        model_format: Format,
         layouts: Mapping[str, ModuleLayout],
         device: torch.device,
         dtype: torch.dtype,
-        cuts: Mapping[str, Cut] | None = None,
+        shards: Mapping[str, WeightShard] | None = None,
     ) -> None:
-        self._cuts = cuts or {}
+        self._shards = shards or {}
         self._checkpoint = checkpoint
-        self._form = form
+        self._format = model_format
         self._layouts = layouts
         self._device = device
         self._dtype = dtype
@@ -327,12 +338,12 @@ class SkeletonFiller:
 
         Args:
             model: the skeleton.
-            mapping: of which stored tensors its parameters are made.
-            decoded: quantized weights that are decoded, and why (`weights_to_decode`).
+            mapping: mapping from stored tensors to parameters.
+            decoded: quantized weights to decode, with reasons (`weights_to_decode`).
 
         Raises:
-            RefusedError: inputs of a layer that has to be decoded are rounded, or the model is not run here.
-            InputError: the checkpoint does not fit its configuration.
+            RefusedError: a layer with quantized inputs must be decoded, or the model cannot be run here.
+            InputError: the checkpoint does not match its configuration.
         """
         _check_mapping(mapping, self._checkpoint.path)
         for module in model.modules():
@@ -340,25 +351,25 @@ class SkeletonFiller:
                 setattr(module, name, buffer.to(self._device))
         packed = []
         for source in mapping.distinct():
-            layout = self._layouts.get(_module_of(source.stored[0]))
+            layout = self._layouts.get(_module_name(source.stored[0]))
             if source.stored[0] in mapping.places:
                 continue
             if layout is not None and source.stored[0] not in decoded:
-                packed.append((_module_of(next(iter(source.parameters))), layout))
+                packed.append((_module_name(next(iter(source.parameters))), layout))
                 continue
-            for name, value in mapping.make(source, self._decoded).items():
-                cut = self._cuts.get(name)
-                self._place(model, name, value if cut is None else cut.plain(value))
+            for name, value in mapping.make(source, self._read_decoded).items():
+                cut = self._shards.get(name)
+                self._set_tensor(model, name, value if cut is None else cut.slice_tensor(value))
         # After the plain tensors, so that packed linears and experts find their biases.
         for name, layout in packed:
             self._fill_packed(model, name, layout)
         if mapping.places:
             self._fill_experts(model, mapping)
-        _tie(model, mapping.tied)
+        _tie_parameters(model, mapping.tied)
         _check_filled(model, self._checkpoint.path)
-        self._report(decoded)
-        if self._cuts:
-            sum_parts(model, self._cuts)
+        self._report_decoded(decoded)
+        if self._shards:
+            wrap_split_linears(model, self._shards)
         if find_base_model(model) is None:
             raise RefusedError(
                 f"{self._checkpoint.path}: this model is rounded and written, but not run here: "
@@ -368,17 +379,15 @@ class SkeletonFiller:
             )
 
     def _fill_experts(self, model: PreTrainedModel, mapping: WeightMapping) -> None:
-        """Fill the experts of mixtures: packed where their module is understood and kernels take the codes."""
+        """Fill the experts of mixtures, packed if their module is supported and a kernel accepts the codes."""
         lattices = [name for name in mapping.places if self._is_lattice(name)]
         if lattices:
             share = sum(map(mapping.weights, lattices)) / sum(map(mapping.weights, mapping.places))
-            detail = (
-                f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_KERNEL}"
-            )
-            self.events.append(Event("kernel-fallback", _module_of(lattices[0]), detail))
+            detail = f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_LATTICE_KERNEL}"
+            self.events.append(Event("kernel-fallback", _module_name(lattices[0]), detail))
         weights = ExpertWeights(
-            read=self._weight,
-            quantized=lambda name: _module_of(name) in self._layouts,
+            read=self._read_weight,
+            quantized=lambda name: _module_name(name) in self._layouts,
             packed=not lattices,
             dtype=self._dtype,
             device=self._device,
@@ -386,20 +395,20 @@ class SkeletonFiller:
         self.events += fill_experts(model, mapping, weights)
 
     def _is_lattice(self, stored: str) -> bool:
-        layout = self._layouts.get(_module_of(stored))
+        layout = self._layouts.get(_module_name(stored))
         return layout is not None and layout.scheme.weight.grid in LATTICES
 
-    def _report(self, why: Mapping[str, str]) -> None:
-        """Record what is decoded, with its share of the quantized weights."""
+    def _report_decoded(self, reasons_by_weight: Mapping[str, str]) -> None:
+        """Record an event for each reason of decoding, with the share of the quantized weights."""
         sizes = {name: math.prod(layout.shape) for name, layout in self._layouts.items()}
         reasons: dict[str, list[str]] = defaultdict(list)
-        for name, text in why.items():
+        for name, text in reasons_by_weight.items():
             if text:
-                reasons[text].append(_module_of(name))
+                reasons[text].append(_module_name(name))
         for text, modules in reasons.items():
             share = sum(sizes[name] for name in modules) / sum(sizes.values())
-            what = f"{len(modules)} matrices, {share:.0%} of the quantized weights"
-            detail = f"{what}, are decoded as they are loaded: {text}"
+            summary = f"{len(modules)} matrices, {share:.0%} of the quantized weights"
+            detail = f"{summary}, are decoded as they are loaded: {text}"
             self.events.append(Event("kernel-fallback", modules[0], detail))
 
     def _read(self, name: str) -> Tensor:
@@ -408,75 +417,77 @@ class SkeletonFiller:
         return tensor
 
     def _read_part(self, name: str) -> Tensor:
-        """Return a tensor of a packed linear; codes may be in elements of a float type, of which any bits are right."""
-        wide = not self._checkpoint.entries[name].dtype.startswith("F8")
+        """Read a tensor of a packed linear; codes stored in a float type are not checked for NaN."""
+        is_wide_type = not self._checkpoint.entries[name].dtype.startswith("F8")
         return (
-            self._checkpoint.read(name) if wide and name.endswith(".weight") else self._read(name)
+            self._checkpoint.read(name)
+            if is_wide_type and name.endswith(".weight")
+            else self._read(name)
         )
 
-    def _weight(self, name: str) -> QuantizedTensor | Tensor:
-        """Return a tensor as it is stored: quantized, or plain."""
-        layout = self._layouts.get(_module_of(name))
+    def _read_weight(self, name: str) -> QuantizedTensor | Tensor:
+        """Read a weight as it is stored, quantized or plain."""
+        layout = self._layouts.get(_module_name(name))
         if layout is None:
             return self._read(name)
-        return self._form.unpack(
+        return self._format.unpack(
             layout, {part: self._read_part(part) for part in layout.tensor_names}
         )
 
-    def _decoded(self, name: str) -> Tensor:
-        """Return a tensor as a plain one."""
-        return plainly(self._weight(name), name, self._dtype)
+    def _read_decoded(self, name: str) -> Tensor:
+        """Read a weight and decode it to a plain tensor."""
+        return decode_plain(self._read_weight(name), name, self._dtype)
 
-    def _place(self, model: nn.Module, name: str, value: Tensor) -> None:
+    def _set_tensor(self, model: nn.Module, name: str, value: Tensor) -> None:
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
         if leaf in module._buffers:
-            kept = module._buffers[leaf]
-            assert kept is not None
-            setattr(module, leaf, value.to(self._device, kept.dtype))
+            buffer = module._buffers[leaf]
+            assert buffer is not None
+            setattr(module, leaf, value.to(self._device, buffer.dtype))
             return
         value = value.to(self._device, self._dtype)
         setattr(module, leaf, nn.Parameter(value, requires_grad=False))
 
     def _fill_packed(self, model: nn.Module, name: str, layout: ModuleLayout) -> None:
-        tensor = self._weight(f"{layout.module}.weight")
+        tensor = self._read_weight(f"{layout.module}.weight")
         assert isinstance(tensor, QuantizedTensor)
         module = model.get_submodule(name)
         bias = getattr(module, "bias", None)
-        cut = self._cuts.get(f"{name}.weight")
-        packed = PackedLinear(tensor, bias, self._dtype, self._device, cut=cut)
+        cut = self._shards.get(f"{name}.weight")
+        packed = PackedLinear(tensor, bias, self._dtype, self._device, shard=cut)
         if packed.failure is not None:
             self.events.append(Event("kernel-fallback", name, packed.failure))
         model.set_submodule(name, packed)
 
 
-def _module_of(name: str) -> str:
+def _module_name(name: str) -> str:
     """Return the name of the module that owns a weight."""
     return name.removesuffix(".weight")
 
 
 def _check_mapping(mapping: WeightMapping, path: Path) -> None:
-    """Raise InputError unless the checkpoint and the model hold the same."""
-    left = [name for name in mapping.left_over if name not in set(mapping.ignored)]
-    if left:
+    """Raise InputError unless stored tensors and model parameters match one to one."""
+    left_over = [name for name in mapping.left_over if name not in set(mapping.ignored)]
+    if left_over:
         raise InputError(
-            f"{path}: {len(left)} tensor(s) have no place in the model, first: {', '.join(left[:5])}",
+            f"{path}: {len(left_over)} tensor(s) have no place in the model, first: {', '.join(left_over[:5])}",
             "a model of this model_type has no such parameters",
-            tensor=left[0],
+            tensor=left_over[0],
         )
     if mapping.missing:
-        raise _unfilled(path, mapping.missing)
+        raise _missing_parameters_error(path, mapping.missing)
 
 
-def _tie(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
-    """Let parameters that are in no file be those that they are tied to, packed ones too."""
+def _tie_parameters(model: PreTrainedModel, tied: Mapping[str, str]) -> None:
+    """Tie parameters that are not stored to their source parameters, including packed ones."""
     for name, origin in tied.items():
-        (module, _, leaf), (other, _, kind) = name.rpartition("."), origin.rpartition(".")
-        owner = model.get_submodule(other)
-        if isinstance(owner, PackedLinear):
-            model.set_submodule(module, owner)
+        (module, _, leaf), (other, _, other_leaf) = name.rpartition("."), origin.rpartition(".")
+        other_module = model.get_submodule(other)
+        if isinstance(other_module, PackedLinear):
+            model.set_submodule(module, other_module)
         else:
-            setattr(model.get_submodule(module), leaf, getattr(owner, kind))
+            setattr(model.get_submodule(module), leaf, getattr(other_module, other_leaf))
 
 
 def _check_filled(model: PreTrainedModel, path: Path) -> None:
@@ -484,10 +495,10 @@ def _check_filled(model: PreTrainedModel, path: Path) -> None:
     values = [*model.named_parameters(), *model.named_buffers()]
     missing = tuple(name for name, value in values if value.is_meta)
     if missing:
-        raise _unfilled(path, missing)
+        raise _missing_parameters_error(path, missing)
 
 
-def _unfilled(path: Path, missing: tuple[str, ...]) -> InputError:
+def _missing_parameters_error(path: Path, missing: tuple[str, ...]) -> InputError:
     return InputError(
         f"{path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
         "a complete checkpoint holds every tensor; fetch the model again",

@@ -1,12 +1,12 @@
-"""Memory of a device: room that is checked before anything is loaded, and what a stretch of work takes.
+"""Device memory: checks that a model and its KV cache fit before loading, and peak memory of a piece of work.
 
-On a GPU nothing is paged out: a model that is too large fails in the middle. Both checks are
-arithmetic on sizes that headers tell; a margin is kept for activations, code and the allocator.
+GPU memory cannot be swapped out: a model that is too large would fail halfway through loading. The checks are
+arithmetic on sizes from file headers; a margin is kept for activations, code and the allocator.
 
-The peak of a stretch of work is what it takes above what the process held before it. Linux counts the high-water mark
-of the resident set and resets it when 5 is written to ``/proc/self/clear_refs`` (proc(5)). Memory that was freed but
-not yet returned by the allocator would hide later use, so it is returned first. Where the mark cannot be reset, the
-mark of the whole process answers, but only if the stretch raised it; otherwise the peak is unknown, and None says so.
+The peak of a piece of work is the memory it uses in addition to what the process held before. Linux tracks the
+high-water mark of the resident set and resets it when 5 is written to ``/proc/self/clear_refs`` (proc(5)). Memory that
+was freed but not returned by the allocator would hide later use, so it is returned first. If the mark cannot be reset,
+the high-water mark of the whole process is used, but only if the work raised it; otherwise the peak is None.
 """
 
 from __future__ import annotations
@@ -24,98 +24,104 @@ from quantforge.numerics.allocator import trim
 from quantforge.planning.capacity import MARGIN  # of what is free
 from quantforge_files import system
 
-LEAST_BITS = 2
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
+MIN_BITS = 2
+_STATUS_FILE = Path("/proc/self/status")
+_CLEAR_REFS_FILE = Path("/proc/self/clear_refs")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that are free on a GPU; None for a CPU, which has swap and other users."""
+    """Return the free memory of a GPU in bytes; None for a CPU, whose memory is shared and can be swapped."""
     if device.type != "cuda":
         return None
     free: int = torch.cuda.mem_get_info(device)[0]
     return free
 
 
-def check_weights(needed: int, weights: int, free: int | None) -> None:
-    """Refuse a model that does not fit.
+def check_weights_fit(needed: int, weights: int, free: int | None) -> None:
+    """Check that the weights of a model fit into device memory.
 
     Args:
-        needed: bytes that it will hold.
-        weights: their number.
-        free: bytes that are free; None is any.
+        needed: bytes that the weights will take.
+        weights: number of weights.
+        free: free bytes on the device; None skips the check.
 
     Raises:
-        ResourceError: naming the bits per weight that would fit.
+        ResourceError: they do not fit; the message names the bits per weight that would.
     """
     if free is None or needed <= MARGIN * free:
         return
     bits = int(8 * MARGIN * free / weights)
-    fits = f"about {bits} bits per weight fit: quantize --bits {min(bits, 8)}"
+    suggestion = f"about {bits} bits per weight fit: quantize --bits {min(bits, 8)}"
     raise ResourceError(
         f"the weights take {needed / 1e9:.1f} GB on the GPU, {free / 1e9:.1f} GB are free",
-        f"{fits if bits >= LEAST_BITS else 'no precision fits'}, or use --device cpu",
+        f"{suggestion if bits >= MIN_BITS else 'no precision suggestion'}, or use --device cpu",
     )
 
 
-def check_cache(
+def check_cache_fits(
     sequences: int, tokens: int, token_bytes: int, needed: int, free: int | None
 ) -> None:
-    """Refuse a cache that does not fit.
+    """Check that a KV cache fits into device memory.
 
     Args:
-        sequences: how many it is to hold.
-        tokens: of each.
-        token_bytes: bytes of a token in all layers.
-        needed: bytes that it takes; fewer than of all tokens where layers have a window.
-        free: bytes that are free; None is any.
+        sequences: number of sequences.
+        tokens: most tokens per sequence.
+        token_bytes: bytes of one token in all layers.
+        needed: total bytes; less than the product of the above if layers have a sliding window.
+        free: free bytes on the device; None skips the check.
 
     Raises:
-        ResourceError: naming the sequences, or else the tokens, that would fit.
+        ResourceError: it does not fit; the message names the number of sequences, or tokens, that would.
     """
     if free is None or needed <= MARGIN * free:
         return
-    room = int(MARGIN * free / token_bytes)
-    fits = f"{room // tokens} sequences" if room >= tokens else f"one sequence of {room} tokens"
+    fitting_tokens = int(MARGIN * free / token_bytes)
+    suggestion = (
+        f"{fitting_tokens // tokens} sequences"
+        if fitting_tokens >= tokens
+        else f"one sequence of {fitting_tokens} tokens"
+    )
     raise ResourceError(
         f"a cache of {sequences} sequences of {tokens} tokens takes {needed / 1e9:.1f} GB, "
         f"{free / 1e9:.1f} GB are free on the GPU",
-        f"{fits} would fit; int8, fp8 and int4 caches are smaller",
+        f"{suggestion} would fit; int8, fp8 and int4 caches are smaller",
     )
 
 
 class PeakMemory:
-    """Context manager; afterwards ``bytes`` is the peak above the start, or None if unknown."""
+    """Context manager that measures peak memory; afterwards ``bytes`` is the peak above the start, None if unknown."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.bytes: int | None = None
         self._device = torch.device(device)
-        self._before = 0
-        self._reset = False
+        self._start_bytes = 0
+        self._was_reset = False
 
     def __enter__(self) -> Self:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+            self._start_bytes = torch.cuda.memory_allocated(self._device)
         else:
             trim()
-            self._reset = _reset_mark()
-            self._before = _status("VmRSS") if self._reset else system.peak_bytes()
+            self._was_reset = _reset_high_water_mark()
+            self._start_bytes = (
+                _read_status_bytes("VmRSS") if self._was_reset else system.peak_bytes()
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-        elif self._reset:
-            self.bytes = _status("VmHWM") - self._before
-        elif (mark := system.peak_bytes()) > self._before:
-            self.bytes = mark - self._before
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._start_bytes
+        elif self._was_reset:
+            self.bytes = _read_status_bytes("VmHWM") - self._start_bytes
+        elif (peak := system.peak_bytes()) > self._start_bytes:
+            self.bytes = peak - self._start_bytes
 
 
-def _reset_mark() -> bool:
+def _reset_high_water_mark() -> bool:
     try:
-        descriptor = open_existing(_CLEAR)
+        descriptor = open_existing(_CLEAR_REFS_FILE)
         try:
             os.write(descriptor, b"5")
         finally:
@@ -125,7 +131,7 @@ def _reset_mark() -> bool:
     return True
 
 
-def _status(key: str) -> int:
-    """Read a field of ``/proc/self/status``, in bytes."""
-    lines = _STATUS.read_text().splitlines()
+def _read_status_bytes(key: str) -> int:
+    """Read a memory field of ``/proc/self/status``, in bytes."""
+    lines = _STATUS_FILE.read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))

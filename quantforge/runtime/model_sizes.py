@@ -1,6 +1,6 @@
-"""Figures of a model for reports: bits per weight, bytes, schemes, and which kernel multiplies how much of it.
+"""Size statistics of a model for reports: bits per weight, bytes, schemes, and kernels with their share of weights.
 
-What is stored is counted from the headers of its files; what is held in memory, from the modules of the loaded model.
+Stored sizes are computed from the headers of the model files, sizes in memory from the modules of the loaded model.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from quantforge.model.model_parts import head_of
 from quantforge.plans import StoredTensor
 from quantforge.runtime.linear import PackedWeights
 from quantforge.runtime.packed_experts import PackedExperts, holds_experts
-from quantforge.runtime.tensor_parallel import Cut
+from quantforge.runtime.tensor_parallel import WeightShard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 DENSE = "dense"
-PACKING = 1.1  # most that kernels add to the bytes of the files
+MAX_REPACKING = 1.1  # largest ratio of the bytes in a kernel's layout to the bytes in the files
 
 
 def stored_sizes(
@@ -33,34 +33,44 @@ def stored_sizes(
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
 ) -> tuple[float, float, int]:
-    """Return bits per quantized weight, bits per weight, and bytes, as stored."""
-    weights = packed_weights = size = packed_size = 0
+    """Return stored bits per quantized weight, stored bits per weight of the whole model, and stored bytes."""
+    weights = packed_weights = total_bytes = packed_bytes = 0
     for tensor in model_layout.tensors:
         count = math.prod(tensor.header.shape)
         layout = layouts.get(tensor.header.name.removesuffix(".weight"))
-        parts = layout.tensor_names if layout else (tensor.header.name,)
-        nbytes = sum(stored[part].nbytes for part in parts)
-        weights, size = weights + count, size + nbytes
+        tensor_names = layout.tensor_names if layout else (tensor.header.name,)
+        nbytes = sum(stored[name].nbytes for name in tensor_names)
+        weights, total_bytes = weights + count, total_bytes + nbytes
         if layout:
-            packed_weights, packed_size = packed_weights + count, packed_size + nbytes
-    total = 8 * size / weights
-    return (8 * packed_size / packed_weights if packed_weights else total), total, size
+            packed_weights, packed_bytes = packed_weights + count, packed_bytes + nbytes
+    bits_total = 8 * total_bytes / weights
+    return (
+        (8 * packed_bytes / packed_weights if packed_weights else bits_total),
+        bits_total,
+        total_bytes,
+    )
 
 
-def most_held(
+def max_held_bytes(
     model_layout: ModelLayout,
     layouts: Mapping[str, ModuleLayout],
     stored: Mapping[str, StoredTensor],
     dtype: torch.dtype,
     decoded: Container[str] = (),
-    cuts: Mapping[str, Cut] | None = None,
+    shards: Mapping[str, WeightShard] | None = None,
 ) -> tuple[int, int]:
-    """Return the most bytes that the loaded model will hold, ``decoded`` weights plain, and the number of weights.
+    """Return an upper bound of the bytes that the loaded model will take in memory, and its number of weights.
 
-    Of tensors with ``cuts`` this process holds its part alone.
+    Args:
+        model_layout: the tensors of the checkpoint.
+        layouts: the quantized linears, by module name.
+        stored: the stored tensors, by name.
+        dtype: type of activations and plain weights.
+        decoded: names of quantized weights that will be decoded to plain ones.
+        shards: tensors of which this process holds only a part.
     """
-    needed = weights = 0
-    cuts = cuts or {}
+    total_bytes = weights = 0
+    shards = shards or {}
     for tensor in model_layout.tensors:
         count = math.prod(tensor.header.shape)
         layout = layouts.get(tensor.header.name.removesuffix(".weight"))
@@ -71,16 +81,19 @@ def most_held(
                 count * layout.scheme.weight.weight_bits // 8
             )  # TQ1_0 packs five to a byte, kernels four
             size = int(
-                PACKING * max(codes, sum(stored[part].nbytes for part in layout.tensor_names))
+                MAX_REPACKING * max(codes, sum(stored[part].nbytes for part in layout.tensor_names))
             )
         elif tensor.role is not Role.FOREIGN:
             size = count * dtype.itemsize
-        needed += size // (cuts[tensor.name].share.ranks if tensor.name in cuts else 1)
-    return needed, weights
+        total_bytes += size // (shards[tensor.name].share.ranks if tensor.name in shards else 1)
+    return total_bytes, weights
 
 
 def scheme_shares(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
-    """Name the scheme of all quantized linears, or each with its share, largest first; ``dtype`` without any."""
+    """Describe the schemes of the quantized linears: one name, or each with its share of the weights, largest first.
+
+    Returns ``dtype`` if nothing is quantized.
+    """
     counts: Counter[str] = Counter()
     for layout in layouts.values():
         counts[str(layout.scheme)] += math.prod(layout.shape)
@@ -90,8 +103,8 @@ def scheme_shares(layouts: Mapping[str, ModuleLayout], dtype: str) -> str:
     return ", ".join(f"{name} {count / total:.0%}" for name, count in counts.most_common())
 
 
-def _products(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
-    """Yield the kernel and the number of weights of every linear layer and stack of experts, the head included."""
+def _linear_kernels(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
+    """Yield kernel name and number of weights of every linear layer and stack of experts, output head included."""
     for module in model.modules():
         if isinstance(module, PackedWeights):
             yield module.kernel, module.weights
@@ -103,43 +116,42 @@ def _products(model: PreTrainedModel) -> Iterator[tuple[str, int]]:
 
 
 def kernel_shares(model: PreTrainedModel) -> dict[str, float]:
-    """Return the share of the weights of linear layers that each kernel multiplies, largest first."""
+    """Return each kernel with its share of the weights of linear layers, largest first."""
     counts: Counter[str] = Counter()
-    for kernel, weights in _products(model):
+    for kernel, weights in _linear_kernels(model):
         counts[kernel] += weights
     return {name: count / counts.total() for name, count in counts.most_common()}
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Return the bytes that all weights of a model, or of a part of it, take in memory."""
+    """Return the bytes that the weights of a module take in memory."""
     packed = (module for module in model.modules() if isinstance(module, PackedWeights))
-    plain: int = sum(value.nbytes for value in model.parameters())
-    return plain + sum(module.weight_bytes for module in packed)
+    plain_bytes: int = sum(value.nbytes for value in model.parameters())
+    return plain_bytes + sum(module.weight_bytes for module in packed)
 
 
 def bytes_per_token(model: PreTrainedModel) -> int:
-    """Return the bytes of the weights that a token is multiplied by.
+    """Return the bytes of weights that are read to compute one token.
 
-    That is all of them, but for an embedding of which a token reads one row, and for experts that it is not sent to.
+    These are all weights except the embedding table (a token reads one row) and the experts that it is not routed to.
     """
-    table: Tensor = model.get_input_embeddings().weight
+    embedding: Tensor = model.get_input_embeddings().weight
     head = head_of(model)
-    unread = 0.0 if getattr(head, "weight", None) is table else table.nbytes
-    for name, share in active_shares(model).items():
-        unread += (1 - share) * held_bytes(model.get_submodule(name))
-    return held_bytes(model) - round(unread)
+    unread_bytes = 0.0 if getattr(head, "weight", None) is embedding else embedding.nbytes
+    for name, fraction in active_expert_fractions(model).items():
+        unread_bytes += (1 - fraction) * held_bytes(model.get_submodule(name))
+    return held_bytes(model) - round(unread_bytes)
 
 
-_COUNTS = ("top_k", "num_experts_per_tok", "num_experts_per_token")
+_TOP_K_KEYS = ("top_k", "num_experts_per_tok", "num_experts_per_token")
 
 
-def active_shares(model: PreTrainedModel) -> dict[str, float]:
-    """Return by the name of every experts module the share of its experts that one token is sent to.
+def active_expert_fractions(model: PreTrainedModel) -> dict[str, float]:
+    """Return, for every experts module by name, the fraction of its experts that a token is routed to.
 
-    The number is what the mixture, its router or the configuration calls ``top_k`` or ``num_experts_per_tok``; 1.0
-    where none says it.
+    It is read from ``top_k`` or ``num_experts_per_tok`` of the mixture, its router or the configuration; else 1.0.
     """
-    found = {}
+    fractions = {}
     for name, module in model.named_modules():
         if not isinstance(module, PackedExperts) and not holds_experts(module):
             continue
@@ -147,9 +159,9 @@ def active_shares(model: PreTrainedModel) -> dict[str, float]:
         mixture = model.get_submodule(name.rpartition(".")[0])
         if isinstance(mixture, PackedExperts):  # the module that it replaced holds biases at most
             continue
-        places = [mixture, *mixture.children(), model.config.get_text_config()]
-        counts = (getattr(place, key, None) for place in places for key in _COUNTS)
+        owners = [mixture, *mixture.children(), model.config.get_text_config()]
+        counts = (getattr(owner, key, None) for owner in owners for key in _TOP_K_KEYS)
         count = next((value for value in counts if type(value) is int and value > 0), None)
         total = experts.num_experts
-        found[name] = 1.0 if count is None else min(1.0, count / total)
-    return found
+        fractions[name] = 1.0 if count is None else min(1.0, count / total)
+    return fractions

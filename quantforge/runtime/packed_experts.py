@@ -1,22 +1,21 @@
-"""Experts of a mixture whose weights stay packed, in the place of transformers' module of stacked parameters.
+"""Mixture-of-experts layers with packed weights, replacing transformers' modules of stacked 3-D parameters.
 
-transformers' experts modules say of themselves what they compute: whether there is a gate, whether there are biases, a
-norm after each expert; how gate and up become one (`_apply_gate`, with the clamps of some families). Their forward
-takes hidden states ``[tokens, hidden]``, and for every token the numbers and the weights of its experts.
-`PackedExperts` computes the same from packed stacks and asks the module it replaces for everything that is not a
-product, so that no family is named here. Of an expert without tokens no byte is read.
+The experts modules of transformers declare what they compute: whether they have a gate, biases, or a norm after each
+expert, and how gate and up are combined (`_apply_gate`, with the clamps of some families). Their forward takes hidden
+states ``[tokens, hidden]`` and, for every token, the indices and routing weights of its experts. `PackedExperts`
+computes the products from packed weights and delegates everything else to the module it replaces, so that no family
+needs special code. Weights of experts without tokens are not read.
 
-A stack is what transformers holds as one parameter of three dimensions: of every expert the rows of one linear, or of
-gate and up. `PackedStack` gives all of them to one kernel for grouped products. Where the experts of a layer are
-rounded to different schemes, or some are not rounded, or their inputs are rounded to ranges that files state,
-`SeparateStack` multiplies by one `PackedLinear` after the other.
+A stack corresponds to one 3-D parameter of transformers: one linear, or gate and up, of all experts. `PackedStack`
+passes it to one kernel for grouped products. If the experts of a layer differ in their schemes, are partly
+unquantized, or have static activation ranges, `SeparateStack` uses one `PackedLinear` per matrix.
 
-Some modules take tokens that are spread over all experts (`quantforge.model.expert_calls`) and do not say what they
-compute. Such a one is tried instead: with a few random numbers in the place of its weights it has to return what
-``down(act(gate) * up)`` of the same numbers is (`SpreadExperts`).
+Some modules take tokens that are already dispatched to all experts (`quantforge.model.expert_calls`) and do not declare
+what they compute. They are probed: with small random weights, the module must return ``down(act(gate) * up)``
+(`DispatchedExperts`).
 
-Where the module of a mixture is not understood, its experts are decoded into the parameters that transformers computes
-with: right, as large as the source, and an event. Mixtures without a quantized expert are filled so, too.
+If a module is not supported, its experts are decoded into the parameters of transformers: correct, but as large as the
+unquantized model, and recorded as an event. Mixtures without quantized experts are filled the same way.
 """
 
 from __future__ import annotations
@@ -37,34 +36,38 @@ from quantforge.model.expert_calls import takes_spread
 from quantforge.model.weight_loading import parameter
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, kernel_weight
+from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, to_kernel_weight
 from quantforge_kernels import fallback, grouped
 from quantforge_kernels.grouped import ExpertRouting, GroupedKernel, GroupedMatmulSpec
 from quantforge_kernels.layers import silu_gate
 from quantforge_kernels.select import find_grouped_failure, select_grouped_kernel
 
 Weight = Callable[[str, int], QuantizedTensor | Tensor]
-# The weights of one expert in a stack, ``[out, in]`` each, in the order of their rows.
+# The matrices ``[out, in]`` of one expert that a stack joins, in row order.
 Parts = Sequence[QuantizedTensor | Tensor]
-_SAID = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm")
+_DECLARED_FLAGS = ("num_experts", "has_gate", "has_bias", "has_post_expert_norm")
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 _NORM = "post_expert_norm"
-# Where the gate of modules that have none of their own is defined.
-_PLAIN_GATES = frozenset({"transformers.integrations.moe", __name__})
+# Modules that define the standard gate, act(gate) * up.
+_STANDARD_GATE_MODULES = frozenset({"transformers.integrations.moe", __name__})
 _SILU = frozenset({"SiLU", "SiLUActivation", "silu"})
-_UNITS, _TOKENS, _CLOSE = 2, 3, 1e-4  # of the trial of a module of spread tokens
+_PROBE_UNITS, _PROBE_TOKENS, _PROBE_TOLERANCE = (
+    2,
+    3,
+    1e-4,
+)  # of the probe of a module of dispatched tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Matrices of experts as a checkpoint holds them, ``[out, in]``.
+    """Access to the expert matrices ``[out, in]`` of a checkpoint.
 
     Attributes:
-        read: returns one by its stored name, quantized or not.
-        quantized: whether it is.
-        packed: experts stay packed where they can.
-        dtype: of activations.
-        device: where the weights are kept.
+        read: returns a matrix by its stored name, quantized or plain.
+        quantized: returns whether a stored matrix is quantized.
+        packed: whether to keep experts packed where possible.
+        dtype: type of the activations.
+        device: device of the weights.
     """
 
     read: Callable[[str], QuantizedTensor | Tensor]
@@ -75,43 +78,43 @@ class ExpertWeights:
 
 
 def fill_experts(model: nn.Module, mapping: WeightMapping, weights: ExpertWeights) -> list[Event]:
-    """Fill the experts of a skeleton whose plain tensors are filled; return events of those that are not as meant.
+    """Fill the experts of a model skeleton, after its plain tensors; return events for kernel and decoding fallbacks.
 
     Raises:
-        RefusedError: inputs of experts are rounded, in a module that is not understood.
+        RefusedError: expert inputs are quantized, but their module is not supported.
     """
     events, decoded = [], []
     for name, stored in _expert_matrices(mapping).items():
         quantized = [item for item in stored if weights.quantized(item)]
-        made = None
+        packed_module = None
         if quantized and weights.packed:
-            made = _packed(model.get_submodule(name), mapping, stored, weights)
-        if made is None:
-            _decode(model, mapping, stored, weights)
+            packed_module = _try_packed(model.get_submodule(name), mapping, stored, weights)
+        if packed_module is None:
+            _decode_experts(model, mapping, stored, weights)
             decoded += quantized if weights.packed else []
         else:
-            model.set_submodule(name, made)
-            events += [Event("kernel-fallback", name, why) for why in made.failures]
+            model.set_submodule(name, packed_module)
+            events += [Event("kernel-fallback", name, why) for why in packed_module.failures]
     if decoded:
-        whole = sum(
+        total_weights = sum(
             mapping.weights(item) for source in mapping.distinct() for item in source.stored
         )
-        share = sum(map(mapping.weights, decoded)) / whole
-        what = f"{share:.0%} of all weights are experts that are decoded: their module is not understood"
-        events.append(Event("kernel-fallback", decoded[0], what))
+        share = sum(map(mapping.weights, decoded)) / total_weights
+        detail = f"{share:.0%} of all weights are experts that are decoded: their module is not understood"
+        events.append(Event("kernel-fallback", decoded[0], detail))
     return events
 
 
 def _expert_matrices(mapping: WeightMapping) -> dict[str, list[str]]:
-    """Return the stored matrices of experts by the name of the module that holds them when it runs."""
-    found: dict[str, list[str]] = defaultdict(list)
+    """Return the stored expert matrices, grouped by the name of the runtime module that holds them."""
+    matrices: dict[str, list[str]] = defaultdict(list)
     for source in mapping.distinct():
         if source.stored[0] in mapping.places:
-            found[next(iter(source.parameters)).rpartition(".")[0]] += source.stored
-    return found
+            matrices[next(iter(source.parameters)).rpartition(".")[0]] += source.stored
+    return matrices
 
 
-def _packed(
+def _try_packed(
     module: nn.Module, mapping: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> PackedExperts | None:
     places = {item: mapping.places[item] for item in stored}
@@ -126,10 +129,10 @@ def _packed(
     return packed_experts(module, stacks, weight, weights.dtype, weights.device)
 
 
-def _decode(
+def _decode_experts(
     model: nn.Module, mapping: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> None:
-    """Write the matrices of experts into the stacks that transformers computes with, made where they are empty."""
+    """Decode expert matrices into the 3-D parameters of transformers, allocating those that are on the meta device."""
     for item in stored:
         module_name, _, leaf = mapping.runtime(item).rpartition(".")
         module = model.get_submodule(module_name)
@@ -137,12 +140,12 @@ def _decode(
         if stack.is_meta:
             stack = torch.empty(stack.shape, dtype=weights.dtype, device=weights.device)
             setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
-        value = plainly(weights.read(item), item, weights.dtype)
+        value = decode_plain(weights.read(item), item, weights.dtype)
         mapping.places[item].view(stack).copy_(value)
 
 
-def plainly(value: QuantizedTensor | Tensor, name: str, dtype: torch.dtype) -> Tensor:
-    """Return a weight decoded; raise RefusedError where its inputs are rounded, which a plain weight does not do."""
+def decode_plain(value: QuantizedTensor | Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Decode a weight to a plain tensor; raise RefusedError if its inputs are quantized, which would be lost."""
     if isinstance(value, Tensor):
         return value
     if value.input is not None:
@@ -160,21 +163,21 @@ def packed_experts(
     dtype: torch.dtype,
     device: torch.device,
 ) -> PackedExperts | None:
-    """Return packed experts to replace a module of transformers; None where the module is not understood.
+    """Create packed experts that replace a module of transformers; None if the module is not supported.
 
     Args:
-        module: its biases and norms are filled, its stacks are not.
-        stacks: which linears each of its parameters of three dimensions consists of; of the names the last part counts.
-        weight: returns the matrix ``[out, in]`` of a linear (as the stack names it) of an expert.
-        dtype: of activations.
-        device: where the weights are kept.
+        module: the transformers module, with biases and norms filled, but not its 3-D parameters.
+        stacks: the linears that each 3-D parameter consists of.
+        weight: returns the matrix ``[out, in]`` of a linear (as named in the stack) of an expert.
+        dtype: type of the activations.
+        device: device of the weights.
     """
     by_leaf = {stack.parameter.rpartition(".")[2]: stack for stack in stacks}
-    spread = gated_spread(module, by_leaf)
-    experts: Any = module if spread is None else spread
-    if not understood(experts) or _stacked(experts) != by_leaf.keys():
+    gated = as_gated_experts(module, by_leaf)
+    experts: Any = module if gated is None else gated
+    if not is_supported(experts) or _stacked_parameters(experts) != by_leaf.keys():
         return None
-    made = {}
+    packed_stacks = {}
     for leaf, stack in by_leaf.items():
 
         def parts(
@@ -182,51 +185,53 @@ def packed_experts(
         ) -> list[QuantizedTensor | Tensor]:
             return [weight(linear, expert) for linear in linears]
 
-        made[leaf] = stack_of(parts, experts.num_experts, dtype, device)
-    opening = by_leaf[opening_name(experts)]
-    turns = len(opening.linears) if opening.interleaved else 1
-    kind = PackedExperts if spread is None else SpreadExperts
-    return kind(experts, made[opening_name(experts)], made[_DOWN], turns)
+        packed_stacks[leaf] = create_stack(parts, experts.num_experts, dtype, device)
+    input_projection = by_leaf[input_projection_name(experts)]
+    interleaved = len(input_projection.linears) if input_projection.interleaved else 1
+    experts_class = PackedExperts if gated is None else DispatchedExperts
+    return experts_class(
+        experts, packed_stacks[input_projection_name(experts)], packed_stacks[_DOWN], interleaved
+    )
 
 
 class PackedExperts(nn.Module):
-    """Experts with packed weights; its forward is that of the module it replaces.
+    """Experts with packed weights, with the forward signature of the transformers module that it replaces.
 
     Args:
-        module: of transformers, for which `understood` holds; biases are filled.
-        opening: the products of hidden states: gate and up, or up alone.
-        down: the products of what lies between.
-        interleaved: so many linears of ``opening`` alternate row by row in the module; 1: they follow one another.
+        module: the transformers module (`is_supported` must hold), with biases filled.
+        input_projection: input projection: gate and up, or up alone.
+        down: output projection.
+        interleaved: number of linears whose rows alternate in the input projection; 1 if they are concatenated.
 
     Attributes:
-        num_experts: how many there are.
+        num_experts: number of experts.
     """
 
     def __init__(
         self,
         module: Any,
-        opening: PackedStack | SeparateStack,
+        input_projection: PackedStack | SeparateStack,
         down: PackedStack | SeparateStack,
         interleaved: int = 1,
     ) -> None:
         super().__init__()
         self.num_experts: int = module.num_experts
-        for name in _stacked(module):
+        for name in _stacked_parameters(module):
             delattr(module, name)
         self.module = module
-        self.opening = opening
+        self.input_projection = input_projection
         self.down = down
         self._interleaved = interleaved
-        self._open = opening_name(module)
+        self._input_projection_name = input_projection_name(module)
         self._silu = _is_silu(module)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return ``[tokens, hidden]``: of every token the sum of its experts' results by their weights."""
+        """Return ``[tokens, hidden]``: for every token the sum of its experts' outputs, times their routing weights."""
         owners = ExpertRouting(top_k_index, self.num_experts)
-        inner = self.opening(hidden_states, owners)
+        inner = self.input_projection(hidden_states, owners)
         if self._interleaved > 1:
             inner = inner.unflatten(1, (self._interleaved, -1)).transpose(1, 2).flatten(1)
-        inner = self._with_bias(inner, self._open, owners)
+        inner = self._with_bias(inner, self._input_projection_name, owners)
         if self._silu:
             inner = silu_gate(*inner.chunk(2, dim=-1))
         elif self.module.has_gate:
@@ -241,9 +246,9 @@ class PackedExperts(nn.Module):
 
     @property
     def failures(self) -> list[str]:
-        """Return why products are not those of the kernel meant for them; empty where all are."""
-        found = (self.opening.failure, self.down.failure)
-        return [why for why in found if why is not None]
+        """Return the reasons why preferred kernels are not used; empty if all are."""
+        failures = (self.input_projection.failure, self.down.failure)
+        return [why for why in failures if why is not None]
 
     def _with_bias(self, y: Tensor, name: str, owners: ExpertRouting) -> Tensor:
         if not self.module.has_bias:
@@ -252,41 +257,45 @@ class PackedExperts(nn.Module):
         return y + bias[owners.expert_of_pair]
 
 
-def understood(module: Any) -> bool:
-    """Return whether a module says what it computes, in the terms of transformers' experts, and holds nothing else."""
-    if not all(hasattr(module, name) for name in _SAID):
+def is_supported(module: Any) -> bool:
+    """Return whether a module declares what it computes, as transformers' experts do, and has no other parameters."""
+    if not all(hasattr(module, name) for name in _DECLARED_FLAGS):
         return False
     if not hasattr(module, "_apply_gate" if module.has_gate else "act_fn"):
         return False
-    stacked = {opening_name(module), _DOWN}
+    stacked = {input_projection_name(module), _DOWN}
     biases = {f"{name}_bias" for name in stacked} if module.has_bias else set()
-    mine = {name for name, _ in module.named_parameters() if not name.startswith(f"{_NORM}.")}
-    return mine == stacked | biases and bool(module.has_post_expert_norm) == hasattr(module, _NORM)
+    own_parameters = {
+        name for name, _ in module.named_parameters() if not name.startswith(f"{_NORM}.")
+    }
+    return own_parameters == stacked | biases and bool(module.has_post_expert_norm) == hasattr(
+        module, _NORM
+    )
 
 
-def opening_name(module: Any) -> str:
-    """Return the name of the parameter that hidden states are multiplied by."""
+def input_projection_name(module: Any) -> str:
+    """Return the name of the input projection parameter."""
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _stacked(module: Any) -> set[str]:
-    """Return the names of the parameters of three dimensions."""
+def _stacked_parameters(module: Any) -> set[str]:
+    """Return the names of the 3-D parameters of a module."""
     return {name for name, value in module.named_parameters(recurse=False) if value.dim() == 3}
 
 
 def _is_silu(module: Any) -> bool:
-    """Return whether what lies between the products is ``silu(gate) * up``, gate first: there is one program for it."""
-    plain = module.has_gate and type(module)._apply_gate.__module__ in _PLAIN_GATES
+    """Return whether the module computes ``silu(gate) * up`` with the gate first, for which there is a fused kernel."""
+    plain = module.has_gate and type(module)._apply_gate.__module__ in _STANDARD_GATE_MODULES
     if not plain:
         return False
     return getattr(module.act_fn, "__name__", type(module.act_fn).__name__) in _SILU
 
 
-class SpreadExperts(PackedExperts):
-    """Packed experts that take and return ``[experts * tokens, hidden]``."""
+class DispatchedExperts(PackedExperts):
+    """Packed experts for modules whose input and output are already dispatched, ``[experts * tokens, hidden]``."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Return what each expert makes of the rows that are its own."""
+        """Apply each expert to its own rows; rows of zeros are skipped."""
         rows = hidden_states.reshape(self.num_experts, -1, hidden_states.shape[1])
         experts, tokens = (rows != 0).any(-1).nonzero(as_tuple=True)
         out = torch.zeros_like(rows)
@@ -297,7 +306,7 @@ class SpreadExperts(PackedExperts):
 
 
 class GatedExperts(nn.Module):
-    """Experts in the words of those modules of transformers that say what they compute; it holds their parameters."""
+    """Adapter that gives a module the declarations of standard transformers experts; shares its parameters."""
 
     has_gate, has_bias, has_post_expert_norm = True, False, False
 
@@ -314,12 +323,12 @@ class GatedExperts(nn.Module):
         return product
 
 
-def gated_spread(module: Any, stacks: Mapping[str, Stack]) -> GatedExperts | None:
-    """Return experts that take spread tokens in other words; None where a module is no such, or computes otherwise.
+def as_gated_experts(module: Any, stacks: Mapping[str, Stack]) -> GatedExperts | None:
+    """Wrap a module of dispatched tokens as `GatedExperts`; None if it is another kind or computes something else.
 
     Args:
-        module: of transformers.
-        stacks: by the names of its parameters, of which it has no others.
+        module: the transformers module.
+        stacks: the linears of its parameters, by parameter name; it may have no others.
     """
     if not takes_spread(module) or stacks.keys() != {_GATE_UP, _DOWN}:
         return None
@@ -327,37 +336,39 @@ def gated_spread(module: Any, stacks: Mapping[str, Stack]) -> GatedExperts | Non
         return None
     if not hasattr(module, "act_fn") or type(getattr(module, "num_experts", None)) is not int:
         return None
-    return GatedExperts(module) if _is_gated(module, stacks) else None
+    return GatedExperts(module) if _computes_gated_mlp(module, stacks) else None
 
 
-def _is_gated(module: Any, stacks: Mapping[str, Stack]) -> bool:
-    kept = dict(module.named_parameters(recurse=False))
-    width = kept[_DOWN].shape[2 if stacks[_DOWN].transposed else 1]
+def _computes_gated_mlp(module: Any, stacks: Mapping[str, Stack]) -> bool:
+    original = dict(module.named_parameters(recurse=False))
+    width = original[_DOWN].shape[2 if stacks[_DOWN].transposed else 1]
     random = torch.Generator().manual_seed(5)
 
     def numbers(*shape: int) -> Tensor:
         drawn: Tensor = torch.randn(shape, generator=random)
         return drawn / math.sqrt(shape[-1])
 
-    tried = {_GATE_UP: numbers(2 * _UNITS, width), _DOWN: numbers(width, _UNITS)}
-    states = numbers(_TOKENS, width) * math.sqrt(width)
-    gate, up = (states @ stacks[_GATE_UP].share(tried[_GATE_UP], position).T for position in (0, 1))
-    for name, matrix in tried.items():
-        turned = matrix.T if stacks[name].transposed else matrix
-        setattr(module, name, parameter(turned.contiguous()[None]))
+    trial = {_GATE_UP: numbers(2 * _PROBE_UNITS, width), _DOWN: numbers(width, _PROBE_UNITS)}
+    states = numbers(_PROBE_TOKENS, width) * math.sqrt(width)
+    gate, up = (states @ stacks[_GATE_UP].share(trial[_GATE_UP], position).T for position in (0, 1))
+    for name, matrix in trial.items():
+        stored = matrix.T if stacks[name].transposed else matrix
+        setattr(module, name, parameter(stored.contiguous()[None]))
     try:
         with torch.no_grad():
-            found, expected = module(states), (module.act_fn(gate) * up) @ tried[_DOWN].T
+            output, expected = module(states), (module.act_fn(gate) * up) @ trial[_DOWN].T
     except RuntimeError:
         return False
     finally:
-        for name, value in kept.items():
+        for name, value in original.items():
             setattr(module, name, value)
-    return found.shape == expected.shape and torch.allclose(found, expected, _CLOSE, _CLOSE)
+    return output.shape == expected.shape and torch.allclose(
+        output, expected, _PROBE_TOLERANCE, _PROBE_TOLERANCE
+    )
 
 
-def waits(model: nn.Module) -> bool:
-    """Return whether the host has to know which experts a token is sent to, so that no CUDA graph holds a step."""
+def needs_host_sync(model: nn.Module) -> bool:
+    """Return whether the host must know the expert routing during a step, so that no CUDA graph can be captured."""
     return any(
         isinstance(module, SeparateStack)
         or (isinstance(module, PackedStack) and module.chosen.needs_host_sync)
@@ -367,7 +378,7 @@ def waits(model: nn.Module) -> bool:
 
 
 def holds_experts(module: nn.Module) -> bool:
-    """Return whether a module of transformers holds the weights of experts, in parameters of three dimensions."""
+    """Return whether a transformers module holds expert weights in 3-D parameters."""
     stacked = any(value.dim() == 3 for value in module.parameters(recurse=False))
     return stacked and type(getattr(module, "num_experts", None)) is int
 
@@ -375,26 +386,26 @@ def holds_experts(module: nn.Module) -> bool:
 # ---- stacks of experts' matrices
 
 
-class DifferentError(Exception):
-    """Matrices of a stack are not one problem of the kernels."""
+class MixedSchemesError(Exception):
+    """The matrices of a stack differ in their schemes, so that one grouped kernel cannot multiply them."""
 
 
 class PackedStack(PackedWeights):
-    """Matrices ``[out, in]`` of all experts, of one scheme.
+    """Packed matrices ``[out, in]`` of all experts in one scheme, multiplied by one grouped kernel.
 
     Args:
-        parts: returns the weights of an expert.
-        experts: how many there are.
-        dtype: of activations.
-        device: where they are kept.
+        parts: returns the matrices of an expert.
+        experts: number of experts.
+        dtype: type of the activations.
+        device: device of the weights.
 
     Attributes:
-        problem: what is multiplied.
-        chosen: the kernel.
-        failure: why the kernel that was meant for it does not multiply it, or None.
+        problem: description of the product for the kernels.
+        chosen: the selected kernel.
+        failure: why the preferred kernel is not used, or None.
 
     Raises:
-        DifferentError: they are not of one scheme.
+        MixedSchemesError: the matrices differ in their schemes.
     """
 
     def __init__(
@@ -405,30 +416,32 @@ class PackedStack(PackedWeights):
         device: torch.device,
     ) -> None:
         super().__init__()
-        first = joined(parts(0), dtype, device)
+        first = join_rows(parts(0), dtype, device)
         self.problem = GroupedMatmulSpec(first.problem, experts)
         self.chosen: GroupedKernel = select_grouped_kernel(self.problem)
-        self.failure = self._tried(first)
+        self.failure = self._trial_failure(first)
         if self.failure is not None:
             self.failure = f"{self.chosen.name}: {self.failure}"
             self.chosen = grouped.make_looped_kernel(fallback.KERNEL)
-        self._tiles: dict[int, dict[int, Tensor]] | None = None  # decoded tiles of each expert
+        self._decoded_tiles: dict[int, dict[int, Tensor]] | None = (
+            None  # decoded tiles of each expert
+        )
 
         def weights() -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
             for expert in range(experts):
-                weight = first if expert == 0 else joined(parts(expert), dtype, device)
+                weight = first if expert == 0 else join_rows(parts(expert), dtype, device)
                 if weight.problem != first.problem:
-                    raise DifferentError
+                    raise MixedSchemesError
                 yield weight.codes, weight.parameters
 
         try:
             packed = grouped.prepare_stacked(weights(), self.problem, self.chosen)
         except ValueError as error:
-            raise DifferentError(str(error)) from error
-        self.hold(packed)
+            raise MixedSchemesError(str(error)) from error
+        self.store_packed(packed)
 
-    def _tried(self, first: KernelWeight) -> str | None:
-        """Return why the kernel fails on the first matrix alone; None where it does not."""
+    def _trial_failure(self, first: KernelWeight) -> str | None:
+        """Try the kernel on the first matrix; return why it fails, or None."""
         if self.chosen.base_kernel is fallback.KERNEL:
             return None
         alone = replace(self.problem, num_matrices=1)
@@ -438,15 +451,17 @@ class PackedStack(PackedWeights):
         return find_grouped_failure(self.chosen, packed, alone)
 
     def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
-        """Multiply ``x`` ``[rows, in]``; return ``[pairs, out]`` in the order of the owners' pairs."""
-        if self._tiles is None:
+        """Multiply ``x`` ``[rows, in]``; return one row per (token, expert) pair, ``[pairs, out]``."""
+        if self._decoded_tiles is None:
             return self.chosen.matmul(x, owners, self.packed, self.problem)
-        each = len(owners.expert_of_pair) // max(1, len(x))
+        experts_per_token = len(owners.expert_of_pair) // max(1, len(x))
         y = x.new_empty(len(owners.expert_of_pair), self.problem.matrix_spec.out_features)
         for expert, pairs in owners.pairs_by_expert():
-            kept = self._tiles.setdefault(expert, {})
+            tiles = self._decoded_tiles.setdefault(expert, {})
             part = grouped.select_matrix(self.packed, expert)
-            y[pairs] = fallback.matmul(x[pairs // each], part, self.problem.matrix_spec, kept)
+            y[pairs] = fallback.matmul(
+                x[pairs // experts_per_token], part, self.problem.matrix_spec, tiles
+            )
         return y
 
     @property
@@ -456,7 +471,7 @@ class PackedStack(PackedWeights):
         return self.problem.num_matrices * each.out_features * each.in_features
 
     def round_inputs(self, bits: int) -> bool:
-        """Round activations, by a kernel of the same layout or in place of the fallback; return whether one does."""
+        """Switch to a kernel that rounds activations, if one exists for the layout or replaces the fallback kernel."""
         problem = replace(
             self.problem, matrix_spec=replace(self.problem.matrix_spec, input_bits=bits)
         )
@@ -479,16 +494,16 @@ class PackedStack(PackedWeights):
         if find_grouped_failure(chosen, alone, replace(problem, num_matrices=1)) is not None:
             return False
         self.problem, self.chosen = problem, chosen
-        self.hold(packed)
+        self.store_packed(packed)
         return True
 
-    def keep_decoded(self, keep: bool) -> None:
-        """Keep what the fallback kernel decodes for the products that follow, or let go of it."""
-        self._tiles = {} if keep and self.chosen.base_kernel is fallback.KERNEL else None
+    def cache_decoded(self, enabled: bool) -> None:
+        """Enable or disable caching of the tiles that the fallback kernel decodes."""
+        self._decoded_tiles = {} if enabled and self.chosen.base_kernel is fallback.KERNEL else None
 
 
 class SeparateStack(nn.Module):
-    """Matrices of all experts, each in linear layers of its own; arguments as those of `PackedStack`."""
+    """Matrices of all experts as separate linear layers, for mixed schemes; takes the arguments of `PackedStack`."""
 
     def __init__(
         self,
@@ -501,77 +516,81 @@ class SeparateStack(nn.Module):
         self._width = 0  # of a result
         layers = []
         for expert in range(experts):
-            given = parts(expert)
-            self._width = sum(part.shape[0] for part in given)
-            layers.append(nn.ModuleList(_linear(part, dtype, device) for part in given))
+            matrices = parts(expert)
+            self._width = sum(part.shape[0] for part in matrices)
+            layers.append(nn.ModuleList(_create_linear(part, dtype, device) for part in matrices))
         self.experts = nn.ModuleList(layers)
 
     @property
     def failure(self) -> str | None:
-        """Return why a layer is not multiplied by the kernel meant for it, the first such reason."""
-        found = (part.failure for part in self.modules() if isinstance(part, PackedLinear))
-        return next((why for why in found if why is not None), None)
+        """Return the first reason why a layer does not use its preferred kernel, or None."""
+        layers = (part.failure for part in self.modules() if isinstance(part, PackedLinear))
+        return next((why for why in layers if why is not None), None)
 
     def forward(self, x: Tensor, owners: ExpertRouting) -> Tensor:
-        """Multiply as `PackedStack` does."""
-        each = len(owners.expert_of_pair) // max(1, len(x))
+        """Multiply ``x`` ``[rows, in]``; return one row per (token, expert) pair, ``[pairs, out]``."""
+        experts_per_token = len(owners.expert_of_pair) // max(1, len(x))
         y = x.new_empty(len(owners.expert_of_pair), self._width)
         for expert, pairs in owners.pairs_by_expert():
-            rows = x[pairs // each]
-            y[pairs] = torch.cat([part(rows) for part in self._of(expert)], dim=-1)
+            rows = x[pairs // experts_per_token]
+            y[pairs] = torch.cat([part(rows) for part in self._layers_of_expert(expert)], dim=-1)
         return y
 
-    def _of(self, expert: int) -> nn.ModuleList:
-        found = self.experts[expert]
-        assert isinstance(found, nn.ModuleList)
-        return found
+    def _layers_of_expert(self, expert: int) -> nn.ModuleList:
+        layers = self.experts[expert]
+        assert isinstance(layers, nn.ModuleList)
+        return layers
 
 
-def stack_of(
+def create_stack(
     parts: Callable[[int], Parts], experts: int, dtype: torch.dtype, device: torch.device
 ) -> PackedStack | SeparateStack:
-    """Return the matrices of all experts for one kernel if they are of one scheme, else each in a layer of its own."""
+    """Create a `PackedStack` if all experts have the same scheme, else a `SeparateStack`."""
     try:
         return PackedStack(parts, experts, dtype, device)
-    except DifferentError:
+    except MixedSchemesError:
         return SeparateStack(parts, experts, dtype, device)
 
 
-def joined(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeight:
-    """Return the rows of some matrices as those of one weight.
+def join_rows(parts: Parts, dtype: torch.dtype, device: torch.device) -> KernelWeight:
+    """Concatenate the rows of several quantized matrices into one kernel weight.
 
     Raises:
-        DifferentError: one is not quantized, or to another scheme; or rows do not fill whole tiles of it.
+        MixedSchemesError: a matrix is plain or has another scheme, or its rows do not fill whole tiles.
     """
     packed = [part for part in parts if isinstance(part, QuantizedTensor)]
-    weights = [kernel_weight(part, dtype, device) for part in packed]
-    for tensor, one in zip(packed, weights, strict=True):
-        if tensor.outlier_columns is not None or (tensor.input and not one.problem.activation_kind):
-            raise DifferentError
-    problems = {replace(one.problem, out_features=0) for one in weights}
+    weights = [to_kernel_weight(part, dtype, device) for part in packed]
+    for tensor, weight in zip(packed, weights, strict=True):
+        if tensor.outlier_columns is not None or (
+            tensor.input and not weight.problem.activation_kind
+        ):
+            raise MixedSchemesError
+    problems = {replace(weight.problem, out_features=0) for weight in weights}
     if len(packed) < len(parts) or len(problems) > 1:
-        raise DifferentError
+        raise MixedSchemesError
     if len(weights) == 1:
         return weights[0]
     tile = weights[0].problem.tile_rows
-    if any(one.problem.out_features % tile for one in weights[:-1]):
-        raise DifferentError
-    whole = sum(one.problem.out_features for one in weights)
+    if any(weight.problem.out_features % tile for weight in weights[:-1]):
+        raise MixedSchemesError
+    rows = sum(weight.problem.out_features for weight in weights)
     parameters = {}
     for name, value in weights[0].parameters.items():
-        values = [one.parameters[name] for one in weights]
+        values = [weight.parameters[name] for weight in weights]
         if name in grouped.SHARED_TENSORS and not all(
             torch.equal(value, other) for other in values
         ):
-            raise DifferentError
+            raise MixedSchemesError
         if len({other.dtype for other in values}) > 1:
-            raise DifferentError
+            raise MixedSchemesError
         parameters[name] = value if name in grouped.SHARED_TENSORS else torch.cat(values)
-    codes = torch.cat([one.codes for one in weights])
-    return KernelWeight(replace(weights[0].problem, out_features=whole), codes, parameters)
+    codes = torch.cat([weight.codes for weight in weights])
+    return KernelWeight(replace(weights[0].problem, out_features=rows), codes, parameters)
 
 
-def _linear(part: QuantizedTensor | Tensor, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def _create_linear(
+    part: QuantizedTensor | Tensor, dtype: torch.dtype, device: torch.device
+) -> nn.Module:
     if isinstance(part, QuantizedTensor):
         return PackedLinear(part, None, dtype, device)
     plain = nn.Linear(part.shape[1], part.shape[0], bias=False, device="meta")

@@ -1,6 +1,6 @@
-"""Angles of rotary positions: frequencies as transformers derives them, times positions.
+"""Rotary position embeddings: cosines and sines for token positions, with the frequencies of transformers.
 
-A model has one set of frequencies, or one for each type of layer (gemma3), each with a key: "" for the only one.
+A model has one set of frequencies (key "") or one set per layer type (gemma3; the key is the layer type).
 """
 
 from __future__ import annotations
@@ -11,48 +11,48 @@ from typing import Any
 import torch
 from torch import Tensor
 
-STATIC_ROTARY = frozenset(
+SUPPORTED_ROPE_TYPES = frozenset(
     {"default", "linear", "llama3", "yarn", "longrope"}
-)  # kinds that are computed here
+)  # supported rope types
 _QUERIES = " of queries"
 
 
-def angles_at(
-    rotary: Any, keys: Iterable[str], positions: Tensor, most: int, dtype: torch.dtype
+def rotary_angles(
+    rotary: Any, keys: Iterable[str], positions: Tensor, max_length: int, dtype: torch.dtype
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return cosines and sines ``[tokens, rotary / 2]`` by the key of each set, see also `queries_of`.
+    """Compute cosines and sines ``[tokens, rotary / 2]`` for each set of frequencies; see also `query_angles_key`.
 
     Args:
-        rotary: module of transformers.
-        keys: of the sets that are in use.
-        positions: ``[tokens]``.
-        most: tokens that a sequence can have.
-        dtype: of the result; angles are float32.
+        rotary: rotary embedding module of transformers.
+        keys: keys of the sets in use.
+        positions: token positions ``[tokens]``.
+        max_length: maximum sequence length.
+        dtype: type of the result; angles are computed in float32.
     """
-    found = {}
+    angles_by_key = {}
     for key in keys:
-        frequencies, scale = frequencies_of(rotary, key, most)
+        frequencies, scale = rotary_frequencies(rotary, key, max_length)
         angles = positions[:, None].float() * frequencies.to(positions.device)
-        found[key] = ((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
-        growth = _growth(rotary.config, positions)
-        if growth is not None:
-            cosine, sine = angles.cos() * scale * growth, angles.sin() * scale * growth
-            found[f"{key}{_QUERIES}"] = (cosine.to(dtype), sine.to(dtype))
-    return found
+        angles_by_key[key] = ((angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype))
+        query_scale = _query_scale(rotary.config, positions)
+        if query_scale is not None:
+            cosine, sine = angles.cos() * scale * query_scale, angles.sin() * scale * query_scale
+            angles_by_key[f"{key}{_QUERIES}"] = (cosine.to(dtype), sine.to(dtype))
+    return angles_by_key
 
 
-def queries_of(key: str, angles: Mapping[str, object]) -> str:
-    """Return the key of the angles of queries: ``key``, that of the keys, unless queries have their own."""
+def query_angles_key(key: str, angles: Mapping[str, object]) -> str:
+    """Return the key of the angles for queries: ``key`` as for keys, unless queries have angles of their own."""
     return f"{key}{_QUERIES}" if f"{key}{_QUERIES}" in angles else key
 
 
-def width_of(angles: tuple[Tensor, Tensor]) -> int:
-    """Return how many dimensions of a head are rotated by cosines and sines."""
+def rotary_width(angles: tuple[Tensor, Tensor]) -> int:
+    """Return the number of head dimensions that are rotated."""
     return 2 * angles[0].shape[-1]
 
 
-def _growth(config: Any, positions: Tensor) -> Tensor | None:
-    """Return the factor of queries ``[tokens, 1]`` that grows with their positions (ministral3), or None."""
+def _query_scale(config: Any, positions: Tensor) -> Tensor | None:
+    """Return the position-dependent query scale ``[tokens, 1]`` of ministral3 models; None for others."""
     parameters = getattr(config, "rope_parameters", None) or {}
     beta = parameters.get("llama_4_scaling_beta")
     if not beta:
@@ -62,26 +62,26 @@ def _growth(config: Any, positions: Tensor) -> Tensor | None:
     return factor[:, None]
 
 
-def kinds_of(rotary: Any) -> list[str]:
-    """Return the kinds of rotary that a model has, by transformers' names."""
+def rope_types(rotary: Any) -> list[str]:
+    """Return the rope types of a model, as named by transformers."""
     kinds = rotary.rope_type
     return list(kinds.values()) if isinstance(kinds, dict) else [kinds]
 
 
-def frequencies_of(rotary: Any, key: str, most: int) -> tuple[Tensor, float]:
-    """Return the frequencies of a set, and the factor of its cosines and sines.
+def rotary_frequencies(rotary: Any, key: str, max_length: int) -> tuple[Tensor, float]:
+    """Return the frequencies of a set and the scale of its cosines and sines.
 
-    longrope has other frequencies where sequences can be longer than those that the model was first trained on.
+    longrope uses other frequencies if sequences can be longer than the original context length.
     """
     prefix = f"{key}_" if key else ""
     frequencies: Tensor = getattr(rotary, f"{prefix}original_inv_freq")
     scale = float(getattr(rotary, f"{prefix}attention_scaling"))
     if not key and rotary.rope_type == "longrope":
-        short = rotary.config.rope_parameters["original_max_position_embeddings"]
-        if most > short:
+        original_length = rotary.config.rope_parameters["original_max_position_embeddings"]
+        if max_length > original_length:
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](
-                rotary.config, frequencies.device, seq_len=most
+                rotary.config, frequencies.device, seq_len=max_length
             )
     return frequencies, scale

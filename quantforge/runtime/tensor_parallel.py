@@ -1,12 +1,12 @@
-"""Shares of a model: each of several processes holds a part of every matrix of a block, and they sum their results.
+"""Tensor parallelism: each of several processes holds a part of every matrix of a block, and their results are summed.
 
-Of attention each process holds some heads: rows of the projections to queries, keys and values, and the columns of the
-output projection that read them. Of an MLP it holds rows of gate and up, and the same columns of down. A block then
-needs two sums, after the output projection and after down; biases there are added once, to the sum. Norms, the
-embedding and the head are in every process. So is what attention keeps of its heads: a cache of these heads alone.
+In attention, each process holds some heads: rows of the query, key and value projections, and the matching columns of
+the output projection; its KV cache covers these heads only. In an MLP it holds rows of gate and up, and the same
+columns of down. A block then needs two sums, after the output projection and after down; biases there are added once,
+to the sum. Norms, the embedding and the output head are replicated in every process.
 
-A cut of columns lies between groups, so that no scale is cut. What is left is a matrix of its own: its codes and
-parameters are those of the whole, bit for bit.
+Columns are split between quantization groups, so that no scale is split. Each shard is an ordinary matrix whose codes
+and parameters are bit for bit those of the whole.
 
 Every process gets the same tokens and computes the same logits, and so chooses the same next token.
 """
@@ -27,7 +27,7 @@ from quantforge.architectures import LayerKind, Parameter
 from quantforge.architectures.match import ModelLayout
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import supports
-from quantforge.runtime.linear import KernelWeight, SummedLinear
+from quantforge.runtime.linear import KernelWeight, RowParallelLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,31 +35,31 @@ if TYPE_CHECKING:
     from quantforge.formats import ModuleLayout
     from quantforge.scheme import Activation
 
-_SHARED = frozenset({"q", "kv", "qkv", "ffn", "gate_up"})  # dimensions
-_BY_HEAD = frozenset({"heads", "kv_heads"})
-_OF_ALL = frozenset({"table"})  # parameters of the grid, not of rows
-_UPPER = frozenset({"d", "dmin"})  # one for each superblock
+_SPLIT_DIMENSIONS = frozenset({"q", "kv", "qkv", "ffn", "gate_up"})
+_HEAD_DIMENSIONS = frozenset({"heads", "kv_heads"})
+_UNSPLIT_PARAMETERS = frozenset({"table"})  # parameters of the whole grid, not of rows
+_SUPERBLOCK_PARAMETERS = frozenset({"d", "dmin"})  # one for each superblock
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Share of one process.
+class TensorParallelRank:
+    """Tensor-parallel rank of a process, with the sum over all processes.
 
     Attributes:
-        rank: its number, from 0.
-        ranks: how many processes there are.
-        total: returns the sum of a tensor over all processes, the same bits in each; each has to call it.
+        rank: index of the process, from 0.
+        ranks: number of processes.
+        all_reduce: collective that returns the sum of a tensor over all processes, with the same bits in each.
     """
 
     rank: int
     ranks: int
-    total: Callable[[Tensor], Tensor]
+    all_reduce: Callable[[Tensor], Tensor]
 
-    def of(self, size: int, what: str) -> slice:
-        """Return the run of ``size`` things that is this process's.
+    def slice_of(self, size: int, what: str) -> slice:
+        """Return the slice of ``size`` items that belongs to this process.
 
         Raises:
-            RefusedError: there are not as many for each process.
+            RefusedError: ``size`` is not divisible by the number of processes.
         """
         if size % self.ranks:
             raise RefusedError(
@@ -69,81 +69,86 @@ class Share:
         part = size // self.ranks
         return slice(self.rank * part, (self.rank + 1) * part)
 
-    def of_heads(self, scale: Tensor) -> Tensor:
-        """Return the scales ``[kv_heads, ...]`` of the heads of this process; one scale for all stays."""
-        return scale if len(scale) == 1 else scale[self.of(len(scale), "key/value heads")]
+    def slice_heads(self, scale: Tensor) -> Tensor:
+        """Return the scales ``[kv_heads, ...]`` of this process's heads, or a single shared scale unchanged."""
+        return scale if len(scale) == 1 else scale[self.slice_of(len(scale), "key/value heads")]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Runs of rows of a weight, or of its bias, one after the other; or a run of columns.
+class WeightShard:
+    """The rows or columns of a weight (or the entries of its bias) that one process holds.
 
     Attributes:
-        module: whose weight it is.
-        share: of the process that holds it.
-        rows: the runs; none are all rows.
-        columns: the run; None is all columns.
+        module: name of the module that owns the weight.
+        share: tensor-parallel rank of the process.
+        rows: row ranges, concatenated; empty for all rows.
+        columns: column range; None for all columns.
     """
 
     module: str
-    share: Share
+    share: TensorParallelRank
     rows: tuple[slice, ...] = ()
     columns: slice | None = None
 
-    def plain(self, value: Tensor) -> Tensor:
-        """Return what is left of a weight ``[out_features, in_features]`` or a bias ``[out_features]``, copied."""
+    def slice_tensor(self, value: Tensor) -> Tensor:
+        """Return a copy of the held part of a weight ``[out_features, in_features]`` or a bias ``[out_features]``."""
         if self.rows:
-            return torch.cat([value[run] for run in self.rows])
+            return torch.cat([value[part_range] for part_range in self.rows])
         return value if self.columns is None else value[:, self.columns].clone()
 
-    def kernel_weight(self, whole: KernelWeight) -> KernelWeight:
-        """Return what is left of a weight, as kernels take it.
+    def slice_kernel_weight(self, whole: KernelWeight) -> KernelWeight:
+        """Return the held part of a kernel weight.
 
         Raises:
-            RefusedError: a group, or a tile of rows, would be cut.
+            RefusedError: a quantization group or a tile of rows would be split.
         """
         problem, parameters = whole.problem, dict(whole.parameters)
-        tile, group, upper = problem.tile_rows, problem.group_size, problem.superblock_size
-        left = (problem.out_features, problem.in_features)
-        rows, columns = self.rows or (slice(0, left[0]),), self.columns or slice(0, left[1])
-        runs = [self._among(run, tile, left[0], "outputs in runs") for run in rows]
-        runs = runs[:1] if tile >= left[0] else runs
-        for name in parameters.keys() - _OF_ALL:
-            size = upper if name in _UPPER else group
-            part = self._among(columns, size, left[1], "inputs in groups")
-            parameters[name] = torch.cat([parameters[name][run, part] for run in runs])
+        tile, group, superblock = problem.tile_rows, problem.group_size, problem.superblock_size
+        shape = (problem.out_features, problem.in_features)
+        rows, columns = self.rows or (slice(0, shape[0]),), self.columns or slice(0, shape[1])
+        row_ranges = [
+            self._parameter_range(part_range, tile, shape[0], "outputs in runs")
+            for part_range in rows
+        ]
+        row_ranges = row_ranges[:1] if tile >= shape[0] else row_ranges
+        for name in parameters.keys() - _UNSPLIT_PARAMETERS:
+            size = superblock if name in _SUPERBLOCK_PARAMETERS else group
+            part = self._parameter_range(columns, size, shape[1], "inputs in groups")
+            parameters[name] = torch.cat(
+                [parameters[name][part_range, part] for part_range in row_ranges]
+            )
         width = columns.stop - columns.start
-        smaller = replace(
+        shard_problem = replace(
             problem,
-            out_features=sum(run.stop - run.start for run in rows),
+            out_features=sum(part_range.stop - part_range.start for part_range in rows),
             in_features=width,
-            group_size=width if group == left[1] else group,
-            superblock_size=width if upper == left[1] else upper,
+            group_size=width if group == shape[1] else group,
+            superblock_size=width if superblock == shape[1] else superblock,
         )
-        codes = torch.cat([whole.codes[run, columns] for run in rows])
-        return KernelWeight(smaller, codes, parameters)
+        codes = torch.cat([whole.codes[part_range, columns] for part_range in rows])
+        return KernelWeight(shard_problem, codes, parameters)
 
-    def _among(self, run: slice, size: int, whole: int, what: str) -> slice:
-        """Return a run of rows or columns among parameters of which each serves ``size`` of them."""
+    def _parameter_range(self, part_range: slice, size: int, whole: int, what: str) -> slice:
+        """Convert a range of rows or columns to the range of parameters, each of which covers ``size`` of them."""
         if size >= whole:
             return slice(0, 1)
-        if run.start % size or (run.stop % size and run.stop != whole):
+        if part_range.start % size or (part_range.stop % size and part_range.stop != whole):
             raise RefusedError(
-                f"{self.module}: {whole} {what} of {size} cannot be cut at {run.start} and {run.stop}",
+                f"{self.module}: {whole} {what} of {size} cannot be cut at {part_range.start} and {part_range.stop}",
                 "fewer processes, or a model in smaller groups",
                 tensor=f"{self.module}.weight",
             )
-        return slice(run.start // size, -(-run.stop // size))
+        return slice(part_range.start // size, -(-part_range.stop // size))
 
 
-def share_of_process(device: str) -> Share | None:
-    """Return the share of this process; None: it is the only one.
+def init_tensor_parallel(device: str) -> TensorParallelRank | None:
+    """Initialize torch.distributed if needed; return the rank of this process, or None if it is the only one.
 
     Args:
-        device: where it computes: processors speak gloo, GPUs NCCL.
+        device: device of the model; CPUs use gloo, GPUs NCCL.
 
     Raises:
-        UsageError: torchrun (or whoever else describes the processes in the environment) did not start it.
+        UsageError: the process was not started by torchrun (the environment describes no process group).
     """
     if not dist.is_initialized():
         if torch.device(device).index is not None:
@@ -158,60 +163,68 @@ def share_of_process(device: str) -> Share | None:
         atexit.register(dist.destroy_process_group)  # its threads, left to the end, may abort it
     if dist.get_world_size() == 1:
         return None
-    return Share(dist.get_rank(), dist.get_world_size(), _total)
+    return TensorParallelRank(dist.get_rank(), dist.get_world_size(), _all_reduce)
 
 
-def _total(part: Tensor) -> Tensor:
-    """Return the sum of all processes' parts in the order of their ranks, so that its bits are the same everywhere."""
+def _all_reduce(part: Tensor) -> Tensor:
+    """Sum the tensors of all processes in rank order, so that the result has the same bits in each."""
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, part.contiguous())
     return reduce(torch.add, (one.float() for one in parts)).to(part.dtype)
 
 
-def cuts_of(
+def find_shards(
     model: PreTrainedModel,
     model_layout: ModelLayout,
     layouts: Mapping[str, ModuleLayout],
-    share: Share,
-) -> dict[str, Cut]:
-    """Return by name the parameters of which a process holds a part.
+    share: TensorParallelRank,
+) -> dict[str, WeightShard]:
+    """Return the parameters of which this process holds only a part, by name.
 
     Args:
         model: the skeleton.
         model_layout: its checkpoint.
         layouts: the quantized linears, by the stored name of their module.
-        share: of this process.
+        share: tensor-parallel rank of this process.
 
     Raises:
-        RefusedError: a model that is not shared, with the reason.
+        RefusedError: the model cannot be split; the message says why.
     """
     family, sizes = model_layout.architecture, model_layout.dimensions
     if family is None or sizes is None or family.own_graph is None or not supports(model):
-        raise _refused(f"model_type {model_layout.model_type!r} is not computed by the own decoder")
-    share.of(sizes.kv_heads, "key/value heads")
-    found = {}
+        raise _cannot_split(
+            f"model_type {model_layout.model_type!r} is not computed by the own decoder"
+        )
+    share.slice_of(sizes.kv_heads, "key/value heads")
+    shards = {}
     for index, kind in enumerate(model_layout.layers):
         if kind.stacks:
-            raise _refused(f"{model_layout.block_name(index)}: experts of a mixture are not split")
+            raise _cannot_split(
+                f"{model_layout.block_name(index)}: experts of a mixture are not split"
+            )
         for item in kind.parameters:
             name = f"{model_layout.block_name(index)}.{item.name}"
-            held = model_layout.by_name.get(name)
-            if held is None:
+            tensor = model_layout.by_name.get(name)
+            if tensor is None:
                 continue
-            cut = _cut(model_layout, kind, item, name.rpartition(".")[0], share)
-            if cut is None:
+            shard = _shard_of_parameter(model_layout, kind, item, name.rpartition(".")[0], share)
+            if shard is None:
                 continue
-            layout = layouts.get(held.header.name.removesuffix(".weight"))
+            layout = layouts.get(tensor.header.name.removesuffix(".weight"))
             if layout is not None and layout.scheme.input is not None:
-                _check_input(cut, layout.scheme.input)
-            found[name] = cut
-    return found
+                _check_input(shard, layout.scheme.input)
+            shards[name] = shard
+    return shards
 
 
-def _cut(
-    model_layout: ModelLayout, kind: LayerKind, item: Parameter, module: str, share: Share
-) -> Cut | None:
-    """Return how a parameter of a block is cut; None: every process holds all of it."""
+def _shard_of_parameter(
+    model_layout: ModelLayout,
+    kind: LayerKind,
+    item: Parameter,
+    module: str,
+    share: TensorParallelRank,
+) -> WeightShard | None:
+    """Return which part of a block parameter this process holds; None if the parameter is replicated."""
     family, sizes = model_layout.architecture, model_layout.dimensions
     assert family is not None
     assert sizes is not None
@@ -219,50 +232,54 @@ def _cut(
     assert graph is not None
     owner, _, leaf = item.name.rpartition(".")
     if owner not in kind.linears:
-        each = any(owner.startswith(f"{graph.attention}.{norm}.") for norm in graph.head_norms)
-        if each or _SHARED & {*item.shape}:
-            raise _refused(f"{module}: a norm of all heads, which are split")
-        if _BY_HEAD & {*item.shape[:1]}:  # a row for each
-            return Cut(module, share, (share.of(sizes.size(item.shape[0]), module),))
+        is_head_norm = any(
+            owner.startswith(f"{graph.attention}.{norm}.") for norm in graph.head_norms
+        )
+        if is_head_norm or _SPLIT_DIMENSIONS & {*item.shape}:
+            raise _cannot_split(f"{module}: a norm of all heads, which are split")
+        if _HEAD_DIMENSIONS & {*item.shape[:1]}:  # a row for each
+            return WeightShard(module, share, (share.slice_of(sizes.size(item.shape[0]), module),))
         return None
     shape = next(one.shape for one in kind.parameters if one.name == f"{owner}.weight")
     attention = owner.startswith(f"{graph.attention}.")
     if owner == f"{graph.attention}.{graph.output}" or (not attention and shape[0] == "hidden"):
-        whole = sizes.size(shape[1])
+        size = sizes.size(shape[1])
         return (
-            Cut(module, share, columns=share.of(whole, f"{module}: inputs"))
+            WeightShard(module, share, columns=share.slice_of(size, f"{module}: inputs"))
             if leaf != "bias"
             else None
         )
-    whole, first, rows = sizes.size(shape[0]), 0, []
+    size, start, rows = sizes.size(shape[0]), 0, []
     parts = [sizes.size(text) for text in family.slices.get(owner, ())]
-    for part in parts if sum(parts) == whole else [whole]:
-        run = share.of(part, f"{module}: outputs")
-        rows.append(slice(first + run.start, first + run.stop))
-        first += part
-    return Cut(module, share, tuple(rows))
+    for part in parts if sum(parts) == size else [size]:
+        part_range = share.slice_of(part, f"{module}: outputs")
+        rows.append(slice(start + part_range.start, start + part_range.stop))
+        start += part
+    return WeightShard(module, share, tuple(rows))
 
 
-def _check_input(cut: Cut, taken: Activation) -> None:
-    """Refuse inputs whose rounding depends on columns that other processes hold."""
+def _check_input(shard: WeightShard, taken: Activation) -> None:
+    """Check that rounding of the inputs does not depend on columns that other processes hold."""
     if taken.threshold is not None:
-        raise _refused(f"{cut.module}: columns of its input that are kept in 16 bits are not split")
-    if cut.columns is None or not taken.dynamic:
+        raise _cannot_split(
+            f"{shard.module}: columns of its input that are kept in 16 bits are not split"
+        )
+    if shard.columns is None or not taken.dynamic:
         return
     run = taken.granularity.removeprefix("g")
-    if not run.isdecimal() or cut.columns.start % int(run):
-        raise _refused(
-            f"{cut.module}: inputs are rounded by the range of a whole {taken.granularity}"
+    if not run.isdecimal() or shard.columns.start % int(run):
+        raise _cannot_split(
+            f"{shard.module}: inputs are rounded by the range of a whole {taken.granularity}"
         )
 
 
-def _refused(why: str) -> RefusedError:
+def _cannot_split(why: str) -> RefusedError:
     return RefusedError(f"a model over several processes: {why}", "one process, without torchrun")
 
 
-def sum_parts(model: nn.Module, cuts: Mapping[str, Cut]) -> None:
-    """Let layers of which some columns are here return the sum over all processes."""
-    for cut in cuts.values():
-        if cut.columns is not None:
-            part = model.get_submodule(cut.module)
-            model.set_submodule(cut.module, SummedLinear(part, cut.share))
+def wrap_split_linears(model: nn.Module, shards: Mapping[str, WeightShard]) -> None:
+    """Wrap the linears whose columns are split, so that their outputs are summed over all processes."""
+    for shard in shards.values():
+        if shard.columns is not None:
+            part = model.get_submodule(shard.module)
+            model.set_submodule(shard.module, RowParallelLinear(part, shard.share))

@@ -1,6 +1,7 @@
-"""A model that answers in text: a prompt or a conversation in, pieces of text out as they come.
+"""Text generation with a loaded model: takes a prompt or a conversation, streams the completion in pieces.
 
-Tokens become text as soon as it is sure, and an answer ends where its rules say.
+A piece of text is emitted as soon as no later token can change it. A completion ends at an end token, at a stop string
+or at its token limit.
 """
 
 from __future__ import annotations
@@ -13,128 +14,128 @@ from quantforge.errors import InputError, UsageError
 from quantforge.events import Event
 from quantforge.numerics.shared_processors import ProcessorShare
 from quantforge.runtime.beam_search import beam_search
-from quantforge.runtime.decoding import DecodingEngine, engine_of, generate_rows
+from quantforge.runtime.decoding import DecodingEngine, create_engine, generate_choices
 from quantforge.runtime.generated_text import (
     Generated,
     GeneratedText,
     LikelyToken,
     ScoredToken,
-    Stopped,
+    StopReason,
 )
-from quantforge.runtime.generation_options import AnswerLimits
+from quantforge.runtime.generation_options import CompletionOptions
 from quantforge.runtime.load import Loaded
-from quantforge.runtime.sampling import Chosen, RowSampler
-from quantforge.runtime.speculation.decode import SpeculativeDecoder, SpeculativeText
+from quantforge.runtime.sampling import ChosenToken, RowSampler
+from quantforge.runtime.speculation.decode import SpeculativeCompletion, SpeculativeDecoder
 from quantforge.runtime.speculation.verify import SpeculationCounts
-from quantforge.runtime.text_processing import TextSide, as_input_errors, text_side
+from quantforge.runtime.text_processing import TextProcessor, as_input_errors, load_text_processor
 from quantforge.runtime.text_stream import TextStream
 from quantforge_calibration.chat import ChatTemplate
 from quantforge_calibration.conversations import Conversation
 from quantforge_calibration.tokenizer import TextTokenizer
 
 Messages = Sequence[Mapping[str, str]]  # each with "role" and "content"
-RAW = "--raw (raw=True) completes the prompt as text, without the template"
+RAW_HINT = "--raw (raw=True) completes the prompt as text, without the template"
 
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """A loaded model and its text side, ready to answer any number of prompts.
+    """A loaded model with its tokenizer and chat template, ready to complete any number of prompts.
 
     Attributes:
-        name: of the model, for results.
-        decoder: what computes it: ``own`` or ``transformers``.
-        engine: computes it.
-        side: its tokenizer and chat template.
-        speculative: the model with its drafter, for speculative decoding; None without.
-        cache: kind of its cache, see `quantforge.cache_kinds`; that of the model when empty.
-        events: what loading has to tell.
+        name: name of the model, shown in results.
+        decoder: which implementation runs the model: ``own`` (QuantForge's decoder) or ``transformers``.
+        engine: the engine that computes logits.
+        processor: tokenizer, chat template and end tokens.
+        speculative: the model with its drafter, for speculative decoding; None for plain decoding.
+        cache: kind of the KV cache, see `quantforge.cache_kinds`; empty for the default of the model.
+        events: events recorded while the model was loaded.
     """
 
     name: str
     decoder: str
     engine: DecodingEngine
-    side: TextSide
+    processor: TextProcessor
     speculative: SpeculativeDecoder | None = None
     cache: str = ""
     events: tuple[Event, ...] = ()
 
     @classmethod
-    def of(
+    def from_loaded(
         cls,
         loaded: Loaded,
         name: str,
         speculative: SpeculativeDecoder | None = None,
         cache: str = "",
     ) -> TextModel:
-        """Return a loaded model that answers.
+        """Wrap a loaded model for text generation.
 
         Raises:
-            InputError: no tokenizer that can be read.
-            RefusedError: a kind of cache for a model that the own decoder does not compute.
+            InputError: the model has no readable tokenizer.
+            RefusedError: a cache kind was requested for a model that runs through transformers.
         """
-        side = text_side(loaded.path, loaded.config)
-        engine, token_bytes = engine_of(loaded.model, cache, loaded.kv_scales)
+        processor = load_text_processor(loaded.path, loaded.config)
+        engine, token_bytes = create_engine(loaded.model, cache, loaded.kv_scales)
         decoder = "transformers" if token_bytes is None else "own"
-        return cls(name, decoder, engine, side, speculative, cache, loaded.events)
+        return cls(name, decoder, engine, processor, speculative, cache, loaded.events)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a person should know of the model's chat templates."""
-        return () if self.side.template is None else self.side.template.notes
+        """Return notes for the user about the model's chat template."""
+        return () if self.processor.template is None else self.processor.template.notes
 
     @property
-    def templated(self) -> bool:
+    def has_chat_template(self) -> bool:
         """Return whether the model has a chat template."""
-        return self.side.template is not None
+        return self.processor.template is not None
 
-    def answer(
-        self, prompt: str | Messages, limits: AnswerLimits, *, raw: bool = False
-    ) -> LiveAnswer:
-        """Begin an answer; nothing is computed before its pieces are asked for.
+    def complete(
+        self, prompt: str | Messages, options: CompletionOptions, *, raw: bool = False
+    ) -> StreamingCompletion:
+        """Create a streaming completion of a prompt; computation starts when it is iterated over.
 
         Args:
-            prompt: a text (what a user says, where there is a template), or a conversation.
-            limits: its rules.
-            raw: complete the text as it is.
+            prompt: a text (rendered as a user message if the model has a chat template), or a conversation.
+            options: sampling, length and stop options.
+            raw: complete the text as it is, without the chat template.
 
         Raises:
             UsageError: the prompt is neither a text nor a conversation.
-            InputError: the prompt cannot be encoded or rendered, or leaves no room for a token; a conversation for
-                a model without a template.
+            InputError: the prompt cannot be encoded or rendered, or leaves no room for a new token; or a conversation
+                was given to a model without a chat template.
         """
-        checked(prompt)
-        if self.speculative is not None and (limits.n > 1 or limits.beams is not None):
+        check_prompt(prompt)
+        if self.speculative is not None and (options.n > 1 or options.beams is not None):
             raise UsageError(
                 "several answers, and a draft", "drafts are for one answer: leave one out"
             )
-        template = None if raw else self.side.template
+        template = None if raw else self.processor.template
         if template is None and not isinstance(prompt, str):
             raise InputError(
                 f"{self.name}: a conversation needs a chat template, and "
                 + ("raw leaves it out" if raw else "there is none"),
                 "give the prompt as one text",
             )
-        ids = self._ids(prompt, template)
-        room = self.side.positions - len(ids)
-        if room < 1:
+        ids = self._encode_prompt(prompt, template)
+        max_new_tokens = self.processor.positions - len(ids)
+        if max_new_tokens < 1:
             raise InputError(
-                f"the prompt has {len(ids)} tokens, {self.name} sees {self.side.positions}",
+                f"the prompt has {len(ids)} tokens, {self.name} sees {self.processor.positions}",
                 "shorten it; in a chat /reset forgets what was said",
             )
-        limits = replace(limits, max_tokens=min(room, limits.max_tokens))
-        return LiveAnswer(self, ids, limits, templated=template is not None)
+        options = replace(options, max_tokens=min(max_new_tokens, options.max_tokens))
+        return StreamingCompletion(self, ids, options, templated=template is not None)
 
-    def _ids(self, prompt: str | Messages, template: ChatTemplate | None) -> list[int]:
-        tokenizer = self.side.tokenizer
+    def _encode_prompt(self, prompt: str | Messages, template: ChatTemplate | None) -> list[int]:
+        tokenizer = self.processor.tokenizer
         if template is None:
             with as_input_errors():
                 ids = tokenizer.encode(str(prompt), "the prompt")
-            first = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-            ids = first + ids or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
+            bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+            ids = bos + ids or ([] if tokenizer.eos_id is None else [tokenizer.eos_id])
         else:
-            talk = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            with as_input_errors(RAW):
-                text = template.render(Conversation(talk), answer=True)
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+            with as_input_errors(RAW_HINT):
+                text = template.render(Conversation(messages), answer=True)
             with as_input_errors():
                 ids = tokenizer.encode_all(text, "the prompt in the model's chat template")
         if not ids:
@@ -142,11 +143,11 @@ class TextModel:
         return ids
 
 
-def checked(prompt: object) -> None:
-    """Refuse what is neither a text nor a conversation of texts.
+def check_prompt(prompt: object) -> None:
+    """Check that a prompt is a text or a list of chat messages whose fields are texts.
 
     Raises:
-        UsageError: with what is expected.
+        UsageError: it is not; the hint shows the expected type.
     """
     expected = 'a text, or [{"role": "user", "content": "..."}, ...]'
     if isinstance(prompt, str):
@@ -168,154 +169,174 @@ def checked(prompt: object) -> None:
             raise UsageError(f"the prompt {text!a:.60} is no Unicode text", expected) from error
 
 
-class LiveAnswer:
-    """Answers to one prompt while they come: iterated over once, it yields pieces of the first one's text.
+class StreamingCompletion:
+    """A lazily computed completion of one prompt; iterating over it (once) yields the text of choice 0 in pieces.
 
-    Nothing is computed before. Further answers are computed beside the first; a beam search yields its text at the end.
+    If several choices are requested (``n`` > 1), the others are computed in the same batch. A beam search yields its
+    whole text at the end.
     """
 
     def __init__(
-        self, model: TextModel, ids: Sequence[int], limits: AnswerLimits, *, templated: bool
+        self, model: TextModel, ids: Sequence[int], options: CompletionOptions, *, templated: bool
     ) -> None:
-        self._model, self._ids, self._limits = model, list(ids), limits
+        self._model, self._ids, self._options = model, list(ids), options
         self._templated = templated
-        self._begun = self._first = self._last = time.perf_counter()
-        self._computed = 0
+        self._start_time = self._first_token_time = self._last_token_time = time.perf_counter()
+        self._computed_tokens = 0
         self._processor_share: float | None = None
-        self._speculated: SpeculationCounts | None = None
-        self._texts = [_Text(model.side, self._ids, limits) for _ in range(limits.n)]
+        self._speculation_counts: SpeculationCounts | None = None
+        self._texts = [_ChoiceText(model.processor, self._ids, options) for _ in range(options.n)]
 
     def __iter__(self) -> Iterator[str]:
-        self._begun = time.perf_counter()
+        self._start_time = time.perf_counter()
         share = ProcessorShare()
         try:
             with as_input_errors():
-                yield from self._drawn() if self._limits.beams is None else self._searched()
+                yield from (
+                    self._stream_sampled()
+                    if self._options.beams is None
+                    else self._stream_beam_search()
+                )
         finally:
             self._processor_share = share.so_far()
 
-    def _drawn(self) -> Iterator[str]:
-        ended = set[int]()
-        for step in self._steps(ended):
-            self._count(len(step))
-            for number, chosen in step.items():
-                text = self._texts[number]
-                piece = text.take(chosen)
-                if text.stopped != "interrupted":
-                    ended.add(number)
-                if piece and number == 0:
+    def _stream_sampled(self) -> Iterator[str]:
+        finished = set[int]()
+        for step in self._sample_steps(finished):
+            self._record_step(len(step))
+            for index, chosen in step.items():
+                text = self._texts[index]
+                piece = text.add_token(chosen)
+                if text.stop_reason != "interrupted":
+                    finished.add(index)
+                if piece and index == 0:
                     yield piece
-        rests = [text.finish("length") for text in self._texts if text.stopped == "interrupted"]
-        if 0 not in ended and rests[0]:
-            yield rests[0]
+        remainders = [
+            text.finish("length") for text in self._texts if text.stop_reason == "interrupted"
+        ]
+        if 0 not in finished and remainders[0]:
+            yield remainders[0]
 
-    def _steps(self, ended: set[int]) -> Iterator[Mapping[int, Chosen]]:
-        """Yield the next tokens of all answers that have not ended, by their numbers."""
-        limits, speculative = self._limits, self._model.speculative
+    def _sample_steps(self, finished: set[int]) -> Iterator[Mapping[int, ChosenToken]]:
+        """Yield, for every decoding step, the new token of each unfinished choice by its index."""
+        options, speculative = self._options, self._model.speculative
         if speculative is None:
-            samplers = [RowSampler(limits.sampling.numbered(n), self._ids) for n in range(limits.n)]
-            yield from generate_rows(
-                self._model.engine, self._ids, limits.max_tokens, samplers, ended
+            samplers = [
+                RowSampler(options.sampling.for_choice(n), self._ids) for n in range(options.n)
+            ]
+            yield from generate_choices(
+                self._model.engine, self._ids, options.max_tokens, samplers, finished
             )
             return
-        text = SpeculativeText(
-            speculative, self._ids, limits.max_tokens, limits.sampling, self._model.cache
+        text = SpeculativeCompletion(
+            speculative, self._ids, options.max_tokens, options.sampling, self._model.cache
         )
-        self._speculated = text.counts
-        for one in text:
-            yield {0: one}
-            if ended:
+        self._speculation_counts = text.counts
+        for token in text:
+            yield {0: token}
+            if finished:
                 return
 
-    def _searched(self) -> Iterator[str]:
-        limits, stop = self._limits, self._model.side.stop
-        assert limits.beams is not None
-        found = beam_search(
-            self._model.engine, self._ids, limits.max_tokens, limits.beams, stop, self._count
+    def _stream_beam_search(self) -> Iterator[str]:
+        options, stop = self._options, self._model.processor.stop
+        assert options.beams is not None
+        beams = beam_search(
+            self._model.engine,
+            self._ids,
+            options.max_tokens,
+            options.beams,
+            stop,
+            self._record_step,
         )
-        for text, beam in zip(self._texts, found, strict=False):
+        for text, beam in zip(self._texts, beams, strict=False):
             for token in beam.tokens:
-                text.take(Chosen(token))
+                text.add_token(ChosenToken(token))
             if not beam.ended:
                 text.finish("length")
             text.score = beam.score
         yield "".join(self._texts[0].pieces)
 
-    def _count(self, tokens: int) -> None:
-        """Note that a step has been computed."""
-        self._last = time.perf_counter()
-        if not self._computed:
-            self._first = self._last
-        self._computed += tokens
+    def _record_step(self, tokens: int) -> None:
+        """Record the time and the number of tokens of a finished decoding step."""
+        self._last_token_time = time.perf_counter()
+        if not self._computed_tokens:
+            self._first_token_time = self._last_token_time
+        self._computed_tokens += tokens
 
     def generated(self) -> Generated:
-        """Return what has come so far."""
-        begun = self._computed > 0
-        width = self._limits.n if self._limits.beams is None else self._limits.beams.beams
+        """Return the texts and statistics of what has been generated so far."""
+        has_started = self._computed_tokens > 0
+        width = self._options.n if self._options.beams is None else self._options.beams.beams
         return Generated(
             model=self._model.name,
-            choices=tuple(text.choice() for text in self._texts),
+            choices=tuple(text.to_result() for text in self._texts),
             templated=self._templated,
             decoder=self._model.decoder,
             prompt_tokens=len(self._ids),
-            prompt_seconds=self._first - self._begun if begun else 0.0,
-            steps=max(0, self._computed - width),
-            step_seconds=self._last - self._first if begun else 0.0,
-            speculation=None if self._speculated is None else self._speculated.document(),
+            prompt_seconds=self._first_token_time - self._start_time if has_started else 0.0,
+            steps=max(0, self._computed_tokens - width),
+            step_seconds=self._last_token_time - self._first_token_time if has_started else 0.0,
+            speculation=None
+            if self._speculation_counts is None
+            else self._speculation_counts.document(),
             processor_share=self._processor_share,
         )
 
 
-class _Text:
-    """Text of one answer, as far as it has come."""
+class _ChoiceText:
+    """Accumulated tokens and text of one choice of a completion."""
 
-    def __init__(self, side: TextSide, prompt: Sequence[int], limits: AnswerLimits) -> None:
-        self._tokenizer, self._ends = side.tokenizer, side.stop
-        self._stream = TextStream(side.tokenizer, prompt, limits.stop, include=limits.include_stop)
-        self._scored: list[ScoredToken] | None = None if limits.sampling.logprobs is None else []
+    def __init__(
+        self, processor: TextProcessor, prompt: Sequence[int], options: CompletionOptions
+    ) -> None:
+        self._tokenizer, self._end_tokens = processor.tokenizer, processor.stop
+        self._stream = TextStream(
+            processor.tokenizer, prompt, options.stop, include_stop=options.include_stop
+        )
+        self._logprobs: list[ScoredToken] | None = None if options.sampling.logprobs is None else []
         self._tokens: list[int] = []
         self.pieces: list[str] = []
-        self.stopped: Stopped = "interrupted"
+        self.stop_reason: StopReason = "interrupted"
         self.score: float | None = None
 
-    def take(self, chosen: Chosen) -> str:
-        """Return the text that is sure with a further token."""
-        if chosen.token in self._ends:
+    def add_token(self, chosen: ChosenToken) -> str:
+        """Append a token; return the text that is final now."""
+        if chosen.token in self._end_tokens:
             return self.finish("end")
         self._tokens.append(chosen.token)
-        if self._scored is not None:
-            self._scored.append(scored(self._tokenizer, chosen))
-        return self._kept(self._stream.add(chosen.token))
+        if self._logprobs is not None:
+            self._logprobs.append(to_scored_token(self._tokenizer, chosen))
+        return self._append_piece(self._stream.add(chosen.token))
 
-    def finish(self, stopped: Stopped) -> str:
-        """Return the text that is left when no token follows."""
-        self.stopped = stopped
-        return self._kept(self._stream.rest())
+    def finish(self, stop_reason: StopReason) -> str:
+        """End the text for a reason; return the text that was still held back."""
+        self.stop_reason = stop_reason
+        return self._append_piece(self._stream.flush())
 
-    def _kept(self, piece: str) -> str:
+    def _append_piece(self, piece: str) -> str:
         if self._stream.stopped_by is not None:
-            self.stopped = "stop"
+            self.stop_reason = "stop"
         if piece:
             self.pieces.append(piece)
         return piece
 
-    def choice(self) -> GeneratedText:
-        """Return what has come so far."""
+    def to_result(self) -> GeneratedText:
+        """Return the text generated so far as a result."""
         return GeneratedText(
             text="".join(self.pieces),
             tokens=tuple(self._tokens),
-            stopped=self.stopped,
+            stopped=self.stop_reason,
             stop=self._stream.stopped_by,
-            logprobs=None if self._scored is None else tuple(self._scored),
+            logprobs=None if self._logprobs is None else tuple(self._logprobs),
             score=self.score,
         )
 
 
-def scored(tokenizer: TextTokenizer, chosen: Chosen) -> ScoredToken:
-    """Return a token with texts; errors as `TextTokenizer.decode`."""
+def to_scored_token(tokenizer: TextTokenizer, chosen: ChosenToken) -> ScoredToken:
+    """Return a chosen token and its alternatives with their texts; raises as `TextTokenizer.decode` does."""
     assert chosen.logprob is not None
-    own, *top = (
+    chosen_token, *top = (
         LikelyToken(token, tokenizer.decode([token]), logprob)
         for token, logprob in ((chosen.token, chosen.logprob), *chosen.top)
     )
-    return ScoredToken(own, tuple(top))
+    return ScoredToken(chosen_token, tuple(top))

@@ -1,7 +1,7 @@
-"""The text side of a model of any format: its tokenizer, its chat template, the tokens that end its answers.
+"""Tokenizer, chat template and end tokens of a model in any format.
 
-A directory holds them in files. A GGUF file holds them as keys, which are written as these files into a directory that
-lives as long as they are read.
+A model directory stores them in files. A GGUF file stores them as metadata keys, which are converted to the same files
+in a temporary directory while they are read.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 from quantforge_files.roles import SETTINGS
 
-GENERATION = "generation_config.json"
-ENDS = ("eos", "eot", "eom")  # roles of tokens in GGUF keys that end a text, a turn, a message
+GENERATION_CONFIG = "generation_config.json"
+END_ROLES = ("eos", "eot", "eom")  # tokens in GGUF keys that end a text, a turn, a message
 
 
 @dataclass(frozen=True, slots=True)
-class TextSide:
-    """Parts of a model that deal with text.
+class TextProcessor:
+    """Tokenizer, chat template and limits of a model.
 
     Attributes:
-        tokenizer: of its text.
-        template: how it is shown a conversation; None for a model that only completes text.
-        stop: ids that end an answer.
-        positions: how many tokens it can see.
+        tokenizer: the tokenizer.
+        template: the chat template; None if the model has none.
+        stop: ids of the tokens that end a completion.
+        positions: context length in tokens.
     """
 
     tokenizer: TextTokenizer
@@ -44,31 +44,35 @@ class TextSide:
     positions: int
 
 
-def text_side(path: Path, config: Mapping[str, Any]) -> TextSide:
-    """Read the text side of a model directory or a GGUF file.
+def load_text_processor(path: Path, config: Mapping[str, Any]) -> TextProcessor:
+    """Load tokenizer, chat template and end tokens from a model directory or a GGUF file.
 
     Raises:
-        InputError: no tokenizer that can be read, or a damaged file.
+        InputError: there is no readable tokenizer, or a file is damaged.
     """
-    with tokenizer_directory(path) as (folder, file), as_input_errors():
+    with tokenizer_directory(path) as (folder, gguf), as_input_errors():
         tokenizer = load_tokenizer(folder, embedding_rows(config))
         template = find_chat_template(folder)
-        stop = _listed(text_config(config).get("eos_token_id"))
-        if file is not None:
-            keys = (file.value(f"tokenizer.ggml.{role}_token_id", int, -1) for role in ENDS)
-            stop += [number for number in keys if number >= 0]
-        elif (place := folder / GENERATION).is_file():
-            document = FILES.parse_object(FILES.read(place, SETTINGS, folder), place, SETTINGS)
-            stop = _listed(document.get("eos_token_id")) or stop
-    own = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return TextSide(tokenizer, template, frozenset(stop + own), positions_in(config))
+        stop = _as_id_list(text_config(config).get("eos_token_id"))
+        if gguf is not None:
+            gguf_ids = (
+                gguf.value(f"tokenizer.ggml.{role}_token_id", int, -1) for role in END_ROLES
+            )
+            stop += [number for number in gguf_ids if number >= 0]
+        elif (config_path := folder / GENERATION_CONFIG).is_file():
+            document = FILES.parse_object(
+                FILES.read(config_path, SETTINGS, folder), config_path, SETTINGS
+            )
+            stop = _as_id_list(document.get("eos_token_id")) or stop
+    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    return TextProcessor(tokenizer, template, frozenset(stop + eos), positions_in(config))
 
 
-def tokenizer_of(model: Checkpoint) -> TextTokenizer:
+def load_model_tokenizer(model: Checkpoint) -> TextTokenizer:
     """Load the tokenizer of a model.
 
     Raises:
-        InputError: there is none that can be read.
+        InputError: there is no readable tokenizer.
     """
     with tokenizer_directory(model.path) as (folder, _), as_input_errors():
         return load_tokenizer(folder, embedding_rows(model.config))
@@ -76,12 +80,12 @@ def tokenizer_of(model: Checkpoint) -> TextTokenizer:
 
 @contextmanager
 def as_input_errors(hint: str = "") -> Iterator[None]:
-    """Turn a `SourceError` into an `InputError`, with another hint where one is given."""
+    """Re-raise a `SourceError` as an `InputError`, optionally with another hint."""
     try:
         yield
     except SourceError as error:
         raise InputError(error.message, hint or error.hint) from error
 
 
-def _listed(value: Any) -> list[int]:
+def _as_id_list(value: Any) -> list[int]:
     return [item for item in (value if isinstance(value, list) else [value]) if type(item) is int]

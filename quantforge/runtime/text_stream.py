@@ -1,11 +1,12 @@
-"""Text of one completion while its tokens come: whole characters, up to a stop string. No torch.
+"""Incremental detokenization of one completion: whole characters only, cut at stop strings. Imports no torch.
 
-A token of byte-level BPE may end in the middle of a character, and a decoder may drop a space at the beginning of what
-it is given. So a piece of text is what some tokens add after the ones before them, and it waits while its end is no
-whole character (decoders write U+FFFD there).
+A byte-level BPE token may end in the middle of a character, and a tokenizer may drop a space at the start of the text
+it decodes. So each piece is the difference between decoding with and without the new tokens, after a few tokens of
+context, and it is held back while it ends in an incomplete character (decoded as U+FFFD).
 
-Stop strings are found wherever the pieces part: the longest end of the text that begins a stop string waits for what
-follows. The text ends with the first character that completes a string, the longest one where it completes several.
+Stop strings are also found across pieces: the longest suffix of the text that is a prefix of a stop string is held
+back. The text ends at the first character that completes a stop string; the
+longest one counts if it completes several.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from collections.abc import Sequence
 
 from quantforge_calibration.tokenizer import TextTokenizer
 
-BEFORE = 8  # tokens of the prompt that the first piece is decoded after
-PARTIAL = "\ufffd"
+CONTEXT_TOKENS = 8  # last tokens of the prompt that are decoded together with the first piece
+INCOMPLETE = "\ufffd"
 
 
 class TextStream:
-    """Text of tokens that come one by one after a prompt.
+    """Detokenizer of a stream of tokens that follows a prompt.
 
     Args:
-        tokenizer: decodes them.
-        prompt: its tokens.
-        stop: strings that end the text.
-        include: the string that ended the text is part of it.
+        tokenizer: decodes tokens to text.
+        prompt: token ids of the prompt.
+        stop: stop strings.
+        include_stop: keep the stop string at the end of the text.
 
     Attributes:
-        decoded: characters of all whole text so far.
-        sure: those that `add` has returned; the others may be the beginning of a stop string.
+        decoded: number of characters decoded so far.
+        emitted: number of characters that `add` has returned; the rest may be the start of a stop string.
     """
 
     def __init__(
@@ -38,81 +39,90 @@ class TextStream:
         prompt: Sequence[int],
         stop: Sequence[str] = (),
         *,
-        include: bool = False,
+        include_stop: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt[-BEFORE:])
+        self._ids = list(prompt[-CONTEXT_TOKENS:])
         self._first, self._decoded_up_to = 0, len(self._ids)
-        self._matcher = StopMatcher(stop, include=include)
-        self.decoded = self.sure = 0
+        self._matcher = StopMatcher(stop, include_stop=include_stop)
+        self.decoded = self.emitted = 0
 
     @property
     def stopped_by(self) -> str | None:
         """Return the stop string that ended the text, or None."""
-        return self._matcher.found
+        return self._matcher.matched
 
     def add(self, token: int) -> str:
-        """Return the text that is sure now, often one word and sometimes none.
+        """Append a token; return the text that is final now, often one word and sometimes "".
 
         Raises:
             SourceError: the tokenizer cannot decode.
         """
         self._ids.append(token)
-        return self._model_layout(self._piece(whole=True))
+        return self._match_stop(self._decode_new_text(complete_only=True))
 
-    def rest(self) -> str:
-        """Return the text that is left when no token follows; errors as `add`."""
-        return self._model_layout(self._piece(whole=False)) + self._matcher.rest()
+    def flush(self) -> str:
+        """Return the text that was held back, when no token follows; raises as `add` does."""
+        return self._match_stop(self._decode_new_text(complete_only=False)) + self._matcher.flush()
 
-    def _model_layout(self, piece: str) -> str:
-        sure = self._matcher.add(piece)
+    def _match_stop(self, piece: str) -> str:
+        emitted = self._matcher.add(piece)
         self.decoded += len(piece)
-        self.sure += len(sure)
-        return sure
+        self.emitted += len(emitted)
+        return emitted
 
-    def _piece(self, *, whole: bool) -> str:
-        before = self._tokenizer.decode(self._ids[self._first : self._decoded_up_to])
-        now = self._tokenizer.decode(self._ids[self._first :])
-        if len(now) <= len(before) or (whole and now.endswith(PARTIAL)):
+    def _decode_new_text(self, *, complete_only: bool) -> str:
+        context_text = self._tokenizer.decode(self._ids[self._first : self._decoded_up_to])
+        full_text = self._tokenizer.decode(self._ids[self._first :])
+        if len(full_text) <= len(context_text) or (
+            complete_only and full_text.endswith(INCOMPLETE)
+        ):
             return ""
         self._first, self._decoded_up_to = self._decoded_up_to, len(self._ids)
-        return now[len(before) :]
+        return full_text[len(context_text) :]
 
 
 class StopMatcher:
-    """Finder of stop strings in a text that comes in pieces.
+    """Matcher of stop strings in a text that arrives in pieces.
 
     Args:
-        stop: the strings.
-        include: the string that ended the text is part of it.
+        stop: the stop strings.
+        include_stop: keep the stop string at the end of the text.
 
     Attributes:
-        found: the string that ended the text, or None.
+        matched: the stop string that ended the text, or None.
     """
 
-    def __init__(self, stop: Sequence[str], *, include: bool = False) -> None:
-        self._stop, self._include = stop, include
-        self._waiting = ""  # the end of the text that could still become a stop string
-        self.found: str | None = None
+    def __init__(self, stop: Sequence[str], *, include_stop: bool = False) -> None:
+        self._stop, self._include = stop, include_stop
+        self._pending = ""  # the end of the text that could still become a stop string
+        self.matched: str | None = None
 
     def add(self, piece: str) -> str:
-        """Return the text that is sure now: no stop string, nor what could become one; none after the end."""
-        if self.found is not None:
-            return ""
-        text = self._waiting + piece
-        ends = [(text.find(one) + len(one), -len(one), one) for one in self._stop if one in text]
-        if ends:
-            end, _, self.found = min(ends)
-            sure = end if self._include else end - len(self.found)
-            self._waiting = ""
-            return text[:sure]
-        most = min(len(text), max(map(len, self._stop), default=0))
-        starts = range(len(text) - most, len(text))
-        begins = (at for at in starts if any(one.startswith(text[at:]) for one in self._stop))
-        sure = next(begins, len(text))
-        self._waiting = text[sure:]
-        return text[:sure]
+        """Append a piece; return the text that is final now: it contains no stop string and no start of one at its end.
 
-    def rest(self) -> str:
-        """Return the text that waited, when no more comes."""
-        return self._waiting
+        After a stop string was found, the result is always "".
+        """
+        if self.matched is not None:
+            return ""
+        text = self._pending + piece
+        matches = [
+            (text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text
+        ]
+        if matches:
+            end, _, self.matched = min(matches)
+            end = end if self._include else end - len(self.matched)
+            self._pending = ""
+            return text[:end]
+        longest = min(len(text), max(map(len, self._stop), default=0))
+        starts = range(len(text) - longest, len(text))
+        stop_starts = (
+            start for start in starts if any(stop.startswith(text[start:]) for stop in self._stop)
+        )
+        end = next(stop_starts, len(text))
+        self._pending = text[end:]
+        return text[:end]
+
+    def flush(self) -> str:
+        """Return the text that was held back, when no piece follows."""
+        return self._pending

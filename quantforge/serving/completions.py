@@ -20,16 +20,16 @@ from typing import Any
 
 from quantforge.formats.gguf.tokenizer import BYTE_CHARACTERS
 from quantforge.runtime.batching.generation_requests import (
+    EngineEvent,
     Finished,
     FinishReason,
     GenerationRequest,
-    Happening,
     NewToken,
     PromptScored,
 )
-from quantforge.runtime.sampling import Chosen
-from quantforge.runtime.text_processing import TextSide
-from quantforge.runtime.text_stream import PARTIAL, TextStream
+from quantforge.runtime.sampling import ChosenToken
+from quantforge.runtime.text_processing import TextProcessor
+from quantforge.runtime.text_stream import INCOMPLETE, TextStream
 from quantforge.serving.api_error import ApiError, refusing
 from quantforge.serving.request_bodies import Body, Prompt
 from quantforge_calibration.conversations import Conversation
@@ -92,20 +92,25 @@ class Completion:
     """
 
     def __init__(
-        self, index: int, request: GenerationRequest, side: TextSide, body: Body, prompt: Prompt
+        self,
+        index: int,
+        request: GenerationRequest,
+        side: TextProcessor,
+        body: Body,
+        prompt: Prompt,
     ) -> None:
         self.index, self.request, self.tokens = index, request, 0
         self._tokenizer, self._body, self._prompt = side.tokenizer, body, prompt
         self._ends = frozenset() if body.ignore_eos else side.stop
         self._stream = TextStream(
-            side.tokenizer, request.ids, body.stops, include=body.include_stop_str_in_output
+            side.tokenizer, request.ids, body.stops, include_stop=body.include_stop_str_in_output
         )
         self._repeats = body.echo
-        self._prompt_scores = [Chosen(request.ids[0])]
+        self._prompt_scores = [ChosenToken(request.ids[0])]
         self._echoed = 0  # characters of the prompt that were sent
         self._waiting: list[TokenLogprob] = []
 
-    def add(self, event: Happening) -> Piece:
+    def add(self, event: EngineEvent) -> Piece:
         """Return what an event of the engine adds; with a reason it is the last piece.
 
         Raises:
@@ -135,7 +140,7 @@ class Completion:
         return Piece(text, self._released(), "stop" if self._stream.stopped_by else None)
 
     def _end(self, event: Finished) -> Piece:
-        text = self._stream.rest()
+        text = self._stream.flush()
         if self._stream.stopped_by is not None:
             return Piece(text, self._released(), "stop")
         stopped = event.reason == FinishReason.STOP
@@ -143,7 +148,7 @@ class Completion:
 
     def _released(self) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities of tokens that begin in what was sent."""
-        count = sum(one.offset < self._echoed + self._stream.sure for one in self._waiting)
+        count = sum(one.offset < self._echoed + self._stream.emitted for one in self._waiting)
         found, self._waiting = self._waiting[:count], self._waiting[count:]
         return tuple(found)
 
@@ -156,7 +161,7 @@ class Completion:
                 score = self._prompt_scores[place]
                 logprobs.append(TokenLogprob(token, score.logprob, score.top, len(text)))
             text += stream.add(token)
-        text = self._prompt if isinstance(self._prompt, str) else text + stream.rest()
+        text = self._prompt if isinstance(self._prompt, str) else text + stream.flush()
         self._echoed = len(text)
         return Piece(text, tuple(logprobs))
 
@@ -168,7 +173,7 @@ def _check(event: Finished) -> None:
         raise ApiError("the server is stopping", 503, code="stopping")
 
 
-def start(id: str, side: TextSide, body: Body, room: int) -> list[Completion]:  # noqa: A002 (the field's name)
+def start(id: str, side: TextProcessor, body: Body, room: int) -> list[Completion]:  # noqa: A002 (the field's name)
     """Return the completions that a body asks for, before their first token: ``n`` of each prompt.
 
     Args:
@@ -208,14 +213,14 @@ def start(id: str, side: TextSide, body: Body, room: int) -> list[Completion]:  
                 tuple(ids),
                 max(1, wanted),  # where none is asked for, one is computed and not sent
                 ends,
-                sampling.numbered(place),
+                sampling.for_choice(place),
                 body.top if body.echo else None,
             )
             found.append(Completion(index, request, side, body, prompt))
     return found
 
 
-def _encode(side: TextSide, prompt: Prompt, place: str) -> Sequence[int]:
+def _encode(side: TextProcessor, prompt: Prompt, place: str) -> Sequence[int]:
     """Return the tokens of a prompt; errors as `start`."""
     tokenizer = side.tokenizer
     if isinstance(prompt, Conversation):
@@ -252,7 +257,7 @@ class TokenTexts:
     def raw(self, token: int) -> list[int] | None:
         """Return the bytes of a token; None where they are not known."""
         text = self.text(token)
-        whole = PARTIAL not in text and not text.startswith("bytes:")
+        whole = INCOMPLETE not in text and not text.startswith("bytes:")
         return list(text.encode()) if whole else self._bytes(token)
 
     def _text(self, token: int) -> str:
@@ -262,7 +267,7 @@ class TokenTexts:
         before = self._tokenizer.decode(self._before, skip_special_tokens=False)
         both: str = self._tokenizer.decode([*self._before, token], skip_special_tokens=False)
         text = both.removeprefix(before)
-        data = self._bytes(token) if PARTIAL in text else None
+        data = self._bytes(token) if INCOMPLETE in text else None
         return text if data is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _bytes(self, token: int) -> list[int] | None:

@@ -14,16 +14,16 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import SimpleQueue
 
-from quantforge.runtime.batching.engine import Counters, ServingEngine
+from quantforge.runtime.batching.engine import EngineCounters, ServingEngine
 from quantforge.runtime.batching.generation_requests import (
+    EngineEvent,
     Finished,
     FinishReason,
     GenerationRequest,
-    Happening,
 )
 from quantforge.serving.api_error import ApiError
 
-Events = asyncio.Queue[Happening]
+Events = asyncio.Queue[EngineEvent]
 LOG = logging.getLogger(__name__)
 BROKEN = "the engine has failed; the log of the server has the reason"
 
@@ -100,9 +100,9 @@ class EngineThread:
         """End every request."""
         self.cancel([*self._events])
 
-    async def counters(self) -> Counters:
+    async def counters(self) -> EngineCounters:
         """Return the counts of the engine between two steps."""
-        future: Future[Counters] = Future()
+        future: Future[EngineCounters] = Future()
         self._commands.put(lambda: future.set_result(self._engine.counters))
         return await asyncio.shield(asyncio.wrap_future(future))
 
@@ -145,7 +145,7 @@ class EngineThread:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._hand_out, events)
 
-    def _end_all(self, error: str) -> list[Happening]:
+    def _end_all(self, error: str) -> list[EngineEvent]:
         ids = [*self._inside]
         try:
             self._cancel(ids)
@@ -155,7 +155,7 @@ class EngineThread:
             self.broken = True
         return [Finished(one, FinishReason.ERROR, (), error) for one in ids]
 
-    def _hand_out(self, events: Iterable[Happening]) -> None:
+    def _hand_out(self, events: Iterable[EngineEvent]) -> None:
         for event in events:
             ended = isinstance(event, Finished)
             queue = self._events.pop(event.id, None) if ended else self._events.get(event.id)

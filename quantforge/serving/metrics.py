@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
 
-from quantforge.runtime.batching.engine import Counters
+from quantforge.runtime.batching.engine import EngineCounters
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -49,7 +49,7 @@ class ServingMetrics:
         self.prompt_tokens = self.disconnected = 0
         self.first_token, self.completed = Histogram(), Histogram()
 
-    def text(self, engine: Counters) -> str:
+    def text(self, engine: EngineCounters) -> str:
         """Return the figures with those of the engine."""
         requests = {
             f'{{path="{path}",status="{status}"}}': count
@@ -75,7 +75,7 @@ class ServingMetrics:
             ("generated_tokens", "Tokens that were chosen.", engine.new_tokens),
             ("finished_answers", "Completions that ended, by reason.", finished),
             ("preemptions", "Completions that gave back their pages.", engine.preemptions),
-            ("guessed_tokens", "Tokens that were drafted.", drafts.guessed),
+            ("guessed_tokens", "Tokens that were drafted.", drafts.drafted),
             ("accepted_guesses", "Drafted tokens that were right.", drafts.accepted),
             ("engine_steps", "Steps of the engine.", engine.steps),
             ("engine_step_seconds", "Seconds spent in steps.", engine.step_seconds),

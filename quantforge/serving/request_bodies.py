@@ -15,7 +15,12 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from quantforge.errors import nearest
-from quantforge.runtime.generation_options import BIAS, MOST_LOGPROBS, RANGES, Sampling
+from quantforge.runtime.generation_options import (
+    BIAS_RANGE,
+    MAX_LOGPROBS,
+    SAMPLING_RANGES,
+    Sampling,
+)
 from quantforge.serving.api_error import ApiError, refusing
 from quantforge_calibration.conversations import Conversation, check_names
 from quantforge_files import strict_json
@@ -29,7 +34,7 @@ STOP = f"a string or a list of up to {MOST_STOPS} strings, of 1 to {MOST_STOP_CH
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Several = Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 BiasKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-Bias = Annotated[float, Field(ge=BIAS.least, le=BIAS.most)]
+Bias = Annotated[float, Field(ge=BIAS_RANGE.minimum, le=BIAS_RANGE.maximum)]
 StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Prompt = str | list[int] | Conversation
 
@@ -43,9 +48,9 @@ def _whole(default: int | None, least: int, most: int | None = None) -> Any:
 
 def _sampled(name: str, default: float | None = None) -> Any:
     """Return a field for an option of `Sampling`, with the range that it has there."""
-    limits = RANGES[name]
-    most = int(limits.most) if limits.whole else limits.most
-    above, least = (limits.least, None) if limits.above else (None, limits.least)
+    limits = SAMPLING_RANGES[name]
+    most = int(limits.maximum) if limits.integer_only else limits.maximum
+    above, least = (limits.minimum, None) if limits.exclusive_minimum else (None, limits.minimum)
     return Field(default, gt=above, ge=least, le=most, description=limits.rule)
 
 
@@ -124,7 +129,7 @@ class CommonBody(_Object):
     frequency_penalty: float | None = _sampled("frequency_penalty")
     presence_penalty: float | None = _sampled("presence_penalty")
     logit_bias: dict[BiasKey, Bias] = Field(
-        {}, max_length=MOST_BIASES, description=f"up to {MOST_BIASES} {BIAS.rule}"
+        {}, max_length=MOST_BIASES, description=f"up to {MOST_BIASES} {BIAS_RANGE.rule}"
     )
     stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] = Field(
         [], description=STOP
@@ -142,7 +147,7 @@ class CommonBody(_Object):
     @property
     def sampling(self) -> Sampling:
         """Return how tokens are chosen; without a seed, nobody knows the next one."""
-        given = self.model_dump(include={*RANGES} - {"logprobs"}, exclude_none=True)
+        given = self.model_dump(include={*SAMPLING_RANGES} - {"logprobs"}, exclude_none=True)
         given.setdefault("seed", secrets.randbits(62))
         bias = {int(token): number for token, number in self.logit_bias.items()}
         return Sampling(**given, logit_bias=bias)
@@ -153,7 +158,7 @@ class CompletionBody(CommonBody):
 
     prompt: str | TokenIds | Several = Field(description=PROMPT)
     max_tokens: int = _whole(16, 0)  # OpenAI's default
-    logprobs: int | None = _whole(None, 0, MOST_LOGPROBS)
+    logprobs: int | None = _whole(None, 0, MAX_LOGPROBS)
     echo: bool = Field(default=False, description=FLAG)
 
     @model_validator(mode="after")
@@ -221,7 +226,7 @@ class ChatBody(CommonBody):
     max_tokens: int | None = _whole(None, 1)
     max_completion_tokens: int | None = _whole(None, 1)
     logprobs: bool = Field(default=False, description=FLAG)
-    top_logprobs: int | None = _whole(None, 0, MOST_LOGPROBS)
+    top_logprobs: int | None = _whole(None, 0, MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quantforge.runtime.batching.engine import ServingEngine
 from quantforge.runtime.batching.generation_requests import NewToken
-from quantforge.runtime.text_processing import TextSide
+from quantforge.runtime.text_processing import TextProcessor
 from quantforge.serving.api_error import ApiError
 from quantforge.serving.completions import (
     ChatDocuments,
@@ -69,7 +69,7 @@ class ServedModel:
     def __init__(
         self,
         name: str,
-        side: TextSide,
+        side: TextProcessor,
         engine: ServingEngine,
         rows: int,
         waiting: int,
@@ -77,11 +77,11 @@ class ServedModel:
         seconds: float,
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name, self.side, self.rows = name, side, rows
+        self.name, self.processor, self.rows = name, side, rows
         self.body_bytes, self.seconds = body_bytes, seconds
         self.most = rows + waiting
         self.engine = EngineThread(engine, self.most, prepare)
-        self.room, self.cache_tokens = engine.room, PAGE_SIZE * engine.cache.pages
+        self.room, self.cache_tokens = engine.max_request_tokens, PAGE_SIZE * engine.cache.pages
         self.texts = TokenTexts(side.tokenizer)
         self.metrics = ServingMetrics()
         self.stopping = False
@@ -216,7 +216,7 @@ class CompletionEndpoint:
         try:
             async with asyncio.timeout(seconds):
                 completions = await asyncio.to_thread(
-                    start, documents.id, model.side, body, model.room
+                    start, documents.id, model.processor, body, model.room
                 )
                 events = model.engine.submit([one.request for one in completions])
                 model.metrics.prompt_tokens += usage(completions, body.n)["prompt_tokens"]

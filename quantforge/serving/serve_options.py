@@ -7,19 +7,21 @@ from typing import TypedDict
 
 from quantforge.cache_kinds import kinds_of
 from quantforge.errors import UsageError
-from quantforge.runtime.generation_options import Range
+from quantforge.runtime.generation_options import ValueRange
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 
 PACKAGES = ("pydantic", "starlette", "uvicorn")
-COUNT = Range("a whole number from 1 on", 1, whole=True)
-RANGES = {
-    "port": Range("a whole number from 0 to 65535 (0: a free one)", 0, 65535, whole=True),
-    "cache_gib": Range("a number of GiB above 0", 0, 1e6, above=True),
+COUNT = ValueRange("a whole number from 1 on", 1, integer_only=True)
+SAMPLING_RANGES = {
+    "port": ValueRange(
+        "a whole number from 0 to 65535 (0: a free one)", 0, 65535, integer_only=True
+    ),
+    "cache_gib": ValueRange("a number of GiB above 0", 0, 1e6, exclusive_minimum=True),
     "context": COUNT,
     "concurrent": COUNT,
-    "waiting": Range("a whole number from 0 on", whole=True),
+    "waiting": ValueRange("a whole number from 0 on", integer_only=True),
     "max_body": COUNT,
-    "timeout": Range("a number of seconds", 0, 1e9),
+    "timeout": ValueRange("a number of seconds", 0, 1e9),
 }
 
 
@@ -64,8 +66,8 @@ def complete(given: ServeOptions) -> ServeOptions:
         kinds_of(options["cache"])
     drafts_of(options)
     for name, value in options.items():
-        if name in RANGES:
-            RANGES[name].check(name, value)
+        if name in SAMPLING_RANGES:
+            SAMPLING_RANGES[name].check(name, value)
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise UsageError(

@@ -43,8 +43,8 @@ from quantforge.model.weight_loading import TensorSource
 from quantforge.packers.fp8 import largest
 from quantforge.packers.input_rounding import largest_input, simulate
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.cache_scales import CachePeaks, listening, read_scales
-from quantforge.runtime.text_processing import tokenizer_of
+from quantforge.runtime.cache_scales import CachePeaks, attached_cache, read_cache_scales
+from quantforge.runtime.text_processing import load_model_tokenizer
 from quantforge.verification.findings import Report
 from quantforge.verification.opening import Artifact, Original
 from quantforge_calibration.sources import builtin
@@ -325,7 +325,7 @@ class ForwardPass:
         cache = None
         if declared.get("kv_cache_scheme") is not None:
             cache = self.inputs.caches.setdefault(index, CachePeaks())
-        with listening(part.module, cache):
+        with attached_cache(part.module, cache):
             seen = part.observe(needs, advance=True, whole=True)
         for key, statistics in seen.items():
             self.inputs.statistics[f"{part.name}.{key}"] = self._sampled(statistics)
@@ -388,7 +388,7 @@ def windows_of(source: Original) -> Tensor:
     count, length = ids.shape
     try:
         text = "\n".join(builtin("evaluation"))[:CHARACTERS]
-        words = cut_windows(tokenizer_of(source.checkpoint), text, count, length).ids
+        words = cut_windows(load_model_tokenizer(source.checkpoint), text, count, length).ids
     except InputError:
         return ids
     return words if len(words) > 1 and int(words.max()) < _vocabulary(model_layout) else ids
@@ -487,7 +487,7 @@ def check_cache(report: Report, checkpoint: Checkpoint, caches: Mapping[int, Cac
         except InputError as error:
             report.add("scale", name, error.message)
             return
-    scales = read_scales(checkpoint, found, torch.device("cpu"))
+    scales = read_cache_scales(checkpoint, found, torch.device("cpu"))
     for block, seen in caches.items():
         for which, text in cache_problems(scales[block], seen) if block in scales else ():
             report.warn("scale", found.names[block][which], text)

@@ -25,7 +25,7 @@ from quantforge.cli.generate import speed_of
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.text_processing import text_side
+from quantforge.runtime.text_processing import load_text_processor
 from quantforge_kernels.cpu import instruction_sets
 from tests.choices import plain_text
 from tests.conftest import Tiny
@@ -120,12 +120,12 @@ def test_tokens_that_end_an_answer(tiny: Tiny, tmp_path: Path) -> None:
     first = quantforge.generate(loaded, "one", max_tokens=8)
     ending = first.tokens[2]
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, ending]}))
-    assert text_side(model, loaded.config).stop == {300, ending, 1}
+    assert load_text_processor(model, loaded.config).stop == {300, ending, 1}
     second = quantforge.generate(loaded, "one", max_tokens=8)
     assert second.tokens == first.tokens[: first.tokens.index(ending)]
     assert second.stopped == "end"
     (model / "generation_config.json").write_text("{}")
-    assert text_side(model, {"eos_token_id": 7}).stop == {7, 1}
+    assert load_text_processor(model, {"eos_token_id": 7}).stop == {7, 1}
 
 
 @pytest.mark.tokens
@@ -322,7 +322,7 @@ def test_a_cache_of_fewer_bits_is_taken_by_every_way_to_answer(capsys) -> None:
     ]  # fmt: skip
     plain, cached, guessed = (found["answers"][0]["tokens"] for found in told)
     assert cached != plain
-    ids = text_side(DEMO, {}).tokenizer.encode(PROMPT)
+    ids = load_text_processor(DEMO, {}).tokenizer.encode(PROMPT)
     wanted = plain_text(Decoder(load(DEMO).model), ids, StopLimits(60, cache="k=int8,v=int4"))
     assert len(wanted) > 10
     assert cached[: len(wanted)] == guessed[: len(wanted)] == wanted[: len(cached)]

@@ -22,7 +22,7 @@ from quantforge.errors import InputError, ResourceError
 from quantforge.evaluation import compare_models as evaluation
 from quantforge.evaluation import kept_rows
 from quantforge.evaluation.compare_models import EvaluationOptions
-from quantforge.evaluation.kept_rows import keeping
+from quantforge.evaluation.kept_rows import keep_rows
 from quantforge.evaluation.tasks import Tasks
 from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
@@ -162,7 +162,7 @@ def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     options, plain = EvaluationOptions("text", "name"), Settings()
 
     def key(options=options, settings=plain):
-        return kept_rows._key([open_model(first)], options, settings)
+        return kept_rows._cache_key([open_model(first)], options, settings)
 
     before = key()
     assert key() == before
@@ -191,7 +191,7 @@ def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache,
     options = EvaluationOptions("text", "name", **chosen)
     with (
         suppress(StopError),
-        keeping([open_model(path) for path in (model, *models)], options, settings) as kept,
+        keep_rows([open_model(path) for path in (model, *models)], options, settings) as kept,
     ):
         kept.keep({"perplexity": 1.0})
         raise StopError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.runtime.adapter_layers import open_correction, with_low_rank
+from quantforge.runtime.adapter_layers import add_adapter, open_correction
 from quantforge.runtime.load import load
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
@@ -48,7 +48,7 @@ def test_logits_are_those_of_peft(
     own = load(base)
     with torch.inference_mode():
         plain = own.model(IDS).logits
-        corrected = with_low_rank(own, open_correction(tmp_path / "a")).model(IDS).logits
+        corrected = add_adapter(own, open_correction(tmp_path / "a")).model(IDS).logits
     stock = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, device_map="cpu")
     with torch.inference_mode():
         stock(IDS)  # compressed-tensors decodes in the first pass, and PEFT asks for weights

@@ -1,9 +1,9 @@
-"""An engine: requests are submitted at any time, and every step computes a part of many of them at once.
+"""A continuous-batching engine: requests are submitted at any time, and every step computes a part of many of them.
 
     engine = ServingEngine(decoder, EngineOptions(rows=16, pages=2048))
     engine.submit(GenerationRequest("a", ids, new_tokens=64))
     while not engine.idle:
-        for happened in engine.step():
+        for event in engine.step():
             ...
 
 A step asks the scheduler what to compute, sends those tokens through the model as one ragged batch, and chooses the
@@ -22,36 +22,36 @@ from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
 from quantforge.runtime.batching.generation_requests import (
+    EngineEvent,
     Finished,
     FinishReason,
     GenerationRequest,
-    Happening,
     NewToken,
     PromptScored,
 )
-from quantforge.runtime.batching.scheduler import Scheduler, ServedEntry, Work
+from quantforge.runtime.batching.scheduler import RequestState, Scheduler, Work
 from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import EngineSteps
-from quantforge.runtime.sampling import Chosen, RowSampler, log_probabilities
-from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder
+from quantforge.runtime.decoding import BatchedSteps
+from quantforge.runtime.sampling import ChosenToken, RowSampler, with_log_probabilities
+from quantforge.runtime.speculation.decode import DraftLengthController, SpeculativeDecoder
 from quantforge.runtime.speculation.drafter import Drafter
-from quantforge.runtime.speculation.options import FOR_ONE_TEXT
-from quantforge.runtime.speculation.verify import SpeculationCounts, Verified, verify
+from quantforge.runtime.speculation.options import SINGLE_TEXT_ERROR
+from quantforge.runtime.speculation.verify import SpeculationCounts, VerifiedDraft, verify
 from quantforge_kernels.kv import PAGE_SIZE
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Options of an engine.
+    """Options of a serving engine.
 
     Attributes:
-        rows: most requests that are computed at a time.
-        tokens: most tokens of a request, old and new; None: the positions of the model.
-        pages: of the cache, `quantforge_kernels.kv.PAGE_SIZE` tokens each; None: enough for every row to be full.
-        cache: kind of the cache, see `quantforge.cache_kinds`.
-        token_budget: most tokens of a step, at least one for each row; running requests take theirs first, prompts
-            share the rest.
+        rows: most requests that run at a time.
+        tokens: most tokens of a request, prompt and new ones; None for the context length of the model.
+        pages: number of cache pages of `quantforge_kernels.kv.PAGE_SIZE` tokens; None for enough to fill every row.
+        cache: kind of the KV cache, see `quantforge.cache_kinds`.
+        token_budget: most tokens of a step, at least one for each row; decoding requests come first, prompts share the
+            rest.
         chunk: most tokens of one prompt in a step.
     """
 
@@ -64,21 +64,21 @@ class EngineOptions:
 
 
 @dataclass(slots=True)
-class Counters:
-    """Counts of what happened, and the state after the last step.
+class EngineCounters:
+    """Statistics of an engine, and its state after the last step.
 
     Attributes:
-        steps: computed.
-        computed_tokens: that went through the model.
-        new_tokens: chosen.
-        finished: requests by reason.
-        preemptions: requests that had to give back their pages.
-        scheduling_seconds: spent on deciding and keeping books, without the model and the choice of tokens.
-        step_seconds: spent in steps.
-        waiting, running: requests.
-        pages, pages_free: of the cache.
-        speculation: what came of drafted tokens.
-        reserved_tokens, used_tokens: places in the pages of running requests, and those in use.
+        steps: number of steps.
+        computed_tokens: tokens that went through the model.
+        new_tokens: generated tokens.
+        finished: number of finished requests by reason.
+        preemptions: how often a request lost its pages and had to wait again.
+        scheduling_seconds: time spent on scheduling and bookkeeping, without the model and sampling.
+        step_seconds: total time of the steps.
+        waiting, running: number of waiting and running requests.
+        pages, pages_free: total and free pages of the cache.
+        speculation: statistics of speculative decoding.
+        reserved_tokens, used_tokens: slots in the pages of running requests, and how many of them are in use.
     """
 
     steps: int = 0
@@ -98,20 +98,20 @@ class Counters:
 
 
 class ServingEngine:
-    """Requests on one model, many at a time. Its methods are called by one thread.
+    """Engine that serves many requests with one model by continuous batching; not thread-safe.
 
     Args:
         decoder: the model.
-        options: its room and the tokens of a step.
-        speculative: the model with its drafter, whose tokens steps check together; None without.
+        options: capacity and step size.
+        speculative: the model with its drafter, for speculative decoding; None for plain decoding.
 
     Attributes:
-        cache: its keys and values.
+        cache: the KV cache.
 
     Raises:
-        InputError: a request may have more tokens than the model has positions.
-        UsageError: no such kind of cache.
-        ResourceError: a GPU has no room for the cache.
+        InputError: ``options.tokens`` exceeds the context length of the model.
+        UsageError: the cache kind is unknown.
+        ResourceError: the cache does not fit into GPU memory.
     """
 
     def __init__(
@@ -131,31 +131,31 @@ class ServingEngine:
         self.cache = decoder.cache(
             options.rows, tokens, options.cache, options.pages, options.chunk
         )
-        self._decoding: EngineSteps | None = None
+        self._decoding_steps: BatchedSteps | None = None
         if isinstance(decoder, Decoder):  # else of a test, which computes ragged batches alone
-            self._decoding = EngineSteps(decoder, self.cache)
-        self._counters = Counters(pages=self.cache.pages)
-        self._drafts: StepDrafts | None = None
+            self._decoding_steps = BatchedSteps(decoder, self.cache)
+        self._counters = EngineCounters(pages=self.cache.pages)
+        self._drafter: StepDrafter | None = None
         if speculative is not None:
             counts = self._counters.speculation
-            self._drafts = StepDrafts(speculative, self.cache, options.token_budget, counts)
+            self._drafter = StepDrafter(speculative, self.cache, options.token_budget, counts)
         self._scheduler = Scheduler(self.cache, options.token_budget, options.chunk)
-        self._entries: dict[str, ServedEntry] = {}
-        self._happened: list[Happening] = []
+        self._entries: dict[str, RequestState] = {}
+        self._pending_events: list[EngineEvent] = []
 
     @property
     def idle(self) -> bool:
         """Return whether nothing is left to compute or to report."""
-        return not self._entries and not self._happened
+        return not self._entries and not self._pending_events
 
     @property
-    def room(self) -> int:
-        """Return the most tokens of a request, old and new; the last one is never stored."""
-        return min(self.cache.most_tokens, PAGE_SIZE * self.cache.pages + 1)
+    def max_request_tokens(self) -> int:
+        """Return the most tokens of a request, prompt and new ones; the last token is never stored."""
+        return min(self.cache.max_tokens, PAGE_SIZE * self.cache.pages + 1)
 
     @property
-    def counters(self) -> Counters:
-        """Return the counts up to now."""
+    def counters(self) -> EngineCounters:
+        """Return the current statistics."""
         cache, running = self.cache, self._scheduler.running
         rows = [entry.row for entry in running if entry.row is not None]
         return replace(
@@ -164,75 +164,79 @@ class ServingEngine:
             preemptions=self._scheduler.preemptions,
             waiting=len(self._scheduler.waiting),
             running=len(rows),
-            pages_free=cache.free,
-            reserved_tokens=PAGE_SIZE * sum(len(cache.held(row)) for row in rows),
+            pages_free=cache.free_pages,
+            reserved_tokens=PAGE_SIZE * sum(len(cache.pages_of(row)) for row in rows),
             used_tokens=sum(cache.length(row) for row in rows),
         )
 
     def submit(self, request: GenerationRequest) -> None:
-        """Queue a request: of at least one token that the model knows, with an id that no other has.
+        """Add a request to the queue; it needs a non-empty prompt of valid tokens and a unique id.
 
         Raises:
-            InputError: it can never fit.
+            InputError: the request exceeds the capacity of the engine.
         """
         assert min(len(request.ids), request.new_tokens) > 0
         assert request.id not in self._entries
-        if len(request.ids) + request.new_tokens > self.room:
+        if len(request.ids) + request.new_tokens > self.max_request_tokens:
             raise InputError(
                 f"request {request.id!r} of {len(request.ids)} tokens and {request.new_tokens} new ones can never "
-                f"fit: there is room for {self.room}",
+                f"fit: there is room for {self.max_request_tokens}",
                 "shorten the prompt, ask for fewer tokens, or give the engine more pages",
             )
         sampler = RowSampler(request.sampling, request.ids)
-        entry = ServedEntry(request, sampler, list(request.ids))
+        entry = RequestState(request, sampler, list(request.ids))
         self._entries[request.id] = entry
         self._scheduler.waiting.append(entry)
 
     def cancel(self, id: str) -> bool:  # noqa: A002 (the name of the field)
-        """End a request, wherever it is; the next step reports it. Return whether there was one."""
+        """Cancel a waiting or running request, which the next step reports; return whether it existed."""
         entry = self._entries.get(id)
         if entry is None:
             return False
-        self._end(entry, FinishReason.CANCELLED)
+        self._finish(entry, FinishReason.CANCELLED)
         return True
 
     @torch.inference_mode()
-    def step(self) -> list[Happening]:
-        """Compute one step, and return what has happened since the last one, in order."""
+    def step(self) -> list[EngineEvent]:
+        """Compute one step; return the events since the last step, in order."""
         started = perf_counter()
         work = self._scheduler.plan()
         if work:
             planned = perf_counter()
-            if self._drafts is not None:
-                work = self._drafts.add(work)
+            if self._drafter is not None:
+                work = self._drafter.add(work)
             parts = [part for part in work if part.chooses]
             logits = self._logits(work)
-            verified = [] if logits is None else _verify(logits, parts)
-            away = perf_counter() - planned
-            self._settle(parts, verified)
+            verified = [] if logits is None else _choose_tokens(logits, parts)
+            model_seconds = perf_counter() - planned
+            self._record_chosen(parts, verified)
             ended = perf_counter()
-            if self._drafts is not None:
-                self._drafts.took(ended - started, verified)
+            if self._drafter is not None:
+                self._drafter.record_time(ended - started, verified)
             counters = self._counters
             counters.steps += 1
             counters.computed_tokens += sum(len(part.ids) for part in work)
             counters.step_seconds += ended - started
-            counters.scheduling_seconds += ended - started - away
-        happened, self._happened = self._happened, []
-        return happened
+            counters.scheduling_seconds += ended - started - model_seconds
+        events, self._pending_events = self._pending_events, []
+        return events
 
-    def _settle(self, parts: Sequence[Work], verified: Sequence[Verified]) -> None:
-        """Keep the drafted tokens that were right, and hand out all tokens that were chosen."""
-        for part, one in zip(parts, verified, strict=True):
+    def _record_chosen(self, parts: Sequence[Work], verified: Sequence[VerifiedDraft]) -> None:
+        """Keep the cache entries of accepted drafted tokens, free the others, and record all chosen tokens."""
+        for part, result in zip(parts, verified, strict=True):
             if part.tree.tokens:
                 tokens = part.first + part.tokens
-                self.cache.keep_path(part.row, tokens - 1, [0, *(node + 1 for node in one.path)])
-                self.cache.shorten(part.row, tokens + len(one.path))  # frees pages of the others
-            for chosen in one.chosen:
+                self.cache.keep_tree_path(
+                    part.row, tokens - 1, [0, *(node + 1 for node in result.path)]
+                )
+                self.cache.truncate(
+                    part.row, tokens + len(result.path)
+                )  # frees pages of the others
+            for chosen in result.chosen:
                 self._accept(part.entry, chosen)
 
     def _logits(self, work: list[Work]) -> Tensor | None:
-        """Return the logits of all work that chooses a token, as `verify` takes them, if any does."""
+        """Compute the scheduled tokens; return the logits for `verify`, or None if no request needs a new token."""
         ids: list[int] = []
         rows: list[int] = []
         for part in work:
@@ -240,16 +244,16 @@ class ServingEngine:
             if part.chooses:
                 rows += range(len(ids) - 1 - len(part.tree.tokens), len(ids))
         plain = len(rows) == len(work) == len(ids)  # each part decodes one token
-        if self._decoding is not None and plain:
-            return self._decoding(ids, [part.row for part in work])
+        if self._decoding_steps is not None and plain:
+            return self._decoding_steps(ids, [part.row for part in work])
         device = self._decoder.device
         spans = [part.span for part in work]
-        hidden = self._decoder.hidden_of(torch.tensor(ids, device=device), spans, self.cache)
-        self._score(work, hidden)
+        hidden = self._decoder.hidden_of_spans(torch.tensor(ids, device=device), spans, self.cache)
+        self._record_prompt_logprobs(work, hidden)
         return self._decoder.logits(hidden[torch.tensor(rows, device=device)]) if rows else None
 
-    def _score(self, work: list[Work], hidden: Tensor) -> None:
-        """Report log-probabilities of prompts that ask for them."""
+    def _record_prompt_logprobs(self, work: list[Work], hidden: Tensor) -> None:
+        """Record the requested log-probabilities of prompt tokens."""
         row = 0
         for part in work:
             if part.scores:
@@ -257,38 +261,42 @@ class ServingEngine:
                 ids = entry.request.ids[first : first + part.tokens]
                 logits = self._decoder.logits(hidden[row : row + part.tokens])
                 counts = [entry.request.prompt_logprobs or 0] * len(ids)
-                tokens = log_probabilities(logits[: len(ids)], ids, counts)
+                tokens = with_log_probabilities(logits[: len(ids)], ids, counts)
                 tokens = tokens[entry.scored - first :]  # not again after a preemption
-                self._happened.append(PromptScored(entry.request.id, entry.scored, tuple(tokens)))
+                self._pending_events.append(
+                    PromptScored(entry.request.id, entry.scored, tuple(tokens))
+                )
                 entry.scored += len(tokens)
             row += part.tokens
 
-    def _accept(self, entry: ServedEntry, chosen: Chosen | InputError) -> None:
+    def _accept(self, entry: RequestState, chosen: ChosenToken | InputError) -> None:
         request = entry.request
         if isinstance(chosen, InputError):
-            self._end(entry, FinishReason.ERROR, str(chosen))
+            self._finish(entry, FinishReason.ERROR, str(chosen))
             return
         token = chosen.token
         entry.tokens.append(token)
         self._counters.new_tokens += 1
-        place = len(entry.tokens) - len(request.ids)
-        self._happened.append(NewToken(request.id, token, place - 1, chosen.logprob, chosen.top))
+        position = len(entry.tokens) - len(request.ids)
+        self._pending_events.append(
+            NewToken(request.id, token, position - 1, chosen.logprob, chosen.top)
+        )
         if token in request.stop:
-            self._end(entry, FinishReason.STOP)
-        elif place == request.new_tokens:
-            self._end(entry, FinishReason.LENGTH)
+            self._finish(entry, FinishReason.STOP)
+        elif position == request.new_tokens:
+            self._finish(entry, FinishReason.LENGTH)
 
-    def _end(self, entry: ServedEntry, reason: FinishReason, error: str = "") -> None:
-        self._happened.append(Finished(entry.request.id, reason, entry.new, error))
+    def _finish(self, entry: RequestState, reason: FinishReason, error: str = "") -> None:
+        self._pending_events.append(Finished(entry.request.id, reason, entry.new, error))
         self._counters.finished[reason] += 1
         del self._entries[entry.request.id]
-        if self._drafts is not None:
-            self._drafts.forget(entry)
+        if self._drafter is not None:
+            self._drafter.remove(entry)
         self._scheduler.finish(entry)
 
 
-def _verify(logits: Tensor, parts: Sequence[Work]) -> list[Verified]:
-    """Choose the next tokens of parts of a step."""
+def _choose_tokens(logits: Tensor, parts: Sequence[Work]) -> list[VerifiedDraft]:
+    """Choose the next tokens of all scheduled requests."""
     entries = [part.entry for part in parts]
     return verify(
         logits,
@@ -298,17 +306,17 @@ def _verify(logits: Tensor, parts: Sequence[Work]) -> list[Verified]:
     )
 
 
-class StepDrafts:
-    """Drafted tokens for the steps of an engine.
+class StepDrafter:
+    """Adds drafted tokens to the steps of an engine, and adapts their number to measured times.
 
     Args:
-        speculative: who drafts.
-        cache: of the engine.
+        speculative: the model and its draft method.
+        cache: KV cache of the engine.
         budget: most tokens of a step.
-        counts: to count in.
+        counts: statistics to update.
 
     Raises:
-        UsageError: drafters that need what the model computes of one text.
+        UsageError: the draft method works for a single text only.
     """
 
     def __init__(
@@ -319,53 +327,55 @@ class StepDrafts:
         counts: SpeculationCounts,
     ) -> None:
         if speculative.drafter(1).taps is not None:
-            raise UsageError(*FOR_ONE_TEXT)
+            raise UsageError(*SINGLE_TEXT_ERROR)
         self._speculative, self._cache = speculative, cache
         self._budget, self._counts = budget, counts
         self._drafters: dict[str, Drafter] = {}
-        self._pace: Pace | None = None  # of the step; None: it may have no drafted tokens
+        self._pace: DraftLengthController | None = (
+            None  # of the step; None: it may have no drafted tokens
+        )
 
     def add(self, work: Sequence[Work]) -> list[Work]:
-        """Return the work of a step with drafted tokens; pages for them are reserved."""
+        """Add drafted tokens to the work of a step, and reserve cache pages for them."""
         self._pace = None
         if not all(part.chooses and part.tokens == 1 for part in work):
             return list(work)
         self._pace = self._speculative.pace(len(work))
-        most = min(self._pace.tokens(), self._budget // len(work) - 1)
-        return [self._with_draft(part, most) for part in work]
+        max_drafted = min(self._pace.next_length(), self._budget // len(work) - 1)
+        return [self._with_draft(part, max_drafted) for part in work]
 
-    def took(self, seconds: float, verified: Sequence[Verified]) -> None:
-        """Note what a step took, drafting included, and what came of it."""
+    def record_time(self, seconds: float, verified: Sequence[VerifiedDraft]) -> None:
+        """Record the time of a step, drafting included, and how many drafted tokens were accepted."""
         if self._pace is None:
             return
-        depth = max(one.tree.depth for one in verified)
-        self._pace.took(depth, seconds)
-        for one in verified:
-            self._counts.count(one)
+        depth = max(result.tree.depth for result in verified)
+        self._pace.record_time(depth, seconds)
+        for result in verified:
+            self._counts.count(result)
             if depth:  # a request without drafted tokens gains nothing of what the others cost
-                missed = one.missed or not one.tree.drafted
-                self._pace.judged(len(one.path), missed=missed)
+                missed = result.missed or not result.tree.drafted
+                self._pace.record_acceptance(len(result.path), missed=missed)
 
-    def forget(self, entry: ServedEntry) -> None:
-        """Drop the drafter of a request that has ended."""
+    def remove(self, entry: RequestState) -> None:
+        """Remove the drafter of a finished request."""
         self._drafters.pop(entry.request.id, None)
 
-    def _with_draft(self, part: Work, most: int) -> Work:
+    def _with_draft(self, part: Work, max_drafted: int) -> Work:
         request, cache = part.entry.request, self._cache
-        depth = min(most, request.new_tokens - len(part.entry.new) - 1)
+        depth = min(max_drafted, request.new_tokens - len(part.entry.new) - 1)
         if depth < 1:
             return part
         if request.id not in self._drafters:
-            room = len(request.ids) + request.new_tokens
-            self._drafters[request.id] = self._speculative.drafter(room)
+            max_tokens = len(request.ids) + request.new_tokens
+            self._drafters[request.id] = self._speculative.drafter(max_tokens)
         try:
             tree = self._drafters[request.id].draft(part.entry.tokens, depth, part.entry.sampler)
         except InputError:  # a draft's logits are not finite: the model's own may be
             return part
         tokens = part.first + 1 + len(tree.tokens)
-        ahead = cache.layout.ahead if cache.layout.rings else tokens
-        fits = tokens <= cache.most_tokens and len(tree.tokens) < ahead
-        if not fits or cache.wanted(part.row, tokens) > cache.free:
+        max_step_tokens = cache.layout.max_step_tokens if cache.layout.rings else tokens
+        fits = tokens <= cache.max_tokens and len(tree.tokens) < max_step_tokens
+        if not fits or cache.pages_needed(part.row, tokens) > cache.free_pages:
             return part
         cache.reserve(part.row, tokens)
         return replace(part, tree=tree)

@@ -1,4 +1,4 @@
-"""Requests to an engine, and what it reports: new tokens, log-probabilities of prompts, and the end."""
+"""Requests to a serving engine and the events it reports: new tokens, prompt log-probabilities, end of a request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from quantforge.runtime.generation_options import Sampling
-from quantforge.runtime.sampling import Chosen
+from quantforge.runtime.sampling import ChosenToken
 
 
 class FinishReason(StrEnum):
-    """Why a request ended."""
+    """Reason why a request finished."""
 
     LENGTH = "length"
     STOP = "stop"
@@ -20,16 +20,16 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A prompt to continue.
+    """A generation request: a prompt with its options.
 
     Attributes:
-        id: names it in events; of no other request that is not finished.
-        ids: its tokens.
-        new_tokens: at most so many are chosen.
-        stop: tokens that end it; the one that does is its last.
-        sampling: how tokens are chosen; its seed is of this request alone.
-        prompt_logprobs: report the log-probability of each token of the prompt after the first, and of so many of
-            the most likely ones; None reports nothing.
+        id: identifies the request in events; unique among unfinished requests.
+        ids: token ids of the prompt.
+        new_tokens: most new tokens.
+        stop: ids of tokens that end the completion; the end token is its last token.
+        sampling: sampling options; the seed applies to this request alone.
+        prompt_logprobs: report log-probabilities of the prompt tokens after the first, each with this many most likely
+            tokens; None reports none.
     """
 
     id: str
@@ -42,14 +42,14 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A token was chosen.
+    """Event: a new token was generated.
 
     Attributes:
-        id: of the request.
-        token: the token.
-        place: its number among the new tokens of the request, from 0.
-        logprob: its log-probability in nats, where it was asked for.
-        top: the most likely tokens with theirs, likewise.
+        id: id of the request.
+        token: token id.
+        place: index among the new tokens of the request, from 0.
+        logprob: its log-probability in nats, if requested.
+        top: the most likely tokens with their log-probabilities, if requested.
     """
 
     id: str
@@ -61,28 +61,28 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class PromptScored:
-    """Tokens of a prompt were computed whose log-probabilities were asked for.
+    """Event: requested log-probabilities of prompt tokens were computed.
 
     Attributes:
-        id: of the request.
-        first: place of the first of the tokens in the prompt.
-        tokens: the prompt's own, each with its log-probability.
+        id: id of the request.
+        first: index of the first of these tokens in the prompt.
+        tokens: the prompt tokens with their log-probabilities.
     """
 
     id: str
     first: int
-    tokens: tuple[Chosen, ...]
+    tokens: tuple[ChosenToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request has ended, and holds no page any more.
+    """Event: a request finished, and its cache pages are free.
 
     Attributes:
-        id: of the request.
-        reason: why.
+        id: id of the request.
+        reason: why it finished.
         tokens: all of its new tokens.
-        error: what went wrong, where ``reason`` is that.
+        error: error message if ``reason`` is ERROR.
     """
 
     id: str
@@ -91,4 +91,4 @@ class Finished:
     error: str = ""
 
 
-Happening = NewToken | PromptScored | Finished
+EngineEvent = NewToken | PromptScored | Finished

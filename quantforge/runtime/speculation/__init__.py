@@ -1,25 +1,25 @@
-"""Speculative decoding: tokens are drafted cheaply, and the model checks all of them in one pass.
+"""Speculative decoding: tokens are drafted cheaply, and the model verifies all of them in one pass.
 
-Reading the weights is what a step costs, so checking k drafted tokens costs little more than computing one. The result
-is exact by construction: at each place the token is chosen from the model's own logits, with the same draw that the
-plain loop makes there, and a drafted token counts where it is that token. So with a seed the sampled text is the same
-too, whatever is drafted: a draft never becomes text, it only saves a pass. The price is that a draft model which draws
-must draw with the same random numbers; it agrees somewhat less often than with a rejection rule, which would have it
-accepted as often as the distributions allow but gives other text.
+The time of a decoding step is dominated by reading the weights, so verifying k drafted tokens costs little more than
+computing one. The result is exact by construction: at each position the token is chosen from the model's own logits,
+with the same random number as in plain decoding, and a drafted token is accepted if it equals that token. So for a
+given seed the sampled text is the same with any drafter. The price: a draft model must sample with the same random
+numbers, and its tokens are accepted somewhat less often than under rejection sampling, which changes the text.
 
-One verifier (`verify`) serves a single text (`decode`) and the steps of an engine; whoever drafts is a `Drafter`.
+One verifier (`verify`) serves both a single text (`decode`) and the steps of a serving engine. Every draft method is a
+`Drafter`.
 
 In this folder:
 
-    decode       Speculative decoding of one text: draft, compute all drafted tokens in one pass
-    draft_model  A draft model: a smaller model of the same vocabulary, or the model itself in fewer bits
-    drafter      What drafters have in common: the interface, their cache, linears of draft heads
-    eagle3       EAGLE-3: one decoder layer that reads each token together with what the model computed before it
-    lookahead    Lookahead decoding: the model drafts for itself, many places at once (Fu et al., arXiv 2402.02057)
-    medusa       Medusa heads: each predicts the token so many places ahead, from the model's last hidden state alone
-    mtp          Multi-token prediction (MTP): the model's own layer for further tokens, stored after its last layer
-    ngrams       N-grams: copy from the text itself what followed the last time that its last tokens occurred
-    options      Options of speculation: who drafts tokens, how many in a row, and how many for one place
-    tree         Trees of drafted tokens: several tokens may be drafted for one place
-    verify       Verification: a drafted token counts where the model chooses it
+    decode       Speculative decoding of one text: draft tokens, verify all of them in one pass
+    draft_model  Draft models: a smaller model with the same vocabulary, or the model itself quantized to fewer bits
+    drafter      The drafter interface, the cache of a drafter, reading of draft-head linears
+    eagle3       EAGLE-3: one decoder layer that reads each token together with hidden states of the model before it
+    lookahead    Lookahead decoding: the model drafts for itself at several positions in parallel (Fu et al.
+    medusa       Medusa heads: head i predicts the token i + 1 positions after the model's own
+    mtp          Multi-token prediction (MTP): the draft layer that some models store after their last decoder layer
+    ngrams       N-gram drafting (prompt lookup)
+    options      Options of speculative decoding: the draft method, draft length and draft tree
+    tree         Draft trees: several tokens may be drafted for one position
+    verify       Verification of drafted tokens: one is accepted if the model chooses the same token
 """

@@ -1,11 +1,11 @@
-"""Speculative decoding of one text: draft, compute all drafted tokens in one pass, keep what the model chooses.
+"""Speculative decoding of one text: draft tokens, verify all of them in one pass, keep those the model chooses.
 
-Who drafts is chosen by name (`speculative_decoder`), how many tokens in a row from what passes have cost so far
-(`Pace`). A pass with k drafted tokens brings ``(1 - a^(k+1)) / (1 - a)`` tokens for the cost of k+1 rows. The
-acceptance a is a running mean over the drafted tokens that were judged. The cost of each width is the median of its
-last passes, without the first one, which prepares what later ones use; widths in between are interpolated. The k with
-the most tokens per second is taken. If that is 0 the loop is the plain one, and only now and then a pass with one
-drafted token asks whether that has changed. What is chosen here changes the time, never the text.
+The draft method is chosen by name (`speculative_decoder`), the number of drafted tokens from measured times
+(`DraftLengthController`). A pass with k drafted tokens yields ``(1 - a^(k+1)) / (1 - a)`` tokens for the cost of k+1
+rows. The acceptance rate a is a running mean over the judged tokens. The cost of each k is the median time of its last
+passes, without the first one, which includes one-time setup; values in between are interpolated. The k with the most
+tokens per second is used. If that is 0, decoding is plain, and one token is drafted from time to time to check whether
+drafting pays again. This choice changes the speed, never the text.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ from quantforge.errors import InputError, UsageError
 from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.runtime.cache import CacheView
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import CHUNK_TOKENS, Step, prefill
+from quantforge.runtime.decoding import PREFILL_CHUNK_TOKENS, DecodingStep, prefill
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.ragged_attention import Span
-from quantforge.runtime.sampling import Chosen, RowSampler
-from quantforge.runtime.speculation.draft_model import SCHEMES, ModelDrafter, lower_bits
-from quantforge.runtime.speculation.drafter import Computed, Drafter, FeatureDrafter, cache_of_text
+from quantforge.runtime.sampling import ChosenToken, RowSampler
+from quantforge.runtime.speculation.draft_model import DRAFT_SCHEMES, ModelDrafter, quantize_draft
+from quantforge.runtime.speculation.drafter import (
+    Drafter,
+    HiddenStateDrafter,
+    PassOutputs,
+    allocate_text_cache,
+)
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
-from quantforge.runtime.speculation.lookahead import LENGTH, LookaheadDrafter
+from quantforge.runtime.speculation.lookahead import NGRAM_LENGTH, LookaheadDrafter
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from quantforge.runtime.speculation.mtp import MtpLayer, read_mtp
 from quantforge.runtime.speculation.ngrams import NgramDrafter
@@ -41,7 +46,7 @@ from quantforge.runtime.speculation.options import LOOKAHEAD, MTP, NGRAM, DraftO
 from quantforge.runtime.speculation.tree import DraftTree
 from quantforge.runtime.speculation.verify import (
     SpeculationCounts,
-    Verified,
+    VerifiedDraft,
     expected_tokens,
     verify,
 )
@@ -49,81 +54,87 @@ from quantforge.runtime.speculation.verify import (
 if TYPE_CHECKING:
     from quantforge.runtime.load import Loaded
 
-MEMORY = 0.9  # of a running mean, per drafted token that was judged
-OPTIMISM = 0.6  # acceptance that is assumed before anything was judged, as if of PRIOR tokens
-PRIOR = 2.0
-WIDTHS = (1, 2, 4, 8, 16, 32)  # drafted tokens of a pass; each width has programs of its own
-REVIEWED = 8  # plain steps between two looks at whether drafting would pay
-REMEMBERED = 5  # passes of a width
-FIRST_DRAFT = 2
-FIRST_PAUSE, LONGEST_PAUSE = 16, 128  # plain steps before drafting is tried again
+ACCEPTANCE_DECAY = 0.9  # decay of the running mean, per judged token
+PRIOR_ACCEPTANCE = 0.6  # assumed acceptance rate before any token was judged
+PRIOR_TOKENS = 2.0  # weight of this prior, in judged tokens
+DRAFT_LENGTHS = (1, 2, 4, 8, 16, 32)  # candidates; each needs compiled programs of its own
+REVIEW_INTERVAL = 8  # plain steps between two checks of whether drafting would pay
+TIMED_PASSES = 5  # last passes of each draft length whose times are kept
+INITIAL_LENGTH = 2
+INITIAL_PAUSE, MAX_PAUSE = 16, 128  # plain steps before drafting is tried again
 
 
 @dataclass(slots=True)
 class SpeculativeDecoder:
-    """A model, and who drafts for its texts.
+    """A model with a draft method.
 
     Attributes:
         decoder: the model.
-        drafter: makes one for a text of at most so many tokens.
-        most: drafted tokens in a row, at most.
-        fixed: always draft as many, instead of as many as pay.
+        drafter: creates a drafter for a text of at most the given number of tokens.
+        most: most drafted tokens in a row.
+        fixed: always draft ``most`` tokens, instead of adapting their number to the measured speed.
     """
 
     decoder: Decoder
     drafter: Callable[[int], Drafter]
     most: int
     fixed: bool = False
-    _paces: dict[int, Pace] = field(default_factory=dict)
+    _paces: dict[int, DraftLengthController] = field(default_factory=dict)
 
-    def pace(self, texts: int) -> Pace:
-        """Return the pace of passes over about so many texts."""
+    def pace(self, texts: int) -> DraftLengthController:
+        """Return the draft length controller for passes over about ``texts`` texts."""
         size = 1 << (texts - 1).bit_length()
-        return self._paces.setdefault(size, Pace(self.most, fixed=self.fixed))
+        return self._paces.setdefault(size, DraftLengthController(self.most, fixed=self.fixed))
 
 
 def speculative_decoder(
     loaded: Loaded, options: DraftOptions, load_draft: Callable[[str], Loaded | DraftHeadDirectory]
 ) -> SpeculativeDecoder:
-    """Return a loaded model with a drafter.
+    """Set up speculative decoding for a loaded model.
 
     Args:
         loaded: the model.
-        options: who drafts, and how much.
-        load_draft: loads another model, or opens heads, by name or path.
+        options: draft method, draft length and tree.
+        load_draft: loads a draft model, or opens a directory of draft heads, by name or path.
 
     Raises:
-        InputError: the draft has another vocabulary or width, or nothing of the model can be rounded further.
-        RefusedError: the own decoder does not compute the model or the draft.
-        UsageError: a tree of more places than there are heads.
+        InputError: the draft has another vocabulary or hidden size, or no linear of the model can be quantized further.
+        RefusedError: QuantForge's decoder does not support the model or the draft.
+        UsageError: the draft tree is deeper than there are heads.
     """
     decoder, shape = Decoder(loaded.model, scales=loaded.kv_scales), options.shape
     if options.draft == NGRAM:
         return SpeculativeDecoder(decoder, lambda _: NgramDrafter(shape), len(shape))
     if options.draft == LOOKAHEAD:
-        return SpeculativeDecoder(decoder, lambda _: LookaheadDrafter(), LENGTH - 1)
-    if options.draft in SCHEMES:
-        return _with_model(decoder, Decoder(lower_bits(loaded.model, options.draft)), options)
+        return SpeculativeDecoder(decoder, lambda _: LookaheadDrafter(), NGRAM_LENGTH - 1)
+    if options.draft in DRAFT_SCHEMES:
+        return _with_draft_model(
+            decoder, Decoder(quantize_draft(loaded.model, options.draft)), options
+        )
     if options.draft == MTP:
-        return _with_network(decoder, read_mtp(loaded), shape)
-    other = load_draft(options.draft)
-    if not isinstance(other, DraftHeadDirectory):
-        return _with_model(decoder, Decoder(other.model, scales=other.kv_scales), options)
+        return _with_draft_network(decoder, read_mtp(loaded), shape)
+    draft = load_draft(options.draft)
+    if not isinstance(draft, DraftHeadDirectory):
+        return _with_draft_model(decoder, Decoder(draft.model, scales=draft.kv_scales), options)
     embedding = loaded.model.get_input_embeddings().weight
     assert isinstance(embedding, Tensor)
-    if other.kind == EAGLE3:
-        return _with_network(decoder, Eagle3Layer(other, embedding, len(decoder.layers)), shape)
-    heads = read_medusa(other, embedding)
+    if draft.kind == EAGLE3:
+        return _with_draft_network(
+            decoder, Eagle3Layer(draft, embedding, len(decoder.layers)), shape
+        )
+    heads = read_medusa(draft, embedding)
     if options.tree and len(shape) > len(heads):
         raise UsageError(
-            f"--draft-tree {options.tree}: {len(shape)} places, and {other.path} has {len(heads)} heads",
+            f"--draft-tree {options.tree}: {len(shape)} places, and {draft.path} has {len(heads)} heads",
             "each place needs a head: leave the last ones out",
         )
     most = min(len(shape), len(heads))
     return SpeculativeDecoder(decoder, lambda _: MedusaDrafter(heads, shape), most)
 
 
-def _with_model(decoder: Decoder, draft: Decoder, options: DraftOptions) -> SpeculativeDecoder:
+def _with_draft_model(
+    decoder: Decoder, draft: Decoder, options: DraftOptions
+) -> SpeculativeDecoder:
     if decoder.vocabulary != draft.vocabulary:
         raise InputError(
             f"{options.draft} knows {draft.vocabulary} tokens, the model {decoder.vocabulary}",
@@ -135,29 +146,29 @@ def _with_model(decoder: Decoder, draft: Decoder, options: DraftOptions) -> Spec
     return SpeculativeDecoder(decoder, lambda room: ModelDrafter(draft, room, shape), len(shape))
 
 
-def _with_network(
+def _with_draft_network(
     decoder: Decoder, network: Eagle3Layer | MtpLayer, shape: tuple[int, ...]
 ) -> SpeculativeDecoder:
     return SpeculativeDecoder(
-        decoder, lambda room: FeatureDrafter(network, room, shape), len(shape)
+        decoder, lambda room: HiddenStateDrafter(network, room, shape), len(shape)
     )
 
 
-class SpeculativeText:
-    """Text of a model that grows by passes; iterate over its new tokens, which are those of the plain loop.
+class SpeculativeCompletion:
+    """Speculative decoding of one prompt; iterating yields the new tokens, the same as in plain decoding.
 
     Args:
-        speculative: the model and who drafts.
-        prompt: token ids; at least one.
-        new_tokens: that follow; at least one.
-        sampling: how they are chosen.
-        cache: kind of the cache, see `quantforge.cache_kinds`.
+        speculative: the model and its draft method.
+        prompt: token ids of the prompt; at least one.
+        new_tokens: number of new tokens; at least one.
+        sampling: sampling options.
+        cache: kind of the KV cache, see `quantforge.cache_kinds`.
 
     Attributes:
-        counts: what came of drafted tokens.
+        counts: statistics of drafted and accepted tokens.
 
     Raises:
-        InputError: logits of the model or of a draft are not finite; while it is iterated over.
+        InputError: during iteration, if logits of the model or the draft are not finite.
     """
 
     def __init__(
@@ -169,146 +180,157 @@ class SpeculativeText:
         cache: str = "",
     ) -> None:
         self._decoder, self._new_tokens = speculative.decoder, new_tokens
-        most = len(prompt) + new_tokens
-        self._cache = cache_of_text(partial(self._decoder.cache, kind=cache), most)
+        max_tokens = len(prompt) + new_tokens
+        self._cache = allocate_text_cache(partial(self._decoder.cache, kind=cache), max_tokens)
         self._history = list(prompt)  # all of it but the last token is in the cache
         self._sampler = RowSampler(sampling or Sampling(), prompt)
-        self._drafter, self._pace = speculative.drafter(most), speculative.pace(1)
-        self._steps: dict[int, tuple[CacheView, Step]] = {}
+        self._drafter, self._pace = speculative.drafter(max_tokens), speculative.pace(1)
+        self._steps: dict[int, tuple[CacheView, DecodingStep]] = {}
         self.counts = SpeculationCounts()
 
     @torch.inference_mode()
-    def __iter__(self) -> Iterator[Chosen]:
-        left, chosen = self._new_tokens, self._advance(DraftTree())[1]
+    def __iter__(self) -> Iterator[ChosenToken]:
+        remaining, chosen = self._new_tokens, self._advance(DraftTree())[1]
         yield from chosen
-        while left := left - len(chosen):
-            began = time.perf_counter()
-            most = min(self._pace.tokens(), left - 1)
-            tree = self._draft(most) if most else DraftTree()
+        while remaining := remaining - len(chosen):
+            start_time = time.perf_counter()
+            max_drafted = min(self._pace.next_length(), remaining - 1)
+            tree = self._draft(max_drafted) if max_drafted else DraftTree()
             verified, chosen = self._advance(tree)
-            self._pace.took(most if tree.probes else tree.depth, time.perf_counter() - began)
-            useless = tree.probes > 0 and not tree.drafted
-            self._pace.judged(len(verified.path), missed=verified.missed or useless)
+            self._pace.record_time(
+                max_drafted if tree.probes else tree.depth, time.perf_counter() - start_time
+            )
+            no_draft = tree.probes > 0 and not tree.drafted
+            self._pace.record_acceptance(len(verified.path), missed=verified.missed or no_draft)
             self.counts.count(verified)
             yield from chosen
 
-    def _draft(self, most: int) -> DraftTree:
+    def _draft(self, max_drafted: int) -> DraftTree:
         try:
-            return self._drafter.draft(self._history, most, self._sampler)
-        except InputError as error:  # in the words of a model, which is not to blame
+            return self._drafter.draft(self._history, max_drafted, self._sampler)
+        except InputError as error:  # its message names the model, but the draft is at fault
             raise InputError(
                 f"the draft: {error.message}",
                 "it is damaged: take another one, or leave --draft out",
             ) from error
 
-    def _advance(self, tree: DraftTree) -> tuple[Verified, list[Chosen]]:
-        """Compute what of the text is not in the cache, and a tree after it; append the tokens that follow."""
+    def _advance(self, tree: DraftTree) -> tuple[VerifiedDraft, list[ChosenToken]]:
+        """Compute the uncached tokens of the text and a draft tree; append the accepted tokens and the next one."""
         start = self._cache.length(0)
         tokens = torch.tensor([*self._history[start:], *tree.tokens], device=self._decoder.device)
-        new = len(self._history) - start
+        new_tokens = len(self._history) - start
         states: list[Tensor] = []
         if self._drafter.taps is not None or not tree.is_chain:
             states = self._states(tokens, None if tree.is_chain else tree.mask(root=True))
-            logits = self._decoder.logits(states[0][new - 1 :])
+            logits = self._decoder.logits(states[0][new_tokens - 1 :])
         elif start:
             logits = self._step(tokens, start)
         else:
             logits = prefill(self._decoder, tokens[None], self._cache, self._new_tokens)
         (verified,) = verify(logits, [self._sampler], [tree], [frozenset()])
-        for one in verified.chosen:
-            if isinstance(one, InputError):
-                raise one
-            self._history.append(one.token)
-        self._cache.keep_path(0, start + new - 1, [0, *(node + 1 for node in verified.path)])
+        for token in verified.chosen:
+            if isinstance(token, InputError):
+                raise token
+            self._history.append(token.token)
+        self._cache.keep_tree_path(
+            0, start + new_tokens - 1, [0, *(node + 1 for node in verified.path)]
+        )
         if self._drafter.taps is not None:
-            rows = [*range(new), *(new + node for node in verified.path)]
+            rows = [*range(new_tokens), *(new_tokens + node for node in verified.path)]
             hidden, *features = (part[rows] for part in states)
             following = tuple(self._history[start + 1 :])
-            self._drafter.observe(Computed(tree, logits, hidden, tuple(features), following))
-        return verified, cast("list[Chosen]", verified.chosen)
+            self._drafter.observe(PassOutputs(tree, logits, hidden, tuple(features), following))
+        return verified, cast("list[ChosenToken]", verified.chosen)
 
     def _step(self, tokens: Tensor, start: int) -> Tensor:
-        """Return logits of tokens in a row, computed by recorded programs as if each belonged to another sequence.
+        """Compute logits of consecutive tokens with a recorded decoding step, as if each was a sequence of its own.
 
-        All of them are written before any is attended to, and each sees those before it.
+        Their keys and values are all written before attention runs, so each token sees the ones before it.
         """
-        width = len(tokens)
-        if width not in self._steps:
-            view = self._cache.view(width)
-            view.show(self._cache, [0])
-            self._steps[width] = view, Step(self._decoder, view)
-        view, step = self._steps[width]
-        view.lengths.copy_(torch.arange(start, start + width))
+        count = len(tokens)
+        if count not in self._steps:
+            view = self._cache.view(count)
+            view.select(self._cache, [0])
+            self._steps[count] = view, DecodingStep(self._decoder, view)
+        view, step = self._steps[count]
+        view.lengths.copy_(torch.arange(start, start + count))
         return step(tokens)
 
     def _states(self, tokens: Tensor, mask: Tensor | None) -> list[Tensor]:
-        """Return final states ``[tokens, hidden]`` of tokens, and the inputs of blocks that the drafter reads."""
+        """Compute the final hidden states ``[tokens, hidden]`` and the block inputs that the drafter reads."""
         parts = []
-        for ids in torch.split(tokens, CHUNK_TOKENS):
+        for ids in torch.split(tokens, PREFILL_CHUNK_TOKENS):
             taps: dict[int, Tensor | None] = dict.fromkeys(self._drafter.taps or ())
             span = Span(0, len(ids), None if mask is None else mask.to(ids.device))
-            hidden = self._decoder.hidden_of(ids, [span], self._cache, taps)
+            hidden = self._decoder.hidden_of_spans(ids, [span], self._cache, taps)
             parts.append([hidden, *(part for part in taps.values() if part is not None)])
         return [torch.cat(rows) for rows in zip(*parts, strict=True)]
 
 
-class Pace:
-    """Adaptive number of drafted tokens in a row.
+class DraftLengthController:
+    """Controller that adapts the number of drafted tokens in a row to measured times and the acceptance rate.
 
     Args:
-        most: at most.
-        fixed: always draft as many.
+        most: most drafted tokens in a row.
+        fixed: always draft ``most`` tokens.
     """
 
     def __init__(self, most: int, *, fixed: bool = False) -> None:
-        self._most, self._fixed = most, fixed
-        self._right, self._judged = OPTIMISM * PRIOR, PRIOR
-        self._seconds: dict[int, deque[float]] = {}  # of passes by drafted tokens
-        self._pause, self._waited = FIRST_PAUSE, 0
+        self._max_length, self._fixed = most, fixed
+        self._accepted_weight, self._judged_weight = PRIOR_ACCEPTANCE * PRIOR_TOKENS, PRIOR_TOKENS
+        self._seconds: dict[
+            int, deque[float]
+        ] = {}  # times of the last passes, by number of drafted tokens
+        self._pause, self._plain_steps = INITIAL_PAUSE, 0
 
-    def tokens(self) -> int:
-        """Return how many tokens to draft for the next pass."""
+    def next_length(self) -> int:
+        """Return how many tokens to draft in the next pass."""
         if self._fixed:
-            return self._most
-        if self._waited % REVIEWED:  # nothing was judged since drafting did not pay
-            self._waited += 1
+            return self._max_length
+        if self._plain_steps % REVIEW_INTERVAL:  # nothing was judged since drafting stopped paying
+            self._plain_steps += 1
             return 0
-        costs = {k: median(taken) for k, taken in sorted(self._seconds.items()) if taken}
+        costs = {k: median(times) for k, times in sorted(self._seconds.items()) if times}
         if 0 not in costs:  # the plain step is measured first, then some pass
             return 0
         if len(costs) == 1:
-            return min(self._most, FIRST_DRAFT)
-        acceptance = self._right / self._judged
-        tried = {0, self._most, *(k for k in WIDTHS if k < self._most)}
-        rates = {k: expected_tokens(acceptance, k) / _cost(k, costs) for k in sorted(tried)}
-        best = max(rates, key=lambda k: rates[k])
+            return min(self._max_length, INITIAL_LENGTH)
+        acceptance = self._accepted_weight / self._judged_weight
+        candidates = {0, self._max_length, *(k for k in DRAFT_LENGTHS if k < self._max_length)}
+        tokens_per_second = {
+            k: expected_tokens(acceptance, k) / _estimated_seconds(k, costs)
+            for k in sorted(candidates)
+        }
+        best = max(tokens_per_second, key=lambda k: tokens_per_second[k])
         if best:
-            self._pause, self._waited = FIRST_PAUSE, 0
+            self._pause, self._plain_steps = INITIAL_PAUSE, 0
             return best
-        if self._waited < self._pause:
-            self._waited += 1
+        if self._plain_steps < self._pause:
+            self._plain_steps += 1
             return 0
-        self._pause, self._waited = min(2 * self._pause, LONGEST_PAUSE), 0
+        self._pause, self._plain_steps = min(2 * self._pause, MAX_PAUSE), 0
         return 1
 
-    def took(self, drafted: int, seconds: float) -> None:
-        """Note what a pass took, drafting included; the first of its width is not counted."""
+    def record_time(self, drafted: int, seconds: float) -> None:
+        """Record the time of a pass, drafting included; the first pass of each draft length is ignored."""
         if drafted in self._seconds:
             self._seconds[drafted].append(seconds)
         else:
-            self._seconds[drafted] = deque(maxlen=REMEMBERED)
+            self._seconds[drafted] = deque(maxlen=TIMED_PASSES)
 
-    def judged(self, accepted: int, *, missed: bool) -> None:
-        """Note how many drafted tokens of a pass were right, and whether one was wrong."""
-        for right in [1] * accepted + [0] * missed:
-            self._right = MEMORY * self._right + right
-            self._judged = MEMORY * self._judged + 1
+    def record_acceptance(self, accepted: int, *, missed: bool) -> None:
+        """Record how many drafted tokens of a pass were accepted, and whether one was rejected."""
+        for accepted_token in [1] * accepted + [0] * missed:
+            self._accepted_weight = ACCEPTANCE_DECAY * self._accepted_weight + accepted_token
+            self._judged_weight = ACCEPTANCE_DECAY * self._judged_weight + 1
 
 
-def _cost(drafted: int, costs: dict[int, float]) -> float:
-    """Return seconds of a pass, on the line through the two measured widths around it, or through the last two."""
-    widths = list(costs)
-    high = next((place for place, k in enumerate(widths) if k >= drafted), len(widths) - 1)
-    low, high = widths[max(0, high - 1)], widths[max(1, high)]
-    slope = max(0.0, (costs[high] - costs[low]) / (high - low))  # never cheaper by drafting more
-    return costs[low] + slope * (drafted - low)
+def _estimated_seconds(drafted: int, seconds: dict[int, float]) -> float:
+    """Estimate the seconds of a pass by linear interpolation between measured draft lengths, or extrapolation."""
+    lengths = list(seconds)
+    upper = next((index for index, k in enumerate(lengths) if k >= drafted), len(lengths) - 1)
+    lower, upper = lengths[max(0, upper - 1)], lengths[max(1, upper)]
+    slope = max(
+        0.0, (seconds[upper] - seconds[lower]) / (upper - lower)
+    )  # never cheaper by drafting more
+    return seconds[lower] + slope * (drafted - lower)

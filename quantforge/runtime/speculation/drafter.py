@@ -1,9 +1,8 @@
-"""What drafters have in common: the interface, their cache, linears of draft heads, and a drafter of a small network.
+"""The drafter interface, the cache of a drafter, reading of draft-head linears, and drafting from hidden states.
 
-A drafter proposes the next tokens of one text, and may read what the model computed. That of a small network (EAGLE-3,
-MTP) reads each token together with the model's state before it: after the model's text it reads what the model
-computed, after drafted tokens its own states stand in for that. So it drafts place by place, as a draft model does, for
-the price of a single layer.
+A drafter proposes the next tokens of one text and may read what the model computed. `HiddenStateDrafter` runs a small
+network (EAGLE-3, MTP) that reads each token together with the model's hidden state before it. For drafted tokens, its
+own states take the place of the model's. So it drafts token by token, like a draft model, for the cost of one layer.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from quantforge.runtime.cache import PagedCache
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.options import MOST_NODES
+from quantforge.runtime.speculation.options import MAX_NODES
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf
 from quantforge_kernels.layers import linear
 
@@ -31,126 +30,135 @@ if TYPE_CHECKING:
     from quantforge.runtime.speculation.eagle3 import Eagle3Layer
     from quantforge.runtime.speculation.mtp import MtpLayer
 
-Linear = Callable[[Tensor], Tensor]  # of activations [..., in_features]
+Linear = Callable[[Tensor], Tensor]  # maps activations [..., in_features] to [..., out_features]
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
-    """What the model computed in a pass: of the prompt, or of the last token and a tree after it.
+class PassOutputs:
+    """Outputs of a forward pass of the model over the prompt, or over the last token and a draft tree.
 
     Attributes:
-        tree: of the pass; empty for the prompt.
+        tree: the draft tree; empty for the prompt.
         logits: ``[nodes + 1, vocabulary]``, after the last token of the text and after each node.
-        hidden: ``[tokens, hidden]`` of what stays in the text (what was new in it, and the drafted tokens that were
-            right), after the last norm.
-        features: inputs of some blocks likewise, in the order of `Drafter.taps`.
-        following: the token of the text that follows each of these.
+        hidden: final hidden states ``[tokens, hidden]`` of the new tokens that stay in the text, including
+            accepted drafted tokens.
+        features: inputs of some blocks for the same tokens, in the order of `Drafter.taps`.
+        next_tokens: for each of these tokens, the token that follows it in the text.
     """
 
     tree: DraftTree
     logits: Tensor
     hidden: Tensor
     features: tuple[Tensor, ...]
-    following: tuple[int, ...]
+    next_tokens: tuple[int, ...]
 
 
 class Drafter(ABC):
-    """Drafter of one text; it may keep state.
+    """Interface of a drafter for one text; it may keep state.
 
     Attributes:
-        taps: blocks of the model whose inputs it reads in `observe`; None: it reads nothing that the model computes.
+        taps: blocks whose inputs `observe` reads; None if the drafter reads nothing that the model computes.
     """
 
     taps: tuple[int, ...] | None = None
 
     @abstractmethod
     def draft(self, history: Sequence[int], most: int, sampler: RowSampler) -> DraftTree:
-        """Draft how ``history`` may continue: at most ``most`` tokens in a row, and `MOST_NODES` in all, or none.
+        """Draft continuations of ``history``: a tree of depth at most ``most`` and at most `MAX_NODES` nodes.
 
         Args:
-            history: prompt and completion so far; longer at each call.
-            most: at least 1.
-            sampler: what will choose the tokens; it must be forked, not advanced.
+            history: tokens of the prompt and the completion so far; it grows from call to call.
+            most: most drafted tokens in a row, at least 1.
+            sampler: the sampler of the text; fork it, do not advance it.
         """
 
-    def observe(self, computed: Computed) -> None:  # noqa: B027 (few drafters read passes)
-        """Read a pass, with drafted tokens or without; not called where `taps` is None."""
+    def observe(self, computed: PassOutputs) -> None:  # noqa: B027 (few drafters read passes)
+        """Read the outputs of a pass of the model; not called if `taps` is None."""
 
 
-def cache_of_text(make: Callable[[int, int], PagedCache], tokens: int) -> PagedCache:
-    """Return a cache for one text, and a tree of drafted tokens after it.
+def allocate_text_cache(make: Callable[[int, int], PagedCache], tokens: int) -> PagedCache:
+    """Allocate a cache for one text with room for a draft tree after it.
 
-    A pass writes all drafted tokens: places go beyond the last token of the text, positions do not.
+    A pass stores all nodes of the tree in slots after the text, although their positions do not exceed its length.
 
     Args:
-        make: a cache for so many sequences of so many tokens.
+        make: allocates a cache for a number of sequences of a number of tokens.
         tokens: most tokens of the text.
     """
-    cache = make(1, tokens + MOST_NODES)
-    cache.reserve(0, tokens + MOST_NODES)
-    cache.most_tokens = tokens
+    cache = make(1, tokens + MAX_NODES)
+    cache.reserve(0, tokens + MAX_NODES)
+    cache.max_tokens = tokens
     return cache
 
 
-class FeatureDrafter(Drafter):
-    """Drafter of a network for one text.
+class HiddenStateDrafter(Drafter):
+    """Drafter that runs an EAGLE-3 or MTP layer on the model's hidden states.
 
     Args:
-        network: its weights.
-        room: most tokens of the text.
-        shape: of its trees, see `shape_of`.
+        network: the draft layer.
+        max_tokens: most tokens of the text.
+        shape: branching factors of the draft tree by depth, see `parse_tree_shape`.
     """
 
-    def __init__(self, network: Eagle3Layer | MtpLayer, room: int, shape: Sequence[int]) -> None:
+    def __init__(
+        self, network: Eagle3Layer | MtpLayer, max_tokens: int, shape: Sequence[int]
+    ) -> None:
         self.taps = network.taps
         self._network, self._shape = network, shape
-        self._cache = cache_of_text(network.cache, room)
-        self._read = 0  # tokens of the text in its cache; the last tree follows
-        self._last: Tensor | None = None  # its state at the text's last token
+        self._cache = allocate_text_cache(network.cache, max_tokens)
+        self._cached_tokens = 0  # tokens of the text in its cache; those of the last tree follow
+        self._last_output: Tensor | None = None  # the layer's output at the last token of the text
 
     @torch.inference_mode()
-    def observe(self, computed: Computed) -> None:
-        """Read the states of the model, and the tokens after them."""
+    def observe(self, computed: PassOutputs) -> None:
+        """Run the layer on the model's hidden states and the tokens that follow them."""
         features = self._network.features(computed)
-        self._cache.advance(0, self._read - self._cache.length(0))
-        ids = torch.tensor(computed.following, device=features.device)
-        self._last = self._network.compute(ids, features, Span(0, len(ids)), self._cache)[-1:]
-        self._read += len(ids)
+        self._cache.advance(0, self._cached_tokens - self._cache.length(0))
+        ids = torch.tensor(computed.next_tokens, device=features.device)
+        self._last_output = self._network.compute(ids, features, Span(0, len(ids)), self._cache)[
+            -1:
+        ]
+        self._cached_tokens += len(ids)
 
     @torch.inference_mode()
     def draft(self, history: Sequence[int], most: int, sampler: RowSampler) -> DraftTree:  # noqa: ARG002 (read already)
-        """Return what the network finds most likely, as `Drafter.draft`."""
-        assert self._last is not None
-        tree, states = DraftTree(), self._last  # of the root and of all nodes but the leaves
+        """Draft a tree of the tokens that the layer finds most likely; see `Drafter.draft`."""
+        assert self._last_output is not None
+        tree, states = (
+            DraftTree(),
+            self._last_output,
+        )  # outputs at the root and at all nodes except the leaves
         leaves: list[Leaf] = [(ROOT, sampler)]
-        for place, count in enumerate(self._shape[:most]):
-            if place:
-                new = range(len(states) - 1, len(tree.tokens))
-                before = states[[tree.parents[node] + 1 for node in new]]
-                ids = torch.tensor([tree.tokens[node] for node in new], device=states.device)
-                span = Span(0, len(new), tree.mask(root=False).to(states.device))
-                states = torch.cat((states, self._network.compute(ids, before, span, self._cache)))
+        for level, count in enumerate(self._shape[:most]):
+            if level:
+                new_nodes = range(len(states) - 1, len(tree.tokens))
+                parent_states = states[[tree.parents[node] + 1 for node in new_nodes]]
+                ids = torch.tensor([tree.tokens[node] for node in new_nodes], device=states.device)
+                span = Span(0, len(new_nodes), tree.mask(root=False).to(states.device))
+                states = torch.cat(
+                    (states, self._network.compute(ids, parent_states, span, self._cache))
+                )
             logits = self._network.logits(states[-len(leaves) :])
-            leaves = tree.grow(leaves, logits, count)
+            leaves = tree.extend_leaves(leaves, logits, count)
         return tree
 
 
 def read_linear(
-    heads: DraftHeadDirectory, shape: tuple[int, int], names: Sequence[str], like: Tensor
+    heads: DraftHeadDirectory, shape: tuple[int, int], candidates: Sequence[str], like: Tensor
 ) -> Linear:
-    """Read a linear with a weight ``[out_features, in_features]``, and the bias beside it if there is one.
+    """Read a linear of draft heads: weight ``[out_features, in_features]``, and bias if stored.
 
     Args:
-        heads: the directory.
-        shape: of the weight.
-        names: of the module, the first that is there; without ``.weight``.
-        like: has the type and the device of the activations.
+        heads: the directory of draft heads.
+        shape: shape of the weight.
+        candidates: candidate module names, without ``.weight``; the first that exists is read.
+        like: a tensor with the type and device of the activations.
 
     Raises:
-        InputError: as `DraftHeadDirectory.read`.
+        InputError: as `DraftHeadDirectory.read` does.
     """
-    weight, bias = heads.weight(shape, *(f"{name}.weight" for name in names)), None
-    biases = [f"{name}.bias" for name in names]
+    weight, bias = heads.weight(shape, *(f"{name}.weight" for name in candidates)), None
+    biases = [f"{name}.bias" for name in candidates]
     if heads.find(*biases):
         bias = heads.read(shape[:1], *biases).to(like.device, like.dtype)
     if isinstance(weight, QuantizedTensor):

@@ -1,8 +1,7 @@
-"""Medusa heads: each predicts the token so many places ahead, from the model's last hidden state alone.
+"""Medusa heads: head i predicts the token i + 1 positions after the model's own, from the last hidden state alone.
 
-Head i is a few residual blocks, ``x + silu(x W + b)``, and an output matrix; it predicts the token i + 1 places after
-the one that the model itself chooses there (Cai et al., arXiv 2401.10774). Heads do not see each other's tokens, so the
-same tokens are drafted after each token of a tree.
+Each head consists of a few residual blocks, ``x + silu(x W + b)``, and an output matrix (Cai et al., arXiv 2401.10774).
+Heads do not see each other's tokens, so the same tokens are drafted after every node of a depth.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from torch.nn.functional import silu
 
 from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.drafter import Computed, Drafter, Linear, read_linear
+from quantforge.runtime.speculation.drafter import Drafter, Linear, PassOutputs, read_linear
 from quantforge.runtime.speculation.tree import ROOT, DraftTree, Leaf
 
 
 @dataclass(frozen=True, slots=True)
 class MedusaHead:
-    """One head: the linears ``[hidden, hidden]`` of its blocks, and the output linear."""
+    """One Medusa head: the linears ``[hidden, hidden]`` of its residual blocks, and the output linear."""
 
     blocks: tuple[Linear, ...]
     output: Linear
@@ -35,38 +34,40 @@ class MedusaHead:
 
 
 def read_medusa(heads: DraftHeadDirectory, embedding: Tensor) -> list[MedusaHead]:
-    """Read heads for a model with an embedding ``[vocabulary, hidden]``, whose type and device they get.
+    """Read Medusa heads for a model; they take the type and device of its embedding ``[vocabulary, hidden]``.
 
     Raises:
-        InputError: a tensor is missing, or is of another width or vocabulary.
+        InputError: a tensor is missing, or does not match the hidden size or vocabulary of the model.
     """
     vocabulary, hidden = embedding.shape
     layers = heads.number("medusa_num_layers", "num_hidden_layers", default=1)
 
     def read(shape: tuple[int, int], *names: str) -> Linear:
-        # Alone, or in the model that was trained with the heads.
+        # With prefixes if the file also holds the model that was trained with the heads.
         prefixes = ("", "medusa_head.", "medusa_heads.")
         names = tuple(prefix + name for name in names for prefix in prefixes)
         return read_linear(heads, shape, names, embedding)
 
-    found = []
+    medusa_heads = []
     for head in range(heads.number("medusa_num_heads", "num_heads")):
         blocks = tuple(
             read((hidden, hidden), f"{head}.{layer}.linear", f"blocks.{head}.layers.{layer}")
             for layer in range(layers)
         )
-        own = 0 if heads.config.get("original_lm_head") is True else head  # or all share one
-        output = read((vocabulary, hidden), f"{head}.{layers}", f"lm_heads.{own}")
-        found.append(MedusaHead(blocks, output))
-    return found
+        output_head = (
+            0 if heads.config.get("original_lm_head") is True else head
+        )  # or all share one
+        output = read((vocabulary, hidden), f"{head}.{layers}", f"lm_heads.{output_head}")
+        medusa_heads.append(MedusaHead(blocks, output))
+    return medusa_heads
 
 
 class MedusaDrafter(Drafter):
-    """Drafter of some heads.
+    """Drafter that predicts each position with one Medusa head.
 
     Args:
-        heads: in the order of the places.
-        shape: of its trees, see `shape_of`; places beyond the heads are left out.
+        heads: the heads, in the order of the positions they predict.
+        shape: branching factors of the draft tree by depth; depths without a head are dropped.
     """
 
     taps = ()
@@ -75,17 +76,17 @@ class MedusaDrafter(Drafter):
         self._heads, self._shape = heads, shape
         self._hidden: Tensor | None = None
 
-    def observe(self, computed: Computed) -> None:
-        """Note the hidden state that chose the last token."""
+    def observe(self, computed: PassOutputs) -> None:
+        """Store the hidden state from which the last token was chosen."""
         self._hidden = computed.hidden[-1:]
 
     @torch.inference_mode()
     def draft(self, history: Sequence[int], most: int, sampler: RowSampler) -> DraftTree:  # noqa: ARG002 (heads see states, not tokens)
-        """Return what each head finds most likely, as `Drafter.draft`."""
+        """Draft the tokens that each head finds most likely; see `Drafter.draft`."""
         assert self._hidden is not None
         tree = DraftTree()
         leaves: list[Leaf] = [(ROOT, sampler)]
         for head, count in zip(self._heads[:most], self._shape, strict=False):
             logits = head.logits(self._hidden).expand(len(leaves), -1)
-            leaves = tree.grow(leaves, logits, count)
+            leaves = tree.extend_leaves(leaves, logits, count)
         return tree

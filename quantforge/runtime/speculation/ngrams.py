@@ -1,9 +1,9 @@
-"""N-grams: copy from the text itself what followed the last time that its last tokens occurred.
+"""N-gram drafting (prompt lookup): copy the tokens that followed an earlier occurrence of the text's last tokens.
 
-Completions quote their prompt (code that is edited, a text that is summarized, names), and repeat themselves. The
-longest run of tokens that occurred before is looked up, in constant time per token: for every length a table from the
-run to the places after its last occurrences (prompt lookup, the n-gram speculation of vLLM and llama.cpp). A tree holds
-what followed several of them, the longest run and the latest place first.
+Completions quote their prompt (edited code, summaries, names) and repeat themselves. The longest suffix of the text
+that occurred before is looked up in constant time per token, in a table from n-grams to the positions after their
+latest occurrences (also known as the n-gram speculation of vLLM and llama.cpp). A draft tree holds the continuations of
+several occurrences, longest n-gram and latest position first.
 """
 
 from __future__ import annotations
@@ -15,40 +15,47 @@ from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.tree import DraftTree
 
-LENGTHS = (4, 3, 2)  # of runs that are looked up
-MOST_PLACES = 8  # of a run, whose continuations may be the same
+NGRAM_LENGTHS = (4, 3, 2)  # lengths of the n-grams that are looked up
+MAX_OCCURRENCES = 8  # remembered occurrences of an n-gram; their continuations may be equal
 
 
 class NgramDrafter(Drafter):
-    """Drafter that copies.
+    """Drafter that copies continuations of n-grams from the text itself.
 
     Args:
-        shape: of its trees, see `shape_of`.
-        lengths: of the runs that are looked up, the longest first; below 2 it copies after any token.
+        shape: branching factors of the draft tree by depth, see `parse_tree_shape`.
+        lengths: lengths of the n-grams to look up, the longest first; 1 matches any repeated token.
     """
 
-    def __init__(self, shape: Sequence[int], lengths: Sequence[int] = LENGTHS) -> None:
+    def __init__(self, shape: Sequence[int], lengths: Sequence[int] = NGRAM_LENGTHS) -> None:
         self._shape, self._lengths = shape, lengths
-        self._after: dict[tuple[int, ...], deque[int]] = {}
-        self._places = MOST_PLACES if max(shape) > 1 else 1
-        self._known = 1  # tokens of the history whose runs are in the table
+        self._positions_after: dict[tuple[int, ...], deque[int]] = {}
+        self._max_occurrences = MAX_OCCURRENCES if max(shape) > 1 else 1
+        self._indexed_tokens = 1  # tokens of the history whose n-grams are in the table
 
     def draft(self, history: Sequence[int], most: int, sampler: RowSampler) -> DraftTree:  # noqa: ARG002 (copies do not draw)
-        """Return what followed, as `Drafter.draft`; a copy that reaches the end continues with what it wrote."""
-        # The run that ends the history is left out, it would find itself.
-        for end in range(self._known, len(history)):
+        """Draft the tokens that followed earlier occurrences; see `Drafter.draft`.
+
+        A copy that reaches the end of the text continues with the tokens copied so far.
+        """
+        # The n-gram at the end of the history is not indexed yet: it would match itself.
+        for end in range(self._indexed_tokens, len(history)):
             for length in self._lengths:
                 if length <= end:
-                    run = tuple(history[end - length : end])
-                    self._after.setdefault(run, deque(maxlen=self._places)).append(end)
-        self._known = len(history)
+                    ngram = tuple(history[end - length : end])
+                    self._positions_after.setdefault(
+                        ngram, deque(maxlen=self._max_occurrences)
+                    ).append(end)
+        self._indexed_tokens = len(history)
         shape, tree = self._shape[:most], DraftTree()
         for length in self._lengths:
-            for place in reversed(self._after.get(tuple(history[-length:]), ())):
+            for position in reversed(self._positions_after.get(tuple(history[-length:]), ())):
                 copied: list[int] = []
-                for at in range(place, place + len(shape)):
-                    copied.append(history[at] if at < len(history) else copied[at - len(history)])
+                for source in range(position, position + len(shape)):
+                    copied.append(
+                        history[source] if source < len(history) else copied[source - len(history)]
+                    )
                 tree.add_path(copied, shape)
-                if self._places == 1:
+                if self._max_occurrences == 1:
                     return tree
         return tree

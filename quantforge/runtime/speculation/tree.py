@@ -1,8 +1,8 @@
-"""Trees of drafted tokens: several tokens may be drafted for one place, and the model checks all of them in one pass.
+"""Draft trees: several tokens may be drafted for one position, and the model checks all of them in one pass.
 
-The tree stands after the text: each node is a token, and a path from the root is one way the text may continue. Each
-node attends to the text and its own path (SpecInfer, arXiv 2305.09781). So whichever child the model chooses at each
-place, its keys, values and logits are there.
+The tree follows the text: each node is a token, and a path from the root is one way the text may continue. Each node
+attends to the text and to its own path (SpecInfer, arXiv 2305.09781). So the keys, values and logits of every path are
+available, whichever child the model chooses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from quantforge.runtime.sampling import RowSampler
 
 ROOT = -1  # the last token of the text
-Leaf = tuple[int, RowSampler]  # a node, and what chooses the token after it
+Leaf = tuple[int, RowSampler]  # a node, and the sampler state for the token after it
 
 
 @dataclass(slots=True)
@@ -24,9 +24,9 @@ class DraftTree:
     """Tree of drafted tokens after a text.
 
     Attributes:
-        tokens: of its nodes.
-        parents: for each node the node before it, or `ROOT`; parents come first.
-        probes: so many last nodes are computed for the drafter, and are not drafted tokens.
+        tokens: the token of each node.
+        parents: the parent of each node, or `ROOT`; parents precede their children.
+        probes: number of nodes at the end that are computed for the drafter only and are not drafted tokens.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class DraftTree:
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def add(self, parent: int, token: int, *, probe: bool = False) -> int:
-        """Return the child of a node with a token; a new one where there is none, and always for a probe."""
+        """Return the child of ``parent`` with the given token, adding it if needed; a probe is always a new node."""
         if not probe and (parent, token) in self._children:
             return self._children[parent, token]
         node = len(self.tokens)
@@ -49,36 +49,36 @@ class DraftTree:
         return node
 
     def add_path(self, tokens: Iterable[int], shape: Sequence[int]) -> None:
-        """Add tokens in a row, as far as a shape has room for them."""
+        """Add a path of tokens from the root, as far as the branching factors in ``shape`` allow."""
         node = ROOT
-        for token, most in zip(tokens, shape, strict=False):
-            if self.child(node, token) is None and len(self.children(node)) >= most:
+        for token, max_children in zip(tokens, shape, strict=False):
+            if self.child(node, token) is None and len(self.children(node)) >= max_children:
                 return
             node = self.add(node, token)
 
-    def grow(self, leaves: Sequence[Leaf], logits: Tensor, count: int) -> list[Leaf]:
-        """Add ``count`` tokens after each leaf, and return the new leaves.
+    def extend_leaves(self, leaves: Sequence[Leaf], logits: Tensor, count: int) -> list[Leaf]:
+        """Add ``count`` children to each leaf, and return the new leaves.
 
-        The first is what the leaf's sampler would choose with the draw of that place, the others are the most likely.
+        The first child is the token that the leaf's sampler would choose; the others are the most likely tokens.
 
         Args:
-            leaves: nodes of the last depth.
+            leaves: the deepest nodes of the tree.
             logits: ``[leaves, vocabulary]``, float32.
-            count: of tokens after each.
+            count: number of children of each leaf.
         """
         return [
-            (self.add(node, token), sampler.after(token))
+            (self.add(node, token), sampler.fork_after(token))
             for (node, sampler), row in zip(leaves, logits, strict=True)
-            for token in sampler.likely(row, count)
+            for token in sampler.draft_candidates(row, count)
         ]
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the node of a drafted token after a node, if there is one."""
+        """Return the child of a node with the given token, or None."""
         return self._children.get((parent, token))
 
     def children(self, parent: int) -> list[int]:
-        """Return the nodes drafted after a node, the most likely first."""
-        return [node for (above, _), node in self._children.items() if above == parent]
+        """Return the children of a node, the most likely first."""
+        return [node for (node_parent, _), node in self._children.items() if node_parent == parent]
 
     @property
     def drafted(self) -> int:
@@ -87,7 +87,7 @@ class DraftTree:
 
     @property
     def depth(self) -> int:
-        """Return the most drafted tokens in a row."""
+        """Return the depth of the tree: the most drafted tokens in a row."""
         depths = {ROOT: 0}
         for node, parent in enumerate(self.parents[: self.drafted]):
             depths[node] = depths[parent] + 1
@@ -95,13 +95,13 @@ class DraftTree:
 
     @property
     def is_chain(self) -> bool:
-        """Return whether each place has one token."""
+        """Return whether the tree is a chain: one token per position."""
         return self.parents == [*range(ROOT, len(self.tokens) - 1)]
 
     def mask(self, *, root: bool) -> Tensor:
-        """Return which nodes each one attends to, ``[nodes, nodes]`` bool as `Span.tree`; ``root`` adds it in front."""
-        seen = torch.eye(len(self.tokens) + 1, dtype=torch.bool)
-        seen[:, 0] = True
+        """Return the attention mask ``[nodes, nodes]`` (bool, as `Span.tree`); ``root`` adds the root as first node."""
+        visible = torch.eye(len(self.tokens) + 1, dtype=torch.bool)
+        visible[:, 0] = True
         for node, parent in enumerate(self.parents):
-            seen[node + 1] |= seen[parent + 1]
-        return seen if root else seen[1:, 1:]
+            visible[node + 1] |= visible[parent + 1]
+        return visible if root else visible[1:, 1:]

@@ -1,7 +1,7 @@
-"""Verification: a drafted token counts where the model chooses it, and counts of what came of drafted tokens.
+"""Verification of drafted tokens: one is accepted if the model chooses the same token; with acceptance statistics.
 
-At each place the token is chosen from the model's own logits, with the draw that the plain loop makes there. So what is
-drafted changes how many tokens a pass brings, never which ones.
+At each position the token is chosen from the model's own logits with the same random number as in plain decoding. So
+drafting changes how many tokens a pass yields, never which ones.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from itertools import accumulate
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.runtime.sampling import Chosen, RowSampler, choose_rows
+from quantforge.runtime.sampling import ChosenToken, RowSampler, choose_tokens
 from quantforge.runtime.speculation.tree import ROOT, DraftTree
 
 
 @dataclass(slots=True)
-class Verified:
-    """Tokens that follow a text.
+class VerifiedDraft:
+    """Result of verifying the draft tree of one text.
 
     Attributes:
-        tree: what was drafted.
-        chosen: drafted tokens that were right, and one token more; or what is wrong with the logits of the last.
-        path: nodes of the right ones.
-        missed: tokens were drafted for the place of the last one, and are wrong.
+        tree: the draft tree.
+        chosen: the accepted tokens and one further token, or an error if the logits of the last one are not finite.
+        path: tree nodes of the accepted tokens.
+        missed: whether tokens were drafted for the last position and all were rejected.
     """
 
     tree: DraftTree
-    chosen: list[Chosen | InputError] = field(default_factory=list)
+    chosen: list[ChosenToken | InputError] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     missed: bool = False
 
     @property
     def node(self) -> int:
-        """Return the node after which the next token is chosen."""
+        """Return the last accepted node, after which the next token is chosen."""
         return self.path[-1] if self.path else ROOT
 
-    def take(self, chosen: Chosen | InputError, stop: frozenset[int]) -> bool:
-        """Take the next token; return whether it was drafted, so that another one follows."""
+    def append_token(self, chosen: ChosenToken | InputError, stop: frozenset[int]) -> bool:
+        """Append the next chosen token; return whether it was drafted, so that verification continues."""
         self.chosen.append(chosen)
         if isinstance(chosen, InputError) or chosen.token in stop:
             return False
@@ -57,110 +57,126 @@ def verify(
     samplers: Sequence[RowSampler],
     trees: Sequence[DraftTree],
     stops: Sequence[frozenset[int]],
-) -> list[Verified]:
-    """Choose the next tokens of each text, along its tree as long as drafted tokens are right.
+) -> list[VerifiedDraft]:
+    """Choose the next tokens of each text, following its draft tree as long as drafted tokens are accepted.
 
     Args:
-        logits: ``[rows, vocabulary]`` float32: for each text after its last token, and after each node of its tree.
-        samplers: of the texts.
-        trees: likewise.
-        stops: tokens after which nothing more is chosen, likewise.
+        logits: ``[rows, vocabulary]`` float32; for each text in turn, the row after its last token and the rows after
+            each node of its tree.
+        samplers: one for each text.
+        trees: one for each text.
+        stops: for each text, the tokens that end it.
     """
     starts = [0, *accumulate(1 + len(tree.tokens) for tree in trees)]
-    every: list[Chosen] = []
-    if not any(tree.probes for tree in trees) and not any(one.has_state for one in samplers):
-        owners = [one for one, tree in zip(samplers, trees, strict=True) for _ in (0, *tree.tokens)]
-        with suppress(InputError):  # perhaps of a row that no text gets to
-            every = choose_rows(owners, logits)
-    found = [Verified(tree) for tree in trees]
+    batch_chosen: list[ChosenToken] = []
+    if not any(tree.probes for tree in trees) and not any(
+        sampler.has_state for sampler in samplers
+    ):
+        row_samplers = [
+            sampler
+            for sampler, tree in zip(samplers, trees, strict=True)
+            for _ in (0, *tree.tokens)
+        ]
+        with suppress(InputError):  # the bad row may be one that is never reached
+            batch_chosen = choose_tokens(row_samplers, logits)
+    results = [VerifiedDraft(tree) for tree in trees]
     active = [*range(len(trees))]
     while active:
-        rows = [starts[text] + found[text].node + 1 for text in active]
-        if every:
-            chosen: list[Chosen | InputError] = [every[row] for row in rows]
+        rows = [starts[text] + results[text].node + 1 for text in active]
+        if batch_chosen:
+            chosen: list[ChosenToken | InputError] = [batch_chosen[row] for row in rows]
         else:
-            some = logits if len(rows) == len(logits) else logits[rows]
-            chosen = _choose(some, [samplers[text] for text in active])
+            active_logits = logits if len(rows) == len(logits) else logits[rows]
+            chosen = _choose_or_error(active_logits, [samplers[text] for text in active])
         active = [
             text
-            for text, one in zip(active, chosen, strict=True)
-            if found[text].take(one, stops[text])
+            for text, token in zip(active, chosen, strict=True)
+            if results[text].append_token(token, stops[text])
         ]
-    return found
+    return results
 
 
-def _choose(logits: Tensor, samplers: Sequence[RowSampler]) -> list[Chosen | InputError]:
-    """Return the next token for each row of logits, or what is wrong with the row."""
+def _choose_or_error(
+    logits: Tensor, samplers: Sequence[RowSampler]
+) -> list[ChosenToken | InputError]:
+    """Choose the next token for each row of logits; a row that is not finite gives an `InputError` instead."""
     try:
-        return [*choose_rows(samplers, logits)]
-    except InputError as error:  # of one of them; nothing was drawn yet
+        return [*choose_tokens(samplers, logits)]
+    except InputError as error:  # one row is not finite; no random number was used yet
         if len(samplers) == 1:
             return [error]
-        return [_choose(logits[row : row + 1], [one])[0] for row, one in enumerate(samplers)]
+        return [
+            _choose_or_error(logits[row : row + 1], [sampler])[0]
+            for row, sampler in enumerate(samplers)
+        ]
 
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """Counts of a run with speculation.
+    """Statistics of speculative decoding.
 
     Attributes:
-        passes: times that the model was computed after the prompt, with drafted tokens or without.
-        checked: those of them with drafted tokens.
-        guessed: tokens that were drafted.
-        depths: sum over passes of the most drafted tokens in a row: where each place has one, all of them.
-        accepted: drafted tokens that were right.
-        tokens: tokens that came of all passes.
-        came: tokens that came of the passes with drafted tokens.
-        parted: passes in which all tokens drafted for a place were wrong.
+        passes: forward passes of the model after the prompt, with or without drafted tokens.
+        draft_passes: passes with drafted tokens.
+        drafted: number of drafted tokens.
+        depths: sum over passes of the depth of the draft tree (its most tokens in a row).
+        accepted: accepted drafted tokens.
+        tokens: tokens that all passes yielded.
+        draft_pass_tokens: tokens that the passes with drafted tokens yielded.
+        rejected_passes: passes in which all tokens drafted for a position were rejected.
     """
 
     passes: int = 0
-    checked: int = 0
-    guessed: int = 0
+    draft_passes: int = 0
+    drafted: int = 0
     depths: int = 0
     accepted: int = 0
     tokens: int = 0
-    came: int = 0
-    parted: int = 0
+    draft_pass_tokens: int = 0
+    rejected_passes: int = 0
 
     @property
     def acceptance(self) -> float | None:
-        """Return the chance that a drafted token is right, given that the text got to its place.
+        """Return the acceptance rate of drafted tokens whose predecessors were all accepted; None without any.
 
-        Those after the first wrong one are not counted: nobody knows what they would have been.
+        Tokens after the first rejected one are not counted, because they were never judged.
         """
-        judged = self.accepted + self.parted
+        judged = self.accepted + self.rejected_passes
         return self.accepted / judged if judged else None
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Return the tokens that came of a pass with drafted tokens."""
-        return self.came / self.checked if self.checked else None
+        """Return the mean number of tokens that a pass with drafted tokens yields; None without such passes."""
+        return self.draft_pass_tokens / self.draft_passes if self.draft_passes else None
 
     @property
     def expected(self) -> float | None:
-        """Return `expected_tokens` of the acceptance at the mean depth, to compare with `tokens_per_pass`."""
-        chance = self.acceptance
-        return None if chance is None else expected_tokens(chance, self.depths / self.checked)
+        """Return `expected_tokens` for the acceptance rate and the mean depth, to compare with `tokens_per_pass`."""
+        probability = self.acceptance
+        return (
+            None
+            if probability is None
+            else expected_tokens(probability, self.depths / self.draft_passes)
+        )
 
-    def count(self, verified: Verified) -> None:
-        """Count a pass."""
+    def count(self, verified: VerifiedDraft) -> None:
+        """Add the result of a pass to the statistics."""
         tree, accepted = verified.tree, len(verified.path)
         self.passes += 1
         self.tokens += accepted + 1
         if tree.drafted:
-            self.checked += 1
-            self.guessed += tree.drafted
+            self.draft_passes += 1
+            self.drafted += tree.drafted
             self.depths += tree.depth
             self.accepted += accepted
-            self.came += accepted + 1
-            self.parted += verified.missed
+            self.draft_pass_tokens += accepted + 1
+            self.rejected_passes += verified.missed
 
     def document(self) -> dict[str, float | None]:
-        """Return the counts and what follows from them as plain data."""
+        """Return the statistics as JSON-serializable data."""
         return {
             "passes": self.passes,
-            "guessed": self.guessed,
+            "guessed": self.drafted,
             "accepted": self.accepted,
             "acceptance": self.acceptance,
             "tokens_per_pass": self.tokens_per_pass,
@@ -168,12 +184,12 @@ class SpeculationCounts:
         }
 
 
-def expected_tokens(chance: float, drafted: float) -> float:
-    """Return the mean number of tokens of a pass with so many drafted ones, each right with ``chance``.
+def expected_tokens(probability: float, drafted: float) -> float:
+    """Return the expected number of tokens of a pass with ``drafted`` tokens, each accepted with ``probability``.
 
-    ``(1 - a^(k+1)) / (1 - a)``, and k+1 at a = 1 (Leviathan et al., arXiv 2211.17192): those up to the first wrong
-    one, and one token of the model's own.
+    ``(1 - a^(k+1)) / (1 - a)``, and k+1 at a = 1 (Leviathan et al., arXiv 2211.17192): the accepted tokens, and one
+    token that the model chooses itself.
     """
-    if chance >= 1:
+    if probability >= 1:
         return drafted + 1
-    return float((1 - chance ** (drafted + 1)) / (1 - chance))
+    return float((1 - probability ** (drafted + 1)) / (1 - probability))

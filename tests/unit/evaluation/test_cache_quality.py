@@ -98,7 +98,7 @@ def test_divergence_is_that_of_its_definition(source, trial, rows):
         with torch.inference_mode():
             for token in ids[:-1]:
                 found.append(decoder.logits(decoder.hidden(token.view(1, 1), held))[0, -1])
-                held.count(1)
+                held.advance_all(1)
         return torch.stack(found).log_softmax(-1).double()
 
     whole = logits("16bit")

@@ -11,7 +11,12 @@ from quantforge.api import quantize
 from quantforge.api.scored_text import PROMPTS, prompts_name, read_prompts
 from quantforge.errors import InputError, UsageError
 from quantforge.evaluation.block_errors import block_errors, block_states
-from quantforge.evaluation.reference_text import Answer, Prompts, parting, summary
+from quantforge.evaluation.reference_text import (
+    Answer,
+    Prompts,
+    first_difference,
+    summarize_answers,
+)
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -70,12 +75,12 @@ def test_answers_and_divergence_equal_those_of_transformers(models):
 
 
 def test_answers_that_part_are_told_from_those_that_end_early():
-    assert parting((1, 2, 3), (1, 2, 3)) is None
-    assert parting((1, 2, 3), (1, 5, 3)) == 1
-    assert parting((1, 2, 3), (1, 2)) == 2
-    assert parting((1, 2), (1, 2, 3)) == 2
+    assert first_difference((1, 2, 3), (1, 2, 3)) is None
+    assert first_difference((1, 2, 3), (1, 5, 3)) == 1
+    assert first_difference((1, 2, 3), (1, 2)) == 2
+    assert first_difference((1, 2), (1, 2, 3)) == 2
     kl, agrees = torch.tensor([0.2, 0.4]).double(), torch.tensor([True, True, False, True])
-    found = summary(
+    found = summarize_answers(
         [(1, 2), (3, 4)], [Answer((1, 2), "a", True), Answer((3, 5, 6, 7), "b", False)], kl, agrees
     )
     assert found["kl_mean"] == pytest.approx(0.3)

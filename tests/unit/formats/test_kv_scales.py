@@ -9,7 +9,7 @@ from torch import nn
 from quantforge.errors import InputError
 from quantforge.formats import kv_scales
 from quantforge.plans import StoredTensor
-from quantforge.runtime.cache_scales import CachePeaks, RoundedCache, listen
+from quantforge.runtime.cache_scales import CachePeaks, RoundedCache, attach_cache
 from quantforge_kernels import kv
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
 def test_a_listener_stands_before_the_cache_that_is_there():
     attention, x = Attention(), torch.randn(1, 2, 3, 4)
-    handle = listen(attention, RoundedCache(torch.tensor([0.25]), torch.tensor([0.5])))
+    handle = attach_cache(attention, RoundedCache(torch.tensor([0.25]), torch.tensor([0.5])))
     kept = Kept()
     rounded = attention(x, past_key_values=kept)
     assert torch.equal(rounded, attention(x))

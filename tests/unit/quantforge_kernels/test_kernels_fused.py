@@ -18,7 +18,7 @@ from quantforge.recipe import Recipe
 from quantforge.runtime import decoder as runtime
 from quantforge.runtime import linear
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge_kernels import attention, layers
@@ -161,7 +161,7 @@ def test_a_decoder_of_these_kernels_computes_the_same(tmp_path, monkeypatch, fam
         held = decoder.cache(2, 20, kind)
         with torch.inference_mode():
             prefill(decoder, ids[:, :2], held, 2)
-            step = Step(decoder, held, graph=False)
+            step = DecodingStep(decoder, held, graph=False)
             return step(ids[:, 2]).clone()
 
     wanted = steps()

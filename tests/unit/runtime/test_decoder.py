@@ -14,7 +14,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.recipe import Recipe
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder, supports
-from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.load import load
 from quantforge.runtime.packed_experts import PackedExperts
 from quantforge.settings import Settings
@@ -329,7 +329,7 @@ def test_steps_that_are_recorded_compute_the_same(packed, family, cached, ignore
         held = decoder.cache(sequences, 60, kind)
         with torch.inference_mode():
             logits = prefill(decoder, IDS[:, :60].reshape(-1, 20)[:sequences], held, 40)
-            step = Step(decoder, held, graph)
+            step = DecodingStep(decoder, held, graph)
             for _ in range(30):
                 logits = step(logits.argmax(-1))
                 found.append(logits)
@@ -345,7 +345,7 @@ def test_steps_that_torch_computes_are_not_recorded(models, monkeypatch):
     ids = IDS.view(-1, 14)[:9]
     for graph in (None, False):
         held = filled(decoder, sequences=9)
-        step = Step(decoder, held, graph)
+        step = DecodingStep(decoder, held, graph)
         decoder.hidden(ids[:, :5], held)
         found.append([step(ids[:, place]) for place in range(5, 9)])
         assert step.recorded is None
@@ -357,7 +357,7 @@ def test_prompts_are_cut_into_chunks(models, monkeypatch):
 
     model, wanted = models("llama")
     decoder = Decoder(model)
-    monkeypatch.setattr(module, "CHUNK_TOKENS", 32)
+    monkeypatch.setattr(module, "PREFILL_CHUNK_TOKENS", 32)
     chunks = []
     hidden = decoder.hidden
     monkeypatch.setattr(
@@ -369,7 +369,7 @@ def test_prompts_are_cut_into_chunks(models, monkeypatch):
         torch.testing.assert_close(found, wanted[:, -1], rtol=1e-4, atol=1e-4)
         assert chunks == [16, 16, 16, 16, 6]
         assert held.length(1) == 70
-        Step(decoder, held)(IDS[:, 0])
+        DecodingStep(decoder, held)(IDS[:, 0])
     assert held.length(1) == 71
 
 

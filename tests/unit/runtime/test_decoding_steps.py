@@ -10,9 +10,9 @@ from quantforge.recipe import Recipe
 from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
 from quantforge.runtime.batching.generation_requests import GenerationRequest
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import rounded
+from quantforge.runtime.decoding import padded_batch_size
 from quantforge.runtime.load import load
-from quantforge.runtime.sampling import choose_rows
+from quantforge.runtime.sampling import choose_tokens
 from quantforge.runtime.speculation import verify
 from quantforge.settings import Settings
 from quantforge_kernels.cpu.instruction_sets import best_instruction_set
@@ -32,8 +32,8 @@ def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     found = []
     monkeypatch.setattr(
         verify,
-        "choose_rows",
-        lambda samplers, logits: found.append(logits.clone()) or choose_rows(samplers, logits),
+        "choose_tokens",
+        lambda samplers, logits: found.append(logits.clone()) or choose_tokens(samplers, logits),
     )
     engine = ServingEngine(decoder, EngineOptions(rows=7, tokens=80, **options))
     if not recorded:
@@ -63,6 +63,6 @@ def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
 
 
 def test_numbers_of_rows_are_rounded_up_to_a_few():
-    numbers = [rounded(rows) for rows in range(1, 65)]
+    numbers = [padded_batch_size(rows) for rows in range(1, 65)]
     assert all(number >= rows for rows, number in enumerate(numbers, 1))
     assert sorted(set(numbers)) == [1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64]

@@ -308,7 +308,7 @@ def test_a_kernel_that_fails_is_an_event_and_named_in_the_table(quantized, monke
         )
 
 
-@pytest.mark.parametrize("limit", [linear.DECODED_BYTES, 0])
+@pytest.mark.parametrize("limit", [linear.MAX_DECODED_BYTES, 0])
 def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch, limit):
     tensor = random_tensor("int4:g32:sym", (48, 64))
     monkeypatch.setattr(linear, "select_kernel", lambda _: fallback.KERNEL)
@@ -316,9 +316,9 @@ def test_weights_of_a_small_model_are_decoded_once_for_many_products(monkeypatch
     x = torch.randn(7, 64)
     expected = layer(x)
     decoding, count = fallback.decode_rows, []
-    monkeypatch.setattr(linear, "DECODED_BYTES", limit)
+    monkeypatch.setattr(linear, "MAX_DECODED_BYTES", limit)
     monkeypatch.setattr(fallback, "decode_rows", lambda *args: count.append(1) or decoding(*args))
-    with linear.decoded_once(torch.nn.Sequential(layer)):
+    with linear.cache_decoded_weights(torch.nn.Sequential(layer)):
         for _ in range(3):
             assert torch.equal(layer(x), expected)
     assert len(count) == (1 if limit else 3)

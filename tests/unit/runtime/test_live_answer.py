@@ -10,9 +10,9 @@ import pytest
 
 import quantforge
 from quantforge.errors import UsageError
-from quantforge.runtime.generation_options import AnswerLimits, Sampling, limits_from
-from quantforge.runtime.text_model import LiveAnswer, TextModel
-from quantforge.runtime.text_processing import TextSide
+from quantforge.runtime.generation_options import CompletionOptions, Sampling, completion_options
+from quantforge.runtime.text_model import StreamingCompletion, TextModel
+from quantforge.runtime.text_processing import TextProcessor
 from tests.conftest import Tiny
 from tests.evaluations import tokenizer_at
 from tests.unit.runtime.test_token_stream import Fixed
@@ -22,16 +22,16 @@ END = 999
 
 
 def answer_of(
-    texts: list[str], tiny: Tiny, limits: AnswerLimits
-) -> tuple[list[str], LiveAnswer, Fixed]:
+    texts: list[str], tiny: Tiny, limits: CompletionOptions
+) -> tuple[list[str], StreamingCompletion, Fixed]:
     """Return pieces, and the answer, of a model that says given texts."""
     tokenizer = tokenizer_at(tiny("llama"))
     said = [[*tokenizer.encode_all(text), END] for text in texts]
     longest = max(map(len, said))
     steps = [[ids[min(place, len(ids) - 1)] for ids in said] for place in range(longest)]
     engine = Fixed(steps)
-    side = TextSide(tokenizer, None, frozenset({END}), 1000)
-    answer = LiveAnswer(TextModel("m", "own", engine, side), [5], limits, templated=False)
+    side = TextProcessor(tokenizer, None, frozenset({END}), 1000)
+    answer = StreamingCompletion(TextModel("m", "own", engine, side), [5], limits, templated=False)
     return list(answer), answer, engine
 
 
@@ -51,7 +51,7 @@ def test_a_stop_string_ends_the_text_before_it(
     tiny: Tiny, stop: str, before: str, found: str | None
 ) -> None:
     """Tokens of the tiny model are bytes or a few of them, so that every string spans several."""
-    limits = AnswerLimits(100, stop=(stop,) if stop else ())
+    limits = CompletionOptions(100, stop=(stop,) if stop else ())
     pieces, answer, engine = answer_of(["one 世界 two"], tiny, limits)
     (choice,) = answer.generated().choices
     assert "".join(pieces) == choice.text == before
@@ -62,7 +62,7 @@ def test_a_stop_string_ends_the_text_before_it(
 
 
 def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
-    limits = AnswerLimits(100, stop=("世",), include_stop=True)
+    limits = CompletionOptions(100, stop=("世",), include_stop=True)
     pieces, answer, _ = answer_of(["one 世界 two"], tiny, limits)
     assert "".join(pieces) == "one 世"
     assert answer.generated().choices[0].stop == "世"
@@ -71,14 +71,14 @@ def test_the_stop_string_may_be_part_of_the_text(tiny: Tiny) -> None:
 def test_half_a_character_at_the_end_can_end_it_too(tiny: Tiny) -> None:
     """It becomes U+FFFD when nothing follows."""
     first = len(tokenizer_at(tiny("llama")).encode_all("a 世")) - 1
-    limits = AnswerLimits(first, stop=("\ufffd",))
+    limits = CompletionOptions(first, stop=("\ufffd",))
     pieces, answer, _ = answer_of(["a 世"], tiny, limits)
     assert answer.generated().stopped == "stop"
     assert "".join(pieces).strip() == "a"
 
 
 def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
-    limits = AnswerLimits(100, Sampling(0.01), stop=("!",), n=3)
+    limits = CompletionOptions(100, Sampling(0.01), stop=("!",), n=3)
     pieces, answer, engine = answer_of(["one ! two", "three", "a rather long one"], tiny, limits)
     found = answer.generated()
     assert "".join(pieces) == found.text == "one "
@@ -91,9 +91,11 @@ def test_several_answers_end_each_by_itself(tiny: Tiny) -> None:
 
 def test_an_answer_that_nobody_waited_for_was_interrupted(tiny: Tiny) -> None:
     tokenizer = tokenizer_at(tiny("llama"))
-    side = TextSide(tokenizer, None, frozenset(), 1000)
+    side = TextProcessor(tokenizer, None, frozenset(), 1000)
     engine = Fixed([[token] for token in tokenizer.encode_all("one two three")])
-    answer = LiveAnswer(TextModel("m", "own", engine, side), [5], AnswerLimits(9), templated=False)
+    answer = StreamingCompletion(
+        TextModel("m", "own", engine, side), [5], CompletionOptions(9), templated=False
+    )
     next(iter(answer))
     assert answer.generated().stopped == "interrupted"
 
@@ -180,7 +182,7 @@ def test_beams_are_answers_with_scores() -> None:
 )
 def test_rules_that_contradict_each_other_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
-        limits_from(5, options)
+        completion_options(5, options)
     assert said in caught.value.message
     with pytest.raises(UsageError, match="max_tokens"):
-        limits_from(0, {})
+        completion_options(0, {})

@@ -24,8 +24,8 @@ from quantforge.runtime.packed_experts import (
     PackedExperts,
     PackedStack,
     SeparateStack,
+    create_stack,
     packed_experts,
-    stack_of,
 )
 from quantforge.settings import Settings
 from quantforge_kernels.grouped import ExpertRouting
@@ -102,7 +102,7 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
     scheme = parse_layer(layer)
     weights = [random_tensor(f"{scheme.weight}:f32", (24, 64), seed) for seed in range(3)]
     weights = [replace(weight, input=scheme.input) for weight in weights]
-    stack = stack_of(lambda expert: [weights[expert]], 3, torch.float32, torch.device("cpu"))
+    stack = create_stack(lambda expert: [weights[expert]], 3, torch.float32, torch.device("cpu"))
     assert isinstance(stack, kind)
     x = torch.randn(9, 64)
     index = torch.arange(18).view(9, 2) % 3
@@ -112,7 +112,7 @@ def test_inputs_of_experts_that_are_rounded_are_rounded(layer, kind):
         for place in range(2):
             expected = singles[index[row, place]](x[row : row + 1])[0]
             assert (found[row, place] - expected).abs().max() < 1e-5
-    plain = stack_of(
+    plain = create_stack(
         lambda expert: [replace(weights[expert], input=None)], 3, torch.float32, torch.device("cpu")
     )
     assert (plain(x, ExpertRouting(index, 3)).view(9, 2, 24) - found).abs().max() > 1e-3

@@ -12,7 +12,7 @@ from quantforge.recipe import Recipe
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.ragged_attention import SHORT, RaggedBatch, Span
+from quantforge.runtime.ragged_attention import SHORT_SPAN, RaggedBatch, Span
 from quantforge.settings import Settings
 from quantforge_kernels.attention import ScoreOptions
 from quantforge_kernels.kv import PAGE_SIZE
@@ -38,7 +38,7 @@ def advance(decoder, held, steps, given=IDS):
             held.reserve(row, first + tokens)
             ids.append(given[row, first : first + tokens])
         with torch.inference_mode():
-            logits = decoder.logits(decoder.hidden_of(torch.cat(ids), spans, held))
+            logits = decoder.logits(decoder.hidden_of_spans(torch.cat(ids), spans, held))
         for (row, tokens), part in zip(
             step, logits.split([tokens for _, tokens in step]), strict=True
         ):
@@ -48,7 +48,8 @@ def advance(decoder, held, steps, given=IDS):
 
 
 STEPS = [
-    [(1, 40)], [(1, 1), (0, 5)], [(0, 33), (1, 3), (2, 20)], [(2, 1), (0, 1), (1, 1)], [(1, SHORT), (2, SHORT + 1)],
+    [(1, 40)], [(1, 1), (0, 5)], [(0, 33), (1, 3), (2, 20)], [(2, 1), (0, 1), (1, 1)],
+    [(1, SHORT_SPAN), (2, SHORT_SPAN + 1)],
     [(0, 31), (1, 17), (2, 40)],
 ]  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_trees_compute_every_path(models, family):
     held.reserve(0, 35)
     new = torch.tensor([7, 8, 9, 10, 11])
     with torch.inference_mode():
-        found = decoder.logits(decoder.hidden_of(new, [Span(0, 5, tree)], held))
+        found = decoder.logits(decoder.hidden_of_spans(new, [Span(0, 5, tree)], held))
         for path in paths:
             wanted = models(family)(torch.cat((IDS[0, :30], new[path]))[None]).logits[0, 30:]
             torch.testing.assert_close(found[path], wanted, rtol=1e-4, atol=1e-4)
@@ -106,9 +107,9 @@ def test_rejected_tokens_are_forgotten(models):
     decoder = Decoder(models("llama"))
     held = decoder.cache(3, 80)
     wanted = advance(decoder, held, [[(0, 70)]])[0]
-    held.shorten(0, 20)
+    held.truncate(0, 20)
     assert held.length(0) == held.lengths[0] == 20
-    assert len(held.held(0)) == 1
+    assert len(held.pages_of(0)) == 1
     found = advance(decoder, held, [[(0, 50)]])[0]
     torch.testing.assert_close(found, wanted[20:], rtol=1e-4, atol=1e-4)
 

@@ -10,7 +10,7 @@ from quantforge.runtime import cache, load, memory
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.load import load as load_model
-from quantforge.runtime.memory import check_cache, check_weights
+from quantforge.runtime.memory import check_cache_fits, check_weights_fit
 from tests.gguf_exports import WIDE, export
 
 GB = 10**9
@@ -18,13 +18,13 @@ SHAPE = CacheShape(32, 8, 128, "", torch.bfloat16)  # 128 KiB per token
 
 
 def test_weights():
-    check_weights(14 * GB, 8 * GB, 16 * GB)
-    check_weights(99 * GB, 8 * GB, None)
+    check_weights_fit(14 * GB, 8 * GB, 16 * GB)
+    check_weights_fit(99 * GB, 8 * GB, None)
     with pytest.raises(ResourceError, match=r"16\.0 GB on the GPU, 10\.0 GB are free") as raised:
-        check_weights(16 * GB, 8 * GB, 10 * GB)
+        check_weights_fit(16 * GB, 8 * GB, 10 * GB)
     assert "about 9 bits per weight fit: quantize --bits 8" in raised.value.hint
     with pytest.raises(ResourceError) as raised:
-        check_weights(140 * GB, 70 * GB, 8 * GB)
+        check_weights_fit(140 * GB, 70 * GB, 8 * GB)
     assert "no precision fits" in raised.value.hint
     assert ResourceError.exit_code == 7
 
@@ -32,7 +32,7 @@ def test_weights():
 def test_caches():
     def check(sequences, tokens, free):
         needed = SHAPE.token_bytes * sequences * tokens
-        check_cache(sequences, tokens, SHAPE.token_bytes, needed, free)
+        check_cache_fits(sequences, tokens, SHAPE.token_bytes, needed, free)
 
     check(16, 4096, 10 * GB)
     with pytest.raises(ResourceError, match=r"8\.6 GB, 5\.0 GB") as raised:
@@ -56,7 +56,7 @@ def test_they_are_asked_before_anything_is_loaded(tiny, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_forecast_holds(tiny, dtype, monkeypatch):
     asked = []
-    monkeypatch.setattr(load, "check_weights", lambda needed, *_: asked.append(needed))
+    monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: asked.append(needed))
     model = load_model(tiny("llama"), dtype=dtype).model
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     held = sum(value.nbytes for value in model.parameters())
@@ -67,7 +67,7 @@ def test_the_forecast_holds(tiny, dtype, monkeypatch):
 @pytest.mark.parametrize("scheme", ["q2_k", "q4_k", "tq1_0", "iq4_xs"])
 def test_the_forecast_holds_for_blocks(models, scheme, tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(load, "check_weights", lambda needed, *_: asked.append(needed))
+    monkeypatch.setattr(load, "check_weights_fit", lambda needed, *_: asked.append(needed))
     path = export(models("llama", **WIDE), tmp_path / "x.gguf", None, scheme=scheme)
     model = load_model(path, dtype=torch.bfloat16).model
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]

@@ -13,13 +13,13 @@ from torch import Tensor
 from quantforge.errors import InputError, UsageError
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.sampling import (
-    Chosen,
+    ChosenToken,
     RowSampler,
-    adjust,
-    choose_rows,
-    drawn,
-    repeated,
-    weigh,
+    apply_bias_and_penalties,
+    apply_repetition_penalty,
+    choose_tokens,
+    sample_tokens,
+    sampling_weights,
 )
 
 PLAIN = torch.tensor([[0.4, 0.3, 0.2, 0.1]])
@@ -27,13 +27,13 @@ LOGITS = PLAIN.log()
 
 
 def distribution(logits: Tensor, options: Sampling) -> Tensor:
-    weights = weigh(logits, [options] * len(logits)).double()
+    weights = sampling_weights(logits, [options] * len(logits)).double()
     return weights / weights.sum(-1, keepdim=True)
 
 
 def probabilities(sampler: RowSampler, logits: Tensor) -> Tensor:
     """Return the distribution that a sampler chooses from; greedy: 1 for one token."""
-    adjusted = adjust(logits[None], [sampler.options], [sampler.counts])
+    adjusted = apply_bias_and_penalties(logits[None], [sampler.options], [sampler.counts])
     if not sampler.options.greedy:
         return distribution(adjusted, sampler.options)[0]
     return torch.nn.functional.one_hot(adjusted[0].argmax(), len(logits)).double()
@@ -54,7 +54,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 def test_greedy_takes_the_most_likely() -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0], [0.0, -1.0, -2.0]])
-    assert choose_rows([RowSampler(Sampling())] * 2, logits) == [Chosen(1), Chosen(0)]
+    assert choose_tokens([RowSampler(Sampling())] * 2, logits) == [ChosenToken(1), ChosenToken(0)]
 
 
 def test_temperature() -> None:
@@ -108,7 +108,7 @@ def test_min_p(m: float, count: int) -> None:
 
 def test_repetition_penalty() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0, -1.0]])
-    assert repeated(logits, 2.0).tolist() == [[1.0, -4.0, 0.5, -2.0]]
+    assert apply_repetition_penalty(logits, 2.0).tolist() == [[1.0, -4.0, 0.5, -2.0]]
     options = Sampling(repetition_penalty=3.0)
     row = RowSampler(options, [0, 1, 1])  # the prompt counts, once
     assert [row.choose(logits[0]).token for _ in range(3)] == [2, 0, 0]  # what was generated too
@@ -121,8 +121,8 @@ def test_frequency_and_presence_penalties_count_what_was_generated() -> None:
     once = RowSampler(Sampling(presence_penalty=0.5), [0])
     assert [once.choose(logits).token for _ in range(4)] == [0, 1, 0, 0]
     more = RowSampler(Sampling(frequency_penalty=-2.0))
-    more.note(2)
-    more.note(2)
+    more.record(2)
+    more.record(2)
     assert more.choose(logits).token == 2
 
 
@@ -145,7 +145,7 @@ def test_a_bias_outside_of_the_vocabulary_is_refused() -> None:
 def test_many_tokens_are_counted() -> None:
     row = RowSampler(Sampling(frequency_penalty=1.0), range(100))
     for token in [*range(50, 300), *range(250, 400)]:
-        row.note(token)
+        row.record(token)
     logits = torch.arange(500, 0, -1.0)
     wanted = logits.clone()
     for token in [*range(50, 300), *range(250, 400)]:
@@ -181,11 +181,13 @@ def test_draws_follow_the_distribution(options: Sampling) -> None:
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(0)) * 1.5
     expected = probabilities(RowSampler(options), logits) * count
     rows = [options] * 2000
-    weights = weigh(adjust(logits.expand(len(rows), -1), rows, [None] * len(rows)), rows)
+    weights = sampling_weights(
+        apply_bias_and_penalties(logits.expand(len(rows), -1), rows, [None] * len(rows)), rows
+    )
     generator = torch.Generator().manual_seed(options.seed)
     uniform = torch.rand(count // len(rows), len(rows), generator=generator, dtype=torch.float64)
     seen = (
-        torch.cat([drawn(weights, part) for part in uniform])
+        torch.cat([sample_tokens(weights, part) for part in uniform])
         .bincount(minlength=vocabulary)
         .double()
     )
@@ -203,9 +205,9 @@ def test_a_row_draws_with_penalties_what_it_says() -> None:
     options = Sampling(1.0, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2)
     seen, expected = torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for seed in range(1500):
-        row = RowSampler(options.numbered(seed), [1, 3])
+        row = RowSampler(options.for_choice(seed), [1, 3])
         for token in (0, 0, 2):
-            row.note(token)
+            row.record(token)
         expected += probabilities(row, logits)
         seen[row.choose(logits).token] += 1
     adjusted = [1.0 / 1.3 - 0.8 - 0.2, 0.5 / 1.3, 0.0 - 0.4 - 0.2, -0.5 * 1.3]
@@ -216,9 +218,9 @@ def test_a_row_draws_with_penalties_what_it_says() -> None:
 def test_the_borders_of_a_draw() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0]]).expand(3, -1)
     uniform = torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64)
-    assert drawn(weights, uniform).tolist() == [1, 3, 3]
+    assert sample_tokens(weights, uniform).tolist() == [1, 3, 3]
     whole = torch.tensor([[1.0, 2.0**-30, 0.0]])  # a sum at which the last draw rounds up to it
-    assert drawn(whole, uniform[2:]).tolist() == [1]
+    assert sample_tokens(whole, uniform[2:]).tolist() == [1]
 
 
 def test_seeds() -> None:
@@ -228,8 +230,8 @@ def test_seeds() -> None:
 
     assert draw(0) == draw(0) != draw(1)
     assert len(set(draw(0))) > 1
-    assert Sampling(seed=5).numbered(3) == Sampling(seed=8)
-    assert Sampling(seed=(1 << 63) - 1).numbered(1).seed == 0
+    assert Sampling(seed=5).for_choice(3) == Sampling(seed=8)
+    assert Sampling(seed=(1 << 63) - 1).for_choice(1).seed == 0
 
 
 RULES = st.builds(
@@ -261,7 +263,7 @@ def test_a_request_gives_the_same_alone_and_in_a_batch(
     for _ in range(4):
         logits = torch.randn(len(requests), 32, generator=generator) * 4
         before = logits.clone()
-        found = choose_rows(together, logits)
+        found = choose_tokens(together, logits)
         assert torch.equal(logits, before)
         for row, (one, sampler) in enumerate(zip(found, alone, strict=True)):
             weights = probabilities(sampler, logits[row])
@@ -279,7 +281,7 @@ def test_large_vocabularies_too() -> None:
     logits = torch.randn(40, 40_001, generator=generator) * 3
     cuts: tuple[dict[str, float], ...] = ({}, {"top_p": 0.95}, {"top_k": 50}, {"min_p": 0.05})
     rules = [Sampling(1.0, seed=row, **cuts[row % 4]) for row in range(40)]  # type: ignore[arg-type]
-    together = choose_rows([RowSampler(one) for one in rules], logits)
+    together = choose_tokens([RowSampler(one) for one in rules], logits)
     assert together == [RowSampler(one).choose(row) for one, row in zip(rules, logits, strict=True)]
 
 
@@ -290,7 +292,7 @@ def test_large_vocabularies_too() -> None:
 def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
     logits = torch.tensor([[0.0, 0.0], [0.0, bad]])
     with pytest.raises(InputError, match="token 1 of sequence 1"):
-        choose_rows([RowSampler(Sampling())] * 2, logits)
+        choose_tokens([RowSampler(Sampling())] * 2, logits)
 
 
 @pytest.mark.parametrize(

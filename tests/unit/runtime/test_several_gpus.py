@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.decoding import Step, prefill
+from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.load import load
 from tests.runs import quantize, recipe
 
@@ -25,7 +25,7 @@ def logits(path, device, kind="", graph=True):
     cache = decoder.cache(2, 32, kind)
     with torch.inference_mode():
         found = [prefill(decoder, IDS.to(device), cache, 2)]
-        step = Step(decoder, cache, graph)
+        step = DecodingStep(decoder, cache, graph)
         for token in (5, 7):
             found.append(step(torch.full((2,), token, device=device)).clone())
     return torch.stack(found).cpu()

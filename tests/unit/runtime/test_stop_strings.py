@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
-from quantforge.runtime.generation_options import check_stop
+from quantforge.runtime.generation_options import parse_stop_strings
 from quantforge.runtime.text_stream import StopMatcher
 
 
@@ -24,9 +24,9 @@ def expected(text: str, stop: list[str]) -> tuple[str, str | None]:
 
 
 def told(pieces: list[str], stop: list[str], *, include: bool = False) -> tuple[str, str | None]:
-    matcher = StopMatcher(stop, include=include)
+    matcher = StopMatcher(stop, include_stop=include)
     text = "".join(matcher.add(piece) for piece in pieces)
-    return text + matcher.rest(), matcher.found
+    return text + matcher.flush(), matcher.matched
 
 
 @settings(max_examples=300, deadline=None)
@@ -55,7 +55,7 @@ def test_as_much_is_told_as_can_be(text: str, stop: list[str]) -> None:
     matcher, sent = StopMatcher(stop), ""
     for place, character in enumerate(text):
         sent += matcher.add(character)
-        if matcher.found is not None:
+        if matcher.matched is not None:
             break
         seen = text[: place + 1]
         waits = max(
@@ -67,7 +67,7 @@ def test_as_much_is_told_as_can_be(text: str, stop: list[str]) -> None:
 def test_nothing_comes_after_the_end() -> None:
     matcher = StopMatcher(["stop"])
     assert [matcher.add("one st"), matcher.add("op two"), matcher.add("three")] == ["one ", "", ""]
-    assert matcher.rest() == ""
+    assert matcher.flush() == ""
     assert StopMatcher([]).add("text") == "text"
 
 
@@ -84,10 +84,10 @@ def test_a_long_string_costs_little() -> None:
 @pytest.mark.parametrize("wrong", ["", [""], ["a", ""], [1], 1, b"a", ["\ud800"], None])
 def test_what_is_no_stop_string_is_refused(wrong: object) -> None:
     with pytest.raises(UsageError, match="stop"):
-        check_stop(wrong)
+        parse_stop_strings(wrong)
 
 
 def test_one_string_or_several() -> None:
-    assert check_stop("a") == ("a",)
-    assert check_stop(["a", "bc"]) == ("a", "bc")
-    assert check_stop(()) == ()
+    assert parse_stop_strings("a") == ("a",)
+    assert parse_stop_strings(["a", "bc"]) == ("a", "bc")
+    assert parse_stop_strings(()) == ()

@@ -15,9 +15,9 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.notation import parse
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.linear import kernel_weight
+from quantforge.runtime.linear import to_kernel_weight
 from quantforge.runtime.load import load
-from quantforge.runtime.tensor_parallel import Cut, Share, share_of_process
+from quantforge.runtime.tensor_parallel import TensorParallelRank, WeightShard, init_tensor_parallel
 from quantforge.settings import Settings
 from quantforge_kernels import fallback
 from tests.quantized import random_tensor
@@ -26,7 +26,7 @@ from tests.shares import load_part, on_ranks
 from tests.thorough import one_of_each
 from tests.unit.runtime.test_decoder import COMPUTED, COMPUTED_MIXTURES, filled, logits_of
 
-HALF = Share(0, 2, lambda part: part)
+HALF = TensorParallelRank(0, 2, lambda part: part)
 CPU = torch.device("cpu")
 # Norms over all heads of q and k, or one for each of them.
 NORMS_OF_HEADS = ("olmo2", "olmo3", "stablelm-parallel")
@@ -40,7 +40,7 @@ SCHEMES = {
 
 
 def shared_logits(path: Path, ranks: int = 2, kind: str = "") -> list[Tensor]:
-    def work(share: Share) -> Tensor:
+    def work(share: TensorParallelRank) -> Tensor:
         decoder = Decoder(load_part(path, share).model)
         return logits_of(decoder, filled(decoder, kind), (50, 60, *range(61, 70)))
 
@@ -97,7 +97,7 @@ def test_a_process_caches_its_own_heads(tiny, kind):
     wanted = whole_logits(tiny("llama"), kind)
     assert (found[0] - wanted).norm() < 1e-2 * wanted.norm()  # a last bit may move a code
 
-    def entry_bytes(share: Share) -> int:
+    def entry_bytes(share: TensorParallelRank) -> int:
         return Decoder(load_part(tiny("llama"), share).model).cache_shape(kind).token_bytes
 
     whole = Decoder(load(tiny("llama")).model).cache_shape(kind).token_bytes
@@ -123,7 +123,7 @@ def test_a_process_holds_half_of_the_blocks(rounded):
 )
 def test_what_cannot_be_shared_is_refused(rounded, ranks, options, said):
     with pytest.raises(RefusedError, match=said):
-        load(rounded(**options), share=Share(0, ranks, lambda part: part))
+        load(rounded(**options), share=TensorParallelRank(0, ranks, lambda part: part))
 
 
 @pytest.mark.parametrize(
@@ -139,13 +139,13 @@ def test_a_cut_is_a_part_of_the_matrix(scheme):
     packer = packer_of(rule)
     parameters = packer.fit(weight, rule)
     tensor = QuantizedTensor(packer.encode(weight, parameters, rule), parameters, rule)
-    whole, plain = kernel_weight(tensor, torch.float32, CPU), tensor.decode()
+    whole, plain = to_kernel_weight(tensor, torch.float32, CPU), tensor.decode()
     for cut in (
-        Cut("m", HALF, rows=(slice(0, 32), slice(64, 96))),
-        Cut("m", HALF, columns=slice(64, 128)),
-        Cut("m", HALF, rows=(slice(32, 64),), columns=slice(0, 64)),
+        WeightShard("m", HALF, rows=(slice(0, 32), slice(64, 96))),
+        WeightShard("m", HALF, columns=slice(64, 128)),
+        WeightShard("m", HALF, rows=(slice(32, 64),), columns=slice(0, 64)),
     ):
-        part = cut.kernel_weight(whole)
+        part = cut.slice_kernel_weight(whole)
         packed = fallback.KERNEL.prepare(part.codes, part.parameters, part.problem)
         eye = torch.eye(part.problem.in_features)
         found = fallback.KERNEL.matmul(eye, packed, part.problem).T
@@ -155,9 +155,9 @@ def test_a_cut_is_a_part_of_the_matrix(scheme):
 
 
 def test_groups_and_tiles_are_never_cut():
-    whole = kernel_weight(random_tensor("int4:g32:sym", (96, 128)), torch.float32, CPU)
+    whole = to_kernel_weight(random_tensor("int4:g32:sym", (96, 128)), torch.float32, CPU)
     with pytest.raises(RefusedError, match="128 inputs in groups of 32 cannot be cut at 16 and 48"):
-        Cut("m", HALF, columns=slice(16, 48)).kernel_weight(whole)
+        WeightShard("m", HALF, columns=slice(16, 48)).slice_kernel_weight(whole)
 
 
 def test_act_order_is_shared_column_by_column(tiny, tmp_path):
@@ -188,7 +188,7 @@ def test_scales_of_a_cache_by_head_go_with_the_heads(tiny, tmp_path):
     quantize(str(tiny("llama")), recipe, tmp_path / "q", Settings())
     whole = load(tmp_path / "q").kv_scales
 
-    def scales(share: Share) -> Tensor:
+    def scales(share: TensorParallelRank) -> Tensor:
         found = load_part(tmp_path / "q", share).kv_scales
         return torch.cat([one.flatten() for pair in found.values() for one in pair])
 
@@ -201,13 +201,13 @@ def test_a_process_that_nobody_started_beside_others_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(UsageError, match=r"over several processes: .*RANK") as refused:
-        share_of_process("cpu")
+        init_tensor_parallel("cpu")
     assert "torchrun" in refused.value.hint
 
 
 def test_a_single_process_holds_the_whole_model(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        assert share_of_process("cpu") is None
+        assert init_tensor_parallel("cpu") is None
     finally:
         dist.destroy_process_group()

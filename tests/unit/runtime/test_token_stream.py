@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from quantforge.errors import InputError
-from quantforge.runtime.generation_options import AnswerLimits
-from quantforge.runtime.text_model import LiveAnswer, TextModel
-from quantforge.runtime.text_processing import TextSide
-from quantforge.runtime.text_stream import PARTIAL, TextStream
+from quantforge.runtime.generation_options import CompletionOptions
+from quantforge.runtime.text_model import StreamingCompletion, TextModel
+from quantforge.runtime.text_processing import TextProcessor
+from quantforge.runtime.text_stream import INCOMPLETE, TextStream
 from quantforge_calibration.tokenizer import TextTokenizer
 from tests.conftest import Tiny
 from tests.evaluations import tokenizer_at
@@ -45,7 +45,7 @@ def streamed(tokenizer: TextTokenizer, prompt: str, text: str) -> list[str]:
     before = tokenizer.encode_all(prompt)
     stream = TextStream(tokenizer, before)
     ids = tokenizer.encode_all(prompt + text)[len(before) :]
-    return [*(stream.add(token) for token in ids), stream.rest()]
+    return [*(stream.add(token) for token in ids), stream.flush()]
 
 
 def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
@@ -53,7 +53,7 @@ def test_pieces_are_the_text_and_hold_whole_characters(tiny: Tiny) -> None:
     assert len(tokenizer.encode_all("世")) > 1  # a character of several tokens
     pieces = streamed(tokenizer, "A beginning. ", TEXT)
     assert "".join(pieces) == TEXT
-    assert PARTIAL not in "".join(pieces)
+    assert INCOMPLETE not in "".join(pieces)
     assert "世" in pieces
 
 
@@ -62,7 +62,7 @@ def test_what_never_becomes_whole_comes_at_the_end(tiny: Tiny) -> None:
     stream = TextStream(tokenizer, [])
     first = tokenizer.encode_all("世")[0]
     assert stream.add(first) == ""
-    assert stream.rest() == PARTIAL
+    assert stream.flush() == INCOMPLETE
 
 
 @pytest.mark.parametrize("prompt", ["Once upon", ""])
@@ -88,7 +88,9 @@ def test_a_decoder_that_fails_when_nothing_follows_is_bad_input() -> None:
 
     tokenizer: Any = TextTokenizer(Failing(), None, None)  # type: ignore[arg-type]
     engine = Fixed([[3]])
-    side = TextSide(tokenizer, None, frozenset({3}), 100)  # the first token ends the answer
-    answer = LiveAnswer(TextModel("x", "own", engine, side), [1], AnswerLimits(1), templated=False)
+    side = TextProcessor(tokenizer, None, frozenset({3}), 100)  # the first token ends the answer
+    answer = StreamingCompletion(
+        TextModel("x", "own", engine, side), [1], CompletionOptions(1), templated=False
+    )
     with pytest.raises(InputError, match="no such token"):
         list(answer)

@@ -40,7 +40,7 @@ def pages_of(held: PagedCache) -> list[int]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pages_are_counted(decoder, family):
-    held = decoder(family).cache(2, 128, ahead=CHUNK)
+    held = decoder(family).cache(2, 128, max_step_tokens=CHUNK)
     assert held.layout.rings == {16: 3}  # 16 + 24 - 1 tokens begin anywhere in a page
     assert sorted(pages_of(held)) == [2 * 3] * FAMILIES[family] + [2 * 4] * (3 - FAMILIES[family])
     assert set(pages_of(decoder(family).cache(2, 128))) == {2 * 4}  # who shares pages has them all
@@ -49,22 +49,25 @@ def test_pages_are_counted(decoder, family):
 
 
 def test_a_ring_that_would_be_no_smaller_is_none(decoder):
-    assert decoder("mistral").cache(1, 96, ahead=CHUNK).layout.rings == {}
-    assert decoder("mistral").cache(1, 97, ahead=CHUNK).layout.rings == {16: 3}
-    assert decoder("mistral").cache(1, 97, ahead=1).layout.rings == {16: 2}
+    assert decoder("mistral").cache(1, 96, max_step_tokens=CHUNK).layout.rings == {}
+    assert decoder("mistral").cache(1, 97, max_step_tokens=CHUNK).layout.rings == {16: 3}
+    assert decoder("mistral").cache(1, 97, max_step_tokens=1).layout.rings == {16: 2}
 
 
 def test_a_ring_is_as_small_as_it_may_be():
     """Every place that a step looks at, or writes, has a page of its own; with a page less two of them share one."""
     for window in (1, 2, 16, 31, 32, 33, 64, 65):
-        for ahead in (1, 2, 24, 32, 33, 96):
+        for max_step_tokens in (1, 2, 24, 32, 33, 96):
             shape = CacheShape(1, 1, 8, "", torch.float32, (window,))
-            pages = CacheLayout(shape, 4096, ahead).rings[window]
+            pages = CacheLayout(shape, 4096, max_step_tokens).rings[window]
             spans = [
-                {place // PAGE_SIZE for place in range(max(0, start - window + 1), start + ahead)}
+                {
+                    place // PAGE_SIZE
+                    for place in range(max(0, start - window + 1), start + max_step_tokens)
+                }
                 for start in range(200)
             ]
-            assert max(map(len, spans)) == max(pages, 1) or window + ahead == 2
+            assert max(map(len, spans)) == max(pages, 1) or window + max_step_tokens == 2
             assert all(len({page % pages for page in span}) == len(span) for span in spans)
 
 
@@ -97,15 +100,15 @@ def test_answers_are_those_of_a_cache_that_holds_all(decoder, family, kind):
     for number, tokens in enumerate(wanted):
         assert found[str(number)][: len(tokens)] == tokens
     # Where no layer takes pages, none are short.
-    assert (engine.counters.preemptions > 0) == (PAGED in engine.cache.keys)
+    assert (engine.counters.preemptions > 0) == (PAGED in engine.cache.table_keys)
 
 
 def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
     model = decoder("gemma3")
     ids = torch.randint(3, 300, (2, 120), generator=torch.Generator().manual_seed(6))
 
-    def logits(ahead, steps):
-        held = model.cache(2, 128, ahead=ahead)
+    def logits(max_step_tokens, steps):
+        held = model.cache(2, 128, max_step_tokens=max_step_tokens)
         for row in range(2):
             held.reserve(row, 120)
         found = []

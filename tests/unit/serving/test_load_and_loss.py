@@ -20,9 +20,9 @@ PATH = "/v1/completions"
 class Slow(FakeDecoder):
     """Takes its time for every pass."""
 
-    def hidden_of(self, ids, spans, cache):
+    def hidden_of_spans(self, ids, spans, cache):
         time.sleep(0.02)
-        return super().hidden_of(ids, spans, cache)
+        return super().hidden_of_spans(ids, spans, cache)
 
 
 def body(prompt, **more):

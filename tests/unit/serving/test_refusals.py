@@ -136,7 +136,7 @@ PAST = [
 def test_tokens_past_the_embedding_are_refused_by_name():
     async def work():
         async with served(template=TEMPLATE) as client:
-            assert client.model.side.tokenizer.tokenizer.add_special_tokens(["<image>"]) == 1
+            assert client.model.processor.tokenizer.tokenizer.add_special_tokens(["<image>"]) == 1
             for path, body, param, said in PAST:
                 error = check_error(await client.post(path, body), 400)
                 assert said in error["message"], error

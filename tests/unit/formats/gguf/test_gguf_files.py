@@ -25,7 +25,7 @@ from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.formats.storage import get_storage
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.recipe import Recipe, Rule
-from quantforge.runtime.text_processing import text_side
+from quantforge.runtime.text_processing import load_text_processor
 from quantforge.settings import Settings
 from quantforge.verification.side_files import SideFiles, template_changes
 from tests import gguf_models
@@ -130,7 +130,7 @@ def test_named_templates_are_keys_and_come_back_as_files(models, tmp_path):
         "chat template: 'a-b' is called a_b in the file",
         "chat template: none is empty and is not written",
     ]
-    assert text_side(path, {}).template.named == {
+    assert load_text_processor(path, {}).template.named == {
         "default": "D",
         "tool_use": "T",
         "a_b": "{{ x }}\u00e9",

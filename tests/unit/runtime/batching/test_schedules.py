@@ -43,11 +43,11 @@ def check_pages(engine):
     """Check that every page is free or one row's, and holds what the row has written."""
     cache = engine.cache
     rows = {entry.row: entry for entry in engine._scheduler.running}
-    held = [page for row in range(cache.sequences) for page in cache.held(row)]
+    held = [page for row in range(cache.sequences) for page in cache.pages_of(row)]
     assert len(set(held)) == len(held)
-    assert cache.free == cache.pages - len(held)
+    assert cache.free_pages == cache.pages - len(held)
     for row in range(cache.sequences):
-        pages, length = cache.held(row), cache.length(row)
+        pages, length = cache.pages_of(row), cache.length(row)
         assert row in rows or not pages
         assert len(set(pages)) == len(pages)
         assert cache.table[row, : len(pages)].tolist() == list(pages)

@@ -16,7 +16,7 @@ from quantforge.formats.sources.head_directory import open_draft_heads
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.drafter import Drafter, FeatureDrafter
+from quantforge.runtime.speculation.drafter import Drafter, HiddenStateDrafter
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from tests.plain_loop import StopLimits, generate
@@ -108,7 +108,7 @@ def eagle(tmp_path_factory, model):
     return write_eagle(tmp_path_factory.mktemp("heads") / "eagle", *sizes)
 
 
-class Recorded(Drafter):
+class RecordedPrograms(Drafter):
     """Passes on to a drafter, and keeps what it drafted after which text."""
 
     def __init__(self, inner):
@@ -125,7 +125,7 @@ class Recorded(Drafter):
 
 def run(decoder, ids, drafter, most, sampling=None, tokens=12):
     """Return what was drafted; the text is the plain loop's."""
-    limits, recorded = StopLimits(tokens), Recorded(drafter)
+    limits, recorded = StopLimits(tokens), RecordedPrograms(drafter)
     (plain,) = generate(decoder, [ids], limits, sampling)
     assert speculated(decoder, ids, recorded, most, limits, sampling)[0] == plain
     assert len(recorded.drafted) > 3
@@ -238,7 +238,7 @@ def test_eagle_guesses_what_the_paper_says(
         open_draft_heads(head), model.get_input_embeddings().weight, len(decoder.layers)
     )
     targets = tensors["d2t"] + torch.arange(OWN)
-    for history, tree in run(decoder, ids, FeatureDrafter(network, 100, shape), 3):
+    for history, tree in run(decoder, ids, HiddenStateDrafter(network, 100, shape), 3):
         _, into = states(model, history[:-1])
         text = torch.cat([into[block] for block in SEEN], -1) @ tensors["fc.weight"].T
         ends = [(-1, history[1:], text)]
@@ -290,7 +290,7 @@ def test_drawn_guesses_of_heads(model, decoder, eagle, ids):
     network = Eagle3Layer(
         open_draft_heads(eagle), model.get_input_embeddings().weight, len(decoder.layers)
     )
-    run(decoder, ids, FeatureDrafter(network, 100, (2, 2)), 2, DRAWN)
+    run(decoder, ids, HiddenStateDrafter(network, 100, (2, 2)), 2, DRAWN)
 
 
 def changed(path, to, config=None, tensors=None, drop=()):

@@ -9,7 +9,7 @@ import pytest
 import quantforge
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.draft_model import lower_bits, weight_of
+from quantforge.runtime.speculation.draft_model import quantize_draft, recover_weight
 from tests.conftest import Tiny
 from tests.runs import quantize, recipe
 from tests.thorough import each_value
@@ -43,10 +43,10 @@ def test_text_is_the_same_with_any_draft(loaded, draft, temperature) -> None:
 def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
     model = load(DEMO).model
     before = {name: value.clone() for name, value in model.named_parameters()}
-    draft = lower_bits(model, "int2")
+    draft = quantize_draft(model, "int2")
     assert draft.get_input_embeddings().weight is model.get_input_embeddings().weight
     one, two = (part.get_submodule("model.layers.0.self_attn.q_proj") for part in (model, draft))
-    error = (weight_of(one) - weight_of(two)).norm() / weight_of(one).norm()
+    error = (recover_weight(one) - recover_weight(two)).norm() / recover_weight(one).norm()
     assert 0.1 < float(error) < 0.6  # two bits are coarse, and not nothing
     assert all(value.equal(before[name]) for name, value in model.named_parameters())
 
@@ -56,11 +56,11 @@ def test_model_in_fewer_bits_shares_what_it_does_not_round() -> None:
 def test_a_packed_model_is_rounded_further(tmp_path) -> None:
     quantize(DEMO, tmp_path / "q", recipe(scheme="int4:g64:sym", scales="absmax"))
     model = load(tmp_path / "q").model
-    draft = lower_bits(model, "int2")
+    draft = quantize_draft(model, "int2")
     name = "model.layers.0.self_attn.q_proj"
     one, two = (part.get_submodule(name) for part in (model, draft))
     assert (one.problem.bits, two.problem.bits) == (4, 2)
-    error = (weight_of(one) - weight_of(two)).norm() / weight_of(one).norm()
+    error = (recover_weight(one) - recover_weight(two)).norm() / recover_weight(one).norm()
     assert 0.1 < float(error) < 0.6
     options = {"raw": True, "max_tokens": 20}
     plain = quantforge.generate(tmp_path / "q", PROMPT, **options)
@@ -70,7 +70,7 @@ def test_a_packed_model_is_rounded_further(tmp_path) -> None:
             == plain.tokens
         )
     with pytest.raises(InputError, match="no linear"):
-        lower_bits(model, "int4")
+        quantize_draft(model, "int4")
 
 
 @pytest.mark.parametrize(

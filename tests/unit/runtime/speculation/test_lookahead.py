@@ -13,7 +13,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.drafter import Computed
+from quantforge.runtime.speculation.drafter import PassOutputs
 from quantforge.runtime.speculation.lookahead import LookaheadDrafter
 from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.runtime.speculation.tree import DraftTree
@@ -59,12 +59,12 @@ class Followed(LookaheadDrafter):
 
     def observe(self, computed):
         columns = list(self._columns)
-        before, ages = [one.tokens for one in columns], [one.written for one in columns]
+        before, ages = [one.tokens for one in columns], [one.predicted for one in columns]
         pool = {key: list(runs) for key, runs in self._pool.items()}
         super().observe(computed)
         if not computed.tree.probes:
             return
-        gone = len(computed.following) - 1
+        gone = len(computed.next_tokens) - 1
         for place, column in enumerate(before):
             text = self.history + [one[0] for one in before[:place]] + column
             with torch.inference_mode():
@@ -91,12 +91,12 @@ def test_columns_grow_by_what_the_model_says_behind_them(model, ids):
 def test_kept_runs_are_drafted_after_their_first_token():
     drafter = LookaheadDrafter(columns=2, length=3)
     for first, *rest in ((5, 6, 7), (5, 6, 8), (5, 9, 9), (4, 1, 1)):
-        drafter._keep(first, tuple(rest))
+        drafter._add_to_pool(first, tuple(rest))
     tree = drafter.draft([1, 2, 5], 2, RowSampler(Sampling()))
     assert tree.tokens[: tree.drafted] == [9, 9, 6, 8, 7]
     assert tree.probes == 4
     assert drafter.draft([1, 2, 3], 2, RowSampler(Sampling())).drafted == 0
-    drafter.observe(Computed(DraftTree(), torch.zeros(1, 3), torch.zeros(1, 2), (), (1,)))
+    drafter.observe(PassOutputs(DraftTree(), torch.zeros(1, 3), torch.zeros(1, 2), (), (1,)))
     assert drafter._columns == []  # a plain pass leaves the window behind
 
 

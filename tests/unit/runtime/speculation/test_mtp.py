@@ -14,7 +14,7 @@ import quantforge
 from quantforge.errors import InputError, RefusedError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.drafter import FeatureDrafter
+from quantforge.runtime.speculation.drafter import HiddenStateDrafter
 from quantforge.runtime.speculation.mtp import read_mtp
 from tests.runs import quantize, recipe
 from tests.unit.runtime.speculation.test_draft_heads import rms, run
@@ -102,7 +102,7 @@ def test_drafts_are_those_of_the_block(source, block, shape):
     draw = random.Random(4)
     ids = [draw.randrange(3, 300) for _ in range(20)]
     network = read_mtp(loaded)
-    drafter = FeatureDrafter(network, 60, shape)
+    drafter = HiddenStateDrafter(network, 60, shape)
     for history, tree in run(Decoder(load(source).model), ids, drafter, len(shape), tokens=8):
         with torch.inference_mode():
             found = loaded.model(torch.tensor([history[:-1]]), output_hidden_states=True)

@@ -14,7 +14,11 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
 from quantforge.runtime.sampling import RowSampler
-from quantforge.runtime.speculation.decode import Pace, SpeculativeDecoder, SpeculativeText
+from quantforge.runtime.speculation.decode import (
+    DraftLengthController,
+    SpeculativeCompletion,
+    SpeculativeDecoder,
+)
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
@@ -43,7 +47,7 @@ def ids():
 def speculated(decoder, ids, drafter, most, limits, sampling=None):
     """Return the tokens of a text with always as many drafted ones, and the counts."""
     speculative = SpeculativeDecoder(decoder, lambda _: drafter, most, fixed=True)
-    text = SpeculativeText(speculative, ids, limits.new_tokens, sampling, limits.cache)
+    text = SpeculativeCompletion(speculative, ids, limits.new_tokens, sampling, limits.cache)
     return [one.token for one in text], text.counts
 
 
@@ -140,7 +144,14 @@ def test_expected_tokens():
     assert expected_tokens(0, 4) == 1
     assert expected_tokens(0.5, 1) == 1.5
     counts = SpeculationCounts(
-        passes=3, checked=2, guessed=8, depths=8, accepted=5, tokens=8, came=7, parted=1
+        passes=3,
+        draft_passes=2,
+        drafted=8,
+        depths=8,
+        accepted=5,
+        tokens=8,
+        draft_pass_tokens=7,
+        rejected_passes=1,
     )
     assert counts.acceptance == 5 / 6
     assert counts.tokens_per_pass == 3.5
@@ -150,32 +161,32 @@ def played(pace, chance, cost, tokens=600, seed=0):
     """Return the seconds per token, and what every pass drafted, on a machine whose passes take ``cost(k)``."""
     draw, made, seconds, asked = random.Random(seed), 0, 0.0, []
     while made < tokens:
-        k = pace.tokens()
+        k = pace.next_length()
         asked.append(k)
         right = 0
         while right < k and draw.random() < chance:
             right += 1
-        pace.took(k, cost(k))
-        pace.judged(right, missed=right < k)
+        pace.record_time(k, cost(k))
+        pace.record_acceptance(right, missed=right < k)
         seconds += cost(k)
         made += right + 1
     return seconds / made, asked
 
 
 def test_pace_turns_itself_off_where_drafts_do_not_pay():
-    seconds, asked = played(Pace(8), 0.05, lambda k: 1 + 0.3 * k)
+    seconds, asked = played(DraftLengthController(8), 0.05, lambda k: 1 + 0.3 * k)
     assert seconds < 1.03
     assert asked[-50:].count(0) >= 48
 
 
 def test_pace_drafts_many_where_they_are_right():
-    seconds, asked = played(Pace(8), 0.97, lambda k: 1 + 0.05 * k)
+    seconds, asked = played(DraftLengthController(8), 0.97, lambda k: 1 + 0.05 * k)
     assert seconds < 1.15 * (1 + 0.05 * 8) / expected_tokens(0.97, 8)
     assert max(asked) == 8
 
 
 def test_pace_comes_back_when_the_text_changes():
-    pace = Pace(6)
+    pace = DraftLengthController(6)
     played(pace, 0.0, lambda k: 1 + 0.2 * k, tokens=300)
     seconds, _ = played(pace, 1.0, lambda k: 1 + 0.2 * k, tokens=600)
     assert seconds < 0.5

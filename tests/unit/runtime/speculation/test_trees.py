@@ -19,7 +19,7 @@ from quantforge.runtime.sampling import RowSampler
 from quantforge.runtime.speculation.draft_model import ModelDrafter
 from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.ngrams import NgramDrafter
-from quantforge.runtime.speculation.options import MOST_NODES, DraftOptions, shape_of
+from quantforge.runtime.speculation.options import MAX_NODES, DraftOptions, parse_tree_shape
 from quantforge.runtime.speculation.tree import ROOT, DraftTree
 from tests.choices import plain_text
 from tests.fake_decoder import chain
@@ -92,7 +92,7 @@ def test_text_is_that_of_the_plain_loop(decoder, ids, kind, sampling):
         assert found == plain
         assert counts.tokens == len(plain) - 1
         assert 1.5 < counts.tokens_per_pass < 3.5
-        assert counts.guessed > 2 * counts.depths
+        assert counts.drafted > 2 * counts.depths
 
 
 @pytest.mark.tokens
@@ -121,10 +121,12 @@ def test_kept_path_is_what_the_text_itself_would_have_stored(decoder, ids, kind)
     for one in (held, wanted):
         one.reserve(0, 100)
     with torch.inference_mode():
-        decoder.hidden_of(torch.tensor(ids[:31]), [Span(0, 31)], held)
-        decoder.hidden_of(torch.tensor(tree.tokens), [Span(0, 6, tree.mask(root=False))], held)
-        held.keep_path(0, 31, path)
-        decoder.hidden_of(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], wanted)
+        decoder.hidden_of_spans(torch.tensor(ids[:31]), [Span(0, 31)], held)
+        decoder.hidden_of_spans(
+            torch.tensor(tree.tokens), [Span(0, 6, tree.mask(root=False))], held
+        )
+        held.keep_tree_path(0, 31, path)
+        decoder.hidden_of_spans(torch.tensor([*ids[:31], 8, 9, 12]), [Span(0, 34)], wanted)
     assert held.length(0) == held.lengths[0] == 34
     for layer in range(len(held.layers)):
         for one, two in zip(
@@ -185,7 +187,7 @@ def test_copies_of_several_places():
 
 
 def test_shapes():
-    assert shape_of("3x2x1") == (3, 2, 1)
+    assert parse_tree_shape("3x2x1") == (3, 2, 1)
     assert DraftOptions("ngram", tree="8").shape == (8,)
     assert DraftOptions("ngram", tokens=2).shape == (1, 1)
     for bad in (
@@ -198,12 +200,12 @@ def test_shapes():
         "3,2",
         "2x2x2x2x2x2",
         "65",
-        "1" + "x1" * MOST_NODES,
+        "1" + "x1" * MAX_NODES,
         "9" * 5000,
         "²",
     ):
         with pytest.raises(UsageError):
-            shape_of(bad)
+            parse_tree_shape(bad)
     for given in ({"tree": "2x2"}, {"draft": "ngram", "tree": "2", "tokens": 4}, {"tokens": 4}):
         with pytest.raises(UsageError):
             DraftOptions(**given)
