@@ -87,6 +87,10 @@ class NotReadError(InputError):
     """A sound file is of a kind that is not read (exit 3): nothing is known against it."""
 
 
+class NotRunnableError(InputError):
+    """transformers cannot run a model (exit 3): the configuration is wrong, or the model needs more than tokens."""
+
+
 class DeniedError(InputError):
     """This user may not write to a place (exit 3); what was done stays, unlike where other input is wrong."""
 

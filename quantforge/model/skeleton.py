@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 
 from quantforge.architectures import text_config
 from quantforge.architectures.routers import experts_of, is_stack
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, NotRunnableError, RefusedError
 from quantforge.model.model_class import class_of
 from quantforge.numerics.function_mode import Function, FunctionMode
 
@@ -159,7 +159,7 @@ def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any
         except _REFUSALS as error:
             if not _from_transformers(error.__traceback__):
                 raise
-            raise InputError(
+            raise NotRunnableError(
                 f"config.json: transformers cannot run this {model_type} configuration: {error}",
                 "compare it with the model's publication",
             ) from error

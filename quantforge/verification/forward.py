@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures.match import ModelLayout
-from quantforge.errors import InputError, RefusedError
+from quantforge.errors import InputError, NotRunnableError, RefusedError
 from quantforge.evaluation.divergence import Estimate
 from quantforge.evaluation.text_windows import cut_windows
 from quantforge.files.reader import Checkpoint
@@ -173,6 +173,7 @@ class ForwardPass:
         self._report, self._artifact, self._source = report, artifact, source
         self._streams: dict[str, ModelStream] = {}
         self._device, self._values, self._at_head = device, stored, False
+        self._source_not_runnable = False
         if not run:
             return
         own = decode_checkpoint(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
@@ -306,9 +307,18 @@ class ForwardPass:
             return None
 
     def _failed(self, name: str, error: InputError | RefusedError) -> None:
-        if name == "artifact" and not isinstance(error, RefusedError):
-            tensor = getattr(error, "tensor", "")
-            self._report.add("logits", tensor or self._report.path.name, error.message)
+        """Report why a model cannot be run; one whose source cannot be run either is only skipped."""
+        not_runnable = isinstance(error, NotRunnableError)
+        if name == "source":
+            self._source_not_runnable = not_runnable
+        elif name == "artifact" and not_runnable and self._at_head:
+            self._logits("source")  # not yet computed: to see whether it fails, too
+        skipped = isinstance(error, RefusedError) or (not_runnable and self._source_not_runnable)
+        if name == "artifact" and not skipped:
+            # Without a source, a wrong configuration and a model that needs more than tokens look alike.
+            warns = not_runnable and self._source is None
+            record = self._report.warn if warns else self._report.add
+            record("logits", error.tensor or self._report.path.name, error.message)
         elif name in {"artifact", "source"}:
             self._report.skip(error.message, "logits")
         else:
