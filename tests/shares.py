@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantforge.runtime.load import Loaded, load
-from quantforge.runtime.tensor_parallel import Share
+from quantforge.runtime.tensor_parallel import TensorParallelRank
 
 Found = TypeVar("Found")
 LOADING = (
@@ -21,7 +21,7 @@ LOADING = (
 PATIENCE = 60  # seconds, of a thread that waits for another
 
 
-def on_ranks(count: int, work: Callable[[Share], Found]) -> list[Found]:
+def on_ranks(count: int, work: Callable[[TensorParallelRank], Found]) -> list[Found]:
     """Return what every rank made of its share; one that raises ends all."""
     barrier, parts = Barrier(count, timeout=PATIENCE), [torch.empty(0)] * count
 
@@ -35,7 +35,7 @@ def on_ranks(count: int, work: Callable[[Share], Found]) -> list[Found]:
             return found.to(part.dtype)
 
         try:
-            return work(Share(rank, count, total))
+            return work(TensorParallelRank(rank, count, total))
         except BaseException:
             barrier.abort()
             raise
@@ -44,7 +44,7 @@ def on_ranks(count: int, work: Callable[[Share], Found]) -> list[Found]:
         return [*pool.map(run, range(count))]
 
 
-def load_part(path: Path, share: Share) -> Loaded:
+def load_part(path: Path, share: TensorParallelRank) -> Loaded:
     """Load what a rank holds of a model."""
     with LOADING:
         return load(path, share=share)

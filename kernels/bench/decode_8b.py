@@ -18,7 +18,7 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.linear import PackedLinear
 from quantforge.runtime.model_sizes import bytes_per_token
-from quantforge.runtime.packed_experts import packed_experts, understood
+from quantforge.runtime.packed_experts import is_supported, packed_experts
 from quantforge.scheme import Scheme
 
 PROMPT, STEPS, WARM_UPS = 128, 48, 4
@@ -68,7 +68,7 @@ def random_model(
             )
             model.set_submodule(name, PackedLinear(tensor, None, torch.bfloat16, target_device))
             continue
-        if module_scheme is not None and understood(module):
+        if module_scheme is not None and is_supported(module):
             model.set_submodule(name, random_experts(module, module_scheme, target_device))
             continue
         for key, value in list(module.named_parameters(recurse=False)):

@@ -53,7 +53,7 @@ def test_examples_run_as_written(
     start = inspect.unwrap(CalibrationOptions.__init__)
     defaults = {field.name: field.default for field in fields(CalibrationOptions)} | SMALLER
     monkeypatch.setattr(start, "__defaults__", tuple(defaults.values()))
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
     monkeypatch.setattr(allocation, "INTEGER_BITS", (3, 4))  # of an allocation
     evaluation = import_module("quantforge.api.evaluate")
     read = evaluation.read_text

@@ -54,7 +54,7 @@ def found(tiny, rounded) -> Evaluation:
     source = tiny("llama-tied")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speed, "BANDWIDTH_BYTES", 32 << 20)
-        patch.setattr(speed, "SECONDS", 0.0)
+        patch.setattr(speed, "MAX_SECONDS", 0.0)
         return compared(source, [source, rounded], options(speed=True))
 
 
@@ -280,7 +280,7 @@ def test_one_model_at_a_time(tiny, rounded, monkeypatch):
     monkeypatch.setattr(speed, "load", watched)
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
     compared(tiny("llama-tied"), [rounded, rounded], options(speed=True))
     assert len(loaded) == 6
 
@@ -298,7 +298,7 @@ def test_progress_counts_windows(tiny):
 def test_every_figure_has_a_share_of_the_progress(tiny, monkeypatch):
     monkeypatch.setattr(speed, "BANDWIDTH_BYTES", 1 << 20)
     monkeypatch.setattr(speed, "NEW_TOKENS", 5)
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
     told = []
     with report_to(told.append):
         compared(tiny("llama-tied"), [], options(caches=("int8",), speed=True))

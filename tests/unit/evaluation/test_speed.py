@@ -29,10 +29,10 @@ def test_peak_memory_sees_what_is_allocated_and_freed():
 def test_decoding_stops_early_when_it_is_slow(tiny, monkeypatch):
     loaded = load(tiny("llama-tied"))
     prompt = torch.arange(12)[None]
-    monkeypatch.setattr(speed, "SECONDS", 0.0)
+    monkeypatch.setattr(speed, "MAX_SECONDS", 0.0)
     times = []
-    timed = speed._timed
-    monkeypatch.setattr(speed, "_timed", lambda *a: times.append(timed(*a)) or times[-1])
+    timed = speed._time
+    monkeypatch.setattr(speed, "_time", lambda *a: times.append(timed(*a)) or times[-1])
     measured = speed.measure_speed(loaded, prompt, 1e9)
     assert len(times) == 1 + 3 * speed.MIN_STEPS  # one prompt, three sizes of a batch
     read = loaded.read_bytes + measured["kv_bytes_per_token"] * (12 + speed.NEW_TOKENS // 2)
@@ -86,5 +86,5 @@ def test_time_and_memory_are_of_the_gpu_that_is_named(name, monkeypatch):
     ):
         monkeypatch.setattr(torch.cuda, function, lambda device: asked.append(device) or 0)
     with PeakMemory(name):
-        speed._timed(int, torch.device(name))
+        speed._time(int, torch.device(name))
     assert asked == 4 * [torch.device(name)]

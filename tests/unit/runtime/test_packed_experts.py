@@ -58,7 +58,7 @@ def quantized(tiny, tmp_path_factory):
 def logits(path: Path, packed: bool, dtype: torch.dtype = torch.float32):
     with pytest.MonkeyPatch.context() as patch:
         if not packed:
-            patch.setattr(packed_experts_of, "_packed", lambda *_: None)
+            patch.setattr(packed_experts_of, "_try_packed", lambda *_: None)
         loaded = load(path, dtype=dtype)
     with torch.inference_mode():
         return loaded, loaded.model(IDS).logits.float()
@@ -273,7 +273,7 @@ def test_experts_of_spread_tokens_are_packed_where_they_compute_a_gate(other):
 def test_experts_of_a_module_that_is_not_understood_are_decoded_and_counted(quantized, monkeypatch):
     path = quantized("mixtral", "compressed-tensors", "int4:g32:sym")
     expected = logits(path, True)[1]
-    monkeypatch.setattr(packed_experts_of, "understood", lambda _module: False)
+    monkeypatch.setattr(packed_experts_of, "is_supported", lambda _module: False)
     loaded, found = logits(path, True)
     assert (found - expected).abs().max() <= MOST
     (event,) = loaded.events
