@@ -219,7 +219,7 @@ def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     assert found.architecture is not None
     replayed = replace(found, architecture=replace(found.architecture, replayed=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantforge.planning.planner._matched", lambda *_: replayed)
+        patch.setattr("quantforge.planning.planner._model_layout", lambda *_: replayed)
         wanted = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)
     assert (wanted.recipe.guide, wanted.recipe.tune, wanted.recipe.gptq.runs) == (0, 0, 4)
     assert "name it to try" in said(wanted)
