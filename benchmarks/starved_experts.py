@@ -76,24 +76,24 @@ def main() -> None:
 @contextmanager
 def starved(count: int) -> Iterator[None]:
     """Let statistics see so many tokens of each expert; what the experts return stays that for all."""
-    whole = ExpertStatistics.of
+    whole = ExpertStatistics.compute
 
     def of(self: ExpertStatistics, number: int, *, add: bool) -> dict[str, Any]:
         tokens = self._tokens
-        sent, weights = tokens.of(number)
+        sent, weights = tokens.routed_to(number)
         if add:
             self._experts.run(number, sent, weights, {}, add=True)
-        tokens.of = lambda _: (sent[:count], weights[:count])  # type: ignore[method-assign]
+        tokens.routed_to = lambda _: (sent[:count], weights[:count])  # type: ignore[method-assign]
         try:
             return whole(self, number, add=False)
         finally:
-            del tokens.of
+            del tokens.routed_to
 
-    ExpertStatistics.of = of  # type: ignore[method-assign]
+    ExpertStatistics.compute = of  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ExpertStatistics.of = whole  # type: ignore[method-assign]
+        ExpertStatistics.compute = whole  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

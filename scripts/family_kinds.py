@@ -17,14 +17,14 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     """Return what the plan rounds and should not, and what it leaves without a word."""
     from quantforge.architectures.towers import BLOCK
     from quantforge.files.reader import open_checkpoint
-    from quantforge.model.transformers_layout import running_form
+    from quantforge.model.transformers_layout import running_layout
     from quantforge.planning.coverage import coverage
     from quantforge.planning.source_views import one_by_one
     from quantforge.plans import Action
 
     source_form = open_checkpoint(source)
     if any("source form:" in note for note in plan.notes):
-        source_form = running_form(source_form)
+        source_form = running_layout(source_form)
     view = one_by_one(source_form)  # plans name single experts of a stack
     kinds = _kinds(family)
     measured = coverage(plan.tensors)

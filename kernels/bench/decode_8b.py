@@ -11,7 +11,7 @@ from torch import nn
 
 from quantforge.architectures import Stack
 from quantforge.grids import ScaleType, Tile
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.decoder import Decoder
@@ -58,7 +58,7 @@ def random_model(
     config: dict[str, Any], scheme: Scheme | None, device: str, head: Scheme | None = None
 ) -> Any:
     """A model of random weights, its blocks' linears packed in ``scheme``, its output in ``head``."""
-    model = build(config)
+    model = build_skeleton(config)
     target_device = torch.device(device)
     for name, module in list(model.named_modules()):
         module_scheme = head if name == "lm_head" else scheme

@@ -80,7 +80,7 @@ def derive_declarations(
 def _kind(architecture: Architecture, dimensions: Dimensions, kind: LayerKind) -> dict[str, Any]:
     return {
         "name": kind.name,
-        "returns": kind.returned,
+        "returns": kind.num_outputs,
         "parameters": {item.name: " x ".join(item.shape) for item in kind.parameters},
         "stacks": [
             {

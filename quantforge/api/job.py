@@ -114,9 +114,9 @@ class Job:
         from quantforge.numerics.threads import reproducible
 
         if planned.model_layout.architecture is None and not planned.model_layout.draft:
-            from quantforge.model.weight_mapping import check_whole
+            from quantforge.model.weight_mapping import check_no_missing_parameters
 
-            check_whole(self.source)
+            check_no_missing_parameters(self.source)
         # The peak that the plan promises is of what is alive.
         return_freed_memory(planned.plan.peak_memory_bytes)
         if settings.threads is not None:

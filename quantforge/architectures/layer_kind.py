@@ -221,7 +221,7 @@ class LayerKind:
         stacks: parameters of the running block that hold all experts.
         name: how the family's ``kind_of`` calls it, words joined by "/"; "" where all layers are of one kind.
         inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
-        returned: elements of the tuple that the running block returns, of which the hidden states are the first; 0
+        num_outputs: elements of the tuple that the running block returns, of which the hidden states are the first; 0
             where it returns them alone.
         states: what it keeps of a sequence between tokens; None: not known, as of derived declarations.
     """
@@ -231,7 +231,7 @@ class LayerKind:
     stacks: tuple[Stack, ...] = ()
     name: str = ""
     inner_copies: int = 3
-    returned: int = 0
+    num_outputs: int = 0
     states: tuple[LayerState, ...] | None = None
 
     @property

@@ -157,12 +157,12 @@ def _write_directory(
     from quantforge.model.transformers_layout import (
         running_names,  # torch, which planning does without
     )
-    from quantforge.model.transformers_loading import judged_by_names
+    from quantforge.model.transformers_loading import resolve_verdicts
 
     config = unquantized_config(checkpoint)
     if plan.untie:
         config = untied(config)
-    engines = judged_by_names(plan.engines, config, plan.tensors)
+    engines = resolve_verdicts(plan.engines, config, plan.tensors)
     plan = replace(plan, running=running_names(plan, config), engines=engines)
     for name, data in load_format(plan.format).side_files(plan, config).items():
         stage.write_file(name, data)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import RefusedError
-from quantforge.model.model_parts import base_model, blocks_of
+from quantforge.model.model_parts import base_model, block_list_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +93,7 @@ def _run_blocks(
 ) -> bool:
     """Run a model; call ``report`` with input and output of each block. ``inputs``, if given, replace block inputs."""
     try:
-        blocks: Any = model.get_submodule(blocks_of(model))
+        blocks: Any = model.get_submodule(block_list_name(model))
     except RefusedError:
         return False
     if inputs is not None and len(inputs) != len(blocks):

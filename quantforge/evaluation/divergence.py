@@ -43,7 +43,7 @@ from quantforge.evaluation.output_head import Head, checked_head, compare_predic
 from quantforge.evaluation.text_windows import Windows
 from quantforge.execution.progress import report_step
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
-from quantforge.model.model_parts import base_model, blocks_of
+from quantforge.model.model_parts import base_model, block_list_name
 from quantforge.runtime.linear import cache_decoded_weights
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _split_mlps(model: PreTrainedModel, most: int) -> Iterator[None]:
     Those of families that our own decoder computes, whose blocks have one ``mlp``; others run as a whole.
     """
     known = decoder_family(model.config.model_type) is not None
-    blocks: Any = model.get_submodule(blocks_of(model)) if known else ()
+    blocks: Any = model.get_submodule(block_list_name(model)) if known else ()
 
     def in_parts(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         return torch.cat([forward(part) for part in torch.split(x, most, dim=1)], dim=1)

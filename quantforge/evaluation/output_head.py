@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures.configuration import FINAL_CAPS
 from quantforge.errors import RefusedError
-from quantforge.model.model_parts import base_model, head_of
+from quantforge.model.model_parts import base_model, output_layer
 from quantforge.runtime.linear import PackedLinear
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Head:
         ending: ModelEnding | None = None,
     ) -> None:
         config: Any = model.config.get_text_config()
-        output = head_of(model)
+        output = output_layer(model)
         if output is None:
             raise RefusedError(
                 f"model_type {model.config.model_type!r}: its class does not say which layer makes logits",

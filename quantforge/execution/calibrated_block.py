@@ -20,7 +20,7 @@ from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.model.accumulator import Accumulator
-from quantforge.model.statistics import Statistic, Statistics, of_inputs
+from quantforge.model.statistics import Statistic, Statistics, statistics_for_inputs
 from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan
 from quantforge.quantizers import METHODS, is_sparse, load_transform, needs
@@ -96,7 +96,9 @@ def observe(
     )
     trim()
     for each in observations:
-        seen = {key: found[key].only(each.before_transforms) for key in each.inputs if key in found}
+        seen = {
+            key: found[key].select(each.before_transforms) for key in each.inputs if key in found
+        }
         each.statistics.update(seen)
     return observations
 
@@ -122,12 +124,14 @@ def _run_rows(
     with ExitStack() as hooks:
         for one in present_peaks:
             hooks.enter_context(attached_cache(block.module, one))
-        return block.observe(wanted, advance=advance, keep=keep, whole=bool(present_peaks))
+        return block.observe(
+            wanted, advance=advance, keep_rows=keep, run_to_end=bool(present_peaks)
+        )
 
 
 def observes_after_transforms(plan: Plan) -> bool:
     """Return whether blocks have to be observed again after the transforms."""
-    ranges = of_inputs(tensor.scheme.input for tensor in plan.tensors if tensor.scheme)
+    ranges = statistics_for_inputs(tensor.scheme.input for tensor in plan.tensors if tensor.scheme)
     scales = any(tensor.action is Action.MEASURE for tensor in plan.tensors)
     return bool(plan.transforms) and (bool(ranges) or scales)
 
@@ -176,7 +180,9 @@ class BlockRounder:
         else:
             transforms = (METHODS[word].needs for word in self.plan.transforms)
             wanted = frozenset[Statistic]().union(*transforms)
-        ranges = of_inputs(tensor.scheme.input for tensor in quantized.values() if tensor.scheme)
+        ranges = statistics_for_inputs(
+            tensor.scheme.input for tensor in quantized.values() if tensor.scheme
+        )
         cache_peaks = CachePeaks() if self._cache_scale_plans(block) else None
         return Observation(
             [item.key for item in block.inputs if any(name in modified for name in item.linears)],

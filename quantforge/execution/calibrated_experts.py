@@ -66,7 +66,7 @@ class ExpertRounder:
     def _statistics(self, wanted: frozenset[Statistic]) -> ExpertStatistics:
         options = self._rounder.recipe.calibration
         return ExpertStatistics(
-            self._experts, wanted, everyone=options.experts == "all", seed=options.seed
+            self._experts, wanted, all_tokens=options.experts == "all", seed=options.seed
         )
 
     def round_experts(self, process_expert: ProcessExpert) -> Record:
@@ -80,7 +80,7 @@ class ExpertRounder:
         if self._accumulate_outputs:
             experts.tokens.begin_outputs()
         numbers = experts.numbers
-        counts = dict(zip(numbers, experts.tokens.counts(len(numbers)), strict=True))
+        counts = dict(zip(numbers, experts.tokens.counts_by_expert(len(numbers)), strict=True))
         experts_with_unquantized = {tensor.expert for tensor in tensors.unquantized(block).values()}
         written = {tensor.expert for tensor in self._targets.values()} | experts_with_unquantized
         for index, number in enumerate(numbers):
@@ -90,7 +90,7 @@ class ExpertRounder:
             work = partial(self._round_expert, number, counts[number])
             done = number in written and process_expert(unit, work)
             if self._accumulate_outputs and not done:
-                experts.run(number, *experts.tokens.of(number), {}, add=True)
+                experts.run(number, *experts.tokens.routed_to(number), {}, add=True)
             experts.release(number)
             trim()
         min_tokens = self._rounder.recipe.calibration.min_expert_tokens
@@ -104,13 +104,15 @@ class ExpertRounder:
             name: plan for name, plan in self._targets.items() if plan.expert == number
         }
         inputs = [shared for shared in block.inputs if shared.expert == number]
-        before = self._statistics_before.of(number, add=self._accumulate_outputs)
-        statistics = {shared.key: before[block.stack_of(shared.key)] for shared in inputs if before}
+        before = self._statistics_before.compute(number, add=self._accumulate_outputs)
+        statistics = {
+            shared.key: before[block.stack_parameter_of(shared.key)] for shared in inputs if before
+        }
         record, statistics = rounder.apply_transforms(block, statistics, expert_linears)
         if self._statistics_after is not None and expert_linears:
-            after = self._statistics_after.of(number, add=False)
+            after = self._statistics_after.compute(number, add=False)
             for key, seen in statistics.items():
-                statistics[key] = seen.with_ranges_of(after[block.stack_of(key)])
+                statistics[key] = seen.with_ranges_of(after[block.stack_parameter_of(key)])
         quantized = {name: plan for name, plan in expert_linears.items() if plan.scheme}
         rounded: Record = {}
         if rounder.guided_rounding is not None and self._hessians is not None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from quantforge.execution.guide import HESSIAN, compute_token_weights, open_token_weights
 from quantforge.execution.progress import phase, report_step
 from quantforge.model.accumulator import Accumulator
-from quantforge.model.block import Weighed
+from quantforge.model.block import WeightedInput
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
@@ -152,10 +152,13 @@ class CandidateErrors:
             token_weights = {
                 linear: self.token_weights(f"{block.name}.{linear}") for linear in linears
             }
-            plain_statistics, *guided_statistics = block.observe_weighed(
+            plain_statistics, *guided_statistics = block.observe_weighted(
                 [
-                    Weighed(shared.key, HESSIAN),
-                    *(Weighed(shared.key, HESSIAN, token_weights[linear]) for linear in linears),
+                    WeightedInput(shared.key, HESSIAN),
+                    *(
+                        WeightedInput(shared.key, HESSIAN, token_weights[linear])
+                        for linear in linears
+                    ),
                 ],
                 advance=passing and index == len(inputs) - 1,
             )
@@ -169,7 +172,7 @@ class CandidateErrors:
             if block.experts.tokens is None:
                 block.observe({})
             found |= self._experts(block, schemes)
-            block.advance_seen()
+            block.advance_with_collected_tokens()
         elif not inputs:
             block.advance()
         return found
@@ -190,14 +193,14 @@ class CandidateErrors:
         if not inputs:
             return found
         statistics = ExpertStatistics(
-            experts, HESSIAN, everyone=options.experts == "all", seed=options.seed
+            experts, HESSIAN, all_tokens=options.experts == "all", seed=options.seed
         )
         for index, number in enumerate(experts.numbers):
             report_step(
                 f"{block.name}: expert {number}", share=0.5 + 0.5 * index / len(experts.numbers)
             )
-            tokens, _ = experts.tokens.of(number)
-            plain_statistics = statistics.of(number, add=False)
+            tokens, _ = experts.tokens.routed_to(number)
+            plain_statistics = statistics.compute(number, add=False)
             for shared, linears in inputs.items():
                 if shared.expert != number:
                     continue
@@ -209,11 +212,17 @@ class CandidateErrors:
                     )
                     sampled = tokens[weights[tokens] > 0]
                     experts.run(
-                        number, sampled, weights[sampled].sqrt(), {block.stack_of(linear): total}
+                        number,
+                        sampled,
+                        weights[sampled].sqrt(),
+                        {block.stack_parameter_of(linear): total},
                     )
                     guided_statistics[linear] = total.result()
                 found |= self._rounded(
-                    block, plain_statistics[block.stack_of(shared.key)], guided_statistics, schemes
+                    block,
+                    plain_statistics[block.stack_parameter_of(shared.key)],
+                    guided_statistics,
+                    schemes,
                 )
             experts.release(number)
             trim()

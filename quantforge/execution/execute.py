@@ -105,7 +105,7 @@ def execute(runs: Sequence[Run]) -> None:
                 changed = False
                 for run, observation in zip(unfinished_runs, observations, strict=True):
                     if changed:
-                        block.restore()
+                        block.reload_source_weights()
                     with run.record_unit(name, start) as record:
                         rounded = run.rounder.round_block(
                             block, observation, run.process_expert, advance=advance

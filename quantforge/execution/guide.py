@@ -25,7 +25,7 @@ from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records
 from quantforge.execution.progress import report_step
 from quantforge.execution.unit_output import checksum
-from quantforge.model.block import Weighed
+from quantforge.model.block import WeightedInput
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.packers.tensor import QuantizedTensor
@@ -49,7 +49,7 @@ TOKEN_WEIGHTS_FILE = "guide.f32"  # in the directory of the journal
 HESSIAN = frozenset({Statistic.HESSIAN})
 
 # Arguments: requested weighted statistics, and whether it is the last pass.
-ObserveWeighted = Callable[[Sequence[Weighed], bool], list[Statistics]]
+ObserveWeighted = Callable[[Sequence[WeightedInput], bool], list[Statistics]]
 
 
 @contextmanager
@@ -174,8 +174,8 @@ class GuidedRounding:
         """
         inputs = [shared for shared in block.inputs if shared.expert < 0]
 
-        def observe_weighted(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
-            return block.observe_weighed(wanted, advance=advance and last)
+        def observe_weighted(wanted: Sequence[WeightedInput], last: bool) -> list[Statistics]:
+            return block.observe_weighted(wanted, advance=advance and last)
 
         return self._round_inputs(block, inputs, observed, targets, observe_weighted)
 
@@ -197,11 +197,13 @@ class GuidedRounding:
             targets: quantized linears by name in the block.
         """
 
-        def observe_weighted(wanted: Sequence[Weighed], last: bool) -> list[Statistics]:
+        def observe_weighted(wanted: Sequence[WeightedInput], last: bool) -> list[Statistics]:
             del last
             return [
-                statistics.weighed(
-                    inputs[0].expert, block.stack_of(weighted_input.key), weighted_input.weights
+                statistics.compute_weighted(
+                    inputs[0].expert,
+                    block.stack_parameter_of(weighted_input.key),
+                    weighted_input.weights,
                 )
                 for weighted_input in wanted
             ]
@@ -223,7 +225,7 @@ class GuidedRounding:
             report_step(f"block {block.index}: observing", share=index / len(passes))
             weights = [self._token_weights(block, strip, targets, record) for strip in strips]
             wanted = [
-                Weighed(strip.input_key, HESSIAN, weight)
+                WeightedInput(strip.input_key, HESSIAN, weight)
                 for strip, weight in zip(strips, weights, strict=True)
             ]
             found = observe_weighted(wanted, index == len(passes) - 1)

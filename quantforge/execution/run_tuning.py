@@ -116,7 +116,7 @@ class TuningStep:
         name, start = tune_unit(decoder_block.index), time.monotonic()
         with phase("", self._run.work_share(name), TUNE):
             if self._planned.plan.transforms:
-                decoder_block.restore()
+                decoder_block.reload_source_weights()
             if name not in self._journal.done:
                 seed = self._planned.recipe.calibration.seed
                 self._finish_block(

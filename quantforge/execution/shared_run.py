@@ -162,7 +162,7 @@ class Worker:
                                 claim, partial(self._round_block, block, shared_states), passes
                             )
                         finally:
-                            block.close()
+                            block.release()
                     if not claim.lost:
                         shared_states.delete(shared_states.block)
                 shared_states.block = -1
@@ -242,7 +242,7 @@ class Worker:
         (observed,) = observe(block, [rounder], advance=advance)
         early = advance and block.experts is not None
         if early:  # other ranks wait: run the unquantized experts once more
-            block.advance_seen()
+            block.advance_with_collected_tokens()
         record = rounder.round_block(block, observed, process_expert, advance=advance and not early)
         if not block.advanced and advance:
             block.advance()

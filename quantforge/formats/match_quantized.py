@@ -72,10 +72,10 @@ def _unquantized_headers(
 
 def _match_derived(config: Mapping[str, Any], entries: list[StoredTensor]) -> ModelLayout | None:
     """Match with derived declarations; return None if there are none."""
-    from quantforge.model.derive.derive import derive_for
+    from quantforge.model.derive.derive import derive_declarations_for
 
     try:
-        return match_tensors(config, entries, derive_for(config, entries))
+        return match_tensors(config, entries, derive_declarations_for(config, entries))
     except (InputError, RefusedError):
         return None
 

@@ -1,9 +1,9 @@
-"""Statistics of an activation, summed over micro-batches of fixed size and divided once at the end.
+"""Accumulate statistics of one activation over micro-batches, and divide the sums once at the end.
 
-``x`` is ``[tokens, in_features]``. The Hessian of ``||x (w - q)||^2`` is ``x^T x`` up to a factor; it is accumulated in
-float32 by matrix products, in place, because it is the largest thing that is held beside the block itself. It is
-symmetric: strips of its rows are summed from the diagonal on, which is little more than half of the work, and the other
-half is their mirror image. Sums of ``x^2`` are float64.
+``x`` is ``[tokens, in_features]``. The Hessian of ``||x (w - q)||^2`` is ``x^T x`` up to a factor. It is accumulated in
+float32, in place, because it is the largest tensor in memory apart from the block itself. It is symmetric, so only
+strips of rows from the diagonal on are summed (little more than half of the work); the lower triangle is copied from
+the upper one at the end. Sums of ``x^2`` are float64.
 """
 
 from __future__ import annotations
@@ -23,82 +23,86 @@ from quantforge.packers.input_rounding import histogram
 class Accumulator:
     """Running sums for the requested statistics of one activation."""
 
-    def __init__(self, wanted: Iterable[Statistic]) -> None:
-        self._wanted = frozenset(wanted)
+    def __init__(self, requested: Iterable[Statistic]) -> None:
+        self._requested = frozenset(requested)
         self._tokens = 0
-        self._mass = 0.0  # of the tokens, each counted with its weight
+        self._total_weight = 0.0  # of the tokens, each counted with its weight
         self._sums: dict[Statistic, Tensor] = {}
         self._peaks: Tensor | None = None
-        self._counts: Tensor | None = None
+        self._histogram: Tensor | None = None
         self._sample: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
-        """Add ``[tokens, in_features]``."""
-        side_by_side(lambda job: job(), self.adding([x]))
+        """Add the tokens ``[tokens, in_features]`` of one batch to the sums."""
+        side_by_side(lambda job: job(), self.addition_jobs([x]))
 
-    def adding(
+    def addition_jobs(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None
     ) -> list[Job]:
-        """Return the work that adds ``inputs``, each ``[tokens, in_features]``: jobs that can be done side by side.
+        """Return jobs that add ``inputs``, each ``[tokens, in_features]``; the jobs can run in parallel.
 
-        With ``weights``, each ``[tokens]``, a token counts in means by the square of its own. Peaks and histograms know
-        no weights.
+        With ``weights`` (each ``[tokens]``), a token counts in the means with the square of its weight. Peaks and
+        histograms ignore the weights.
         """
         self._tokens += sum(map(len, inputs))
-        if Statistic.SAMPLE in self._wanted:
+        if Statistic.SAMPLE in self._requested:
             self._sample += [x.to("cpu", copy=True) for x in inputs]
-        jobs: list[Job] = [partial(self._summarise, inputs, Statistic.PEAKS, Statistic.HISTOGRAM)]
+        jobs: list[Job] = [partial(self._summarize, inputs, Statistic.PEAKS, Statistic.HISTOGRAM)]
         if weights is None:
-            self._mass += sum(map(len, inputs))
+            self._total_weight += sum(map(len, inputs))
         else:
-            self._mass += sum(float(one.double().square().sum()) for one in weights)
+            self._total_weight += sum(float(weight.double().square().sum()) for weight in weights)
             # Rows without weight add nothing: their products are saved.
-            inputs = [x * one[:, None] for x, one in zip(inputs, weights, strict=True) if one.any()]
+            inputs = [
+                x * weight[:, None]
+                for x, weight in zip(inputs, weights, strict=True)
+                if weight.any()
+            ]
             if not inputs:
                 return jobs
-        jobs.append(partial(self._summarise, inputs, Statistic.SQUARES))
-        if Statistic.HESSIAN in self._wanted:
+        jobs.append(partial(self._summarize, inputs, Statistic.SQUARES))
+        if Statistic.HESSIAN in self._requested:
             columns = inputs[0].shape[1]
             if Statistic.HESSIAN not in self._sums:
                 self._sums[Statistic.HESSIAN] = inputs[0].new_zeros(columns, columns)
-            jobs += [partial(self._add_products, inputs, run) for run in _runs(columns)]
+            jobs += [partial(self._add_products, inputs, rows) for rows in _row_strips(columns)]
         return jobs
 
-    def _summarise(self, inputs: Sequence[Tensor], *which: Statistic) -> None:
-        wanted = self._wanted & {*which}
-        for x in inputs if wanted else ():
-            if Statistic.PEAKS in wanted:
+    def _summarize(self, inputs: Sequence[Tensor], *statistics: Statistic) -> None:
+        requested = self._requested & {*statistics}
+        for x in inputs if requested else ():
+            if Statistic.PEAKS in requested:
                 peaks = x.abs().amax(0)
                 self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
-            if Statistic.HISTOGRAM in wanted:
+            if Statistic.HISTOGRAM in requested:
                 counts = histogram(x)
-                self._counts = counts if self._counts is None else self._counts + counts
-            if Statistic.SQUARES in wanted:
+                self._histogram = counts if self._histogram is None else self._histogram + counts
+            if Statistic.SQUARES in requested:
                 self._add(Statistic.SQUARES, x.square().sum(0, dtype=torch.float64))
 
-    def _add_products(self, inputs: Sequence[Tensor], run: slice) -> None:
-        rows = self._sums[Statistic.HESSIAN][run, run.start :]
+    def _add_products(self, inputs: Sequence[Tensor], rows: slice) -> None:
+        hessian_rows = self._sums[Statistic.HESSIAN][rows, rows.start :]
         for x in inputs:
-            addmm_(rows, x[:, run].T, x[:, run.start :])
+            addmm_(hessian_rows, x[:, rows].T, x[:, rows.start :])
 
     def result(self) -> Statistics:
-        """Return the means: sums divided by the number of tokens, or by the sum of their squared weights.
+        """Return the means: the sums divided by the number of tokens, or by the sum of the squared weights.
 
-        The sums are consumed. Where nothing was added, or all weights are 0, the statistics are empty.
+        The sums are consumed. If nothing was added, or all weights are 0, the statistics are empty.
         """
-        if not self._mass:
+        if not self._total_weight:
             self._sums = {}
             return Statistics()
         if Statistic.HESSIAN in self._sums:
-            _mirror(self._sums[Statistic.HESSIAN])
-        means = {key: total.div_(self._mass).float() for key, total in self._sums.items()}
+            _mirror_upper_triangle(self._sums[Statistic.HESSIAN])
+        means = {key: total.div_(self._total_weight).float() for key, total in self._sums.items()}
         self._sums = {}
         return Statistics(
             tokens=self._tokens,
             squares=means.get(Statistic.SQUARES),
             hessian=means.get(Statistic.HESSIAN),
             peaks=self._peaks,
-            histogram=self._counts,
+            histogram=self._histogram,
             sample=torch.cat(self._sample) if self._sample else None,
         )
 
@@ -106,14 +110,14 @@ class Accumulator:
         self._sums[key] = self._sums[key] + sums if key in self._sums else sums
 
 
-def _runs(in_features: int) -> Iterator[slice]:
-    """Yield runs of rows of a Hessian: long enough for fast products, short enough that half of them is saved."""
+def _row_strips(in_features: int) -> Iterator[slice]:
+    """Yield slices of Hessian rows: long enough for fast products, short enough to skip half of the work."""
     step = max(64, min(512, -(-in_features // 4)))
     for start in range(0, in_features, step):
         yield slice(start, min(start + step, in_features))
 
 
-def _mirror(hessian: Tensor) -> None:
-    """Copy the upper triangle to the lower one."""
-    for run in _runs(len(hessian)):
-        hessian[run.stop :, run] = hessian[run, run.stop :].T
+def _mirror_upper_triangle(hessian: Tensor) -> None:
+    """Copy the upper triangle of a Hessian to the lower one, in place."""
+    for rows in _row_strips(len(hessian)):
+        hessian[rows.stop :, rows] = hessian[rows, rows.stop :].T

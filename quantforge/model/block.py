@@ -1,8 +1,8 @@
-"""One decoder block with weights, and the calibration rows that pass it: observed, captured, advanced.
+"""One decoder block with its weights, and the calibration rows that pass through it.
 
-A method sees ``[out_features, in_features]`` matrices by name; that gpt2 stores the transpose, that q, k and v of phi3
-are rows of one matrix, or that the running model holds all experts in one parameter, stays in here and in the
-declarations. Rows pass in micro-batches, and of a micro-batch row by row, on the threads of the run.
+A quantization method sees ``[out_features, in_features]`` matrices by name. This module hides how the model stores
+them: transposed (gpt2), as rows of one fused matrix (q, k and v of phi3), or with all experts in one parameter. Rows
+pass through the block in micro-batches, and the rows of a micro-batch run on the threads of the run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quantforge.architectures.architecture import Rows
 from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.accumulator import Accumulator
-from quantforge.model.block_inputs import Call, Passage, states_of
+from quantforge.model.block_inputs import BlockInputs, Call, hidden_states_of
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.model.weight_loading import empty
+from quantforge.model.weight_loading import free_weights
 from quantforge.numerics.products import cutting
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.numerics.values import finite
@@ -39,70 +39,80 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-class Weighed(NamedTuple):
-    """Shared input to summarise, with weights of the tokens ``[rows, length]``; None weighs all alike."""
+class WeightedInput(NamedTuple):
+    """A shared input to summarize, with weights ``[rows, length]`` of the tokens; None weighs all tokens equally."""
 
     key: str
     statistics: frozenset[Statistic]
     weights: Tensor | None = None
 
 
-class Batch(NamedTuple):
-    """One micro-batch on its way through a block: its first row, packed hidden states, and how it gets there."""
+class MicroBatch(NamedTuple):
+    """Some calibration rows on their way through a block.
+
+    Attributes:
+        start: index of the first row.
+        states: packed hidden states ``[rows, length, width]`` before the block.
+        inputs: supplies the other arguments of the block.
+    """
 
     start: int
     states: Tensor
-    passage: Passage
+    inputs: BlockInputs
 
-    def rows(self) -> list[Batch]:
-        """Return one batch for every row; on a GPU, which fills itself, one batch of all rows."""
-        return self.apart(self.states.device.type == "cpu")
+    def split_into_rows(self) -> list[MicroBatch]:
+        """Return one batch per row to run on several threads; on a GPU, one batch with all rows."""
+        return self.split(self.states.device.type == "cpu")
 
-    def apart(self, each: bool = False) -> list[Batch]:
-        """Return the batches that pass a block at once: this one, or one for ``each`` row or where rows are alone."""
-        if not each and not self.passage.alone:
+    def split(self, every_row: bool = False) -> list[MicroBatch]:
+        """Split into batches of one row if ``every_row`` is set or rows have to run alone; else return this batch."""
+        if not every_row and not self.inputs.one_row_at_a_time:
             return [self]
         return [
-            Batch(self.start + i, self.states[i : i + 1], self.passage)
+            MicroBatch(self.start + i, self.states[i : i + 1], self.inputs)
             for i in range(len(self.states))
         ]
 
-    def run(self, module: Callable[..., Any], *, note: bool = True) -> Tensor:
-        """Return the packed states that a module makes of the rows; ``note`` what it returns beside them."""
-        reached = self.passage.reach(self.start, self.states)
-        returned = module(reached.states, *reached.call.args, **reached.call.kwargs)
-        if note:
-            self.passage.left(reached, returned)
-        return self.passage.layout.packed(states_of(returned))
+    def run(self, module: Callable[..., Any], *, record: bool = True) -> Tensor:
+        """Run a module on the rows and return its packed hidden states.
+
+        ``record`` its other outputs for later blocks.
+        """
+        call = self.inputs.call_for(self.start, self.states)
+        returned = module(call.states, *call.arguments.args, **call.arguments.kwargs)
+        if record:
+            self.inputs.record_output(call, returned)
+        return self.inputs.layout.pack(hidden_states_of(returned))
 
 
 class BlockRows(NamedTuple):
-    """The calibration rows that pass a block.
+    """The calibration rows that pass through a block.
 
     Attributes:
-        shape: how many there are, and how many tokens each has.
-        batches: yields them in micro-batches.
-        write: overwrites the hidden states from a row on.
-        store: makes room for states of all rows, of a given width.
+        shape: number of rows, and tokens per row.
+        micro_batches: returns an iterator over the rows in micro-batches.
+        write_states: overwrites the hidden states, starting at a row.
+        make_store: allocates a store for states of all rows with a given width.
     """
 
     shape: tuple[int, int]
-    batches: Callable[[], Iterator[Batch]]
-    write: Callable[[int, Tensor], None]
-    store: Callable[[int], TokenStates]
+    micro_batches: Callable[[], Iterator[MicroBatch]]
+    write_states: Callable[[int, Tensor], None]
+    make_store: Callable[[int], TokenStates]
 
 
 class DecoderBlock:
-    """A block with the rows that pass it; see `quantforge.model.stream.ModelStream`.
+    """One decoder block and the calibration rows that pass through it; see `quantforge.model.stream.ModelStream`.
 
     Attributes:
         index, name: position, and canonical name (``model.layers.3``).
-        module: the transformers module, materialised.
+        module: the transformers module with its weights loaded.
         architecture, dimensions: the declarations of the family and the sizes of this model.
-        kind: what a block of this layer consists of.
+        kind: the declaration of this kind of layer.
         inputs: the shared inputs, in computing order.
-        experts: those of a mixture, None where the block has none, or its module holds them.
-        advanced: whether the hidden states are those after the block.
+        experts: the experts of a mixture that are loaded one at a time; None if the block has none or its module holds
+            them.
+        advanced: whether the hidden states are already those after the block.
     """
 
     def __init__(
@@ -114,20 +124,20 @@ class DecoderBlock:
         rows: BlockRows,
         experts: Experts | None = None,
         *,
-        refill: Callable[[], object] = lambda: None,
+        reload: Callable[[], object] = lambda: None,
         bfloat16: bool = False,
     ) -> None:
-        """Hold a block.
+        """Wrap a loaded block.
 
         Args:
-            index: its position.
+            index: position of the block in the model.
             module: its transformers module.
-            model_layout: of the model.
-            stored: its parameters by canonical name relative to it.
-            rows: that pass it.
-            experts: those that it has, which are read one at a time; None where the module holds them.
-            refill: reads the weights of the block, without those of experts, anew.
-            bfloat16: matrix products of observing and advancing take their operands in that type.
+            model_layout: the tensors of the model and their declarations.
+            stored: its stored tensors by canonical name relative to the block.
+            rows: the calibration rows.
+            experts: its experts, if they are loaded one at a time; None if the module holds them.
+            reload: reads the weights of the block again, except those of the experts.
+            bfloat16: compute the matrix products of observing and advancing in bfloat16.
         """
         self.index = index
         self.name = model_layout.block_name(index)
@@ -137,12 +147,12 @@ class DecoderBlock:
         self.inputs: tuple[SharedInput, ...] = self.kind.inputs
         self.experts = experts
         self.advanced = False
-        self._places = self.kind.places()
+        self._expert_places = self.kind.places()
         self._stored = stored
-        self._rows, self._refill, self._bfloat16 = rows, refill, bfloat16
-        self._kept: list[Batch] = []
+        self._rows, self._reload, self._bfloat16 = rows, reload, bfloat16
+        self._kept_batches: list[MicroBatch] = []
 
-    def has(self, name: str) -> bool:
+    def has_parameter(self, name: str) -> bool:
         """Return whether the block has a parameter of this name (``self_attn.q_proj.bias``)."""
         return name in self._stored
 
@@ -152,22 +162,23 @@ class DecoderBlock:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Return the linears whose matrix is a tensor of its own in files, in computing order."""
-        return tuple(name for name in self.kind.linears if self.has(f"{name}.weight"))
+        """Return the linears whose matrix is a separate tensor in files, in computing order."""
+        return tuple(name for name in self.kind.linears if self.has_parameter(f"{name}.weight"))
 
     @property
-    def own_linears(self) -> tuple[str, ...]:
-        """Return the linears that are separate modules, unlike experts in a stack."""
-        return tuple(name for name in self.linears if name not in self._places)
+    def separate_linears(self) -> tuple[str, ...]:
+        """Return the linears that are modules of their own, unlike experts in a stacked parameter."""
+        return tuple(name for name in self.linears if name not in self._expert_places)
 
-    def stack_of(self, linear: str) -> str:
-        """Return the parameter that holds the matrix of a linear of an expert."""
-        return self._places[linear].stack.parameter
+    def stack_parameter_of(self, linear: str) -> str:
+        """Return the name of the stacked parameter that holds the matrix of an expert's linear."""
+        return self._expert_places[linear].stack.parameter
 
     def is_outside_module(self, name: str) -> bool:
-        """Return whether the module does not hold a tensor itself, so that no transform changes it.
+        """Return whether the module does not hold a tensor under this name, so that no transform changes it.
 
-        It holds something of every expert, and these are read one at a time; or the module has it in another form.
+        This is the case for tensors of experts that are loaded one at a time, and for tensors that the running module
+        holds in another layout.
         """
         owner, _, leaf = name.rpartition(".")
         if self.experts is not None and owner == self.experts.path:
@@ -176,12 +187,12 @@ class DecoderBlock:
         return owner not in held or not hasattr(self.module.get_submodule(owner), leaf)
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter (or a stored constant) as the module holds it, e.g. ``input_layernorm.weight``.
+        """Return a parameter or stored constant as the module holds it, e.g. ``input_layernorm.weight``.
 
-        That of an expert is a view.
+        The matrix of an expert is returned as a view.
         """
         linear = name.removesuffix(".weight")
-        if linear in self._places:
+        if linear in self._expert_places:
             return self.weight(linear)
         owner, _, leaf = name.rpartition(".")
         value: Tensor = getattr(self.module.get_submodule(owner), leaf)  # a buffer of some routers
@@ -193,7 +204,7 @@ class DecoderBlock:
 
     def weight(self, linear: str) -> Tensor:
         """Return the weight of a linear as ``[out_features, in_features]`` (a view, possibly transposed)."""
-        place = self._places.get(linear)
+        place = self._expert_places.get(linear)
         if place is not None and self.experts is not None:
             return self.experts.weight(place)
         if place is not None:
@@ -221,196 +232,215 @@ class DecoderBlock:
         """Round a value to the type that a parameter is stored in, and return it in its own type."""
         return value.to(TORCH_DTYPES[self.dtype_of(name)]).to(value.dtype)
 
-    def restore(self) -> None:
-        """Read the source's weights anew, those of experts left out."""
-        empty(self.module)
-        self._refill()
+    def reload_source_weights(self) -> None:
+        """Read the weights of the source again, except those of experts."""
+        free_weights(self.module)
+        self._reload()
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Free the weights, and the tokens collected for the experts."""
         if self.experts is not None:
             self.experts.close()
-        empty(self.module)
+        free_weights(self.module)
 
     def observe(
         self,
         needs: Mapping[str, frozenset[Statistic]],
         *,
         advance: bool = False,
-        keep: int = 0,
-        whole: bool = False,
+        keep_rows: int = 0,
+        run_to_end: bool = False,
     ) -> dict[str, Statistics]:
-        """Run all rows through the block as it is and summarise its shared inputs.
+        """Run all rows through the block and return the requested statistics of its shared inputs.
+
+        If the block has experts, the first call collects the tokens that reach them (in ``experts``). The inputs inside
+        the experts are not summarized, and the block does not advance.
 
         Args:
-            needs: what is wanted, by `SharedInput.key`; inputs of which nothing is wanted are left out.
-            advance: replace the hidden states by the block's outputs in the same pass; see `advance`.
-            keep: then keep the states of so many rows as they were, for `capture`.
-            whole: run the block to its end, because something else listens too.
-
-        Of a block with experts the first call keeps the tokens that reach them, in ``experts``. Their own inputs are
-        not summarised, and the block does not advance.
+            needs: requested statistics by `SharedInput.key`; inputs without a request are skipped.
+            advance: also replace the hidden states by the outputs of the block, in the same pass; see `advance`.
+            keep_rows: with ``advance``, keep the states before the block for this many rows, for `capture_calls`.
+            run_to_end: run the block to its end even if the requested inputs come earlier, because other hooks listen
+                too.
 
         Returns:
-            The statistics that are wanted, by `SharedInput.key`.
+            The requested statistics, by `SharedInput.key`.
 
         Raises:
-            InputError: an activation is not finite; the module and the calibration row are named.
+            InputError: an activation is not finite; the message names the module and the calibration row.
         """
-        wanted = [item.key for item in self.inputs if needs.get(item.key) and item.expert < 0]
+        requested = [item.key for item in self.inputs if needs.get(item.key) and item.expert < 0]
         advance = advance and self.experts is None
-        if not wanted and not whole and self.experts is None:
+        if not requested and not run_to_end and self.experts is None:
             return {}
-        asked = [Weighed(key, needs[key]) for key in wanted]
-        found = self.observe_weighed(asked, advance=advance, keep=keep, whole=whole)
-        return dict(zip(wanted, found, strict=True))
+        inputs = [WeightedInput(key, needs[key]) for key in requested]
+        found = self.observe_weighted(
+            inputs, advance=advance, keep_rows=keep_rows, run_to_end=run_to_end
+        )
+        return dict(zip(requested, found, strict=True))
 
-    def observe_weighed(
+    def observe_weighted(
         self,
-        wanted: Sequence[Weighed],
+        requested: Sequence[WeightedInput],
         *,
         advance: bool = False,
-        keep: int = 0,
-        whole: bool = False,
+        keep_rows: int = 0,
+        run_to_end: bool = False,
     ) -> list[Statistics]:
-        """Run all rows through the block as it is and summarise inputs, each as often as it is wanted.
+        """Run all rows through the block and return statistics of inputs with token weights.
 
         Args:
-            wanted: inputs, with the weights of the tokens; not those of experts.
-            advance: as of `observe`, like the others.
-            keep: likewise.
-            whole: likewise.
+            requested: the inputs, with token weights; an input may occur more than once. Inputs of experts are not
+                supported.
+            advance: see `observe`.
+            keep_rows: see `observe`.
+            run_to_end: see `observe`.
 
         Returns:
-            The statistics of each, empty ones where all weights are 0. Errors as of `observe`.
+            The statistics of each request; empty if all weights are 0.
+
+        Raises:
+            InputError: see `observe`.
         """
-        keys = [item.key for item in self.inputs if item.key in {one.key for one in wanted}]
-        sums = [(item, Accumulator(item.statistics)) for item in wanted]
-        enough = None if advance or whole or self.experts else keys[-1]
+        keys = [
+            item.key for item in self.inputs if item.key in {weighted.key for weighted in requested}
+        ]
+        accumulators = [(item, Accumulator(item.statistics)) for item in requested]
+        last_linear = None if advance or run_to_end or self.experts else keys[-1]
         with one_thread(), ExitStack() as hooks:
-            seen = _SeenInputs(enough)
+            recorder = _InputRecorder(last_linear)
             for key in keys:
-                hooks.enter_context(seen.listening(self.module, key))
+                hooks.enter_context(recorder.recording(self.module, key))
             if self.experts is not None:
-                tokens = RoutedTokens(self._rows.shape, self._rows.store)
-                known = self.experts.tokens is not None
+                tokens = RoutedTokens(self._rows.shape, self._rows.make_store)
+                collected = self.experts.tokens is not None
                 hooks.enter_context(
-                    self.experts.absent() if known else self.experts.collecting(tokens)
+                    self.experts.returning_nan()
+                    if collected
+                    else self.experts.collecting_tokens(tokens)
                 )
-            for batch in self._rows.batches():
-                if advance and batch.start < keep:
-                    self._kept.append(batch._replace(states=batch.states.clone()))
-                self._observe_batch(batch, seen, sums, advance=advance)
+            for batch in self._rows.micro_batches():
+                if advance and batch.start < keep_rows:
+                    self._kept_batches.append(batch._replace(states=batch.states.clone()))
+                self._observe_batch(batch, recorder, accumulators, advance=advance)
         self.advanced = advance
-        return [total.result() for _, total in sums]
+        return [accumulator.result() for _, accumulator in accumulators]
 
-    def capture(self, submodule: str, rows: int) -> list[Call]:
-        """Return the inputs of a submodule for the micro-batches that contain the first ``rows`` rows.
+    def capture_calls(self, submodule: str, rows: int) -> list[Call]:
+        """Return the arguments with which a submodule is called for the micro-batches of the first ``rows`` rows.
 
-        Of an expert, it is the input of the first tokens sent to it, as many as these rows have.
-
-        A transform runs the sub-module again on them. Micro-batches are whole, and may cover a few rows more.
+        A transform runs the submodule on them again. Micro-batches are kept whole, so they may cover a few rows more.
+        For an expert, this returns the input of the first tokens routed to it, as many as these rows have.
         """
-        if submodule in self._places and self.experts is not None:
-            return [Call((self.experts.sample(self._places[submodule], rows),), {})]
+        if submodule in self._expert_places and self.experts is not None:
+            return [Call((self.experts.sample(self._expert_places[submodule], rows),), {})]
         module = self.module.get_submodule(submodule)
         calls: list[Call] = []
 
-        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def record_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append(Call(args, dict(kwargs)))
-            raise _EnoughError
+            raise _StopForwardError
 
-        handle = module.register_forward_pre_hook(keep, with_kwargs=True)
-        absent = self.experts.absent() if self.experts is not None else nullcontext()
+        handle = module.register_forward_pre_hook(record_call, with_kwargs=True)
+        without_experts = (
+            self.experts.returning_nan() if self.experts is not None else nullcontext()
+        )
         try:
-            with absent:
-                for batch in self._kept or self._rows.batches():
+            with without_experts:
+                for batch in self._kept_batches or self._rows.micro_batches():
                     if batch.start >= rows:
                         break
-                    for each in batch.apart():  # in float32: small differences are compared
-                        self._run(each)
+                    for part in batch.split():  # in float32: small differences are compared
+                        self._run(part)
         finally:
             handle.remove()
         return calls
 
     def advance(self) -> list[float]:
-        """Replace the hidden states of all rows by the output of the block as it is now.
+        """Replace the hidden states of all rows by the output of the block with its current weights.
 
-        Returns what `Experts.run_all` does; an empty list for a block without experts.
+        Returns:
+            The result of `Experts.run_all`; an empty list for a block without experts.
         """
         norms = self.run_experts()
         self._advance()
         return norms
 
     def run_experts(self) -> list[float]:
-        """Collect the tokens of the experts, and add up what these return; returns what `Experts.run_all` does."""
+        """Collect the tokens of the experts, run them and sum the outputs; return the result of `Experts.run_all`."""
         if self.experts is None:
             return []
-        self.experts.forget_tokens()
+        self.experts.release_tokens()
         self.observe({})
         return self.experts.run_all()
 
     def advance_source(self) -> None:
-        """Replace the hidden states of all rows by what the block returns with the source's weights.
+        """Replace the hidden states of all rows by the output of the block with the weights of the source.
 
-        They are read anew, because a transform keeps what a block computes, but not to the last bit. The outputs of its
-        experts have to be added up already.
+        The weights are read again, because a transform preserves the function of a block but not its last bits. The
+        outputs of the experts have to be summed already.
         """
-        self.restore()
+        self.reload_source_weights()
         self._advance()
 
-    def advance_seen(self) -> None:
-        """Replace the hidden states of all rows by the output of a block whose experts' tokens are collected."""
+    def advance_with_collected_tokens(self) -> None:
+        """Run the experts on the tokens already collected, then advance the hidden states of all rows."""
         assert self.experts is not None
         self.experts.run_all()
         self._advance()
 
     def _observe_batch(
         self,
-        batch: Batch,
-        seen: _SeenInputs,
-        sums: Sequence[tuple[Weighed, Accumulator]],
+        batch: MicroBatch,
+        recorder: _InputRecorder,
+        accumulators: Sequence[tuple[WeightedInput, Accumulator]],
         *,
         advance: bool,
     ) -> None:
-        rows = batch.rows()
-        passed = side_by_side(partial(self._pass, seen), rows)
+        rows = batch.split_into_rows()
+        results = side_by_side(partial(self._run_recorded, recorder), rows)
         jobs = [
             job
-            for item, total in sums
-            for job in total.adding([inputs[item.key] for _, inputs in passed], _roots(item, rows))
+            for item, accumulator in accumulators
+            for job in accumulator.addition_jobs(
+                [inputs[item.key] for _, inputs in results], _sqrt_weights(item, rows)
+            )
         ]
         side_by_side(lambda job: job(), jobs)
         if advance:
-            self._rows.write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+            self._rows.write_states(batch.start, torch.cat([outputs for outputs, _ in results]))
 
     def _advance(self) -> None:
-        returning = self.experts.returning() if self.experts is not None else nullcontext()
-        with returning, one_thread():
-            for batch in self._rows.batches():
-                passed = side_by_side(partial(self._pass, _SeenInputs(None)), batch.rows())
-                self._rows.write(batch.start, torch.cat([outputs for outputs, _ in passed]))
+        replaced = self.experts.returning_sums() if self.experts is not None else nullcontext()
+        with replaced, one_thread():
+            for batch in self._rows.micro_batches():
+                results = side_by_side(
+                    partial(self._run_recorded, _InputRecorder(None)), batch.split_into_rows()
+                )
+                self._rows.write_states(batch.start, torch.cat([outputs for outputs, _ in results]))
         self.advanced = True
 
-    def _pass(self, seen: _SeenInputs, row: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run one row; return its output, and the inputs of the observed linears."""
+    def _run_recorded(
+        self, recorder: _InputRecorder, row: MicroBatch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run one row; return its output and the recorded inputs of the observed linears."""
         if self.experts is not None:
-            self.experts.at(row.start)
+            self.experts.set_row(row.start)
         with torch.autocast(row.states.device.type, torch.bfloat16, enabled=self._bfloat16):
-            outputs, found = seen.during(lambda: self._run(row))
-        for key, x in found.items():
-            self._check(key, x, row)
-        return row.states if outputs is None else outputs, found
+            outputs, inputs = recorder.run(lambda: self._run(row))
+        for key, x in inputs.items():
+            self._check_finite(key, x, row)
+        return row.states if outputs is None else outputs, inputs
 
-    def _run(self, batch: Batch) -> Tensor | None:
-        """Run a micro-batch; return None if a hook stopped it."""
+    def _run(self, batch: MicroBatch) -> Tensor | None:
+        """Run a micro-batch; return None if a hook stopped the forward pass."""
         try:
             with cutting():
                 return batch.run(self.module)
-        except _EnoughError:
+        except _StopForwardError:
             return None
 
-    def _check(self, key: str, x: Tensor, batch: Batch) -> None:
+    def _check_finite(self, key: str, x: Tensor, batch: MicroBatch) -> None:
         if not finite(x):
             bad = (~x.isfinite()).view(len(batch.states), -1).any(1)
             row = batch.start + int(bad.nonzero()[0])
@@ -422,7 +452,7 @@ class DecoderBlock:
 
 
 def refuse_experts(block: DecoderBlock) -> None:
-    """Refuse a block with experts: the running model holds several of them in one parameter.
+    """Raise RefusedError for a block with experts, whose single gradients cannot be observed.
 
     Raises:
         RefusedError: naming the block.
@@ -435,8 +465,8 @@ def refuse_experts(block: DecoderBlock) -> None:
         )
 
 
-def _roots(item: Weighed, rows: Sequence[Batch]) -> list[Tensor] | None:
-    """Return the square roots of the weights of the tokens of rows: an accumulator squares them again."""
+def _sqrt_weights(item: WeightedInput, rows: Sequence[MicroBatch]) -> list[Tensor] | None:
+    """Return the square roots of the token weights of some rows, because an accumulator squares its weights."""
     if item.weights is None:
         return None
     return [
@@ -445,40 +475,41 @@ def _roots(item: Weighed, rows: Sequence[Batch]) -> list[Tensor] | None:
     ]
 
 
-class _EnoughError(Exception):
-    """Raised to stop a forward pass once everything needed was seen."""
+class _StopForwardError(Exception):
+    """Raised by a hook to stop a forward pass once all requested inputs were recorded."""
 
 
-class _SeenInputs:
-    """Inputs that linears have read, ``[tokens, in_features]`` by key, for each thread that runs the block.
+class _InputRecorder:
+    """Recorder of the inputs of linears, ``[tokens, in_features]`` by name, separately for each thread.
 
-    ``enough``: a run ends when this linear has been reached.
+    Args:
+        last_linear: stop the forward pass when this linear is reached; None runs it to the end.
     """
 
-    def __init__(self, enough: str | None) -> None:
-        self._enough = enough
-        self._of_thread = threading.local()
+    def __init__(self, last_linear: str | None) -> None:
+        self._last_linear = last_linear
+        self._thread_local = threading.local()
 
-    def during(self, run: Callable[[], Tensor | None]) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Run the block on this thread; return its output and what was read."""
-        found: dict[str, Tensor] = {}
-        self._of_thread.found = found
+    def run(self, run: Callable[[], Tensor | None]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Run the block on this thread; return its output and the recorded inputs."""
+        inputs: dict[str, Tensor] = {}
+        self._thread_local.inputs = inputs
         try:
-            return run(), found
+            return run(), inputs
         finally:
-            del self._of_thread.found
+            del self._thread_local.inputs
 
     @contextmanager
-    def listening(self, module: nn.Module, key: str) -> Iterator[None]:
-        """Note what a linear reads."""
+    def recording(self, module: nn.Module, key: str) -> Iterator[None]:
+        """Record the input of one linear while the context is active."""
 
-        def see(_: nn.Module, args: tuple[Any, ...]) -> None:
+        def record(_: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].detach().flatten(0, -2)
-            self._of_thread.found[key] = x.float() if x.dtype == torch.bfloat16 else x
-            if key == self._enough:
-                raise _EnoughError
+            self._thread_local.inputs[key] = x.float() if x.dtype == torch.bfloat16 else x
+            if key == self._last_linear:
+                raise _StopForwardError
 
-        handle = module.get_submodule(key).register_forward_pre_hook(see)
+        handle = module.get_submodule(key).register_forward_pre_hook(record)
         try:
             yield
         finally:

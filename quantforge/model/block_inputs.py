@@ -1,16 +1,15 @@
-"""Passage of rows into a block: what reaches it, given the hidden states that the block before it returned.
+"""Compute the arguments of each decoder block, given the hidden states after the previous block.
 
-Of most models everything beside the hidden states (masks, rotary embeddings) depends on the shape of the rows alone;
-it is recorded once. Of others it depends on the tokens, or on what earlier blocks returned: embeddings of each layer,
-keys and values of an earlier layer, chosen tokens, a history of states. There the model's own code around the blocks
-is run anew for rows whenever they pass a block, with stand-ins that return what the earlier blocks have returned.
-Nothing has to be known of what the code does. A
-block may return its hidden states alone or first in a tuple; a stand-in returns what its block would.
+In most models, everything besides the hidden states (masks, rotary embeddings) depends only on the shape of the rows,
+so it is recorded once. In other models it depends on the tokens or on outputs of earlier blocks: per-layer embeddings,
+keys and values of an earlier layer, selected tokens, a history of states. For these, the model's own code around the
+blocks runs again whenever rows pass a block, with stand-ins that return what the earlier blocks returned. Nothing needs
+to be known about that code. A block may return its hidden states alone or first in a tuple; its stand-in does the same.
 
-Of earlier blocks this takes, for each row: the hidden states after the last one; what it returned beside them; what
-blocks put into mappings that they were given; and the states after those blocks whose output is read again later,
-which are found by changing the outputs one at a time. The states are stored as ever, the rest lies where they do, in
-memory or on disk (`LeafStore`).
+For each row, this requires the hidden states after the previous block, its other outputs, what blocks wrote to mappings
+among their arguments, and the hidden states of those blocks whose output is read again later (found by changing the
+outputs one at a time). Hidden states are stored as usual; the rest is kept beside them, in memory or on disk
+(`LeafStore`).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from quantforge.model.hidden_states import HiddenStates, LeafStore, StateLayout
 if TYPE_CHECKING:
     from quantforge.model.decoder_calls import DecoderCalls
 
-STATES = "hidden_states"
-PROBED = 32  # tokens of the row that shows what is read again
-Run = Callable[[Tensor], Any]  # the model on token ids [rows, length]
+HIDDEN_STATES = "hidden_states"
+PROBE_TOKENS = 32  # tokens of the row that shows what is read again
+RunModel = Callable[[Tensor], Any]  # the model on token ids [rows, length]
 
 
 class Call(NamedTuple):
@@ -43,288 +42,312 @@ class Call(NamedTuple):
 
 
 class StandIn(nn.Module):
-    """Stand-in for a block: records its arguments and passes the hidden states on, or calls ``answer`` instead.
+    """Stand-in for a block: records its arguments and returns the hidden states unchanged, or calls ``override``.
 
     Attributes:
-        states, call: of the last forward that was noted: the hidden states, and what came beside them.
-        answer: returns what the stand-in is to return instead; None where it notes.
-        returned: as that of `LayerKind`.
+        states, call: the hidden states and the other arguments of the last recorded forward pass.
+        override: computes the return value instead; None to record and pass through.
+        num_outputs: see `LayerKind.num_outputs`.
     """
 
-    def __init__(self, block: nn.Module, returned: int = 0) -> None:
+    def __init__(self, block: nn.Module, num_outputs: int = 0) -> None:
         super().__init__()
         self.states = torch.empty(0)
         self.call = Call((), {})
-        self.answer: Callable[[Tensor, Call], Any] | None = None
-        self.returned = returned
+        self.override: Callable[[Tensor, Call], Any] | None = None
+        self.num_outputs = num_outputs
         self._block = (block,)  # in a tuple, so that it is no part of the model
 
     def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the block: models read, for instance, the type of its attention."""
+        """Look up an attribute in the real block: models read, for instance, its attention type."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self._block[0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return values of the form that the block returns, without computing it."""
-        states, call = parted(args, kwargs)
-        if self.answer is not None:
-            return self.answer(states, call)
+        """Return values in the structure that the block returns, without computing the block."""
+        states, call = split_call(args, kwargs)
+        if self.override is not None:
+            return self.override(states, call)
         self.states, self.call = states, call
-        return self.wrapped(states)
+        return self.wrap_output(states)
 
-    def wrapped(self, states: Tensor, beside: tuple[Any, ...] = ()) -> Any:
-        """Return hidden states in the form in which the block returns them: alone, or first in a tuple."""
-        if not self.returned:
+    def wrap_output(self, states: Tensor, extra_outputs: tuple[Any, ...] = ()) -> Any:
+        """Return hidden states in the structure that the block returns: alone, or first in a tuple."""
+        if not self.num_outputs:
             return states
-        return (states, *(beside or (None,) * (self.returned - 1)))
+        return (states, *(extra_outputs or (None,) * (self.num_outputs - 1)))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the recorded arguments."""
         self.states, self.call = torch.empty(0), Call((), {})
 
 
-def parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
-    """Split a call into the hidden states (first argument, or by keyword) and its other arguments."""
+def split_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Call]:
+    """Split the arguments of a block into its hidden states (first argument, or keyword) and the others."""
     if args:
         return args[0], Call(args[1:], kwargs)
     rest = dict(kwargs)
-    return rest.pop(STATES), Call((), rest)
+    return rest.pop(HIDDEN_STATES), Call((), rest)
 
 
-def states_of(returned: Any) -> Tensor:
-    """Return the hidden states that a block returned."""
+def hidden_states_of(returned: Any) -> Tensor:
+    """Return the hidden states among the outputs of a block."""
     found: Tensor = returned[0] if isinstance(returned, tuple | list) else returned
     return found
 
 
-def beside_of(returned: Any) -> tuple[Any, ...]:
-    """Return what a block returned beside its hidden states."""
+def extra_outputs_of(returned: Any) -> tuple[Any, ...]:
+    """Return the outputs of a block other than its hidden states."""
     return tuple(returned[1:]) if isinstance(returned, tuple | list) else ()
 
 
-def mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
-    """Return the mutable mappings among the arguments of a call, by name: a block can write to them."""
+def mutable_mappings(call: Call) -> dict[str, MutableMapping[Any, Any]]:
+    """Return the mutable mappings among the keyword arguments of a call, which a block can write to."""
     return {key: value for key, value in call.kwargs.items() if isinstance(value, MutableMapping)}
 
 
-class Reached(NamedTuple):
-    """Arguments of a block for the rows from ``start`` on.
+class BlockCall(NamedTuple):
+    """Arguments of a block for the rows starting at ``start``.
 
-    ``before``: the content of mappings among them, by argument.
+    ``mappings_before`` holds the content of mutable mappings among the arguments before the call.
     """
 
     start: int
     rows: int
     states: Tensor
-    call: Call
-    before: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
+    arguments: Call
+    mappings_before: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
 
 
-class Passage(Protocol):
-    """Interface of how rows reach a block."""
+class BlockInputs(Protocol):
+    """Interface that supplies the arguments of a block for calibration rows."""
 
     @property
     def layout(self) -> StateLayout:
         """Return the layout of the hidden states."""
 
     @property
-    def alone(self) -> bool:
-        """Return whether rows must pass one at a time."""
+    def one_row_at_a_time(self) -> bool:
+        """Return whether rows have to pass one at a time."""
 
-    def reach(self, start: int, states: Tensor) -> Reached:
-        """Return the arguments of the block, given packed states of the rows from ``start`` on; thread-safe."""
+    def call_for(self, start: int, states: Tensor) -> BlockCall:
+        """Return the arguments of the block, given packed states of rows starting at ``start``; thread-safe."""
 
-    def left(self, reached: Reached, returned: Any) -> None:
-        """Record what the block returned; the last call counts."""
+    def record_output(self, call: BlockCall, returned: Any) -> None:
+        """Record the outputs of the block for later blocks, replacing earlier records of these rows."""
 
 
-class ShapeCalls(NamedTuple):
-    """Passage whose arguments depend only on the number of rows."""
+class RecordedInputs(NamedTuple):
+    """Block arguments that depend only on the number of rows, recorded once per number."""
 
     layout: StateLayout
     calls: Mapping[int, Call]
-    alone: bool = False
+    one_row_at_a_time: bool = False
 
-    def reach(self, start: int, states: Tensor) -> Reached:
-        """Return the states, and the arguments recorded for that number of rows."""
+    def call_for(self, start: int, states: Tensor) -> BlockCall:
+        """Return the hidden states with the arguments recorded for this number of rows."""
         rows = len(states)
-        return Reached(start, rows, self.layout.unpacked(states), self.calls[rows])
+        return BlockCall(start, rows, self.layout.unpack(states), self.calls[rows])
 
-    def left(self, reached: Reached, returned: Any) -> None:
-        """Note nothing."""
+    def record_output(self, call: BlockCall, returned: Any) -> None:
+        """Do nothing: no later block needs these outputs."""
 
 
 class EarlierOutputs(NamedTuple):
-    """What earlier blocks returned beside the states, and wrote to mappings (by argument), for one row."""
+    """Outputs of earlier blocks for one row, besides hidden states, and their writes to mappings (by argument)."""
 
-    beside: tuple[Any, ...] = ()
-    put: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
+    extra_outputs: tuple[Any, ...] = ()
+    mapping_writes: Mapping[str, Mapping[Any, Any]] = {}  # of a named tuple, and never written to
 
 
-class Replay:
-    """Passage that runs the model's code around its blocks again for every micro-batch.
+class ReplayedInputs:
+    """Block arguments computed by running the model's code around its blocks again for every micro-batch.
 
     Args:
-        standins: of all blocks.
-        run: runs the model, and returns the hidden states after its last norm.
+        stand_ins: the stand-ins of all blocks.
+        run: runs the model and returns the hidden states after its last norm.
         ids: token ids of all rows.
-        layout: of the hidden states.
-        leaves: keeps what blocks return beside them.
-        given: arguments of the text tower, by row, instead of what it would get of the ids alone.
+        layout: axes of the hidden states.
+        leaves: stores the other outputs of blocks.
+        decoder_calls: arguments of the text decoder by row, for rows with images; None computes them from the ids.
 
     Attributes:
-        alone: as of `Passage`.
-        again: stores of the states that are read again, by the block after which they are; None until there are any.
+        one_row_at_a_time: see `BlockInputs`.
+        reread_states: stores of the hidden states that later blocks read again, by the index of the block that returned
+            them; None until they are stored.
     """
 
     def __init__(
         self,
-        standins: Sequence[StandIn],
-        run: Run,
+        stand_ins: Sequence[StandIn],
+        run: RunModel,
         ids: Tensor,
         layout: StateLayout,
         leaves: LeafStore,
-        given: DecoderCalls | None = None,
+        decoder_calls: DecoderCalls | None = None,
     ) -> None:
-        self._standins, self._run, self._ids, self.layout = standins, run, ids, layout
-        self._leaves, self._given, self.alone = leaves, given, given is not None
-        self._of_thread = threading.local()
+        self._stand_ins, self._run, self._ids, self.layout = stand_ins, run, ids, layout
+        self._leaves, self._decoder_calls, self.one_row_at_a_time = (
+            leaves,
+            decoder_calls,
+            decoder_calls is not None,
+        )
+        self._thread_local = threading.local()
         self._index = 0
-        self._kept: dict[int, EarlierOutputs] = {}
-        self._next: dict[int, EarlierOutputs] = {}
-        self.again: dict[int, HiddenStates | None] = {}
-        for index, standin in enumerate(standins):
-            standin.answer = partial(self._answer, index)
-        self._probe()
+        self._outputs_by_row: dict[int, EarlierOutputs] = {}
+        self._next_outputs: dict[int, EarlierOutputs] = {}
+        self.reread_states: dict[int, HiddenStates | None] = {}
+        for index, stand_in in enumerate(stand_ins):
+            stand_in.override = partial(self._override, index)
+        self._find_reread_states()
 
     @property
-    def remembers(self) -> bool:
-        """Return whether a block reads more of earlier ones than the states after the last."""
-        return bool(self.again) or any(tree_leaves(tuple(kept)) for kept in self._kept.values())
+    def needs_earlier_outputs(self) -> bool:
+        """Return whether a block depends on more than the hidden states after the previous block."""
+        return bool(self.reread_states) or any(
+            tree_leaves(tuple(earlier)) for earlier in self._outputs_by_row.values()
+        )
 
-    def at(self, index: int) -> Replay:
-        """Move to a block; what the previous block returned becomes its input."""
+    def at_block(self, index: int) -> ReplayedInputs:
+        """Move to a block; the outputs recorded for the previous block become its inputs."""
         if index != self._index:
-            self._kept, self._next, self._index = {**self._kept, **self._next}, {}, index
+            self._outputs_by_row, self._next_outputs, self._index = (
+                {**self._outputs_by_row, **self._next_outputs},
+                {},
+                index,
+            )
         return self
 
-    def reach(self, start: int, states: Tensor) -> Reached:
-        """Run the model up to the present block."""
-        reached: list[Reached] = []
-        kept = self._of_rows(start, len(states), states.device)
+    def call_for(self, start: int, states: Tensor) -> BlockCall:
+        """Run the model up to the current block and return the arguments it receives."""
+        reached: list[BlockCall] = []
+        earlier = self._earlier_outputs(start, len(states), states.device)
 
-        def answer(index: int, at: Tensor, call: Call) -> Any:
+        def override(index: int, at_block: Tensor, call: Call) -> Any:
             if index == self._index:
                 # The model embeds anew, and gradients are asked for those states that were given.
                 if index == 0 and states.requires_grad:
-                    at = self.layout.unpacked(states)
-                given = mappings(call)
-                for name, content in kept.put.items():
-                    given[name].update(content)
-                before = {name: dict(value) for name, value in given.items()}
-                reached.append(Reached(start, len(states), at, call, before))
-            return self._returned(index, at, start, states, kept)
+                    at_block = self.layout.unpack(states)
+                decoder_calls = mutable_mappings(call)
+                for name, content in earlier.mapping_writes.items():
+                    decoder_calls[name].update(content)
+                mappings_before = {name: dict(value) for name, value in decoder_calls.items()}
+                reached.append(BlockCall(start, len(states), at_block, call, mappings_before))
+            return self._stand_in_output(index, at_block, start, states, earlier)
 
-        self._answered(answer, self._run, start, len(states))
+        self._run_with(override, self._run, start, len(states))
         return reached[0]
 
-    def left(self, reached: Reached, returned: Any) -> None:
-        """Record what was returned beside the states, and what was written to mappings."""
-        count = reached.rows
-        put = {
-            name: {k: v for k, v in value.items() if reached.before[name].get(k) is not v}
-            for name, value in mappings(reached.call).items()
+    def record_output(self, call: BlockCall, returned: Any) -> None:
+        """Record outputs other than the hidden states, and what the block wrote to mappings."""
+        rows = call.rows
+        mapping_writes = {
+            name: {k: v for k, v in value.items() if call.mappings_before[name].get(k) is not v}
+            for name, value in mutable_mappings(call.arguments).items()
         }
-        for row in range(count):
-            of_row = partial(_row, row, count)
-            earlier = self._kept.get(reached.start + row, EarlierOutputs()).put
-            mine = {
-                name: {**earlier.get(name, {}), **self._leaves.put(tree_map(of_row, content))}
-                for name, content in put.items()
-                if content or name in earlier
+        for row in range(rows):
+            select_row = partial(_select_row, row, rows)
+            earlier_writes = self._outputs_by_row.get(
+                call.start + row, EarlierOutputs()
+            ).mapping_writes
+            own_writes = {
+                name: {
+                    **earlier_writes.get(name, {}),
+                    **self._leaves.put(tree_map(select_row, content)),
+                }
+                for name, content in mapping_writes.items()
+                if content or name in earlier_writes
             }
-            kept = EarlierOutputs(self._leaves.put(tree_map(of_row, beside_of(returned))), mine)
-            self._next[reached.start + row] = kept
+            extra_outputs = self._leaves.put(tree_map(select_row, extra_outputs_of(returned)))
+            self._next_outputs[call.start + row] = EarlierOutputs(extra_outputs, own_writes)
 
-    def ended(self, start: int, states: Tensor, run: Run) -> Any:
+    def run_end(self, start: int, states: Tensor, run: RunModel) -> Any:
         """Run the end of the model (or what ``run`` runs) on the states after the last block."""
-        self.at(len(self._standins))
-        kept = self._of_rows(start, len(states), states.device)
+        self.at_block(len(self._stand_ins))
+        earlier = self._earlier_outputs(start, len(states), states.device)
 
-        def answer(index: int, at: Tensor, _: Call) -> Any:
-            return self._returned(index, at, start, states, kept)
+        def override(index: int, at_block: Tensor, _: Call) -> Any:
+            return self._stand_in_output(index, at_block, start, states, earlier)
 
-        return self._answered(answer, run, start, len(states))
+        return self._run_with(override, run, start, len(states))
 
-    def _returned(
-        self, index: int, at: Tensor, start: int, states: Tensor, kept: EarlierOutputs
+    def _stand_in_output(
+        self, index: int, at_block: Tensor, start: int, states: Tensor, earlier: EarlierOutputs
     ) -> Any:
-        """Return the output of a stand-in; a block that is still to come returns its input."""
+        """Return the output of a stand-in: stored states for an earlier block, its input for a later one."""
         if index < self._index:
-            store = self.again.get(index)
+            store = self.reread_states.get(index)
             found = store.read(start, start + len(states)).to(states) if store else states
-            at = self.layout.unpacked(found)
-        return self._standins[index].wrapped(at, kept.beside)
+            at_block = self.layout.unpack(found)
+        return self._stand_ins[index].wrap_output(at_block, earlier.extra_outputs)
 
-    def _answer(self, index: int, states: Tensor, call: Call) -> Any:
-        return self._of_thread.answer(index, states, call)
+    def _override(self, index: int, states: Tensor, call: Call) -> Any:
+        return self._thread_local.override(index, states, call)
 
-    def _answered(self, answer: Callable[..., Any], run: Run, start: int, count: int) -> Any:
+    def _run_with(self, override: Callable[..., Any], run: RunModel, start: int, count: int) -> Any:
         ids = self._ids[start : start + count]
         with (
-            self._answering(answer),
-            self._at(start),
+            self._overriding(override),
+            self._set_row(start),
             torch.autocast(ids.device.type, enabled=False),
         ):
             return run(ids)
 
-    def _at(self, row: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._given is None else self._given.at(row)
+    def _set_row(self, row: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._decoder_calls is None else self._decoder_calls.row_set(row)
 
     @contextmanager
-    def _answering(self, answer: Callable[..., Any]) -> Iterator[None]:
-        self._of_thread.answer = answer
+    def _overriding(self, override: Callable[..., Any]) -> Iterator[None]:
+        self._thread_local.override = override
         try:
             yield
         finally:
-            del self._of_thread.answer
+            del self._thread_local.override
 
-    def _of_rows(self, start: int, count: int, device: torch.device) -> EarlierOutputs:
-        """Return the recorded values of several rows, joined."""
-        found = [self._kept.get(row, EarlierOutputs()) for row in range(start, start + count)]
-        return EarlierOutputs(*tree_map(partial(self._leaves.joined, device), *map(tuple, found)))
+    def _earlier_outputs(self, start: int, count: int, device: torch.device) -> EarlierOutputs:
+        """Return the recorded outputs of several rows, concatenated."""
+        found = [
+            self._outputs_by_row.get(row, EarlierOutputs()) for row in range(start, start + count)
+        ]
+        return EarlierOutputs(
+            *tree_map(partial(self._leaves.load_joined, device), *map(tuple, found))
+        )
 
-    def _probe(self) -> None:
-        """Find the blocks whose states are read again after the next block."""
-        ids = self._ids[:1] if self.alone else self._ids[:1, :PROBED]
+    def _find_reread_states(self) -> None:
+        """Find the blocks whose hidden states are read again after the next block."""
+        ids = self._ids[:1] if self.one_row_at_a_time else self._ids[:1, :PROBE_TOKENS]
         generator = torch.Generator(ids.device).manual_seed(0)
-        shape = (len(self._standins), 1, ids.shape[1], self.layout.width)
+        shape = (len(self._stand_ins), 1, ids.shape[1], self.layout.values_per_token)
         outputs = torch.randn(shape, generator=generator, device=ids.device)
-        plain = self._probed(outputs, ids)
-        for index in range(len(self._standins) - 1):
+        plain = self._trace_arguments(outputs, ids)
+        for index in range(len(self._stand_ins) - 1):
             changed = outputs.clone()
             changed[index] = -outputs[index]
-            later = zip(plain[index + 2 :], self._probed(changed, ids)[index + 2 :], strict=True)
-            if not all(same(one, other) for one, other in later):
-                self.again[index] = None
+            later = zip(
+                plain[index + 2 :], self._trace_arguments(changed, ids)[index + 2 :], strict=True
+            )
+            if not all(equal_trees(one, other) for one, other in later):
+                self.reread_states[index] = None
 
-    def _probed(self, outputs: Tensor, ids: Tensor) -> list[Any]:
-        """Return the arguments of every block and the model's output, given the packed states that blocks return."""
+    def _trace_arguments(self, outputs: Tensor, ids: Tensor) -> list[Any]:
+        """Run the model with given packed block outputs; return the arguments of every block and the final output."""
         reached: list[Any] = []
 
-        def answer(index: int, at: Tensor, call: Call) -> Any:
-            reached.append((at, tuple(call)))
-            return self._standins[index].wrapped(self.layout.unpacked(outputs[index]).to(at))
+        def override(index: int, at_block: Tensor, call: Call) -> Any:
+            reached.append((at_block, tuple(call)))
+            return self._stand_ins[index].wrap_output(
+                self.layout.unpack(outputs[index]).to(at_block)
+            )
 
-        with self._answering(answer), self._at(0):
+        with self._overriding(override), self._set_row(0):
             final = self._run(ids)
         return [*reached, final]
 
 
-def same(first: Any, second: Any) -> bool:
-    """Return whether two structures have as many leaves, and equal tensors, leaf by leaf."""
+def equal_trees(first: Any, second: Any) -> bool:
+    """Return whether two nested structures have the same number of leaves, and equal tensors leaf by leaf."""
     leaves, others = tree_leaves(first), tree_leaves(second)
     return len(leaves) == len(others) and all(
         isinstance(a, Tensor) is isinstance(b, Tensor)
@@ -333,6 +356,6 @@ def same(first: Any, second: Any) -> bool:
     )
 
 
-def _row(row: int, count: int, value: Any) -> Any:
-    """Return one row of a value that has ``count`` rows."""
+def _select_row(row: int, count: int, value: Any) -> Any:
+    """Return one row of a tensor that has several rows; any other value is returned unchanged."""
     return value[row : row + 1] if isinstance(value, Tensor) and count > 1 else value

@@ -1,13 +1,13 @@
-"""Arguments of a text tower for rows with images: the whole model makes them, and the tower alone runs on them.
+"""Capture the arguments of the text decoder for calibration rows with images.
 
-What a tower reads of images (features in the place of tokens, positions, masks, features that are added to the states
-of early blocks) is made by transformers' own code, once for each row: the whole model is run up to its text tower,
-with the weights of everything but the blocks, and what it hands to the tower is noted. Nothing has to be known of what
-that is. Whenever a row passes a block, the tower runs on what was noted, around stand-ins
+The inputs of the decoder that come from images (features in place of tokens, positions, masks, features added to the
+states of early blocks) are computed by transformers' own code, once per row: the whole model, with all weights except
+those of the blocks, runs up to its text decoder, and the arguments of the decoder are recorded. Nothing needs to be
+known about them. Whenever a row passes a block, the decoder runs on the recorded arguments, around stand-ins
 (`quantforge.model.block_inputs`).
 
-A row is run by itself: what a model makes of several cannot be cut into rows. On a CPU each has one thread, so that the
-result does not depend on how many there are.
+Rows run one at a time, because the arguments of several rows cannot be split into rows. On a CPU each row has one
+thread, so that the result does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block_inputs import Call
 from quantforge.model.hidden_states import LeafStore
-from quantforge.model.model_parts import blocks_of, decoder_of, head_of
-from quantforge.model.skeleton import build
+from quantforge.model.model_parts import block_list_name, output_layer, text_decoder
+from quantforge.model.skeleton import build_skeleton
 from quantforge.model.weight_loading import (
-    LARGE,
+    LARGE_EMBEDDING,
     EmbeddingRows,
     TensorSource,
     WholeWeights,
-    is_lookup,
+    is_plain_embedding,
 )
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.products import cutting
@@ -46,54 +46,56 @@ if TYPE_CHECKING:
     from quantforge_calibration.image_rows import ImageRows
     from quantforge_calibration.sampler import Sample
 
-TOGETHER = 16  # rows whose inputs are in memory at a time
+ROWS_AT_A_TIME = 16  # rows whose inputs are in memory at a time
 
 
 class DecoderCalls:
-    """Arguments of a text tower, by row; while a row is set on a thread, the tower gets them instead of its own.
+    """Recorded arguments of a text decoder, by row; they replace its own arguments while a row is set on a thread.
 
     Args:
-        decoder: the tower that runs alone; it is hooked.
-        calls: of the rows, as `LeafStore.put` returns them.
-        leaves: that kept them.
-        device: where the tower runs.
+        decoder: the decoder that runs alone; it gets a hook.
+        calls: the arguments of each row, as `LeafStore.put` returned them.
+        leaves: the store that holds their tensors.
+        device: where the decoder runs.
     """
 
     def __init__(
         self, decoder: nn.Module, calls: list[Call], leaves: LeafStore, device: torch.device
     ) -> None:
         self._calls, self._leaves, self._device = calls, leaves, device
-        self._of_thread = threading.local()
-        decoder.register_forward_pre_hook(self._given, with_kwargs=True)
+        self._thread_local = threading.local()
+        decoder.register_forward_pre_hook(self._replace_arguments, with_kwargs=True)
 
     @contextmanager
-    def at(self, row: int) -> Iterator[None]:
-        """Let the tower run on the arguments of a row, on this thread."""
-        self._of_thread.row = row
+    def row_set(self, row: int) -> Iterator[None]:
+        """Make the decoder run on the recorded arguments of a row, on this thread."""
+        self._thread_local.row = row
         try:
             yield
         finally:
-            del self._of_thread.row
+            del self._thread_local.row
 
-    def _given(
+    def _replace_arguments(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        row = getattr(self._of_thread, "row", None)
+        row = getattr(self._thread_local, "row", None)
         if row is None:
             return args, kwargs
-        args, kwargs = tree_map(partial(self._leaves.joined, self._device), tuple(self._calls[row]))
+        args, kwargs = tree_map(
+            partial(self._leaves.load_joined, self._device), tuple(self._calls[row])
+        )
         return args, kwargs
 
 
-class _ReachedError(Exception):
-    """Raised where the whole model comes to its text tower."""
+class _DecoderReachedError(Exception):
+    """Raised when the whole model calls its text decoder; carries the arguments of that call."""
 
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.call = call
 
 
-def decoder_calls(
+def capture_decoder_calls(
     checkpoint: TensorSource,
     model_layout: ModelLayout,
     rows: Sample,
@@ -101,46 +103,51 @@ def decoder_calls(
     leaves: LeafStore,
     device: torch.device,
 ) -> DecoderCalls:
-    """Run the whole model on rows up to its text tower.
+    """Run the whole model on every row up to its text decoder, and record the decoder's arguments.
 
     Args:
-        checkpoint: gives tensors by stored name.
-        model_layout: of the same checkpoint.
-        rows: with images.
-        decoder: the tower that will run on what is noted.
-        leaves: keeps what is noted.
+        checkpoint: source of tensors by stored name.
+        model_layout: the tensors of the same checkpoint.
+        rows: calibration rows with images.
+        decoder: the text decoder that will run on the recorded arguments.
+        leaves: stores the recorded arguments.
         device: where the model runs.
 
     Raises:
-        InputError: transformers cannot run a row with its images, an image changed, or a tower is in no file.
-        RefusedError: the text tower of the whole model is another one.
+        InputError: transformers cannot run a row with its images, an image changed, or weights of a tower are in no
+            file.
+        RefusedError: the text decoder of the whole model has another class than ``decoder``.
     """
     ids, inputs = rows.ids, rows.images
     assert inputs is not None
-    whole = build(checkpoint.config, whole=True)
-    found = decoder_of(whole, blocks_of(whole))
-    if type(found) is not type(decoder):
+    whole_model = build_skeleton(checkpoint.config, whole=True)
+    whole_decoder = text_decoder(whole_model, block_list_name(whole_model))
+    if type(whole_decoder) is not type(decoder):
         raise RefusedError(
             f"{model_layout.model_type}: its text tower is {type(decoder).__name__} alone and"
-            f" {type(found).__name__} in the whole model: rows with images cannot reach it",
+            f" {type(whole_decoder).__name__} in the whole model: rows with images cannot reach it",
             "give rows of text alone",
         )
-    with ExitStack() as held, torch.no_grad():
-        held.callback(found.register_forward_pre_hook(_reach, with_kwargs=True).remove)
-        _fill(whole, checkpoint, model_layout, ids, device, held)
+    with ExitStack() as resources, torch.no_grad():
+        resources.callback(
+            whole_decoder.register_forward_pre_hook(_raise_decoder_call, with_kwargs=True).remove
+        )
+        _fill_whole_model(whole_model, checkpoint, model_layout, ids, device, resources)
 
-        def noted(row: int) -> Call:
-            given = {name: value.to(device) for name, value in _inputs(inputs, row).items()}
+        def capture_row(row: int) -> Call:
+            image_inputs = {name: value.to(device) for name, value in _inputs(inputs, row).items()}
             with cutting():
-                call = _run(whole, row, ids[row : row + 1].to(device), given)
+                call = _capture_decoder_call(
+                    whole_model, row, ids[row : row + 1].to(device), image_inputs
+                )
             return Call(*leaves.put(tuple(call)))
 
         calls: list[Call] = []
         with one_thread():
-            for start in range(0, len(ids), TOGETHER):
-                part = range(start, min(start + TOGETHER, len(ids)))
-                many = side_by_side if device.type == "cpu" else _one_by_one
-                calls += many(noted, part)
+            for start in range(0, len(ids), ROWS_AT_A_TIME):
+                batch = range(start, min(start + ROWS_AT_A_TIME, len(ids)))
+                map_rows = side_by_side if device.type == "cpu" else _map_sequentially
+                calls += map_rows(capture_row, batch)
     return DecoderCalls(decoder, calls, leaves, device)
 
 
@@ -151,24 +158,26 @@ def _inputs(inputs: ImageRows, row: int) -> Mapping[str, Tensor]:
         raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
-def _one_by_one(work: Callable[[int], Call], rows: range) -> list[Call]:
+def _map_sequentially(work: Callable[[int], Call], rows: range) -> list[Call]:
     return [work(row) for row in rows]
 
 
-def _reach(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _ReachedError(Call(args, dict(kwargs)))
+def _raise_decoder_call(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise _DecoderReachedError(Call(args, dict(kwargs)))
 
 
-def _run(model: PreTrainedModel, row: int, ids: Tensor, given: Mapping[str, Tensor]) -> Call:
-    """Return the arguments that a whole model passes to its text tower."""
+def _capture_decoder_call(
+    model: PreTrainedModel, row: int, ids: Tensor, image_inputs: Mapping[str, Tensor]
+) -> Call:
+    """Return the arguments that a whole model passes to its text decoder."""
     try:
-        model(input_ids=ids, use_cache=False, **given)
-    except _ReachedError as reached:
+        model(input_ids=ids, use_cache=False, **image_inputs)
+    except _DecoderReachedError as reached:
         return reached.call
     except (InputError, TypeError, ValueError, RuntimeError) as error:
-        said = error.message if isinstance(error, InputError) else str(error)
+        message = error.message if isinstance(error, InputError) else str(error)
         raise InputError(
-            f"calibration row {row}: transformers cannot run it with its images: {' '.join(said.split())[:300]}",
+            f"calibration row {row}: transformers cannot run it with its images: {' '.join(message.split())[:300]}",
             "processor files and weights are not of one model, or the installed transformers has another form of it",
         ) from error
     raise RefusedError(
@@ -177,18 +186,18 @@ def _run(model: PreTrainedModel, row: int, ids: Tensor, given: Mapping[str, Tens
     )
 
 
-def _fill(
+def _fill_whole_model(
     model: PreTrainedModel,
     checkpoint: TensorSource,
     model_layout: ModelLayout,
     rows: Tensor,
     device: torch.device,
-    held: ExitStack,
+    resources: ExitStack,
 ) -> None:
-    """Fill a whole model but for its blocks and its head; of embeddings only the rows of tokens that occur."""
+    """Load all weights of a whole model except its blocks and output layer; of embeddings only rows that occur."""
     names = WeightMapping(model, [tensor.header for tensor in model_layout.tensors])
     weights = WholeWeights(checkpoint, names, device)
-    blocks, head = f"{blocks_of(model)}.", head_of(model)
+    blocks, head = f"{block_list_name(model)}.", output_layer(model)
     table = model.get_input_embeddings()
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -198,9 +207,11 @@ def _fill(
         module = model.get_submodule(path)
         if name.startswith(blocks) or module is head:
             continue
-        if module is table or (is_lookup(module) and module.weight.numel() > LARGE):
+        if module is table or (
+            is_plain_embedding(module) and module.weight.numel() > LARGE_EMBEDDING
+        ):
             occurring = torch.unique(rows) if module is table else rows.new_zeros(0)
-            EmbeddingRows(module, partial(weights.rows, name), occurring, held)
+            EmbeddingRows(module, partial(weights.read_rows, name), occurring, resources)
         elif (value := weights.read(name)) is not None:
             module.load_state_dict({leaf: value}, assign=True, strict=False)
         elif getattr(module, leaf).is_meta:

@@ -1,10 +1,11 @@
-"""How a block calls its experts: with the routing of its tokens, or with these spread over all experts.
+"""Interpret the two ways in which a block calls its module of experts.
 
-The module of the experts takes, in most families of transformers, hidden states, the experts of each token and their
-weights, and returns the weighed sums. In a few it takes one tensor ``[experts * tokens, width]``: every token stands
-there once for each expert, multiplied by the weight that the router gave it, which is 0 for experts that it is not sent
-to; what they return has the same rows. Experts then read, and are summarised by, inputs that are weighed already.
-Where each token has one expert, that is the first form: the states are its only row that is not 0, of weight 1.
+In most families of transformers, the module takes hidden states, the expert indices of each token and their weights,
+and returns the weighted sums. In a few families it takes one tensor ``[experts * tokens, width]``: every token is
+repeated
+once per expert, multiplied by its router weight, which is 0 for experts that it is not routed to; the outputs have the
+same rows. Those experts therefore read inputs that are already weighted. If each token has one expert, the second form
+reduces to the first: the only nonzero repeat of a token is its state, with weight 1.
 """
 
 from __future__ import annotations
@@ -22,75 +23,81 @@ from quantforge.numerics.values import finite
 
 @dataclass(frozen=True, slots=True)
 class RoutedCall:
-    """Tokens that reach experts in one call of their module.
+    """Tokens that reach the experts in one call of their module.
 
     Attributes:
         states: ``[tokens, width]``.
-        index: ``[tokens, k]``, the experts of each token.
-        weights: ``[tokens, k]``, what the output of each is multiplied with.
-        spread: over so many experts the tokens were spread; 0 where they were not.
+        experts: ``[tokens, k]``, the expert indices of each token.
+        weights: ``[tokens, k]``, the factors of the experts' outputs.
+        num_repeats: how often every token was repeated, once per expert; 0 if tokens were not repeated.
     """
 
     states: Tensor
-    index: Tensor
+    experts: Tensor
     weights: Tensor
-    spread: int = 0
+    num_repeats: int = 0
 
-    def returned(self, outputs: Tensor) -> Tensor:
-        """Return what the module returns, given the weighed sum ``[tokens, width]`` of what the experts do."""
-        if not self.spread:
+    def module_output(self, outputs: Tensor) -> Tensor:
+        """Return the weighted sums ``[tokens, width]`` of the experts in the form that the module returns."""
+        if not self.num_repeats:
             return outputs
-        rows = outputs.new_zeros(self.spread, *outputs.shape)
-        places = (self.index[:, 0], torch.arange(len(outputs), device=outputs.device))
-        return rows.index_put_(places, outputs).flatten(0, 1)
+        rows = outputs.new_zeros(self.num_repeats, *outputs.shape)
+        positions = (self.experts[:, 0], torch.arange(len(outputs), device=outputs.device))
+        return rows.index_put_(positions, outputs).flatten(0, 1)
 
 
-def takes_spread(module: nn.Module) -> bool:
-    """Return whether the module of experts takes one tensor, in which tokens are spread over them."""
+def takes_repeated_tokens(module: nn.Module) -> bool:
+    """Return whether a module of experts takes one tensor with every token repeated once per expert."""
     itself_and_states = 2
     return len(inspect.signature(type(module).forward).parameters) == itself_and_states
 
 
-def routed_call(
+def parse_expert_call(
     module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], experts: int
 ) -> RoutedCall | None:
-    """Return what reaches the experts in a call of their module; None where it is called in neither form.
+    """Return the tokens and their routing in a call of a module of experts; None if the call has neither form.
 
-    Tokens that are spread over several experts each are not understood: their inputs would differ by expert.
+    Repeated tokens that are routed to several experts each are not supported: their inputs would differ by expert.
     """
-    found = bound(module, args, kwargs)
-    if not all(isinstance(one, Tensor) and one.dim() == 2 for one in found):
+    values = bound_arguments(module, args, kwargs)
+    if not all(isinstance(value, Tensor) and value.dim() == 2 for value in values):
         return None
-    if takes_spread(module):
-        return _gathered(found[0], experts)
-    if len(found) != 3:
+    if takes_repeated_tokens(module):
+        return _gather_repeated_tokens(values[0], experts)
+    if len(values) != 3:
         return None
-    states, index, weights = found
-    same = index.shape == weights.shape == (len(states), index.shape[1])
-    return RoutedCall(states, index, weights) if same and not index.is_floating_point() else None
+    states, indices, weights = values
+    matching_shapes = indices.shape == weights.shape == (len(states), indices.shape[1])
+    return (
+        RoutedCall(states, indices, weights)
+        if matching_shapes and not indices.is_floating_point()
+        else None
+    )
 
 
-def bound(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+def bound_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the arguments of a call in the order of the module's signature."""
-    taken = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-    return list(taken.arguments.values())[1:]
+    arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
+    return list(arguments.arguments.values())[1:]
 
 
-def arguments_of_one(module: nn.Module, states: Tensor) -> tuple[Tensor, ...]:
-    """Return what the module takes while it holds one expert, to which tokens ``[tokens, width]`` are sent."""
-    if takes_spread(module):
+def single_expert_arguments(module: nn.Module, states: Tensor) -> tuple[Tensor, ...]:
+    """Return the arguments of a module that holds one expert, for tokens ``[tokens, width]`` routed to it."""
+    if takes_repeated_tokens(module):
         return (states,)
     index = torch.zeros(len(states), 1, dtype=torch.int64, device=states.device)
     return states, index, states.new_ones(len(states), 1)
 
 
-def _gathered(spread: Tensor, experts: int) -> RoutedCall | None:
-    if not len(spread) or len(spread) % experts:
+def _gather_repeated_tokens(repeated: Tensor, experts: int) -> RoutedCall | None:
+    if not len(repeated) or len(repeated) % experts:
         return None
-    rows = spread.reshape(experts, -1, spread.shape[1])
-    sent = (rows != 0).any(-1)
-    if int(sent.sum(0).max()) > 1 and finite(spread):  # of what is not finite, every row is not 0
+    rows = repeated.reshape(experts, -1, repeated.shape[1])
+    is_routed = (rows != 0).any(-1)
+    if int(is_routed.sum(0).max()) > 1 and finite(
+        repeated
+    ):  # of what is not finite, every row is not 0
         return None
-    index = sent.byte().argmax(0)
+    index = is_routed.byte().argmax(0)
     states = rows[index, torch.arange(len(index), device=index.device)]
     return RoutedCall(states, index[:, None], states.new_ones(len(index), 1), experts)

@@ -1,16 +1,16 @@
-"""What lies between two blocks for all calibration rows: hidden states, and what blocks returned beside them.
+"""Store hidden states between two blocks, and other block outputs, for all calibration rows.
 
-It is kept in memory, or in an unnamed file. Blocks read and overwrite hidden states micro-batch by micro-batch. The
-file is unlinked as soon as it is open, so that a killed run leaves nothing behind; it is read and written by offset,
-not mapped, because mapped pages count as memory.
+They are kept in memory or in an unnamed file. Blocks read and overwrite hidden states micro-batch by micro-batch. The
+file is unlinked as soon as it is open, so that a killed run leaves nothing on disk; it is read and written by offset
+instead of being mapped, because mapped pages count as memory.
 
-Most models hand ``[rows, length, hidden]`` from block to block. Hyper-connections carry several streams of a token,
-``[rows, length, streams, hidden]``, and some models put the streams first. Rows pass blocks one by one and wait in
-between packed as ``[rows, length, width]`` (`StateLayout`).
+Most models pass ``[rows, length, hidden]`` from block to block. Hyper-connections carry several streams per token,
+``[rows, length, streams, hidden]``, and some models put the streams first. Rows pass blocks one by one and are stored
+in between as packed ``[rows, length, width]`` (`StateLayout`).
 
-What blocks return beside the hidden states has any structure. So a structure is kept whole, and its tensors are
-replaced by where they lie (`LeafStore`). Most blocks return what the one before did, in the same sizes: the room of
-what nobody refers to any more is taken by the next tensor of its size.
+Other outputs of a block may have any structure. The structure is kept, and its tensors are replaced by their position
+in the file (`LeafStore`). Most blocks return tensors of the same sizes as the previous block, so the space of a tensor
+that is no longer referenced is reused for the next tensor of its size.
 """
 
 from __future__ import annotations
@@ -35,43 +35,43 @@ class StateLayout(NamedTuple):
     """Axes of hidden states.
 
     Attributes:
-        axis: which counts rows; the next one counts tokens.
-        inner: sizes of the other axes, in their order.
+        row_axis: the axis of rows; the next axis counts tokens.
+        other_sizes: sizes of the other axes, in order.
     """
 
-    axis: int
-    inner: tuple[int, ...]
+    row_axis: int
+    other_sizes: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], rows: int, length: int) -> StateLayout:
-        """Find the axes of so many rows and tokens.
+    def find(cls, shape: Sequence[int], rows: int, length: int) -> StateLayout:
+        """Find the axes of rows and tokens in a shape.
 
         Raises:
-            RefusedError: there are none.
+            RefusedError: no two neighbouring axes have these sizes.
         """
         sizes = tuple(shape)
-        for axis in range(len(sizes) - 2):
-            if sizes[axis : axis + 2] == (rows, length):
-                return cls(axis, sizes[:axis] + sizes[axis + 2 :])
+        for row_axis in range(len(sizes) - 2):
+            if sizes[row_axis : row_axis + 2] == (rows, length):
+                return cls(row_axis, sizes[:row_axis] + sizes[row_axis + 2 :])
         raise RefusedError(f"hidden states of shape {list(sizes)} reach its blocks", "--method rtn")
 
     @property
-    def width(self) -> int:
+    def values_per_token(self) -> int:
         """Return the number of values per token."""
-        return prod(self.inner)
+        return prod(self.other_sizes)
 
-    def packed(self, states: Tensor) -> Tensor:
-        """Return states as ``[rows, length, width]``."""
-        if self.axis == 0 and len(self.inner) == 1:
+    def pack(self, states: Tensor) -> Tensor:
+        """Return states as ``[rows, length, values_per_token]``."""
+        if self.row_axis == 0 and len(self.other_sizes) == 1:
             return states
-        return states.movedim((self.axis, self.axis + 1), (0, 1)).flatten(2)
+        return states.movedim((self.row_axis, self.row_axis + 1), (0, 1)).flatten(2)
 
-    def unpacked(self, states: Tensor) -> Tensor:
+    def unpack(self, states: Tensor) -> Tensor:
         """Return packed states in the layout of the blocks."""
-        if self.axis == 0 and len(self.inner) == 1:
+        if self.row_axis == 0 and len(self.other_sizes) == 1:
             return states
-        whole = states.reshape(*states.shape[:2], *self.inner)
-        return whole.movedim((0, 1), (self.axis, self.axis + 1))
+        whole = states.reshape(*states.shape[:2], *self.other_sizes)
+        return whole.movedim((0, 1), (self.row_axis, self.row_axis + 1))
 
 
 class HiddenStates(Protocol):
@@ -132,39 +132,39 @@ class UnnamedFile:
     """
 
     def __init__(self, directory: Path, size: int = 0) -> None:
-        """Make it, with so many bytes allocated."""
+        """Create the file, with ``size`` bytes allocated."""
         self._directory = directory
         try:
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close()
             if size:
                 system.allocate(self._file.fileno(), size)
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._storage_error(error) from error
 
     def read_into(self, offset: int, values: Tensor) -> None:
-        """Fill a contiguous tensor of the CPU from an offset on."""
+        """Fill a contiguous CPU tensor from the file, starting at an offset."""
         try:
-            whole = system.fill(self._file.fileno(), _bytes(values), offset)
+            complete = system.fill(self._file.fileno(), _bytes(values), offset)
         except OSError as error:
-            raise self._failed(error) from error
-        if not whole:
-            raise self._failed(OSError("the file ends early"))
+            raise self._storage_error(error) from error
+        if not complete:
+            raise self._storage_error(OSError("the file ends early"))
 
     def write_at(self, offset: int, values: Tensor) -> None:
-        """Write a tensor from an offset on."""
+        """Write a tensor to the file, starting at an offset."""
         view = _bytes(values.detach().cpu().contiguous())
         while view:
             try:
                 count = os.pwrite(self._file.fileno(), view, offset)
             except OSError as error:
-                raise self._failed(error) from error
+                raise self._storage_error(error) from error
             view, offset = view[count:], offset + count
 
     def close(self) -> None:
         """Close the file, which removes it."""
         self._file.close()
 
-    def _failed(self, error: OSError) -> ResourceError:
+    def _storage_error(self, error: OSError) -> ResourceError:
         return ResourceError(
             f"{self._directory}: activations cannot be kept on disk: {error}",
             "free some space, or choose --activations memory",
@@ -193,13 +193,13 @@ class OnDisk:
         """Return the states of tokens, given their ascending numbers."""
         length, width = self._shape
         states = torch.empty(len(tokens), width)
-        for start, stop, first in _runs(tokens):
+        for start, stop, first in _consecutive_runs(tokens):
             self._file.read_into(first * self._row_bytes // length, states[start:stop])
         return states
 
     def scatter(self, tokens: Tensor, states: Tensor) -> None:
         """Overwrite the states of tokens, given their ascending numbers."""
-        for start, stop, first in _runs(tokens):
+        for start, stop, first in _consecutive_runs(tokens):
             self._file.write_at(first * self._row_bytes // self._shape[0], states[start:stop])
 
     def close(self) -> None:
@@ -208,39 +208,39 @@ class OnDisk:
 
 
 class LeafStore:
-    """Store for the tensors in nested structures, in memory or on disk; thread-safe.
+    """Store for the tensors inside nested structures, in memory or on disk; thread-safe.
 
     Args:
-        directory: where the file is made once there is a tensor; None keeps tensors in memory.
+        directory: where the file is created with the first tensor; None keeps tensors in memory.
     """
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._file: UnnamedFile | None = None
         self._lock = threading.Lock()
-        self._end = 0
-        self._free: dict[int, list[int]] = {}  # offsets, by size
+        self._file_end = 0
+        self._free_offsets: dict[int, list[int]] = {}  # offsets, by size
 
     def put(self, structure: Any) -> Any:
-        """Return a structure with its tensors on the CPU, or on disk; errors as of `UnnamedFile`."""
+        """Return the structure with its tensors moved to the CPU or to disk; errors as `UnnamedFile`."""
         return tree_map(self._put, structure)
 
-    def take(self, leaf: Any) -> Any:
-        """Return a leaf of what `put` returned in its original form, tensors on the CPU."""
-        return leaf.read() if isinstance(leaf, _LeafOnDisk) else leaf
+    def load(self, leaf: Any) -> Any:
+        """Return a leaf of a structure from `put` in its original form, tensors on the CPU."""
+        return leaf.read() if isinstance(leaf, _TensorOnDisk) else leaf
 
-    def joined(self, device: torch.device, *leaves: Any) -> Any:
-        """Return the same leaf of several rows, concatenated along the first axis if it is a tensor."""
-        found = [self.take(leaf) for leaf in leaves]
+    def load_joined(self, device: torch.device, *leaves: Any) -> Any:
+        """Load the same leaf of several rows; tensors are concatenated along the first axis and moved to a device."""
+        found = [self.load(leaf) for leaf in leaves]
         if not isinstance(found[0], Tensor):
             return found[0]
         return (torch.cat(found) if len(found) > 1 else found[0]).to(device)
 
     def close(self) -> None:
-        """Release the file; what was put cannot be taken any more."""
+        """Close the file; stored leaves cannot be loaded any more."""
         if self._file is not None:
             self._file.close()
-        self._file, self._free, self._end = None, {}, 0
+        self._file, self._free_offsets, self._file_end = None, {}, 0
 
     def _put(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -250,15 +250,15 @@ class LeafStore:
         with self._lock:
             if self._file is None:
                 self._file = UnnamedFile(self._directory)
-            free = self._free.setdefault(leaf.nbytes, [])
-            offset = free.pop() if free else self._end
-            self._end = max(self._end, offset + leaf.nbytes)
+            free_offsets = self._free_offsets.setdefault(leaf.nbytes, [])
+            offset = free_offsets.pop() if free_offsets else self._file_end
+            self._file_end = max(self._file_end, offset + leaf.nbytes)
         self._file.write_at(offset, leaf)
-        return _LeafOnDisk(self._file, offset, leaf, free)
+        return _TensorOnDisk(self._file, offset, leaf, free_offsets)
 
 
-class _LeafOnDisk:
-    """Place of a tensor in the file, which is reused once nothing refers to it."""
+class _TensorOnDisk:
+    """Position of a tensor in the file; the space is reused once nothing refers to it."""
 
     def __init__(self, file: UnnamedFile, offset: int, tensor: Tensor, free: list[int]) -> None:
         self._file, self._offset, self._free = file, offset, free
@@ -277,8 +277,8 @@ def _bytes(values: Tensor) -> memoryview:
     return memoryview(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _runs(tokens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive numbers: where they start and stop among ``tokens``, and the first number."""
+def _consecutive_runs(tokens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of consecutive token numbers: start and stop index in ``tokens``, and the first number."""
     numbers = tokens.tolist()
     start = 0
     for stop in range(1, len(numbers) + 1):

@@ -1,9 +1,10 @@
-"""Class of transformers that a configuration names: a decoder of text, or a model with further towers.
+"""Choose the transformers class for a configuration: the text decoder, or a model with further towers.
 
-The class of the configuration comes from transformers' own table by ``model_type``. A ``model_type`` that is unknown
-there belongs to a model with code of its own, which never runs; where its ``architectures`` name a class that
-transformers has, it is that family. Keys that make a loader run or fetch code (``auto_map``, everything private) never
-reach it; nothing here touches the network.
+The configuration class comes from transformers' own table of ``model_type``. An unknown ``model_type`` belongs to a
+model with custom code, which never runs; if its ``architectures`` name a class of transformers, it is treated as that
+family.
+Keys that make a loader run or fetch code (``auto_map``, all private keys) are removed first. Nothing here accesses the
+network.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from quantforge_files.strict_json import INFINITE
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_STRIPPED = frozenset(
+_REMOVED_KEYS = frozenset(
     {
         "auto_map",
         "trust_remote_code",
@@ -32,63 +33,63 @@ _STRIPPED = frozenset(
         "torch_dtype",
     }
 )
-_TEXT = "MODEL_FOR_CAUSAL_LM_MAPPING"
-_WHOLE = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
+_TEXT_TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING"
+_MULTIMODAL_TABLES = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_MULTIMODAL_LM_MAPPING")
 
 
-def known_type(config: Mapping[str, Any]) -> tuple[str, Event | None]:
-    """Return the ``model_type`` that transformers knows, and an event if the configuration has another one.
+def resolve_model_type(config: Mapping[str, Any]) -> tuple[str, Event | None]:
+    """Return the ``model_type`` that transformers knows, and an event if the configuration declares another one.
 
     Raises:
         InputError: neither the type nor a class in ``architectures`` is known.
     """
-    stated = config.get("model_type")
-    if isinstance(stated, str) and stated in CONFIG_MAPPING:
-        return stated, None
-    named = config.get("architectures") if isinstance(stated, str) else ()
-    for table in (_TEXT, *_WHOLE):
+    declared_type = config.get("model_type")
+    if isinstance(declared_type, str) and declared_type in CONFIG_MAPPING:
+        return declared_type, None
+    named = config.get("architectures") if isinstance(declared_type, str) else ()
+    for table in (_TEXT_TABLE, *_MULTIMODAL_TABLES):
         for model_type, classes in getattr(modeling_auto, f"{table}_NAMES").items():
-            found = {classes} if isinstance(classes, str) else set(classes)
-            if isinstance(named, list) and found & set(filter(_is_text, named)):
+            class_names = {classes} if isinstance(classes, str) else set(classes)
+            if isinstance(named, list) and class_names & set(filter(_is_string, named)):
                 return model_type, Event(
                     "model-type",
-                    str(stated),
+                    str(declared_type),
                     f"unknown to transformers, computed as {model_type}, as architectures say",
                 )
     raise InputError(
-        f"config.json: model_type {stated!r} is unknown to transformers",
+        f"config.json: model_type {declared_type!r} is unknown to transformers",
         "remote code is never executed",
     )
 
 
-def _is_text(value: object) -> bool:
+def _is_string(value: object) -> bool:
     return isinstance(value, str)
 
 
-def class_of(
+def model_class(
     config: Mapping[str, Any], *, whole: bool = False
 ) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Return the parsed configuration and the class of a ``config.json``: that of its decoder, or of the whole model.
+    """Return the parsed configuration and the class of the decoder, or of the whole model with ``whole``.
 
-    A family with declarations is its decoder alone, wherever transformers has a class for that, unless ``whole``. What
-    transformers raises about values that it does not expect passes through.
+    For a family with declarations, the decoder alone is used if transformers has a class for it. Exceptions of
+    transformers about unexpected values pass through.
 
     Raises:
         InputError: transformers does not know the ``model_type``, or not as a decoder.
     """
     if architecture_of(config) is not None and not whole:
-        parsed = _parsed(_tower(config))
-        found = _class_in((_TEXT,), parsed, ())
+        parsed = _parse_config(_decoder_config(config))
+        found = _class_in_tables((_TEXT_TABLE,), parsed, ())
         if found is not None:
             return parsed, found
-    parsed = _parsed(config)
-    return parsed, _named_class(config, parsed)
+    parsed = _parse_config(config)
+    return parsed, _whole_model_class(config, parsed)
 
 
-def loaded_class(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Return the parsed configuration and the class of a ``config.json`` as a stock loader chooses them.
+def stock_model_class(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """Return the parsed configuration and the class that ``from_pretrained`` would choose.
 
-    What transformers raises about values that it does not expect passes through.
+    Exceptions of transformers about unexpected values pass through.
 
     Raises:
         InputError: transformers does not know the ``model_type``, or not as a decoder.
@@ -99,17 +100,23 @@ def loaded_class(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreT
             f"config.json: model_type {model_type!r} is unknown to transformers",
             "remote code is never executed",
         )
-    values = _clean(config)
+    values = _remove_private_keys(config)
     values.pop("model_type")
     parsed: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
-    return parsed, _named_class(config, parsed)
+    return parsed, _whole_model_class(config, parsed)
 
 
-def _named_class(config: Mapping[str, Any], parsed: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Return the class of the whole model: one that the configuration names, or else the first of its tables."""
-    tables = (*_WHOLE, _TEXT) if "text_config" in config else (_TEXT, *_WHOLE)
+def _whole_model_class(
+    config: Mapping[str, Any], parsed: PreTrainedConfig
+) -> type[PreTrainedModel]:
+    """Return the class of the whole model: one named by the configuration, else the first in the tables."""
+    tables = (
+        (*_MULTIMODAL_TABLES, _TEXT_TABLE)
+        if "text_config" in config
+        else (_TEXT_TABLE, *_MULTIMODAL_TABLES)
+    )
     named = config.get("architectures")
-    found = _class_in(tables, parsed, named if isinstance(named, list) else ())
+    found = _class_in_tables(tables, parsed, named if isinstance(named, list) else ())
     if found is None:
         raise InputError(
             f"config.json: transformers has no decoder for model_type {config.get('model_type')!r}",
@@ -118,7 +125,7 @@ def _named_class(config: Mapping[str, Any], parsed: PreTrainedConfig) -> type[Pr
     return found
 
 
-def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
+def _decoder_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the decoder, with the keys that the whole model overrides."""
     tower = dict(text_config(config))
     if "tie_word_embeddings" in config:
@@ -126,9 +133,9 @@ def _tower(config: Mapping[str, Any]) -> dict[str, Any]:
     return tower
 
 
-def _parsed(config: Mapping[str, Any]) -> PreTrainedConfig:
-    values = _clean(config)
-    model_type, _ = known_type(config)
+def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
+    values = _remove_private_keys(config)
+    model_type, _ = resolve_model_type(config)
     values.pop("model_type", None)
     architecture = architecture_of(config)
     if architecture is not None and "layer_types" in values:
@@ -137,15 +144,15 @@ def _parsed(config: Mapping[str, Any]) -> PreTrainedConfig:
     return found
 
 
-def _class_in(
+def _class_in_tables(
     tables: tuple[str, ...], parsed: PreTrainedConfig, named: Any
 ) -> type[PreTrainedModel] | None:
-    """Return the class for a configuration: the one that it names if the tables have it, or else their first."""
-    found = [kind for table in tables for kind in _classes(table, parsed)]
+    """Return the class named by the configuration if the tables have it, else their first class for it."""
+    found = [kind for table in tables for kind in _classes_in_table(table, parsed)]
     return next((kind for kind in found if kind.__name__ in named), found[0] if found else None)
 
 
-def _classes(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
+def _classes_in_table(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     mapping = getattr(modeling_auto, table)
     try:
         kinds = mapping[type(parsed)]  # imports the family's module
@@ -154,14 +161,14 @@ def _classes(table: str, parsed: PreTrainedConfig) -> Iterator[type[PreTrainedMo
     yield from kinds if isinstance(kinds, list | tuple) else (kinds,)
 
 
-def _clean(value: Any) -> Any:
-    """Drop private keys and those that load code or quantized layers, at every depth."""
+def _remove_private_keys(value: Any) -> Any:
+    """Remove private keys and keys that load code or quantized layers, at every depth."""
     if isinstance(value, Mapping):
         if value.keys() == {INFINITE} and value[INFINITE] in {"Infinity", "-Infinity", "NaN"}:
             return float(value[INFINITE])
         return {
-            key: _clean(item)
+            key: _remove_private_keys(item)
             for key, item in value.items()
-            if not key.startswith("_") and key not in _STRIPPED
+            if not key.startswith("_") and key not in _REMOVED_KEYS
         }
-    return [_clean(item) for item in value] if isinstance(value, list) else value
+    return [_remove_private_keys(item) for item in value] if isinstance(value, list) else value

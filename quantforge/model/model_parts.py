@@ -1,4 +1,4 @@
-"""Find the parts of a model of transformers: what makes final hidden states, the output layer, the blocks."""
+"""Find the parts of a transformers model: the base model, the output layer, the list of decoder blocks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def find_base_model(model: PreTrainedModel) -> PreTrainedModel | None:
     """Return the part of a model that returns ``last_hidden_state``, towers included; None if there is none.
 
-    Some classes (llama4) do not say which part it is. There it is the one with the same embedding and no output layer.
+    Some classes (llama4) do not declare it. Then it is the part with the same embedding and no output layer.
     """
     from transformers import PreTrainedModel as Model
 
@@ -38,8 +38,8 @@ def base_model(model: PreTrainedModel) -> PreTrainedModel:
     return found
 
 
-def head_of(model: PreTrainedModel) -> nn.Module | None:
-    """Return the output layer of a model, or of the decoder inside it; None without one."""
+def output_layer(model: PreTrainedModel) -> nn.Module | None:
+    """Return the output layer (LM head) of a model or of the decoder inside it; None without one."""
     from transformers import PreTrainedModel as Model
 
     head: nn.Module | None = model.get_output_embeddings()
@@ -54,10 +54,10 @@ def head_of(model: PreTrainedModel) -> nn.Module | None:
     return None
 
 
-def blocks_of(model: PreTrainedModel) -> str:
-    """Return the name of the list of decoder blocks: the longest within the decoder.
+def block_list_name(model: PreTrainedModel) -> str:
+    """Return the name of the list of decoder blocks: the longest module list within the decoder.
 
-    Modules that transformers marks as layers come before others.
+    Lists of modules that transformers marks as layers are preferred.
 
     Raises:
         RefusedError: there is none.
@@ -70,7 +70,7 @@ def blocks_of(model: PreTrainedModel) -> str:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module)
     }
-    inside = {name: module for name, module in lists.items() if _within(decoder, module)}
+    inside = {name: module for name, module in lists.items() if _is_inside(decoder, module)}
     lists = inside or lists  # some classes call their output layer the decoder
     marked = {
         name: len(module)
@@ -84,12 +84,12 @@ def blocks_of(model: PreTrainedModel) -> str:
     return longest
 
 
-def _within(decoder: nn.Module | None, module: nn.Module) -> bool:
+def _is_inside(decoder: nn.Module | None, module: nn.Module) -> bool:
     return decoder is None or any(module is item for item in decoder.modules())
 
 
-def decoder_of(model: PreTrainedModel, blocks: str) -> nn.Module:
-    """Return the text tower: the innermost model that holds a list of blocks, by its name."""
+def text_decoder(model: PreTrainedModel, blocks: str) -> nn.Module:
+    """Return the text decoder: the innermost model that contains a list of blocks, given its name."""
     from transformers import PreTrainedModel as Model
 
     found: nn.Module = model

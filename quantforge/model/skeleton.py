@@ -1,16 +1,16 @@
-"""A model without weights: stock transformers modules whose parameters take no memory.
+"""Build a transformers model without weights: parameters on the meta device, buffers real.
 
 Linear layers, embeddings and Conv1D allocate their weights with `torch.empty`. While a model is constructed, a
-`FunctionMode` sends exactly that function to the meta device, and zeros and ones of the shape of stacked experts, which
-some families begin with. Everything else stays real: rotary frequencies and embedding scales, which are computed and
-not loaded, and the few ones and zeros of the norms. A plain
-``with torch.device("meta")`` would lose the computed buffers, and they would have to be rebuilt family by family.
+`FunctionMode` redirects that function to the meta device, and likewise zeros and ones with the shape of stacked
+experts.
+Everything else stays real: rotary frequencies and embedding scales, which are computed instead of loaded, and the few
+ones and zeros of norms. A plain ``with torch.device("meta")`` would lose the computed buffers.
 
-Which class that is, `quantforge.model.model_class` says.
+`quantforge.model.model_class` chooses the class.
 
-Some of what a configuration says is only read when the model runs (the kinds of layers, when the cache is made). What
-transformers raises there is an error in the configuration as well; what our own kernels and hooks raise below it is
-not, and stays what it is.
+Some configuration values are only read when the model runs (layer types, for instance, when the cache is created).
+Exceptions of transformers at that point are configuration errors too; exceptions of our own kernels and hooks are not,
+and pass unchanged.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from transformers import PreTrainedModel
 from quantforge.architectures import text_config
 from quantforge.architectures.routers import experts_of, is_stack
 from quantforge.errors import InputError, NotRunnableError, RefusedError
-from quantforge.model.model_class import class_of
+from quantforge.model.model_class import model_class
 from quantforge.numerics.function_mode import Function, FunctionMode
 
-_FILLING = frozenset({"torch.nn.init", "transformers.initialization"})
+_INITIALIZER_MODULES = frozenset({"torch.nn.init", "transformers.initialization"})
 
-MOST = 1 << 16
-_COUNTED = re.compile(r"layer|expert|block|depth")
-_WORDS = re.compile(r"vocab")  # of an embedding for every layer
+MAX_COUNT = 1 << 16
+_COUNT_KEYS = re.compile(r"layer|expert|block|depth")
+_VOCABULARY_KEYS = re.compile(r"vocab")  # of an embedding for every layer
 
 # What constructors of transformers raise on values that they do not expect.
-_REFUSALS = (
+_TRANSFORMERS_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -55,33 +55,31 @@ _REFUSALS = (
 class _EmptyOnMeta(FunctionMode):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self._experts = experts_of(config) | experts_of(text_config(config))
+        self._expert_counts = experts_of(config) | experts_of(text_config(config))
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kwargs = dict(kwargs)
         constant = function is torch.zeros or function is torch.ones
-        if function is torch.empty or (constant and self._stacked(args, kwargs)):
+        if function is torch.empty or (constant and self._is_expert_stack(args, kwargs)):
             kwargs["device"] = "meta"
-        if getattr(function, "__module__", "") in _FILLING:
+        if getattr(function, "__module__", "") in _INITIALIZER_MODULES:
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor  # without memory there is nothing to fill, and torch would load its compiler
         return function(*args, **kwargs)
 
-    def _stacked(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _is_expert_stack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         size = kwargs.get("size", args[0] if len(args) == 1 else args)
-        known = isinstance(size, Sequence) and all(type(one) is int for one in size)
-        return known and is_stack(tuple(size), self._experts)
+        known = isinstance(size, Sequence) and all(type(side) is int for side in size)
+        return known and is_stack(tuple(size), self._expert_counts)
 
 
-def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
+def build_skeleton(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
     """Build the model of a ``config.json`` in float32: parameters on the meta device, buffers real.
 
-    It is the text model of a declared family, unless ``whole``; else whatever the configuration names, with all its
-    towers.
-
-    Running it raises InputError where transformers cannot run this configuration, and RefusedError where the model
-    needs more than tokens.
+    For a family with declarations this is the text decoder, unless ``whole``; otherwise the class that the
+    configuration names, with all its towers. Running the model raises InputError if transformers cannot run this
+    configuration, and RefusedError if the model needs more than tokens.
 
     Raises:
         InputError: transformers does not know the ``model_type`` as a decoder, or refuses the configuration.
@@ -89,60 +87,60 @@ def build(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:
     model_type = config.get("model_type")
     check_counts(config)
     try:
-        parsed, kind = class_of(config, whole=whole)
+        parsed, kind = model_class(config, whole=whole)
         with _EmptyOnMeta(config):
             model: PreTrainedModel = kind(parsed)
         if getattr(parsed, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # sdpa has no cap
         # One expert after another: torch's grouped products cannot be cut, and their bits depend on threads.
         model.set_experts_implementation("eager")
-    except _REFUSALS as error:
+    except _TRANSFORMERS_ERRORS as error:
         raise InputError(
             f"config.json: transformers refuses the {model_type} configuration: {error}",
             "compare it with the model's publication",
         ) from error
     for module in {model, model.base_model}:
-        module.forward = _refusing(module.forward, str(model_type))
+        module.forward = _with_input_errors(module.forward, str(model_type))
     return model.eval().requires_grad_(False)
 
 
 def check_counts(config: Mapping[str, Any]) -> None:
-    """Refuse a number of layers or experts that no model has: a module would be made for each of them.
+    """Refuse implausible numbers of layers or experts, before a module is created for each of them.
 
     Raises:
-        InputError: the key and its value.
+        InputError: naming the key and its value.
     """
     for key, value in config.items():
         if isinstance(value, Mapping):
             check_counts(value)
-        elif type(value) is int and value > MOST and _counts(key):
+        elif type(value) is int and value > MAX_COUNT and _is_count_key(key):
             raise InputError(
                 f"config.json: {key} = {value}", "compare it with the model's publication"
             )
 
 
-def _counts(key: str) -> bool:
-    return _COUNTED.search(key) is not None and not _WORDS.search(key)
+def _is_count_key(key: str) -> bool:
+    return _COUNT_KEYS.search(key) is not None and not _VOCABULARY_KEYS.search(key)
 
 
 @contextmanager
-def as_refusals(what: str) -> Iterator[None]:
-    """Turn errors of a trial run on random tokens and weights into refusals.
+def errors_as_refusals(subject: str) -> Iterator[None]:
+    """Turn exceptions of a trial run on random tokens and weights into RefusedError.
 
     Args:
-        what: is run, by transformers' code.
+        subject: what runs, for the message.
 
     Raises:
-        RefusedError: in the place of what transformers or torch raise.
+        RefusedError: in place of exceptions of transformers or torch.
     """
     try:
         yield
-    except _REFUSALS as error:
-        said = " ".join(str(error).split())[:160]
-        raise RefusedError(f"{what} does not run alone: {said}", "--method rtn") from error
+    except _TRANSFORMERS_ERRORS as error:
+        message = " ".join(str(error).split())[:160]
+        raise RefusedError(f"{subject} does not run alone: {message}", "--method rtn") from error
 
 
-def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any]:
+def _with_input_errors(forward: Callable[..., Any], model_type: str) -> Callable[..., Any]:
     parameters = signature(forward)
 
     @wraps(forward)
@@ -156,7 +154,7 @@ def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any
             ) from error
         try:
             return forward(*args, **kwargs)
-        except _REFUSALS as error:
+        except _TRANSFORMERS_ERRORS as error:
             if not _from_transformers(error.__traceback__):
                 raise
             raise NotRunnableError(
@@ -168,7 +166,7 @@ def _refusing(forward: Callable[..., Any], model_type: str) -> Callable[..., Any
 
 
 def _from_transformers(trace: TracebackType | None) -> bool:
-    """Return whether an error was raised by transformers' code, not by torch's or ours."""
+    """Return whether an exception was raised by transformers' code rather than by torch or QuantForge."""
     name = ""
     while trace is not None:
         name = trace.tb_frame.f_globals.get("__name__", "")

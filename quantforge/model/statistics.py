@@ -1,4 +1,4 @@
-"""Statistics of what shared inputs read: which a method may ask for, and what was observed. No torch."""
+"""Statistics of activations that a quantization method can request, and their observed values. No torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-EXPERT_TOKENS = 1024  # that pass an expert together
+EXPERT_BATCH_TOKENS = 1024  # tokens that run through an expert together
 
 
 class Statistic(StrEnum):
@@ -23,8 +23,8 @@ class Statistic(StrEnum):
     HESSIAN = "hessian"  # mean of x x^T
     PEAKS = "peaks"  # largest |x| per column
     HISTOGRAM = "histogram"  # counts of |x|, for a static range
-    SAMPLE = "sample"  # the inputs themselves: of a few tokens
-    CACHE = "cache"  # largest key and value of each head: of a block, not of a shared input
+    SAMPLE = "sample"  # the inputs of a few tokens
+    CACHE = "cache"  # largest key and value of each head; belongs to a block
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +49,7 @@ class Statistics:
 
     @property
     def importance(self) -> Tensor | None:
-        """Return the diagonal of the Hessian ``[in_features]``, or else the squares; None without either."""
+        """Return the diagonal of the Hessian ``[in_features]``, or the mean squares; None if neither was observed."""
         return self.squares if self.hessian is None else self.hessian.diagonal()
 
     def copy(self) -> Statistics:
@@ -59,60 +59,63 @@ class Statistics:
             self.tokens, *(None if value is None else value.clone() for value in values)
         )
 
-    def only(self, wanted: frozenset[Statistic]) -> Statistics:
-        """Return only the wanted statistics, sharing tensors; empty statistics if nothing is wanted."""
-        if not wanted:
+    def select(self, requested: frozenset[Statistic]) -> Statistics:
+        """Return only the requested statistics, sharing tensors; empty statistics for an empty request."""
+        if not requested:
             return Statistics()
         return Statistics(
             self.tokens,
-            squares=self.squares if Statistic.SQUARES in wanted else None,
-            hessian=self.hessian if Statistic.HESSIAN in wanted else None,
-            peaks=self.peaks if Statistic.PEAKS in wanted else None,
-            histogram=self.histogram if Statistic.HISTOGRAM in wanted else None,
-            sample=self.sample if Statistic.SAMPLE in wanted else None,
+            squares=self.squares if Statistic.SQUARES in requested else None,
+            hessian=self.hessian if Statistic.HESSIAN in requested else None,
+            peaks=self.peaks if Statistic.PEAKS in requested else None,
+            histogram=self.histogram if Statistic.HISTOGRAM in requested else None,
+            sample=self.sample if Statistic.SAMPLE in requested else None,
         )
 
     def with_ranges_of(self, other: Statistics) -> Statistics:
-        """Return these statistics with the ranges (peaks and histogram) of others, sharing tensors."""
+        """Return a copy with the ranges (peaks and histogram) of other statistics, sharing tensors."""
         return replace(self, peaks=other.peaks, histogram=other.histogram)
 
-    def toward(self, prior: Statistics, tokens: float) -> Statistics:
-        """Mix these means of ``n`` tokens with those of ``prior``, which count as ``m = tokens`` tokens.
+    def shrink_toward(self, prior: Statistics, tokens: float) -> Statistics:
+        """Mix these means over ``n`` tokens with those of ``prior``, which count as ``m = tokens`` tokens.
 
-        Each mean is ``(n H + m H_0) / (n + m)``, that of the prior alone where these have none.
-        Few tokens give a Hessian of low rank, which says nothing of other directions. Ranges (peaks and histogram) are
-        joined with the prior's while ``n < m``. The tensors of these statistics are overwritten.
+        Each mean becomes ``(n H + m H_0) / (n + m)``; with ``n = 0`` it is the prior. A Hessian of few tokens has low
+        rank and says nothing about other directions. Ranges (peaks and histogram) are joined with those of the prior if
+        ``n <
+        m``. The tensors of these statistics are overwritten.
         """
         share = self.tokens / (self.tokens + tokens)
-        few = self.tokens < tokens
+        is_small_sample = self.tokens < tokens
         return Statistics(
             tokens=self.tokens,
-            squares=_mixed(self.squares, prior.squares, share),
-            hessian=_mixed(self.hessian, prior.hessian, share),
-            peaks=_joined(self.peaks, prior.peaks, few, lambda a, b: a.maximum(b)),
-            histogram=_joined(self.histogram, prior.histogram, few, lambda a, b: a + b),
+            squares=_mix_means(self.squares, prior.squares, share),
+            hessian=_mix_means(self.hessian, prior.hessian, share),
+            peaks=_join_ranges(self.peaks, prior.peaks, is_small_sample, lambda a, b: a.maximum(b)),
+            histogram=_join_ranges(
+                self.histogram, prior.histogram, is_small_sample, lambda a, b: a + b
+            ),
         )
 
 
-def of_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
-    """Return the statistics that activation quantization of these kinds needs."""
-    wanted: set[Statistic] = set()
+def statistics_for_inputs(inputs: Iterable[Activation | None]) -> frozenset[Statistic]:
+    """Return the statistics required to quantize activations of these kinds."""
+    requested: set[Statistic] = set()
     for activation in inputs:
         if activation is not None and not activation.dynamic:
-            wanted |= {Statistic.PEAKS, Statistic.HISTOGRAM}
+            requested |= {Statistic.PEAKS, Statistic.HISTOGRAM}
         elif activation is not None and activation.threshold is not None:
-            wanted.add(Statistic.PEAKS)
-    return frozenset(wanted)
+            requested.add(Statistic.PEAKS)
+    return frozenset(requested)
 
 
-def _mixed(own: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
+def _mix_means(own: Tensor | None, prior: Tensor | None, share: float) -> Tensor | None:
     """Return the mean of two tensors weighted by ``share`` and ``1 - share``; the first is overwritten."""
     if own is None or prior is None:
         return None if prior is None else prior.clone()
     return own.mul_(share).add_(prior, alpha=1 - share)
 
 
-def _joined(
+def _join_ranges(
     own: Tensor | None, prior: Tensor | None, both: bool, join: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
     if own is None or prior is None:

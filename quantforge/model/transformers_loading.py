@@ -1,12 +1,12 @@
-"""Whether transformers finds every parameter of a model in its files: its own loader, run on the meta device.
+"""Check whether transformers finds every parameter of a model in its files, by running its loader on the meta device.
 
-`compare` takes the steps of ``from_pretrained``: it builds the class that the configuration names, lets the quantizer
-of ``quantization_config`` replace modules, renames tensors by transformers' rules, and merges and splits them with its
-converters. Only headers are read, except for a few small tensors whose values a loader needs. Code in a model directory
-never runs, and the hub is never contacted.
+`check_loading` takes the steps of ``from_pretrained``: it builds the class that the configuration names, lets the
+quantizer of ``quantization_config`` replace modules, renames tensors by transformers' rules, and merges and splits them
+with its converters. Only headers are read, except for a few small tensors whose values a loader needs. Code in a model
+directory never runs, and the hub is never contacted.
 
-If a quantized model cannot be tried, because the quantizer's library is missing for example, the same model with its
-weights decoded is tried instead. If that does not fit, the packed one does not either; if it fits, nothing is known.
+If loading a quantized model cannot be tried (because the library of its quantizer is missing, for example), the same
+model with decoded weights is tried instead. If that fails, the packed one fails too; if it succeeds, nothing is known.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch import Tensor
 from quantforge.architectures import text_config
 from quantforge.errors import InputError
 from quantforge.files.safetensors import torch_dtype
-from quantforge.model.model_class import loaded_class
+from quantforge.model.model_class import stock_model_class
 from quantforge.model.skeleton import check_counts
 from quantforge.plans import Action, EngineVerdict, StoredTensor, TensorPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SHOWN = 3  # names in a message
+MAX_NAMES_SHOWN = 3  # names in a message
 _META = torch.device("meta")
 # Small tensors whose values a loader needs to interpret the others: bitsandbytes' description of a matrix.
 _NEEDED_VALUES = re.compile(r"\.quant_state\.bitsandbytes__")
@@ -40,121 +40,127 @@ _META_ERROR = re.compile(r"\bmeta\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Loading:
-    """The result of loading tensors into a model of transformers.
+class LoadingResult:
+    """The result of loading tensors into a transformers model.
 
     Attributes:
         missing: parameters that no tensor fills; transformers would initialize them at random.
         mismatched: parameters whose tensor has another shape, as text with both shapes.
         failed: parameters whose tensors cannot be merged, split or unpacked.
-        fault: the error that transformers raises although every parameter is filled, "" for none.
-        untried: why loading could not be tried, "" if it was; nothing is known then.
+        error: the exception that transformers raises although every parameter is filled; "" for none.
+        not_tried: why loading could not be tried (then nothing is known); "" if it was.
     """
 
     missing: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
-    fault: str = ""
-    untried: str = ""
+    error: str = ""
+    not_tried: str = ""
 
     @property
-    def obstacle(self) -> str:
-        """Return why the model cannot be loaded, for a message; "" if no reason is known or nothing was tried."""
+    def reason(self) -> str:
+        """Return why the model cannot be loaded, for a message; "" if there is no known reason."""
         found = (
             ("{} parameter(s) are in no file and would be random", self.missing),
             ("{} parameter(s) have another shape in the files", self.mismatched),
             ("the tensors of {} parameter(s) cannot be converted", self.failed),
         )
-        reasons = [f"{text.format(len(names))}: {_some(names)}" for text, names in found if names]
-        return "; ".join([*reasons, *filter(None, [self.fault])])
+        reasons = [
+            f"{text.format(len(names))}: {_shorten_names(names)}" for text, names in found if names
+        ]
+        return "; ".join([*reasons, *filter(None, [self.error])])
 
 
-def compare(
+def check_loading(
     config: Mapping[str, Any],
     stored: Iterable[StoredTensor],
     read: Callable[[str], Tensor],
     decoded: Callable[[], Iterable[StoredTensor]],
-) -> Loading:
+) -> LoadingResult:
     """Compare the tensors in a model's files with the parameters that transformers expects.
 
     Args:
-        config: ``config.json``.
+        config: content of ``config.json``.
         stored: headers of all tensors.
         read: returns the values of a stored tensor by name.
         decoded: returns the headers of the same model with decoded weights, tried if the packed ones cannot be.
     """
     stored = tuple(stored)
-    quantized = _quantization(config)
-    found = _compared(config, stored, read, quantized)
-    if not found.untried or not quantized:
-        return found
+    quantization_config = _copy_quantization_config(config)
+    result = _try_loading(config, stored, read, quantization_config)
+    if not result.not_tried or not quantization_config:
+        return result
     try:
-        plain = compare_plain(config, decoded())
+        plain_result = check_plain_loading(config, decoded())
     except InputError:  # whoever reads the weights gets this error, too
-        return found
+        return result
     # Only these count: a quantizer may split stacked experts, whose names have no such ending.
-    lost = tuple(name for name in plain.missing if name.endswith(".weight"))
-    return Loading(lost, plain.mismatched) if lost or plain.mismatched else found
+    missing_weights = tuple(name for name in plain_result.missing if name.endswith(".weight"))
+    return (
+        LoadingResult(missing_weights, plain_result.mismatched)
+        if missing_weights or plain_result.mismatched
+        else result
+    )
 
 
-def compare_plain(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> Loading:
-    """Compare like `compare`, but ignore any quantization that the configuration declares."""
-    return _compared(config, tuple(stored), _unread, None)
+def check_plain_loading(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> LoadingResult:
+    """Check loading like `check_loading`, but ignore any quantization that the configuration declares."""
+    return _try_loading(config, tuple(stored), _refuse_read, None)
 
 
-def judged_by_names(
+def resolve_verdicts(
     verdicts: tuple[EngineVerdict, ...], config: Mapping[str, Any], tensors: Iterable[TensorPlan]
 ) -> tuple[EngineVerdict, ...]:
-    """Decide the verdicts of a plan whose ``loads`` is None by the names and shapes of the planned tensors.
+    """Fill in the verdicts of a plan whose ``loads`` is None, by the names and shapes of the planned tensors.
 
     Args:
-        verdicts: of the plan.
-        config: of the result, without its ``quantization_config``.
-        tensors: of the plan.
+        verdicts: the engine verdicts of the plan.
+        config: configuration of the result, without its ``quantization_config``.
+        tensors: the tensors of the plan.
     """
     if all(verdict.loads is not None for verdict in verdicts):
         return verdicts
     kept = (item for item in tensors if item.action in {Action.KEEP, Action.QUANTIZE})
-    found = compare_plain(
+    found = check_plain_loading(
         config, [StoredTensor(item.name, item.dtype, item.shape) for item in kept]
     )
-    return tuple(_judged(one, found) if one.loads is None else one for one in verdicts)
+    return tuple(_resolve_verdict(one, found) if one.loads is None else one for one in verdicts)
 
 
-def _judged(verdict: EngineVerdict, found: Loading) -> EngineVerdict:
-    if found.untried:
-        return replace(verdict, reason=found.untried)
-    return EngineVerdict(verdict.engine, not found.obstacle, found.obstacle or verdict.note)
+def _resolve_verdict(verdict: EngineVerdict, found: LoadingResult) -> EngineVerdict:
+    if found.not_tried:
+        return replace(verdict, reason=found.not_tried)
+    return EngineVerdict(verdict.engine, not found.reason, found.reason or verdict.note)
 
 
-def _unread(name: str) -> Tensor:
+def _refuse_read(name: str) -> Tensor:
     raise InputError(f"{name}: its values describe a quantized matrix", "", tensor=name)
 
 
-def _compared(
+def _try_loading(
     config: Mapping[str, Any],
     stored: tuple[StoredTensor, ...],
     read: Callable[[str], Tensor],
     quantized: Any,
-) -> Loading:
+) -> LoadingResult:
     try:
         check_counts(config)
-        parsed, kind = loaded_class(config)
+        parsed, kind = stock_model_class(config)
         with _quiet():
-            return _loaded(
+            return _load_on_meta(
                 parsed, kind, quantized, {item.name: _tensor(item, read) for item in stored}
             )
     except InputError as error:
-        return Loading(untried=error.message)
+        return LoadingResult(not_tried=error.message)
     except Exception as error:  # whatever constructors, quantizers and their libraries raise
         message = " ".join(str(error).split())
-        return Loading(untried=f"transformers: {message or type(error).__name__}"[:300])
+        return LoadingResult(not_tried=f"transformers: {message or type(error).__name__}"[:300])
 
 
-def _loaded(
+def _load_on_meta(
     parsed: PreTrainedConfig, kind: type[PreTrainedModel], quantized: Any, tensors: dict[str, Any]
-) -> Loading:
-    """Run the steps of ``from_pretrained`` that assign tensors to parameters; ``tensors`` are on the meta device."""
+) -> LoadingResult:
+    """Run the steps of ``from_pretrained`` that assign ``tensors`` (on the meta device) to parameters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
@@ -189,12 +195,12 @@ def _loaded(
         try:
             model._initialize_missing_keys(quantizer is not None)
         except AttributeError as error:  # code of a family that reads the weights of packed layers
-            return Loading(fault=f"transformers fails at it: {error}")
+            return LoadingResult(error=f"transformers fails at it: {error}")
     failed = dict(info.conversion_errors)
     for name, message in failed.items():
         if _META_ERROR.search(message):
-            return Loading(untried=f"transformers converts {name} by its values")
-    return Loading(
+            return LoadingResult(not_tried=f"transformers converts {name} by its values")
+    return LoadingResult(
         tuple(sorted(set(info.missing_keys) - failed.keys())),
         tuple(
             f"{name} {list(own)} instead of {list(wanted)}"
@@ -204,7 +210,7 @@ def _loaded(
     )
 
 
-def _quantization(config: Mapping[str, Any]) -> Any:
+def _copy_quantization_config(config: Mapping[str, Any]) -> Any:
     """Return a copy of ``quantization_config``, also from within ``text_config``; None if there is none."""
     found = config.get("quantization_config") or text_config(config).get("quantization_config")
     return dict(found) if isinstance(found, Mapping) else None
@@ -249,6 +255,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(names[:SHOWN])}{more}"
+def _shorten_names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - MAX_NAMES_SHOWN} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f"{', '.join(names[:MAX_NAMES_SHOWN])}{more}"

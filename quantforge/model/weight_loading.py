@@ -1,7 +1,7 @@
-"""Weights that come and go: modules of a skeleton filled from a checkpoint, in float32, and emptied again.
+"""Load the weights of skeleton modules from a checkpoint in float32, and free them again.
 
 Names are those of the declarations. The running model holds all experts of a block in one parameter; they are read one
-at a time, whether files hold them so or one by one. Of an embedding only the rows of tokens that occur are held.
+at a time, whether files store them stacked or one by one. Of an embedding only the rows of occurring tokens are loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import StoredTensor
 
-LARGE = 1 << 24  # numbers of an embedding that is held whole
+LARGE_EMBEDDING = 1 << 24  # elements; a larger embedding is not loaded whole
 
 
 class TensorSource(Protocol):
-    """What a model stream needs of a checkpoint."""
+    """Interface of a checkpoint as a model stream needs it."""
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -41,33 +41,33 @@ class TensorSource(Protocol):
 
 
 class ModuleWeights:
-    """Reader of a checkpoint's weights into the modules of a text model on a device."""
+    """Loads weights of a checkpoint into the modules of a text model on a device."""
 
     def __init__(
         self,
         source: TensorSource,
         model_layout: ModelLayout,
         device: str | torch.device = "cpu",
-        names: WeightMapping | None = None,
+        mapping: WeightMapping | None = None,
     ) -> None:
-        """Read from a checkpoint to a device; ``names`` converts parameters that its files hold in another form."""
+        """Read from ``source`` to a device; ``mapping`` converts parameters that files hold in another layout."""
         self._source = source
-        self._names = names
+        self._mapping = mapping
         self._model_layout = model_layout
         self._device = torch.device(device)
         self._architecture, _ = require_declarations(model_layout)
 
     def fill(self, model: nn.Module, name: str) -> None:
-        """Fill a tensor outside of the blocks; ``name`` is its canonical one."""
+        """Load one tensor outside of the blocks, given its canonical name."""
         module, _, leaf = name.rpartition(".")
         model.get_submodule(module).load_state_dict(
             {leaf: self.read(name)}, assign=True, strict=False
         )
 
     def fill_block(self, module: nn.Module, index: int) -> dict[str, StoredTensor]:
-        """Fill a block; return its stored tensors by their declared names relative to it; errors as `read`.
+        """Load a block; return its stored tensors by declared name relative to it. Errors as `read`.
 
-        Experts are left empty: they are read one at a time, by `expert`.
+        Experts stay empty: `read_expert` reads them one at a time.
         """
         block = self._model_layout.block_name(index)
         kind = self._model_layout.layers[index]
@@ -76,96 +76,101 @@ class ModuleWeights:
             for item in kind.parameters
             if f"{block}.{item.name}" in self._model_layout.by_name
         }
-        stacked = _stacked(kind, module)
+        stacked = _expert_parameters(kind, module)
         state = {
-            key: empty if key in stacked else self.read(f"{block}.{key}")
-            for key, empty in module.state_dict().items()
+            key: free_weights if key in stacked else self.read(f"{block}.{key}")
+            for key, free_weights in module.state_dict().items()
         }
         module.load_state_dict(state, assign=True, strict=True)
         return stored
 
-    def expert(
+    def read_expert(
         self, module: nn.Module, index: int, number: int, places: Mapping[str, Place]
     ) -> dict[str, Tensor]:
-        """Return the parameters of one expert of a block, ``[1, ...]`` each, by their names in it; errors as `read`.
+        """Return the parameters of one expert, ``[1, ...]`` each, by name relative to the block. Errors as `read`.
 
-        ``places``: where its linears lie in the stacks.
+        ``places``: the positions of its linears in the stacks.
         """
         block, kind = self._model_layout.block_name(index), self._model_layout.layers[index]
-        found = {}
-        for key, empty in _stacked(kind, module).items():
+        parameters = {}
+        for key, free_weights in _expert_parameters(kind, module).items():
             name = f"{block}.{key}"
             if name in self._model_layout.by_name:
-                found[key] = self._read_rows(name, number)
+                parameters[key] = self._read_row(name, number)
             else:
-                found[key] = torch.full((1, *empty.shape[1:]), torch.nan, device=self._device)
+                parameters[key] = torch.full(
+                    (1, *free_weights.shape[1:]), torch.nan, device=self._device
+                )
         for linear, place in places.items():
             if f"{block}.{linear}.weight" in self._model_layout.by_name:
-                matrix = place.stack.matrix(found[place.stack.parameter], place.position, 0)
+                matrix = place.stack.matrix(parameters[place.stack.parameter], place.position, 0)
                 matrix.copy_(self.read(f"{block}.{linear}.weight"))
-        return found
+        return parameters
 
-    def _read_rows(self, name: str, row: int) -> Tensor:
-        """Return one row of a tensor as float32, with its dimension; errors as `read`."""
+    def _read_row(self, name: str, row: int) -> Tensor:
+        """Return one row of a tensor as float32, keeping the first dimension; errors as `read`."""
         stored = self._model_layout.by_name[name].header.name
         tensor = self._source.read_rows(stored, row, row + 1)
         scan_finite(stored, tensor)
         return tensor.to(self._device, torch.float32, copy=True)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor by its canonical name as float32 (integers stay); raise InputError where it is not finite."""
-        if name not in self._model_layout.by_name and self._names is not None:
-            return self._names.make(self._names.sources[name], self._read_stored)[name]
+        """Return a tensor by its canonical name as float32 (integers unchanged).
+
+        Raise InputError if it is not finite.
+        """
+        if name not in self._model_layout.by_name and self._mapping is not None:
+            return self._mapping.compute(self._mapping.sources[name], self._read_stored)[name]
         return self._read_stored(self._model_layout.by_name[name].header.name)
 
     def _read_stored(self, stored: str) -> Tensor:
-        return _read(self._source, stored, self._device)
+        return _read_float32(self._source, stored, self._device)
 
-    def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Gather rows of a matrix as float32, ``rows`` ascending, reading it in strips."""
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Gather rows of a matrix as float32, given in ascending order, reading it in strips."""
         stored = self._model_layout.by_name[name].header
-        return _gathered(self._source, stored.name, stored.shape, rows).to(self._device)
+        return _gather_rows(self._source, stored.name, stored.shape, rows).to(self._device)
 
 
 class WholeWeights:
-    """Reader of a checkpoint's weights as float32 by the names of the whole running model, towers included."""
+    """Reads weights as float32 by the parameter names of the whole running model, towers included."""
 
-    def __init__(self, source: TensorSource, names: WeightMapping, device: torch.device) -> None:
-        """Read from a checkpoint to a device by ``names`` of the whole model."""
-        self._source, self._names, self._device = source, names, device
+    def __init__(self, source: TensorSource, mapping: WeightMapping, device: torch.device) -> None:
+        """Read from a checkpoint to a device with the ``mapping`` of the whole model."""
+        self._source, self._mapping, self._device = source, mapping, device
 
     def read(self, name: str) -> Tensor | None:
-        """Return a parameter or buffer, None where it is in no file; InputError where it is not finite."""
-        name = self._names.tied.get(name, name)
-        if name not in self._names.sources:
+        """Return a parameter or buffer; None if it is in no file, InputError if it is not finite."""
+        name = self._mapping.tied.get(name, name)
+        if name not in self._mapping.sources:
             return None
-        return self._names.make(self._names.sources[name], self._read)[name]
+        return self._mapping.compute(self._mapping.sources[name], self._read_stored)[name]
 
-    def rows(self, name: str, rows: Tensor) -> Tensor:
-        """Gather rows of a matrix, ``rows`` ascending; a matrix that is converted is read whole."""
-        name = self._names.tied.get(name, name)
-        source = self._names.sources[name]
+    def read_rows(self, name: str, rows: Tensor) -> Tensor:
+        """Gather rows of a matrix, given in ascending order; a matrix that needs conversion is read whole."""
+        name = self._mapping.tied.get(name, name)
+        source = self._mapping.sources[name]
         if source.rule is not None:
-            return self._names.make(source, self._read)[name][rows]
+            return self._mapping.compute(source, self._read_stored)[name][rows]
         (stored,) = source.stored
-        shape = self._names.shape(stored)
-        return _gathered(self._source, stored, shape, rows).to(self._device)
+        shape = self._mapping.shape(stored)
+        return _gather_rows(self._source, stored, shape, rows).to(self._device)
 
-    def _read(self, stored: str) -> Tensor:
-        return _read(self._source, stored, self._device)
+    def _read_stored(self, stored: str) -> Tensor:
+        return _read_float32(self._source, stored, self._device)
 
 
 class EmbeddingRows:
-    """Embedding that holds only the rows of tokens that occur; thread-safe.
+    """Embedding that holds only the rows of occurring tokens; thread-safe.
 
-    The model looks its tokens up by their own numbers, as ever; before it does, they are renumbered to the rows that
-    are held. Rows of a token that comes up later, a padding token that the model puts in, are read then.
+    The model looks up tokens by their usual ids; a hook renumbers them to the rows that are held. Rows of a token that
+    comes up later (a padding token that the model inserts) are read then.
 
     Args:
-        module: the embedding, which is empty.
-        read: returns the rows of ascending tokens.
-        tokens: that occur, ascending, or few of them.
-        stack: takes the hook that renumbers.
+        module: the embedding, without weights.
+        read: returns the rows of ascending token ids.
+        tokens: occurring token ids, ascending; may be incomplete.
+        stack: removes the hook when it is closed.
     """
 
     def __init__(
@@ -177,7 +182,7 @@ class EmbeddingRows:
         module.weight = parameter(read(tokens))
         handle = module.register_forward_pre_hook(self._renumber, with_kwargs=True)
         stack.callback(handle.remove)
-        stack.callback(empty, module)
+        stack.callback(free_weights, module)
 
     def _renumber(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -193,15 +198,15 @@ class EmbeddingRows:
         return (rows, *args[1:]), values
 
 
-def is_lookup(module: nn.Module) -> bool:
-    """Return whether a module is an embedding that is called with tokens alone."""
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Return whether a module is an embedding that is called with token ids alone."""
     if not isinstance(module, nn.Embedding):
         return False
-    taken = list(inspect.signature(type(module).forward).parameters)
-    return taken[1:] in (["input"], ["input_ids"])
+    parameters = list(inspect.signature(type(module).forward).parameters)
+    return parameters[1:] in (["input"], ["input_ids"])
 
 
-def _read(source: TensorSource, name: str, device: torch.device) -> Tensor:
+def _read_float32(source: TensorSource, name: str, device: torch.device) -> Tensor:
     tensor = source.read(name)
     scan_finite(name, tensor)
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype  # tables of numbers stay
@@ -209,8 +214,8 @@ def _read(source: TensorSource, name: str, device: torch.device) -> Tensor:
     return tensor.to(device, dtype, copy=True)
 
 
-def _gathered(source: TensorSource, name: str, shape: tuple[int, ...], rows: Tensor) -> Tensor:
-    """Gather rows of a stored matrix as float32, ``rows`` ascending, reading it in strips."""
+def _gather_rows(source: TensorSource, name: str, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+    """Gather rows of a stored matrix as float32, given in ascending order, reading it in strips."""
     count = shape[0]
     step = max(1, CHUNK_BYTES * count // (4 * math.prod(shape)))
     found = [torch.empty(0, *shape[1:])]
@@ -222,7 +227,7 @@ def _gathered(source: TensorSource, name: str, shape: tuple[int, ...], rows: Ten
     return torch.cat(found)
 
 
-def _stacked(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:
+def _expert_parameters(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a block that hold data of all experts, by name."""
     paths = {stack.parameter.rpartition(".")[0] for stack in kind.stacks}
     return {
@@ -231,12 +236,12 @@ def _stacked(kind: LayerKind, module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameter(value: Tensor) -> nn.Parameter:
-    """Return a parameter without gradient."""
+    """Wrap a tensor as a parameter without gradient."""
     return nn.Parameter(value, requires_grad=False)
 
 
-def empty(module: nn.Module) -> None:
-    """Free the weights of a module by moving them to the meta device."""
+def free_weights(module: nn.Module) -> None:
+    """Free the weights of a module by replacing them with tensors on the meta device."""
     for child in module.modules():
         for name, value in child.named_parameters(recurse=False):
             setattr(child, name, parameter(torch.empty_like(value, device="meta")))

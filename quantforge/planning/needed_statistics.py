@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.match import MEASURED, ModelLayout, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import GGML_BLOCKS
-from quantforge.model.statistics import Statistic, of_inputs
+from quantforge.model.statistics import Statistic, statistics_for_inputs
 from quantforge.planning.peak_memory import spread_experts
 from quantforge.planning.weight_traffic import chosen_experts
 from quantforge.plans import Action
@@ -120,7 +120,11 @@ class Observation:
     def _of_ranges(self, model_layout: ModelLayout, draft: Draft) -> frozenset[Statistic]:
         """Return what static ranges, outlier columns and the KV cache need, whatever the method needs."""
         inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
-        wanted = of_inputs(inputs) if any(item.measured for item in inputs if item) else frozenset()
+        wanted = (
+            statistics_for_inputs(inputs)
+            if any(item.measured for item in inputs if item)
+            else frozenset()
+        )
         if self.recipe.kv_cache != "none":
             wanted |= {Statistic.CACHE}
         if not wanted:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role, require_declarations
-from quantforge.model.statistics import EXPERT_TOKENS, Statistic
+from quantforge.model.statistics import EXPERT_BATCH_TOKENS, Statistic
 from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import Action, TensorPlan
@@ -341,7 +341,7 @@ def _expert_bytes(groups: Iterable[list[TensorPlan]], sizes: Dimensions, *, hess
     for inputs in widths.values():
         inner = max(inputs - {sizes.hidden}, default=sizes.hidden)
         squares = sum(width**2 for width in inputs | {sizes.hidden}) if hessians else 0
-        activations = EXPERT_TOKENS * (5 * sizes.hidden + 6 * inner)
+        activations = EXPERT_BATCH_TOKENS * (5 * sizes.hidden + 6 * inner)
         found.append(FLOAT * (activations + 2 * squares))
     return max(found)
 
@@ -379,7 +379,7 @@ def _tuning_step(tensors: Iterable[TensorPlan], model_layout: ModelLayout, run: 
         codes *= 1 + CODE_BYTES
     if state_copies(model_layout) > 1:
         states += MIXED * count * length * sizes.hidden
-        states += 2 * min(count * length, EXPERT_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
+        states += 2 * min(count * length, EXPERT_BATCH_TOKENS) * (5 * sizes.hidden + 6 * sizes.ffn)
         block += _routing_bytes(model_layout, count * length)
     return (
         codes

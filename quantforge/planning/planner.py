@@ -313,13 +313,13 @@ def derived_match(checkpoint: Checkpoint) -> ModelLayout:
     """Match a checkpoint by declarations that are derived from the code of transformers.
 
     Raises:
-        InputError: as `derive_for` and `match`.
-        RefusedError: as `derive_for`, or files hold stacks of experts in the other orientation.
+        InputError: as `derive_declarations_for` and `match`.
+        RefusedError: as `derive_declarations_for`, or files hold stacks of experts in the other orientation.
     """
-    from quantforge.model.derive.derive import derive_for
+    from quantforge.model.derive.derive import derive_declarations_for
 
     entries = [entry.header() for entry in checkpoint.entries.values()]
-    found = derive_for(checkpoint.config, entries)
+    found = derive_declarations_for(checkpoint.config, entries)
     if found.turned:
         raise RefusedError(
             f"its files hold {min(found.turned)} the other way around", "--method rtn"
@@ -331,9 +331,9 @@ def _family_events(model_layout: ModelLayout, checkpoint: Checkpoint) -> tuple[E
     """Return the event of a model that was derived as one of another ``model_type``, if it was."""
     if model_layout.architecture is None or model_layout.architecture.derived is None:
         return ()
-    from quantforge.model.model_class import known_type
+    from quantforge.model.model_class import resolve_model_type
 
-    _, event = known_type(checkpoint.config)
+    _, event = resolve_model_type(checkpoint.config)
     return (event,) if event is not None else ()
 
 
@@ -381,7 +381,7 @@ def with_judged_names(checkpoint: Checkpoint, draft: Draft) -> Draft:
 
     config = unquantized_config(checkpoint)
     config = untied(config) if draft.untie else config
-    engines = transformers_loading.judged_by_names(draft.engines, config, draft.tensors)
+    engines = transformers_loading.resolve_verdicts(draft.engines, config, draft.tensors)
     for verdict in engines:
         if verdict.engine == TRANSFORMERS and verdict.loads is False:
             raise RefusedError(

@@ -44,10 +44,10 @@ def source_as_read(
         source = merge_adapter(source, open_adapter(settings.adapter))
     if recipe.engine == TRANSFORMERS and key != GGUF and converts(source.config):
         from quantforge.model.transformers_layout import (
-            running_form,  # torch, which planning does without
+            running_layout,  # torch, which planning does without
         )
 
-        source = running_form(source)
+        source = running_layout(source)
     return single_experts(source, key, recipe)
 
 
@@ -90,11 +90,11 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
     """
     if architecture_of(checkpoint.config) is not None or not _seems_stacked(checkpoint):
         return unstacked(checkpoint)
-    from quantforge.model.derive.derive import derive_for
+    from quantforge.model.derive.derive import derive_declarations_for
 
     stored = [entry.header() for entry in checkpoint.entries.values()]
     try:
-        return unstacked(checkpoint, derive_for(checkpoint.config, stored))
+        return unstacked(checkpoint, derive_declarations_for(checkpoint.config, stored))
     except (InputError, RefusedError):
         return checkpoint
 

@@ -335,7 +335,7 @@ class OutputErrorEstimator:
         if self._is_single_linear and statistics.hessian is not None:
             hessian = statistics.hessian
         if hessian is None:
-            calls = block.capture(shared.within, rows)
+            calls = block.capture_calls(shared.within, rows)
             wanted = {shared.key, *_single_linear_inputs(block, shared.within)}
             with _InputMoments(
                 block.module, wanted if statistics.hessian is None else set()

@@ -16,7 +16,12 @@ from torch import Tensor
 from quantforge.architectures import FoldKind, SharedInput
 from quantforge.events import Event
 from quantforge.model.block import DecoderBlock
-from quantforge.model.scale_folding import expand_heads, fold, representable, shrink_heads
+from quantforge.model.scale_folding import (
+    expand_heads,
+    fold_scale,
+    nearest_exact_scale,
+    shrink_heads,
+)
 from quantforge.model.statistics import Statistics
 
 MAX_FACTOR = 1024.0  # largest ratio of a factor to the mean: keeps norms in the range of float16
@@ -29,7 +34,7 @@ def fold_if_storable(
     """Fold factors into a pair; if they cannot be stored, change nothing and return an event."""
     if problem := storage_obstacle(block, shared, quantized, scale):
         return Event("pair-skipped", f"{block.name}.{shared.key}", problem)
-    fold(block, shared, scale)
+    fold_scale(block, shared, scale)
     return None
 
 
@@ -71,7 +76,7 @@ def storable_factors(
     """
     logs = logs - logs.mean()
     scale = torch.exp2(logs.round() if powers_of_two else logs).clamp(1 / MAX_FACTOR, MAX_FACTOR)
-    return representable(block, shared, scale)
+    return nearest_exact_scale(block, shared, scale)
 
 
 def storage_obstacle(
@@ -108,7 +113,7 @@ def _unquantized_after_fold(
         yield weight, (block.parameter(weight) + offset) / channels - offset, offset
     elif scale_fold.module not in quantized:
         yield weight, block.weight(scale_fold.module)[rows] / channels[:, None], 0.0
-    if block.has(bias):
+    if block.has_parameter(bias):
         yield bias, block.parameter(bias)[rows] / channels, 0.0
     for linear in shared.readers:
         if linear not in quantized:

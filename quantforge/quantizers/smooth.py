@@ -134,7 +134,7 @@ class _StrengthSearch:
         return _StrengthCandidate(best.strength, best.scale, best.error / first if first else 1.0)
 
     def _inputs(self, rows: int) -> Tensor:
-        calls = self._block.capture(self._shared.key, rows)
+        calls = self._block.capture_calls(self._shared.key, rows)
         x = torch.cat([call.args[0].reshape(-1, call.args[0].shape[-1]) for call in calls])
         return x[:: max(1, len(x) // MEASURED_TOKENS)]
 

@@ -39,9 +39,9 @@ from quantforge.formats.decoded import PRECISION
 from quantforge.formats.match_quantized import drop_tied_copy, match_headers
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import decode_if_unsupported
-from quantforge.model.model_class import known_type
+from quantforge.model.model_class import resolve_model_type
 from quantforge.model.model_parts import find_base_model
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
@@ -149,7 +149,7 @@ def load(
     layouts = {item.module: item for item in model_format.find_layouts(checkpoint.config, stored)}
     model_layout = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, stored_bytes = _sizes(checkpoint, model_layout, layouts, stored)
-    model = build(checkpoint.config)
+    model = build_skeleton(checkpoint.config)
     mapping = _create_mapping(model, model_layout, checkpoint.config)
     decoded = weights_to_decode(model, mapping, layouts, model_layout.architecture)
     torch_device = torch.device(device)
@@ -181,7 +181,7 @@ def load(
         dtype=dtype,
         kv_cache=cache.kind,
         kv_scales=scales,
-        events=(*filter(None, [known_type(checkpoint.config)[1]]), *filler.events),
+        events=(*filter(None, [resolve_model_type(checkpoint.config)[1]]), *filler.events),
         names=mapping,
     )
 
@@ -201,11 +201,11 @@ def _create_mapping(
     stored = [tensor.header for tensor in model_layout.tensors]
     if model_layout.architecture is None or model_layout.architecture.converted:
         mapping = WeightMapping(model, stored)
-        if not has_single_experts(mapping.left_over):
+        if not has_single_experts(mapping.unused):
             return mapping
-        from quantforge.model.derive.derive import derive_for
+        from quantforge.model.derive.derive import derive_declarations_for
 
-        model_layout = match_tensors(config, stored, derive_for(config, stored))
+        model_layout = match_tensors(config, stored, derive_declarations_for(config, stored))
     return WeightMapping(model, model_layout)
 
 
@@ -238,14 +238,14 @@ def weights_to_decode(
 ) -> dict[str, str]:
     """Return the quantized weights that must be decoded, by stored name, with the reason ("" for embeddings)."""
     reasons = {}
-    for source in mapping.distinct():
+    for source in mapping.distinct_sources():
         for stored in source.stored:
             if _module_name(stored) not in layouts:
                 continue
-            name = _module_name(mapping.runtime(stored))
-            if stored in mapping.places:
+            name = _module_name(mapping.parameter_name(stored))
+            if stored in mapping.expert_places:
                 continue
-            if source.rule is not None or not mapping.runtime(stored).endswith(".weight"):
+            if source.rule is not None or not mapping.parameter_name(stored).endswith(".weight"):
                 reasons[stored] = CONVERTED_LAYOUT
             elif isinstance(model.get_submodule(name), nn.Embedding):  # rows are looked up
                 reasons[stored] = ""
@@ -350,20 +350,20 @@ class SkeletonFiller:
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(self._device))
         packed = []
-        for source in mapping.distinct():
+        for source in mapping.distinct_sources():
             layout = self._layouts.get(_module_name(source.stored[0]))
-            if source.stored[0] in mapping.places:
+            if source.stored[0] in mapping.expert_places:
                 continue
             if layout is not None and source.stored[0] not in decoded:
                 packed.append((_module_name(next(iter(source.parameters))), layout))
                 continue
-            for name, value in mapping.make(source, self._read_decoded).items():
+            for name, value in mapping.compute(source, self._read_decoded).items():
                 cut = self._shards.get(name)
                 self._set_tensor(model, name, value if cut is None else cut.slice_tensor(value))
         # After the plain tensors, so that packed linears and experts find their biases.
         for name, layout in packed:
             self._fill_packed(model, name, layout)
-        if mapping.places:
+        if mapping.expert_places:
             self._fill_experts(model, mapping)
         _tie_parameters(model, mapping.tied)
         _check_filled(model, self._checkpoint.path)
@@ -380,9 +380,11 @@ class SkeletonFiller:
 
     def _fill_experts(self, model: PreTrainedModel, mapping: WeightMapping) -> None:
         """Fill the experts of mixtures, packed if their module is supported and a kernel accepts the codes."""
-        lattices = [name for name in mapping.places if self._is_lattice(name)]
+        lattices = [name for name in mapping.expert_places if self._is_lattice(name)]
         if lattices:
-            share = sum(map(mapping.weights, lattices)) / sum(map(mapping.weights, mapping.places))
+            share = sum(map(mapping.numel, lattices)) / sum(
+                map(mapping.numel, mapping.expert_places)
+            )
             detail = f"{share:.0%} of the weights of experts are decoded as they are loaded: {NO_LATTICE_KERNEL}"
             self.events.append(Event("kernel-fallback", _module_name(lattices[0]), detail))
         weights = ExpertWeights(
@@ -468,7 +470,7 @@ def _module_name(name: str) -> str:
 
 def _check_mapping(mapping: WeightMapping, path: Path) -> None:
     """Raise InputError unless stored tensors and model parameters match one to one."""
-    left_over = [name for name in mapping.left_over if name not in set(mapping.ignored)]
+    left_over = [name for name in mapping.unused if name not in set(mapping.ignored)]
     if left_over:
         raise InputError(
             f"{path}: {len(left_over)} tensor(s) have no place in the model, first: {', '.join(left_over[:5])}",

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures.match import ModelLayout, Role
 from quantforge.formats import ModuleLayout
-from quantforge.model.model_parts import head_of
+from quantforge.model.model_parts import output_layer
 from quantforge.plans import StoredTensor
 from quantforge.runtime.linear import PackedWeights
 from quantforge.runtime.packed_experts import PackedExperts, holds_experts
@@ -136,7 +136,7 @@ def bytes_per_token(model: PreTrainedModel) -> int:
     These are all weights except the embedding table (a token reads one row) and the experts that it is not routed to.
     """
     embedding: Tensor = model.get_input_embeddings().weight
-    head = head_of(model)
+    head = output_layer(model)
     unread_bytes = 0.0 if getattr(head, "weight", None) is embedding else embedding.nbytes
     for name, fraction in active_expert_fractions(model).items():
         unread_bytes += (1 - fraction) * held_bytes(model.get_submodule(name))

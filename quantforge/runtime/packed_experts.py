@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from quantforge.architectures import Stack
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.model.expert_calls import takes_spread
+from quantforge.model.expert_calls import takes_repeated_tokens
 from quantforge.model.weight_loading import parameter
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
@@ -97,9 +97,9 @@ def fill_experts(model: nn.Module, mapping: WeightMapping, weights: ExpertWeight
             events += [Event("kernel-fallback", name, why) for why in packed_module.failures]
     if decoded:
         total_weights = sum(
-            mapping.weights(item) for source in mapping.distinct() for item in source.stored
+            mapping.numel(item) for source in mapping.distinct_sources() for item in source.stored
         )
-        share = sum(map(mapping.weights, decoded)) / total_weights
+        share = sum(map(mapping.numel, decoded)) / total_weights
         detail = f"{share:.0%} of all weights are experts that are decoded: their module is not understood"
         events.append(Event("kernel-fallback", decoded[0], detail))
     return events
@@ -108,8 +108,8 @@ def fill_experts(model: nn.Module, mapping: WeightMapping, weights: ExpertWeight
 def _expert_matrices(mapping: WeightMapping) -> dict[str, list[str]]:
     """Return the stored expert matrices, grouped by the name of the runtime module that holds them."""
     matrices: dict[str, list[str]] = defaultdict(list)
-    for source in mapping.distinct():
-        if source.stored[0] in mapping.places:
+    for source in mapping.distinct_sources():
+        if source.stored[0] in mapping.expert_places:
             matrices[next(iter(source.parameters)).rpartition(".")[0]] += source.stored
     return matrices
 
@@ -117,7 +117,7 @@ def _expert_matrices(mapping: WeightMapping) -> dict[str, list[str]]:
 def _try_packed(
     module: nn.Module, mapping: WeightMapping, stored: list[str], weights: ExpertWeights
 ) -> PackedExperts | None:
-    places = {item: mapping.places[item] for item in stored}
+    places = {item: mapping.expert_places[item] for item in stored}
     stacks = list(dict.fromkeys(place.stack for place in places.values()))
     by_place = {
         (place.stack.linears[place.position], place.expert): item for item, place in places.items()
@@ -134,14 +134,14 @@ def _decode_experts(
 ) -> None:
     """Decode expert matrices into the 3-D parameters of transformers, allocating those that are on the meta device."""
     for item in stored:
-        module_name, _, leaf = mapping.runtime(item).rpartition(".")
+        module_name, _, leaf = mapping.parameter_name(item).rpartition(".")
         module = model.get_submodule(module_name)
         stack: Tensor = getattr(module, leaf)
         if stack.is_meta:
             stack = torch.empty(stack.shape, dtype=weights.dtype, device=weights.device)
             setattr(module, leaf, nn.Parameter(stack, requires_grad=False))
         value = decode_plain(weights.read(item), item, weights.dtype)
-        mapping.places[item].view(stack).copy_(value)
+        mapping.expert_places[item].view(stack).copy_(value)
 
 
 def decode_plain(value: QuantizedTensor | Tensor, name: str, dtype: torch.dtype) -> Tensor:
@@ -330,7 +330,7 @@ def as_gated_experts(module: Any, stacks: Mapping[str, Stack]) -> GatedExperts |
         module: the transformers module.
         stacks: the linears of its parameters, by parameter name; it may have no others.
     """
-    if not takes_spread(module) or stacks.keys() != {_GATE_UP, _DOWN}:
+    if not takes_repeated_tokens(module) or stacks.keys() != {_GATE_UP, _DOWN}:
         return None
     if {name for name, _ in module.named_parameters()} != stacks.keys():
         return None

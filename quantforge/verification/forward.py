@@ -36,7 +36,7 @@ from quantforge.formats.configuration import quantization_config
 from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.read_checks import require_positive
 from quantforge.model.block import DecoderBlock
-from quantforge.model.model_class import class_of
+from quantforge.model.model_class import model_class
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.model.weight_loading import TensorSource
@@ -336,12 +336,12 @@ class ForwardPass:
         if declared.get("kv_cache_scheme") is not None:
             cache = self.inputs.caches.setdefault(index, CachePeaks())
         with attached_cache(part.module, cache):
-            seen = part.observe(needs, advance=True, whole=True)
+            seen = part.observe(needs, advance=True, run_to_end=True)
         for key, statistics in seen.items():
             self.inputs.statistics[f"{part.name}.{key}"] = self._sampled(statistics)
         if not part.advanced:
             part.advance()
-        part.close()
+        part.release()
 
     def _sampled(self, statistics: Statistics) -> Statistics:
         """Return statistics whose sample has `SAMPLE` tokens, spread evenly, none of them the first of a window."""
@@ -375,7 +375,7 @@ def _check_cache_class(config: Mapping[str, Any]) -> None:
     from transformers import DynamicCache
 
     try:
-        DynamicCache(config=class_of(config)[0])
+        DynamicCache(config=model_class(config)[0])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(
             f"config.json: transformers cannot make a cache for it: {error}"
@@ -426,7 +426,7 @@ def _vocabulary(model_layout: ModelLayout) -> int:
 def _advanced(stream: ModelStream, index: int) -> None:
     part: DecoderBlock = stream.block(index)
     part.advance()
-    part.close()
+    part.release()
 
 
 def _same_configuration(artifact: Artifact, source: Original) -> bool:

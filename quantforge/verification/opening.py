@@ -32,7 +32,7 @@ from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.match_quantized import match_quantized
 from quantforge.formats.open_model import open_model, open_plain_source
 from quantforge.formats.sources.adapter import open_adapter
-from quantforge.model.transformers_layout import running_form
+from quantforge.model.transformers_layout import running_layout
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.local_paths import adapter_hint, check_adapter_given
 from quantforge.planning.source_views import one_by_one as split_experts
@@ -196,7 +196,7 @@ def open_source(
     stored, layouts = _headers(checkpoint)
     model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decode_checkpoint(checkpoint) if layouts else checkpoint
-    view = running_form(plain) if declared.running else plain
+    view = running_layout(plain) if declared.running else plain
     if one_by_one:
         view = split_experts(view)
     if declared.headless and not before.headless:

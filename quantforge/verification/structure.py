@@ -18,7 +18,7 @@ from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts
 from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.formats.open_model import tokenizer_side_files
-from quantforge.model.transformers_loading import Loading, compare, compare_plain
+from quantforge.model.transformers_loading import LoadingResult, check_loading, check_plain_loading
 from quantforge.plans import StoredTensor
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.opening import Artifact, Original
@@ -164,18 +164,20 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         return
     about, model = artifact.form.INFO, _model_of(artifact)
     name = engine if engine in about.engines else target_of(engine).judged
-    loading = Loading()
+    loading = LoadingResult()
     if name == TRANSFORMERS and not (about.is_single_file or model.draft):
         checkpoint = artifact.checkpoint
         stored = [entry.header() for entry in checkpoint.entries.values()]
-        loading = compare(checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact))
-        model = replace(model, compared=not loading.untried)
+        loading = check_loading(
+            checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact)
+        )
+        model = replace(model, compared=not loading.not_tried)
     verdict = next(item for item in engine_verdicts(about, model) if item.engine == name)
     refused = verdict.reason if verdict.loads is False else ""
-    if refused or loading.obstacle:
-        report.add("engine", engine, "; ".join(filter(None, (loading.obstacle, refused))))
-    elif loading.untried:
-        report.skip(f"not tried: {loading.untried}", "engine")
+    if refused or loading.reason:
+        report.add("engine", engine, "; ".join(filter(None, (loading.reason, refused))))
+    elif loading.not_tried:
+        report.skip(f"not tried: {loading.not_tried}", "engine")
 
 
 def _check_towers(report: Report, artifact: Artifact, source: Original | None) -> None:
@@ -195,7 +197,9 @@ def _check_towers(report: Report, artifact: Artifact, source: Original | None) -
         unclear |= {_tower(name) for name in own - {*map(_short, expected)}}  # renamed by a tool
     elif whole:
         plain = _plain(artifact)
-        expected = dict.fromkeys(compare_plain(artifact.checkpoint.config, plain).missing, False)
+        expected = dict.fromkeys(
+            check_plain_loading(artifact.checkpoint.config, plain).missing, False
+        )
     else:
         return
     for name, further in expected.items():

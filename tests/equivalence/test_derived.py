@@ -18,9 +18,9 @@ from quantforge.architectures.match import MatchedTensor, ModelLayout, Role, mat
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
 from quantforge.model.derive import derive
-from quantforge.model.derive.derive import derive_for
-from quantforge.model.scale_folding import fold
-from quantforge.model.skeleton import build
+from quantforge.model.derive.derive import derive_declarations_for
+from quantforge.model.scale_folding import fold_scale
+from quantforge.model.skeleton import build_skeleton
 from quantforge.model.stream import ModelStream
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -65,7 +65,7 @@ def derived(path: Path) -> ModelLayout:
     checkpoint = open_checkpoint(path)
     stored = [entry.header() for entry in checkpoint.entries.values()]
     return match_tensors(
-        checkpoint.config, stored, derive_for(checkpoint.config, stored, whole=True)
+        checkpoint.config, stored, derive_declarations_for(checkpoint.config, stored, whole=True)
     )
 
 
@@ -175,7 +175,7 @@ def test_folding_every_derived_pair_preserves_the_function(undeclared: Tiny, fam
         for block in blocks_of(model, model_layout):
             for number, shared in enumerate(block.inputs):
                 if shared.scale_fold is not None:
-                    fold(block, shared, random_scale(block, shared, number))
+                    fold_scale(block, shared, random_scale(block, shared, number))
                     folded += 1
                     changed = (model(FEW).logits - expected).abs().max()
                     assert changed <= 1e-11 * expected.abs().max(), shared.key
@@ -188,14 +188,14 @@ def test_few_experts_tell_what_many_would(
     path = undeclared("solar_open")
     expected = derived(path).architecture
     built: list[Mapping[str, Any]] = []
-    monkeypatch.setattr(derive, "EXPERTS", 2)  # its four are many then
-    monkeypatch.setattr(derive, "_KNOWN", {})
+    monkeypatch.setattr(derive, "FEW_EXPERTS", 2)  # its four are many then
+    monkeypatch.setattr(derive, "_CACHE", {})
 
     def watched(config: Mapping[str, Any], **options: bool) -> Any:
         built.append(config)
-        return build(config, **options)
+        return build_skeleton(config, **options)
 
-    monkeypatch.setattr(derive, "build", watched)
+    monkeypatch.setattr(derive, "build_skeleton", watched)
     assert derived(path).architecture == expected
     assert {config["n_routed_experts"] for config in built} == {4, 2}
 

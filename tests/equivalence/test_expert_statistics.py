@@ -82,8 +82,8 @@ def observed(
                 part.observe({})
                 experts = part.experts
                 assert experts is not None
-                statistics = ExpertStatistics(experts, wanted, everyone=everyone, seed=0)
-                found = [statistics.of(number, add=False) for number in experts.numbers]
+                statistics = ExpertStatistics(experts, wanted, all_tokens=everyone, seed=0)
+                found = [statistics.compute(number, add=False) for number in experts.numbers]
                 return [{name.rpartition(".")[2]: one[name] for name in one} for one in found]
             part.advance()
     raise AssertionError
@@ -98,8 +98,8 @@ def mean(x: Tensor, weights: Tensor) -> Tensor:
 def test_tokens_count_by_the_square_of_their_router_weight(
     tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_statistics, "WEIGHT", 1e-9)  # of the prior: nothing
-    monkeypatch.setattr(expert_statistics, "DIAGONAL", 0)
+    monkeypatch.setattr(expert_statistics, "PRIOR_WEIGHT", 1e-9)  # of the prior: nothing
+    monkeypatch.setattr(expert_statistics, "OFF_DIAGONAL_SHRINKAGE", 0)
     states, index, weights, experts = arguments(tiny(family))
     for number, found in enumerate(observed(tiny(family))):
         tokens, place = (index == number).nonzero(as_tuple=True)
@@ -123,7 +123,7 @@ def test_tokens_count_by_the_square_of_their_router_weight(
 def test_few_tokens_are_shrunk_toward_the_layer(
     tiny: Tiny, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_statistics, "SAMPLE", 1000)  # all tokens
+    monkeypatch.setattr(expert_statistics, "SAMPLE_TOKENS", 1000)  # all tokens
     states, index, weights, experts = arguments(tiny(family))
     everything = states.T @ states / len(states)
     for number, found in enumerate(observed(tiny(family), HESSIAN)):
@@ -160,7 +160,7 @@ def test_every_token_may_pass_every_expert(tiny: Tiny) -> None:
 
 def lonely(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Let the router send no token to an expert."""
-    original = Experts.collecting
+    original = Experts.collecting_tokens
 
     def collecting(self: Experts, tokens: Any) -> Any:
         keep = tokens.keep
@@ -172,7 +172,7 @@ def lonely(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
             tokens.keep = kept
         return original(self, tokens)
 
-    monkeypatch.setattr(Experts, "collecting", collecting)
+    monkeypatch.setattr(Experts, "collecting_tokens", collecting)
 
 
 def test_an_expert_without_tokens_has_what_the_layer_knows(
@@ -207,14 +207,14 @@ def test_the_input_of_a_mixture_is_observed_where_the_weights_of_its_experts_are
                 experts = part.experts
                 assert experts is not None
                 wanted = ALL - {Statistic.HISTOGRAM}  # which this device cannot count
-                statistics = ExpertStatistics(experts, wanted, everyone=False, seed=0)
+                statistics = ExpertStatistics(experts, wanted, all_tokens=False, seed=0)
                 # On this device nothing is computed: all matrices read the input, which no token of theirs adds to.
                 outer, meta = frozenset(experts.stacks), torch.device("meta")
                 monkeypatch.setattr(
-                    ExpertStatistics, "_outer_stacks", lambda *_, found=outer: found
+                    ExpertStatistics, "_stacks_reading_input", lambda *_, found=outer: found
                 )
                 monkeypatch.setattr(Experts, "device", lambda *_, found=meta: found)
-                found = statistics.of(3, add=False)
+                found = statistics.compute(3, add=False)
                 break
             part.advance()
     for one in found.values():
@@ -250,9 +250,9 @@ def test_an_expert_that_overflows_is_named(tiny: Tiny) -> None:
         part.observe({})
         assert part.experts is not None
         part.set_weight("mlp.experts.2.up_proj", part.weight("mlp.experts.2.up_proj") * torch.inf)
-        statistics = ExpertStatistics(part.experts, HESSIAN, everyone=False, seed=0)
+        statistics = ExpertStatistics(part.experts, HESSIAN, all_tokens=False, seed=0)
         with pytest.raises(InputError, match=r"layers\.0\.mlp\.experts\.2: what .*down_proj"):
-            statistics.of(2, add=False)
+            statistics.compute(2, add=False)
 
 
 def test_a_call_of_another_kind_is_refused(tiny: Tiny) -> None:
@@ -316,11 +316,11 @@ def test_products_that_are_not_known_are_refused(tiny: Tiny) -> None:
         assert part.experts is not None
         module: Any = part.module.get_submodule("mlp.experts")
         module.act_fn = torch.nn.Identity()  # what lies between the products is nobody's business
-        ExpertStatistics(part.experts, HESSIAN, everyone=False, seed=0).of(0, add=False)
+        ExpertStatistics(part.experts, HESSIAN, all_tokens=False, seed=0).compute(0, add=False)
 
         def forward(states: Tensor, _index: Tensor, _weights: Tensor) -> Tensor:
             return torch.einsum("th,oh->to", states, module.gate_up_proj[0])[:, : states.shape[1]]
 
         module.forward = forward
         with pytest.raises(RefusedError, match="is not seen in the products"):
-            ExpertStatistics(part.experts, HESSIAN, everyone=False, seed=0).of(0, add=False)
+            ExpertStatistics(part.experts, HESSIAN, all_tokens=False, seed=0).compute(0, add=False)

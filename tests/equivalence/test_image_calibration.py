@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from quantforge.api import allocate
 from quantforge.errors import InputError, IntegrityError, QuantForgeError
-from quantforge.model.model_parts import blocks_of
+from quantforge.model.model_parts import block_list_name
 from quantforge.model.stream import ModelStream
 from quantforge.recipe import CalibrationOptions
 from quantforge_calibration import SourceError
@@ -76,7 +76,7 @@ def test_files_reach_the_blocks_as_transformers_hands_them_over(
     assert int((sample.ids == IMAGE).sum()) == 4 * sample.images.count
     whole = whole_model(model)
     last: list[torch.Tensor] = []
-    whole.get_submodule(blocks_of(whole))[-1].register_forward_hook(
+    whole.get_submodule(block_list_name(whole))[-1].register_forward_hook(
         lambda _, __, out: last.append(out if isinstance(out, torch.Tensor) else out[0])
     )
     processor = load_processor(model, "a row")

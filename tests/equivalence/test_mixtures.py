@@ -14,7 +14,7 @@ from quantforge.architectures.match import ModelLayout, Role, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.model.block import DecoderBlock
-from quantforge.model.scale_folding import fold
+from quantforge.model.scale_folding import fold_scale
 from quantforge.model.stream import ModelStream
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, VOCABULARY, Tiny
@@ -156,7 +156,7 @@ def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: 
             for number, shared in enumerate(block.inputs):
                 if shared.scale_fold is None:
                     continue
-                changed = fold(block, shared, random_scale(block, shared, number))
+                changed = fold_scale(block, shared, random_scale(block, shared, number))
                 assert set(changed) >= {f"{name}.weight" for name in shared.readers}
             actual = whole_logits(model, len(ROWS))
             assert (actual - expected).abs().max() <= 1e-11 * expected.abs().max(), block.name

@@ -12,7 +12,7 @@ import torch
 
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.plans import StoredTensor
 from quantforge.runtime.load import load
@@ -63,11 +63,11 @@ def test_what_is_loaded_is_what_transformers_loads(family: Any, name: str) -> No
 @pytest.mark.parametrize("name", ["qwen2_moe", "jamba"])
 def test_a_place_is_where_transformers_puts_an_expert(family: Any, name: str) -> None:
     checkpoint = open_checkpoint(family(name))
-    model = build(checkpoint.config)
+    model = build_skeleton(checkpoint.config)
     names = WeightMapping(model, stored(checkpoint.path))
     peer = type(model).from_pretrained(checkpoint.path, dtype=torch.float32)
-    assert len(names.places) >= 3 * 4
-    for own, place in names.places.items():
+    assert len(names.expert_places) >= 3 * 4
+    for own, place in names.expert_places.items():
         stack = peer.get_parameter(place.stack.parameter)
         assert torch.equal(place.view(stack), checkpoint.read(own).float())
 
@@ -75,16 +75,18 @@ def test_a_place_is_where_transformers_puts_an_expert(family: Any, name: str) ->
 def test_every_tensor_has_a_place_and_every_parameter_a_source(family: Any) -> None:
     path = family("qwen2_moe")
     config, tensors = open_checkpoint(path).config, stored(path)
-    names = WeightMapping(build(config), tensors)
-    assert not names.left_over
+    names = WeightMapping(build_skeleton(config), tensors)
+    assert not names.unused
     assert not names.missing
     norm = "model.norm.weight"
-    lost = WeightMapping(build(config), [item for item in tensors if item.name != norm])
+    lost = WeightMapping(build_skeleton(config), [item for item in tensors if item.name != norm])
     assert lost.missing == (norm,)
-    more = WeightMapping(build(config), [*tensors, StoredTensor("model.extra.weight", "F32", (3,))])
-    assert more.left_over == ("model.extra.weight",)
+    more = WeightMapping(
+        build_skeleton(config), [*tensors, StoredTensor("model.extra.weight", "F32", (3,))]
+    )
+    assert more.unused == ("model.extra.weight",)
     with pytest.raises(InputError, match="has no place"):
-        more.runtime("model.extra.weight")
+        more.parameter_name("model.extra.weight")
 
 
 def test_a_missing_expert_is_refused(family: Any) -> None:
@@ -93,12 +95,13 @@ def test_a_missing_expert_is_refused(family: Any) -> None:
     expert = next(item for item in tensors if ".experts.1." in item.name)
     with pytest.raises(InputError, match="experts"):
         WeightMapping(
-            build(open_checkpoint(path).config), [item for item in tensors if item is not expert]
+            build_skeleton(open_checkpoint(path).config),
+            [item for item in tensors if item is not expert],
         )
 
 
 def test_a_type_that_is_unknown_is_the_class_that_it_names(family: Any) -> None:
     config = {**open_checkpoint(family("jamba")).config, "model_type": "of_its_own"}
-    assert type(build(config)).__name__ == "JambaForCausalLM"
+    assert type(build_skeleton(config)).__name__ == "JambaForCausalLM"
     with pytest.raises(InputError, match="unknown to transformers"):
-        build({**config, "architectures": ["NoSuchModel"]})
+        build_skeleton({**config, "architectures": ["NoSuchModel"]})

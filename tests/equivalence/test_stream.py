@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint, open_checkpoint
-from quantforge.model.block import Batch, BlockRows, DecoderBlock
+from quantforge.model.block import BlockRows, DecoderBlock, MicroBatch
 from quantforge.model.hidden_states import InMemory
-from quantforge.model.scale_folding import expand_heads, fold, representable
+from quantforge.model.scale_folding import expand_heads, fold_scale, nearest_exact_scale
 from quantforge.model.statistics import Statistic
 from quantforge.model.stream import ModelStream
 from tests.conftest import FAMILIES, MIXTURES_BESIDE_TOWERS, TEXT_FAMILIES, VOCABULARY, Tiny
@@ -244,7 +244,7 @@ def test_captured_inputs_reproduce_the_sub_block(tiny: Tiny) -> None:
         for part in stream:
             outputs: list[Tensor] = []
             module = part.module.get_submodule("self_attn")
-            calls = part.capture("self_attn", 3)
+            calls = part.capture_calls("self_attn", 3)
             handle = module.register_forward_hook(
                 lambda _, args, output, seen=outputs: seen.append(output[0])
             )
@@ -255,7 +255,7 @@ def test_captured_inputs_reproduce_the_sub_block(tiny: Tiny) -> None:
             for call, expected in zip(calls, rows.split(2), strict=False):
                 assert torch.equal(module(*call.args, **call.kwargs)[0], expected)
     with pytest.raises(AttributeError):
-        part.capture("no_such_module", 1)
+        part.capture_calls("no_such_module", 1)
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["by rows", "as on a GPU"])
@@ -263,7 +263,7 @@ def test_an_activation_that_is_not_finite_is_an_error(
     tiny: Tiny, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if together:
-        monkeypatch.setattr(Batch, "rows", lambda batch: [batch])
+        monkeypatch.setattr(MicroBatch, "split_into_rows", lambda batch: [batch])
     checkpoint, model_layout = opened(tiny("gpt2"))
     rows = ROWS.clamp(min=8)
     rows[3, 5] = 7
@@ -362,10 +362,10 @@ def test_folding_every_declared_pair_preserves_the_function(tiny: Tiny, family: 
                 scale = random_scale(block, shared, 10 * block.index + number)
                 if shared.scale_fold is None:
                     with pytest.raises(ValueError, match="nothing absorbs"):
-                        fold(block, shared, scale)
+                        fold_scale(block, shared, scale)
                     continue
                 before = {name: block.parameter(name).clone() for name in block.module.state_dict()}
-                changed = fold(block, shared, scale)
+                changed = fold_scale(block, shared, scale)
                 differ = [
                     name
                     for name, old in before.items()
@@ -410,10 +410,10 @@ def test_a_representable_factor_leaves_the_norm_in_its_stored_type(tiny: Tiny, f
     wanted = random_scale(block, shared, 3)
     with InFloat64():
         expected = whole_logits(model)
-        factor = representable(block, shared, wanted)
+        factor = nearest_exact_scale(block, shared, wanted)
         torch.testing.assert_close(factor, wanted, rtol=0.05, atol=0)
         assert not torch.equal(factor, wanted)
-        norm, *_ = fold(block, shared, factor)
+        norm, *_ = fold_scale(block, shared, factor)
         folded = block.parameter(norm)
         torch.testing.assert_close(block.as_stored(norm, folded), folded, rtol=1e-12, atol=1e-15)
         assert (whole_logits(model) - expected).abs().max() <= 1e-12 * expected.abs().max()
@@ -431,7 +431,7 @@ def test_factors_that_would_break_the_model_are_refused(tiny: Tiny) -> None:
         torch.full((64,), torch.inf),
     ):
         with pytest.raises(ValueError, match="factor"):
-            fold(block, reads_heads, scale)
+            fold_scale(block, reads_heads, scale)
 
 
 def test_observing_and_advancing_in_one_pass_is_the_same(tiny: Tiny) -> None:
@@ -442,9 +442,9 @@ def test_observing_and_advancing_in_one_pass_is_the_same(tiny: Tiny) -> None:
         with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
             for part in stream:
                 wanted = {shared.key: ALL for shared in part.inputs}
-                found = part.observe(wanted, advance=together, keep=2 if together else 0)
+                found = part.observe(wanted, advance=together, keep_rows=2 if together else 0)
                 hessians += [found[key].hessian for key in sorted(found)]
-                captured += [call.args[0] for call in part.capture("mlp", 2)]
+                captured += [call.args[0] for call in part.capture_calls("mlp", 2)]
                 if not together:
                     part.advance()
             return hessians, captured, torch.cat(list(stream.final_hidden()))

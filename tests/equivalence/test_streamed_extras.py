@@ -51,7 +51,7 @@ def streamed(path: Path, model_layout: ModelLayout, **options: Any) -> Tensor:
     ):
         for part in s:
             # A block passes its rows more often than it advances: what it returned then has to be forgotten.
-            part.observe({}, whole=True)
+            part.observe({}, run_to_end=True)
             part.advance()
         return torch.cat(list(s.logits()))
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError
-from quantforge.model.model_parts import blocks_of
+from quantforge.model.model_parts import block_list_name
 from quantforge.model.stream import ModelStream
 from tests.conftest import make_tiny
 from tests.equivalence.test_stream import opened, whole_model
@@ -55,7 +55,7 @@ class Rows:
 def test_a_stream_with_images_is_the_whole_model(family: str, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path, **FAMILIES[family])
     rows, whole = Rows(family), whole_model(path)
-    blocks = whole.get_submodule(blocks_of(whole))
+    blocks = whole.get_submodule(block_list_name(whole))
     first: list[Tensor] = []
     last: list[Tensor] = []
 
@@ -75,12 +75,12 @@ def test_a_stream_with_images_is_the_whole_model(family: str, tmp_path: Path) ->
     for options in ({"micro_batch": 2}, {"micro_batch": 3, "activations": tmp_path}):
         with ModelStream(checkpoint, model_layout, rows, **options) as stream:
             for part in stream:
-                for batch in stream._batches(part.index):
-                    for row in batch.rows() if part.index == 0 else ():
-                        reached = row.passage.reach(row.start, row.states)
+                for batch in stream._micro_batches(part.index):
+                    for row in batch.split_into_rows() if part.index == 0 else ():
+                        reached = row.inputs.call_for(row.start, row.states)
                         assert torch.equal(reached.states, first[row.start])
                 # A row passes more often than it advances.
-                part.observe({}, whole=True)
+                part.observe({}, run_to_end=True)
                 part.advance()
             assert torch.equal(stream._states.read(1, 3), torch.cat(last[1:3]))
             assert torch.equal(torch.cat(list(stream.logits())), torch.cat(expected))

@@ -156,7 +156,7 @@ def test_whose_tokens_calibrate_an_expert_is_a_choice(
 
     class Noted(ExpertStatistics):
         def __init__(self, *arguments: Any, **named: Any) -> None:
-            asked.append(named["everyone"])
+            asked.append(named["all_tokens"])
             super().__init__(*arguments, **named)
 
     monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
@@ -202,12 +202,12 @@ def test_gptq_errs_less_than_rtn_on_what_experts_read(
 def test_an_expert_without_any_token(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = RoutedTokens.keep
+    keep = RoutedTokens.record
 
     def never_three(self: Any, row: int, states: Any, index: Any, weights: Any) -> None:
         keep(self, row, states, torch.where(index == 3, 0, index), weights)
 
-    monkeypatch.setattr(RoutedTokens, "keep", never_three)
+    monkeypatch.setattr(RoutedTokens, "record", never_three)
     done = quantize(tiny("mixtral"), tmp_path / "q", swift("awq+gptq", scheme=SCHEME))
     assert "3 (0)" in next(e.detail for e in done.events if e.kind == "expert-few-tokens")
     assert "rounding-fallback" not in {event.kind for event in done.events}

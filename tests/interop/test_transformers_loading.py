@@ -16,7 +16,7 @@ from quantforge.architectures import architecture_of
 from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.engine_rules import unmapped
 from quantforge.formats.open_model import open_model
-from quantforge.model.transformers_loading import Loading, compare
+from quantforge.model.transformers_loading import LoadingResult, check_loading
 from quantforge.recipe import Recipe
 from quantforge.verification.verify import verify
 from tests.conftest import Tiny
@@ -48,9 +48,9 @@ def made(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-def ours(path: Path) -> Loading:
+def ours(path: Path) -> LoadingResult:
     model = open_model(path)
-    return compare(
+    return check_loading(
         model.config,
         [entry.header() for entry in model.entries.values()],
         model.read,
@@ -69,12 +69,12 @@ def theirs(path: Path) -> tuple[set[str], set[str]] | None:
     return set(info["missing_keys"]), {name for name, *_ in info["mismatched_keys"]}
 
 
-def agrees(path: Path) -> Loading:
+def agrees(path: Path) -> LoadingResult:
     found = ours(path)
     mismatched = {text.partition(" ")[0] for text in found.mismatched}
-    assert (found.untried, found.failed, found.fault) == ("", (), "")
+    assert (found.not_tried, found.failed, found.error) == ("", (), "")
     expected = theirs(path)
-    assert found.obstacle if expected is None else (set(found.missing), mismatched) == expected
+    assert found.reason if expected is None else (set(found.missing), mismatched) == expected
     return found
 
 
@@ -90,7 +90,7 @@ HEALTHY = [
     ("family", "form"), usual(HEALTHY, *HEALTHY[1:4], HEALTHY[5], HEALTHY[7], HEALTHY[11])
 )
 def test_nothing_is_missed_in_healthy_results(made: Made, family: str, form: str) -> None:
-    assert not agrees(made(family, form)).obstacle
+    assert not agrees(made(family, form)).reason
 
 
 def _renamed(tensors: Tensors, old: str, new: str) -> None:
@@ -147,13 +147,13 @@ def test_planted_faults_are_missed_as_transformers_misses_them(
     made: Made, tmp_path: Path, form: str, plant: Callable[[Tensors], None]
 ) -> None:
     found = agrees(planted(made("llama-tied", form), tmp_path / "m", plant))
-    assert found.obstacle
-    assert "parameter(s)" in found.obstacle
+    assert found.reason
+    assert "parameter(s)" in found.reason
 
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "plain"])
 def test_a_prefix_that_transformers_adds_is_no_fault(made: Made, tmp_path: Path, form: str) -> None:
-    assert not agrees(planted(made("llama-tied", form), tmp_path / "m", _base_model_alone)).obstacle
+    assert not agrees(planted(made("llama-tied", form), tmp_path / "m", _base_model_alone)).reason
 
 
 def test_what_its_converters_refuse_is_named(made: Made) -> None:
@@ -195,7 +195,7 @@ def test_code_beside_a_model_is_never_run(made: Made, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config))
     (model / "own.py").write_text("raise SystemExit(7)")
     found = ours(model)
-    assert (found.obstacle, "'own' is unknown to transformers" in found.untried) == ("", True)
+    assert (found.reason, "'own' is unknown to transformers" in found.not_tried) == ("", True)
 
 
 def test_a_plan_leaves_open_what_it_cannot_tell_and_a_result_says_it(
@@ -258,9 +258,9 @@ def test_declared_names_are_those_that_transformers_looks_for(tiny: Tiny, family
             type(tensor)(name, tensor.dtype, tensor.shape)
             for name, tensor in zip(names, stored, strict=True)
         ]
-        found = compare(model.config, moved, model.read, list)
+        found = check_loading(model.config, moved, model.read, list)
         left_open = bool(unmapped(architecture, model.config, names))
-        assert (prefix, found.untried, left_open) == (prefix, "", bool(found.obstacle))
+        assert (prefix, found.not_tried, left_open) == (prefix, "", bool(found.reason))
 
 
 def _under(prefix: str, name: str, *, whole: bool) -> str:

@@ -34,12 +34,12 @@ from quantforge.numerics import allocator
 allocator.LARGE, allocator.KEPT = 1 << 20, 1 << 17
 assert allocator.return_freed_memory()
 from quantforge.planning import peak_memory as memory
-from quantforge.architectures.match import match
+from quantforge.architectures.match import match_tensors
 from quantforge.plans import Action, StoredTensor, TensorPlan
 from quantforge.numerics.threads import reproducible
 from quantforge.model.statistics import Statistic
 from quantforge.recipe import CalibrationOptions
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.model.stream import ModelStream
 
 torch.set_num_threads(2)  # the rows of a micro-batch pass side by side
@@ -51,7 +51,7 @@ def status(key):
 class Source:
     def __init__(self, config):
         self.config = config
-        parameters = build(config).named_parameters()
+        parameters = build_skeleton(config).named_parameters()
         self.shapes = {name: parameter.shape for name, parameter in parameters}
     def read(self, name):
         return torch.full(self.shapes[name], 0.01, dtype=torch.bfloat16)
@@ -64,7 +64,7 @@ needs = frozenset({Statistic.HESSIAN})
 for family, config in json.loads(sys.argv[1]).items():
     source = Source({"model_type": family, **config})
     stored = [StoredTensor(name, "BF16", tuple(shape)) for name, shape in source.shapes.items()]
-    matched = match(source.config, stored)
+    matched = match_tensors(source.config, stored)
     plans = [
         TensorPlan(t.header.name, "BF16", t.header.shape, Action.QUANTIZE, "", block=t.block, shared=t.shared,
                    transposed=t.transposed)

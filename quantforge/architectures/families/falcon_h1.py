@@ -45,7 +45,7 @@ def _kind(name: str) -> LayerKind:
         attention("attention_bias"),
     )
     parts = (norms("input_layernorm", "pre_ff_layernorm"), tokens, _mlp())
-    return replace(layer(*parts, name=name), returned=1)
+    return replace(layer(*parts, name=name), num_outputs=1)
 
 
 def kinds(config: Mapping[str, Any]) -> list[str]:

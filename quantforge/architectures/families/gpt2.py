@@ -119,7 +119,7 @@ GPT1 = replace(
                 for shared in GPT2.kinds[0].inputs
             ),
             states=None,  # transformers has no cache for it
-            returned=1,
+            num_outputs=1,
         ),
     ),
     embedding="transformer.tokens_embed",

@@ -1,13 +1,12 @@
-"""Derive the declarations of a model whose family has no file here, by running transformers' code for it.
+"""Derive the declarations of a model whose family is not declared, by running transformers' code for it.
 
 The model runs on a few random tokens, with stand-ins for its blocks and random numbers around them. The first time that
-a block of one kind of layer is reached, it runs with random weights itself. Linears whose inputs are equal read the
-same activation. Which tensor absorbs a scale of that activation is proven by folding one in
-(`quantforge.model.derive.trial_block`). No weights are read: the result
-follows from the configuration and transformers' code.
-Mixtures of experts are derived with a few experts, since all experts have the same structure.
+a block of one kind of layer is reached, it runs with random weights itself. Linears with equal inputs read the same
+activation. Which tensor can take a scale of that activation is proven by folding one in
+(`quantforge.model.derive.trial_block`). No weights are read: the result follows from the configuration and
+transformers' code. Mixtures of experts are derived with a few experts, since all experts have the same structure.
 
-Names are then those of the tensors in the files of one checkpoint (`quantforge.model.weight_mapping`).
+The derived names are then mapped to the tensor names of one checkpoint (`quantforge.model.weight_mapping`).
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from quantforge.architectures.match import DerivedDeclarations
 from quantforge.architectures.routers import experts_of
 from quantforge.architectures.towers import BLOCK
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block_inputs import Call, StandIn, mappings, same
+from quantforge.model.block_inputs import Call, StandIn, equal_trees, mutable_mappings
 from quantforge.model.derive.layer_kinds import (
-    Derived,
-    Sizes,
-    agreed,
+    DerivedKind,
+    ModelFacts,
     derive_kind,
     is_linear,
     is_transposed,
-    modules_of,
+    parameter_signature,
+    unify_slices,
 )
 from quantforge.model.derive.trial_block import TrialBlock
 from quantforge.model.hidden_states import StateLayout
-from quantforge.model.model_parts import blocks_of, find_base_model, head_of
-from quantforge.model.skeleton import as_refusals, build
+from quantforge.model.model_parts import block_list_name, find_base_model, output_layer
+from quantforge.model.skeleton import build_skeleton, errors_as_refusals
 from quantforge.model.weight_loading import parameter
 from quantforge.model.weight_mapping import WeightMapping, WeightSource
 from quantforge.plans import StoredTensor
@@ -52,10 +51,10 @@ from quantforge.plans import StoredTensor
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Of the last model only: a run asks for them more than once, and large blocks are slow to run.
-_KNOWN: dict[str, Architecture] = {}
-EXPERTS = 8  # enough to see how a mixture computes
-TAKEN = (
+# The last model only: a run derives it more than once, and large blocks are slow to run.
+_CACHE: dict[str, Architecture] = {}
+FEW_EXPERTS = 8  # enough to see how a mixture computes
+EXPERTS_PER_TOKEN_KEYS = (
     "num_experts_per_tok",
     "num_experts_per_token",
     "moe_topk",
@@ -63,53 +62,55 @@ TAKEN = (
     "top_k_experts",
     "moe_top_k",
 )
-_NUMBER = re.compile(r"\.\d+\.")
-GROUPS = ("n_group", "topk_group", "num_expert_group")
-UNBOUNDED = 1 << 30  # positions of a model whose configuration does not limit them
-ROWS = 32  # of embeddings, those of positions too: more than twice LENGTH
-LENGTH = 13  # of a row of tokens: the size of nothing else
-LARGEST = 1 << 26  # elements of a tensor outside of the blocks, embeddings apart
+_INDEX_IN_NAME = re.compile(r"\.\d+\.")
+GROUP_KEYS = ("n_group", "topk_group", "num_expert_group")
+UNLIMITED_POSITIONS = 1 << 30  # positions of a model whose configuration does not limit them
+EMBEDDING_ROWS = 32  # of embeddings, those of positions too: more than twice LENGTH
+SEQUENCE_LENGTH = 13  # of a row of tokens: the size of nothing else
+MAX_OUTER_ELEMENTS = 1 << 26  # elements of a tensor outside of the blocks, except embeddings
 # What a block returns beside its hidden states, given its index and what reaches it; None: they are returned alone.
-_Learn = Callable[[int, Tensor, Call], tuple[Any, ...] | None]
+_ComputeExtraOutputs = Callable[[int, Tensor, Call], tuple[Any, ...] | None]
 
 
-def derive_for(
+def derive_declarations_for(
     config: Mapping[str, Any], stored: Iterable[StoredTensor], *, whole: bool = False
 ) -> DerivedDeclarations:
     """Derive the declarations of a checkpoint from its configuration and the names of its tensors.
 
-    For a multimodal family that is declared, only the decoder is derived, unless ``whole``.
+    For a declared multimodal family, only the decoder is derived, unless ``whole``.
 
     Raises:
-        InputError: transformers cannot build or run it, or a stored tensor does not belong to it.
-        RefusedError: its blocks cannot be run one after another, or its files store weights in a form that is not read
-            block by block; the message says which.
+        InputError: transformers cannot build or run the model, or a stored tensor does not belong to it.
+        RefusedError: its blocks cannot run one after another, or its files store weights in a layout that cannot be
+            read block by block; the message says which.
     """
-    model = build(config, whole=whole)
+    model = build_skeleton(config, whole=whole)
     names = WeightMapping(model, stored)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    apart = {place.stack.parameter for place in names.places.values()}
-    # The structure of a model follows from its configuration; `build` drops what describes stored weights.
+    apart = {place.stack.parameter for place in names.expert_places.values()}
+    # The structure of a model follows from its configuration; `build_skeleton` drops what describes stored weights.
     key = json.dumps([model.config.to_dict(), sorted(apart), whole], sort_keys=True, default=str)
-    if key not in _KNOWN:
-        made = _derived(_with_few_experts(config, model, whole=whole), shapes, apart)
-        _KNOWN.clear()
-        _KNOWN[key] = made
-    found = _KNOWN[key]
+    if key not in _CACHE:
+        made = _derive_architecture(_with_few_experts(config, model, whole=whole), shapes, apart)
+        _CACHE.clear()
+        _CACHE[key] = made
+    found = _CACHE[key]
     ignored = tuple(map(re.escape, names.ignored))
     assert found.derived is not None
     found = replace(
         found,
         droppable=(*found.droppable, *ignored),
-        derived=replace(found.derived, tied=_tied(names, found)),
+        derived=replace(found.derived, tied=_is_head_tied(names, found)),
     )
-    canonical, turned = _canonical(names, found)
-    other = [source for source in names.distinct() if source.stored[0] not in canonical]
-    found, kept = _as_stored(names, found, other)
-    return DerivedDeclarations(found, {**canonical, **kept, **_one_by_one(names, found)}, turned)
+    canonical, turned = _canonical_names(names, found)
+    other = [source for source in names.distinct_sources() if source.stored[0] not in canonical]
+    found, kept = _declare_stored_tensors(names, found, other)
+    return DerivedDeclarations(
+        found, {**canonical, **kept, **_single_expert_names(names, found)}, turned
+    )
 
 
-def _tied(names: WeightMapping, found: Architecture) -> bool:
+def _is_head_tied(names: WeightMapping, found: Architecture) -> bool:
     """Return whether the head is tied to the embedding; raise RefusedError if any other tensors are tied."""
     ends = {f"{found.head}.weight", f"{found.embedding}.weight"}  # either may be the one in files
     others = [name for name, source in names.tied.items() if {name, source} != ends]
@@ -121,43 +122,49 @@ def _tied(names: WeightMapping, found: Architecture) -> bool:
 def _with_few_experts(
     config: Mapping[str, Any], model: PreTrainedModel, *, whole: bool = False
 ) -> PreTrainedModel:
-    """Return a skeleton of the same model with `EXPERTS` experts; the model itself if it has no more, or cannot."""
-    few = _fewer(config)
+    """Return a skeleton of the same model with `FEW_EXPERTS` experts; the model itself if that is not possible."""
+    few = _reduce_experts(config)
     if few == config:
         return model
     try:
-        small = build(few, whole=whole)
+        small = build_skeleton(few, whole=whole)
     except InputError:
         return model
-    same = small.state_dict().keys() == model.state_dict().keys()
-    return small if same else model
+    same_names = small.state_dict().keys() == model.state_dict().keys()
+    return small if same_names else model
 
 
-def _fewer(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a configuration with a few experts, of which each token takes two and no groups are formed."""
+def _reduce_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a configuration with a few experts, two per token and no expert groups."""
     counts = experts_of(config)
-    if max(counts, default=0) <= EXPERTS:
+    if max(counts, default=0) <= FEW_EXPERTS:
         nested = config.get("text_config")
-        return {**config, "text_config": _fewer(nested)} if isinstance(nested, Mapping) else config
+        return (
+            {**config, "text_config": _reduce_experts(nested)}
+            if isinstance(nested, Mapping)
+            else config
+        )
     stated = {key: value for key, value in config.items() if type(value) is int and "expert" in key}
-    changed = {key: EXPERTS for key, value in stated.items() if value in counts}
-    taken = {key: 2 for key in TAKEN if type(config.get(key)) is int}
-    groups = {key: 1 for key in GROUPS if type(config.get(key)) is int}
+    changed = {key: FEW_EXPERTS for key, value in stated.items() if value in counts}
+    taken = {key: 2 for key in EXPERTS_PER_TOKEN_KEYS if type(config.get(key)) is int}
+    groups = {key: 1 for key in GROUP_KEYS if type(config.get(key)) is int}
     return {**config, **changed, **taken, **groups}
 
 
-def _canonical(names: WeightMapping, found: Architecture) -> tuple[dict[str, str], frozenset[str]]:
-    """Return canonical names of stored tensors, and those stored stacks whose matrices are turned.
+def _canonical_names(
+    names: WeightMapping, found: Architecture
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Return canonical names of stored tensors, and the stored expert stacks whose matrices are transposed.
 
-    Those of other conversions are left out.
+    Tensors of other conversions are left out.
 
     Raises:
-        RefusedError: experts are not put into a stack matrix by matrix.
+        RefusedError: experts are not stacked matrix by matrix.
     """
     assert found.derived is not None
     kinds = {kind.name: kind for kind in found.kinds}
     result, turned = {}, set()
-    for stored, place in names.places.items():
+    for stored, place in names.expert_places.items():
         if not place.stack.parameter.startswith(f"{found.blocks}."):  # experts of a tower
             continue
         block, _, parameter = place.stack.parameter.removeprefix(f"{found.blocks}.").partition(".")
@@ -171,7 +178,7 @@ def _canonical(names: WeightMapping, found: Architecture) -> tuple[dict[str, str
         result[stored] = f"{found.blocks}.{block}.{linear}.weight"
     for parameter, source in names.sources.items():
         if source.operations == ("Transpose",) and _is_stack(parameter, found):
-            turned |= {source.stored[0]} if names.turns(source) else set()
+            turned |= {source.stored[0]} if names.is_transposed(source) else set()
             result[source.stored[0]] = parameter
         elif source.rule is None:
             result[source.stored[0]] = parameter
@@ -187,8 +194,8 @@ def _is_stack(parameter: str, found: Architecture) -> bool:
     )
 
 
-def _one_by_one(names: WeightMapping, found: Architecture) -> dict[str, str]:
-    """Return canonical names of experts that files store one by one although transformers only knows them stacked."""
+def _single_expert_names(names: WeightMapping, found: Architecture) -> dict[str, str]:
+    """Return canonical names of experts that files store one by one although transformers only has them stacked."""
     blocks = {}
     for name, source in names.sources.items():
         inside, beside = BLOCK.match(name), BLOCK.match(source.stored[0])
@@ -196,35 +203,35 @@ def _one_by_one(names: WeightMapping, found: Architecture) -> dict[str, str]:
             blocks[beside[1], beside[2]] = f"{inside[1]}.{inside[2]}."
     linears = {name for kind in found.kinds for stack in kind.stacks for name in stack.linears}
     result = {}
-    for name in names.left_over:
+    for name in names.unused:
         beside = BLOCK.match(name)
         if beside and (beside[1], beside[2]) in blocks:
-            template = _NUMBER.sub(".{}.", beside[3].removesuffix(".weight"), count=1)
+            template = _INDEX_IN_NAME.sub(".{}.", beside[3].removesuffix(".weight"), count=1)
             if template in linears:
                 result[name] = blocks[beside[1], beside[2]] + beside[3]
     return result
 
 
-def _as_stored(
+def _declare_stored_tensors(
     names: WeightMapping, found: Architecture, sources: Sequence[WeightSource]
 ) -> tuple[Architecture, dict[str, str]]:
-    """Return the declarations with the stored tensors of some sources in the place of their parameters.
+    """Replace parameters in the declarations by the stored tensors from which they are computed.
 
     Some checkpoints have several tensors for one parameter of the model (the convolutions of queries, keys and values),
-    or one tensor for several parameters (projections of a tower). Where none of these parameters is rounded or absorbs
-    a factor, the stored tensors are declared under their own names; whoever runs a block makes the parameters from them
-    by transformers' own rule.
+    or one tensor for several parameters (projections of a tower). If none of these parameters is quantized or takes a
+    scale, the stored tensors are declared under their own names; transformers' rule computes the parameters when a
+    block runs.
 
     Args:
-        names: the bridge of the model.
-        found: its derived declarations, by the parameters of the running model.
-        sources: conversions.
+        names: the weight mapping of the model.
+        found: its derived declarations, by parameters of the running model.
+        sources: the conversions.
 
     Returns:
         The declarations, and the canonical names of these stored tensors.
 
     Raises:
-        RefusedError: one of the parameters is a linear that is rounded, absorbs a factor, or embeds tokens.
+        RefusedError: one of the parameters is a quantized linear, takes a scale, or embeds tokens.
     """
     assert found.derived is not None
     touched = {f"{found.embedding}.weight", f"{found.head}.weight"}
@@ -232,7 +239,7 @@ def _as_stored(
     kinds = {kind.name: kind for kind in found.kinds}
     canonical = {}
     for source in sources:
-        _refuse_changed(source, touched, found)
+        _refuse_modified(source, touched, found)
         block = BLOCK.match(next(iter(source.parameters)))
         for stored in source.stored:
             beside, shape = BLOCK.match(stored), tuple(map(str, names.shape(stored)))
@@ -240,9 +247,9 @@ def _as_stored(
                 outer[stored], canonical[stored] = Parameter(stored, shape), stored
                 continue
             if beside is None:
-                raise _other_form(source)
+                raise _layout_refusal(source)
             kind = kinds[found.derived.kinds[int(block[2])]]
-            kinds[kind.name] = _with(kind, source, Parameter(beside[3], shape))
+            kinds[kind.name] = _replace_parameters(kind, source, Parameter(beside[3], shape))
             canonical[stored] = f"{found.blocks}.{block[2]}.{beside[3]}"
         for name in source.parameters:
             outer.pop(name, None)
@@ -250,8 +257,8 @@ def _as_stored(
     return replace(found, outer=kept, kinds=tuple(kinds.values())), canonical
 
 
-def _with(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
-    """Return a layer kind with a stored tensor in place of the parameters of its source."""
+def _replace_parameters(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
+    """Return a layer kind with a stored tensor in place of the parameters computed from it."""
     made = {found[3] for name in source.parameters if (found := BLOCK.match(name))}
     items: Mapping[str, Parameter] = {
         item.name: item for item in kind.parameters if item.name not in made
@@ -259,7 +266,7 @@ def _with(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerK
     return replace(kind, parameters=tuple({**items, parameter.name: parameter}.values()))
 
 
-def _refuse_changed(source: WeightSource, touched: set[str], found: Architecture) -> None:
+def _refuse_modified(source: WeightSource, touched: set[str], found: Architecture) -> None:
     own = {name for name in source.parameters if name.startswith(f"{found.blocks}.")}
     inside = {match[3].rpartition(".")[0] for name in own if (match := BLOCK.match(name))}
     changed = {name for kind in found.kinds for name in kind.linears}
@@ -271,10 +278,10 @@ def _refuse_changed(source: WeightSource, touched: set[str], found: Architecture
     }
     changed |= {stack.parameter.rpartition(".")[0] for kind in found.kinds for stack in kind.stacks}
     if touched & source.parameters.keys() or inside & changed:
-        raise _other_form(source)
+        raise _layout_refusal(source)
 
 
-def _other_form(source: WeightSource) -> RefusedError:
+def _layout_refusal(source: WeightSource) -> RefusedError:
     parameter = next(iter(source.parameters))
     return RefusedError(
         f"its files hold {parameter} in another form ({', '.join(source.operations)})",
@@ -282,31 +289,31 @@ def _other_form(source: WeightSource) -> RefusedError:
     )
 
 
-def _derived(
+def _derive_architecture(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], apart: Collection[str] = ()
 ) -> Architecture:
-    """Derive the declarations of a skeleton, whose blocks are replaced on the way.
+    """Derive the declarations of a skeleton; its blocks are replaced in the process.
 
     Args:
-        model: the skeleton; it may have fewer experts than the model.
-        shapes: shapes of all tensors of the model.
+        model: the skeleton; it may have fewer experts than the real model.
+        shapes: shapes of all tensors of the real model.
         apart: three-dimensional parameters that files store as one matrix per expert.
 
     Raises:
         InputError: transformers cannot run it.
-        RefusedError: its blocks cannot be run one after another; the message says why.
+        RefusedError: its blocks cannot run one after another; the message says why.
     """
     config = model.config.get_text_config()
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    outside = _Outside(model)
-    keys = [_key(config, index, block) for index, block in enumerate(outside.blocks)]
-    transposed, kept = _transposed(outside.blocks), tuple(model._keep_in_fp32_modules or ())
-    derived: dict[object, Derived] = {}
+    outside = _ModelAroundBlocks(model)
+    keys = [_kind_key(config, index, block) for index, block in enumerate(outside.blocks)]
+    transposed, kept = _are_transposed(outside.blocks), tuple(model._keep_in_fp32_modules or ())
+    derived: dict[object, DerivedKind] = {}
     shares: list[int] = []  # blocks that put something into a mapping that later blocks read
 
-    def sizes(hidden: int) -> Sizes:
+    def sizes(hidden: int) -> ModelFacts:
         dimensions = _dimensions(config, outside.blocks, hidden, vocabulary)
-        return Sizes(dimensions, config.to_dict(), transposed, kept)
+        return ModelFacts(dimensions, config.to_dict(), transposed, kept)
 
     def learn(index: int, states: Tensor, call: Call) -> tuple[Any, ...] | None:
         key = keys[index]
@@ -328,22 +335,22 @@ def _derived(
                 inside,
                 {name.removeprefix(prefix) for name in apart},
             )
-            derived[key] = _named(made, derived.values())
+            derived[key] = _name_kind(made, derived.values())
         if given != _sizes_of_mappings(call):
             shares.append(index)
-        return derived[key].beside if derived[key].kind.returned else None
+        return derived[key].extra_outputs if derived[key].kind.num_outputs else None
 
-    replayed = _replayed(outside, learn) or bool(shares)
-    kinds = agreed([derived[key] for key in keys])
+    replayed = _needs_replay(outside, learn) or bool(shares)
+    kinds = unify_slices([derived[key] for key in keys])
     return _architecture(model, outside, shapes, sizes(outside.hidden), kinds, replayed=replayed)
 
 
 def _sizes_of_mappings(call: Call) -> dict[str, int]:
-    return {name: len(value) for name, value in mappings(call).items()}
+    return {name: len(value) for name, value in mutable_mappings(call).items()}
 
 
-def _named(made: Derived, known: Iterable[Derived]) -> Derived:
-    """Give a new layer kind a name, or return the known kind that equals it."""
+def _name_kind(made: DerivedKind, known: Iterable[DerivedKind]) -> DerivedKind:
+    """Name a new layer kind, or return the known kind that equals it."""
     others = {item.kind.name: item for item in known}
     for item in others.values():
         if replace(made.kind, name=item.kind.name) == item.kind:
@@ -351,27 +358,28 @@ def _named(made: Derived, known: Iterable[Derived]) -> Derived:
     return made._replace(kind=replace(made.kind, name=f"kind{len(others)}"))
 
 
-def _key(config: Any, index: int, block: nn.Module) -> object:
+def _kind_key(config: Any, index: int, block: nn.Module) -> object:
     """Return a key that is equal for layers of the same kind."""
-    listed = (_stated(config, name) for name in ("layer_types", "mlp_layer_types"))
+    listed = (_config_value(config, name) for name in ("layer_types", "mlp_layer_types"))
     words = tuple(
         str(item[index]) if isinstance(item, Sequence) and len(item) > index else ""
         for item in listed
     )
-    return type(block), modules_of(block), words
+    return type(block), parameter_signature(block), words
 
 
-def _replayed(outside: _Outside, learn: _Learn) -> bool:
-    """Return whether anything but the hidden states that a block gets depends on tokens or on earlier blocks."""
+def _needs_replay(outside: _ModelAroundBlocks, learn: _ComputeExtraOutputs) -> bool:
+    """Return whether block arguments other than hidden states depend on tokens or on earlier blocks."""
 
     def without(index: int, states: Tensor, call: Call) -> tuple[None, ...] | None:
         beside = learn(index, states, call)
         return None if beside is None else (None,) * len(beside)
 
-    first, second = outside.calls(learn), outside.calls(learn, factor=0.5)
-    others = outside.calls(without, seed=1, factor=0.5)
+    first, second = outside.record_arguments(learn), outside.record_arguments(learn, factor=0.5)
+    others = outside.record_arguments(without, seed=1, factor=0.5)
     alike = all(
-        same(tuple(one.call), tuple(other.call)) for one, other in zip(first, others, strict=True)
+        equal_trees(tuple(one.call), tuple(other.call))
+        for one, other in zip(first, others, strict=True)
     )
     chained = all(
         torch.equal(second[i].states * 0.5, second[i + 1].states) for i in range(len(second) - 1)
@@ -382,10 +390,10 @@ def _replayed(outside: _Outside, learn: _Learn) -> bool:
 def _dimensions(
     config: Any, blocks: Sequence[nn.Module], hidden: int, vocabulary: int
 ) -> Dimensions:
-    """Return the sizes, by the names that transformers' configuration classes give them."""
+    """Return the sizes of the model, read from the attribute names of transformers' configuration classes."""
 
     def stated(*names: str, otherwise: int) -> int:
-        values = (_stated(config, name) for name in names)
+        values = (_config_value(config, name) for name in names)
         return next((value for value in values if type(value) is int and value > 0), otherwise)
 
     heads = stated("num_attention_heads", otherwise=1)
@@ -407,20 +415,20 @@ def _dimensions(
         kv_heads=stated("num_key_value_heads", "num_kv_heads", otherwise=heads),
         head=stated("head_dim", otherwise=max(1, hidden // heads)),
         vocab=vocabulary,
-        positions=stated("max_position_embeddings", otherwise=UNBOUNDED),
+        positions=stated("max_position_embeddings", otherwise=UNLIMITED_POSITIONS),
     )
 
 
-def _stated(config: Any, name: str) -> Any:
-    """Return a value of a configuration, the general one if layers have their own; None if there is none."""
+def _config_value(config: Any, name: str) -> Any:
+    """Return a configuration value, the general one if it differs by layer; None if there is none."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # how transformers answers for what differs from layer to layer
         return config.to_dict().get(name)
 
 
-def _transposed(blocks: Sequence[nn.Module]) -> bool:
-    """Return whether all linears hold ``[in_features, out_features]``; raise RefusedError where some do."""
+def _are_transposed(blocks: Sequence[nn.Module]) -> bool:
+    """Return whether all linears hold ``[in_features, out_features]``; raise RefusedError if only some do."""
     found = {is_transposed(item) for block in blocks for item in block.modules() if is_linear(item)}
     if len(found) > 1:
         raise RefusedError(
@@ -431,10 +439,10 @@ def _transposed(blocks: Sequence[nn.Module]) -> bool:
 
 def _architecture(
     model: PreTrainedModel,
-    outside: _Outside,
+    outside: _ModelAroundBlocks,
     shapes: Mapping[str, tuple[int, ...]],
-    sizes: Sizes,
-    derived: Sequence[Derived],
+    sizes: ModelFacts,
+    derived: Sequence[DerivedKind],
     *,
     replayed: bool,
 ) -> Architecture:
@@ -445,7 +453,7 @@ def _architecture(
     kinds = {item.kind.name: item for item in derived}
     slices = {name: found for item in derived for name, found in item.slices.items()}
     names = {module: name for name, module in model.named_modules()}
-    head = head_of(model)
+    head = output_layer(model)
     if head is None:
         raise RefusedError("it has no output projection", "--method rtn")
     return Architecture(
@@ -460,8 +468,8 @@ def _architecture(
         slice_labels={name: found.labels for name, found in slices.items()},
         transposed=sizes.transposed,
         replayed=replayed,
-        streams=outside.layout.width // outside.hidden,
-        fused_attention=any(item.fused for item in derived),
+        streams=outside.layout.values_per_token // outside.hidden,
+        fused_attention=any(item.has_fused_attention for item in derived),
         derived=Derivation(
             f"transformers {version('transformers')}, {type(model).__name__}",
             sizes.dimensions,
@@ -471,105 +479,112 @@ def _architecture(
     )
 
 
-class _SeenByBlock(NamedTuple):
-    """Arguments of a block."""
+class _BlockArguments(NamedTuple):
+    """Hidden states and other arguments of a block."""
 
     states: Tensor
     call: Call
 
 
-class _Outside:
-    """A model whose blocks are stand-ins, and everything else random numbers; of embeddings a few rows are held.
+class _ModelAroundBlocks:
+    """A model with stand-ins for its blocks and random numbers elsewhere; embeddings have a few rows.
 
     Attributes:
-        name: of the list of blocks; ``blocks`` are its modules.
-        hidden: the width of the states, once the model was run.
-        layout: of the states, once the model was run.
-        last_norm: the first norm that is computed after the blocks, once the model was run; "" without one.
+        name: name of the list of blocks.
+        blocks: the modules in it.
+        hidden: width of the hidden states, once the model was run.
+        layout: axes of the hidden states, once the model was run.
+        last_norm: name of the first norm computed after the blocks, once the model was run; "" without one.
 
     Args:
         model: a skeleton; its list of blocks is changed.
 
     Raises:
-        RefusedError: the model has no list of decoder blocks, or its blocks are not run one after another.
+        RefusedError: the model has no list of decoder blocks, or its blocks do not run one after another.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        self.name = blocks_of(model)
-        found = model.get_submodule(self.name)
-        assert isinstance(found, nn.ModuleList)  # for the type checker
-        self.blocks = list(found)
-        self._standins = [StandIn(block) for block in self.blocks]
-        for index, standin in enumerate(self._standins):
-            found[index] = standin
+        self.name = block_list_name(model)
+        block_list = model.get_submodule(self.name)
+        assert isinstance(block_list, nn.ModuleList)  # for the type checker
+        self.blocks = list(block_list)
+        self._stand_ins = [StandIn(block) for block in self.blocks]
+        for index, stand_in in enumerate(self._stand_ins):
+            block_list[index] = stand_in
         self.hidden = 0
         self.last_norm = ""
         self._generator = torch.Generator().manual_seed(1)
-        self._fill()
+        self._fill_random()
 
-    def calls(self, returned: _Learn, *, seed: int = 0, factor: float = 1.0) -> list[_SeenByBlock]:
-        """Run the model on random tokens; return what reaches every block.
+    def record_arguments(
+        self, extra_outputs_of_block: _ComputeExtraOutputs, *, seed: int = 0, factor: float = 1.0
+    ) -> list[_BlockArguments]:
+        """Run the model on random tokens; return the arguments of every block.
 
         Args:
-            returned: is asked for each block by its index.
-            seed: of the tokens.
-            factor: of the hidden states that a block returns, to those that reach it.
+            extra_outputs_of_block: returns the outputs of a block other than its hidden states.
+            seed: seed of the tokens.
+            factor: the hidden states that a stand-in returns are its input times this factor.
 
         Raises:
             RefusedError: a block is called twice, or never.
         """
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(2, ROWS, (2, LENGTH), generator=generator)
-        order: list[int] = []
-        seen: dict[int, _SeenByBlock] = {}
+        ids = torch.randint(2, EMBEDDING_ROWS, (2, SEQUENCE_LENGTH), generator=generator)
+        call_order: list[int] = []
+        arguments: dict[int, _BlockArguments] = {}
 
-        def answer(index: int, states: Tensor, call: Call) -> Any:
-            order.append(index)
-            seen[index] = _SeenByBlock(states, call)
-            beside = returned(index, states, call)
-            standin = self._standins[index]
-            standin.returned = 0 if beside is None else 1 + len(beside)
-            return standin.wrapped(states * factor, beside or ())
+        def override(index: int, states: Tensor, call: Call) -> Any:
+            call_order.append(index)
+            arguments[index] = _BlockArguments(states, call)
+            extra_outputs = extra_outputs_of_block(index, states, call)
+            stand_in = self._stand_ins[index]
+            stand_in.num_outputs = 0 if extra_outputs is None else 1 + len(extra_outputs)
+            return stand_in.wrap_output(states * factor, extra_outputs or ())
 
-        for index, standin in enumerate(self._standins):
-            standin.answer = partial(answer, index)
-        with torch.no_grad(), self._listening(order), as_refusals("the model around its blocks"):
+        for index, stand_in in enumerate(self._stand_ins):
+            stand_in.override = partial(override, index)
+        with (
+            torch.no_grad(),
+            self._recording_last_norm(call_order),
+            errors_as_refusals("the model around its blocks"),
+        ):
             (find_base_model(self._model) or self._model)(input_ids=ids, use_cache=False)
-        if order != list(range(len(self.blocks))):
+        if call_order != list(range(len(self.blocks))):
             raise RefusedError(
-                f"its {len(self.blocks)} blocks are not called once each, in order: {str(order)[:60]}",
+                f"its {len(self.blocks)} blocks are not called once each, in order: {str(call_order)[:60]}",
                 "--method rtn",
             )
-        first = seen[0].states
-        self.layout = StateLayout.of(first.shape, 2, LENGTH)
+        first = arguments[0].states
+        self.layout = StateLayout.find(first.shape, 2, SEQUENCE_LENGTH)
         self.hidden = first.shape[-1]
-        return [seen[index] for index in order]
+        return [arguments[index] for index in call_order]
 
     @contextmanager
-    def _listening(self, order: list[int]) -> Iterator[None]:
-        """Note the first norm after the last block."""
+    def _recording_last_norm(self, call_order: list[int]) -> Iterator[None]:
+        """Record the first norm after the last block while the context is active."""
 
-        def see(name: str, *_: object) -> None:
-            if len(order) == len(self.blocks) and not self.last_norm:
+        def record_norm(name: str, *_: object) -> None:
+            if len(call_order) == len(self.blocks) and not self.last_norm:
                 self.last_norm = name
 
         with ExitStack() as stack:
             for name, module in self._model.named_modules():
                 weight = getattr(module, "weight", None)
                 if isinstance(weight, Tensor) and weight.dim() == 1:
-                    hook = module.register_forward_pre_hook(partial(see, name))
+                    hook = module.register_forward_pre_hook(partial(record_norm, name))
                     stack.callback(hook.remove)
             yield
 
-    def _fill(self) -> None:
+    def _fill_random(self) -> None:
         for module in self._model.modules():
             for name, value in module.named_parameters(recurse=False):
                 shape: tuple[int, ...] = value.shape
                 if isinstance(module, nn.Embedding):
                     module.padding_idx = None
-                    shape = (min(shape[0], ROWS), *shape[1:])
-                elif value.numel() > LARGEST or module is head_of(self._model):
+                    shape = (min(shape[0], EMBEDDING_ROWS), *shape[1:])
+                elif value.numel() > MAX_OUTER_ELEMENTS or module is output_layer(self._model):
                     continue
                 real = 0.5 + torch.rand(shape, generator=self._generator)
                 setattr(module, name, parameter(real))

@@ -1,4 +1,4 @@
-"""Derive the declaration of one kind of layer from one block: tensors, shared inputs, what absorbs a scale, experts.
+"""Derive the declaration of one kind of layer from one block: tensors, shared inputs, scale folds, experts.
 
 The running model holds the matrices of all experts in three-dimensional parameters and multiplies by slices of them.
 Which slices, in which orientation and order, is observed in the products that the block computes. A stack with twice as
@@ -31,57 +31,57 @@ from quantforge.architectures import (
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.routers import routers, weighs_an_index
 from quantforge.errors import RefusedError
-from quantforge.model.block_inputs import beside_of, states_of
+from quantforge.model.block_inputs import extra_outputs_of, hidden_states_of
 from quantforge.model.derive.trial_block import (
-    Candidate,
+    FoldCandidate,
     TrialBlock,
-    holds_louder,
-    proven,
+    find_scale_fold,
+    holds_for_large_weights,
+    is_fold_exact,
     random_scale,
-    same_after,
 )
-from quantforge.model.expert_calls import routed_call
+from quantforge.model.expert_calls import parse_expert_call
 from quantforge.numerics.function_mode import Function, FunctionMode
 
-GATED = ("gate_proj", "up_proj")
+GATE_AND_UP = ("gate_proj", "up_proj")
 
 
-class Sizes(NamedTuple):
+class ModelFacts(NamedTuple):
     """Facts of a model that all kinds of its layers share.
 
     Attributes:
         dimensions: its sizes.
-        config: of the text model, which counts experts.
+        config: configuration of the text model, which contains the number of experts.
         transposed: linears hold ``[in_features, out_features]``.
-        wide: names of modules that transformers keeps in float32, whatever the model's type: they are not rounded.
+        float32_modules: names of modules that transformers keeps in float32; they are not quantized.
     """
 
     dimensions: Dimensions
     config: Mapping[str, Any]
     transposed: bool
-    wide: tuple[str, ...]
+    float32_modules: tuple[str, ...]
 
 
-class Derived(NamedTuple):
-    """Declarations found for one kind of layers.
+class DerivedKind(NamedTuple):
+    """Declarations derived for one kind of layers.
 
     Attributes:
         kind: its declaration.
-        slices: of fused linears whose rows absorb.
+        slices: the fused linears of which a slice of rows takes a scale.
         unobserved: linears that were not called exactly once with one tensor.
-        fused: whether its scores have a fused kernel, as far as it has any.
-        beside: what a block returned beside its hidden states.
+        has_fused_attention: whether its attention uses a fused kernel.
+        extra_outputs: outputs of the block other than its hidden states.
     """
 
     kind: LayerKind
-    slices: Mapping[str, Candidate]
+    slices: Mapping[str, FoldCandidate]
     unobserved: tuple[str, ...]
-    fused: bool
-    beside: tuple[Any, ...]
+    has_fused_attention: bool
+    extra_outputs: tuple[Any, ...]
 
 
-def _beside(block: TrialBlock, found: Any) -> tuple[Any, ...] | None:
-    """Return what a block returned beside its hidden states; None where it returned them alone.
+def _check_outputs(block: TrialBlock, found: Any) -> tuple[Any, ...] | None:
+    """Return the outputs of a block other than its hidden states; None if it returns these alone.
 
     Raises:
         RefusedError: hidden states do not come first.
@@ -93,71 +93,73 @@ def _beside(block: TrialBlock, found: Any) -> tuple[Any, ...] | None:
             f"its blocks do not return hidden states first ({type(block.module).__name__})",
             "--method rtn",
         )
-    return beside_of(found) if many else None
+    return extra_outputs_of(found) if many else None
 
 
 def derive_kind(
     block: TrialBlock,
-    sizes: Sizes,
+    sizes: ModelFacts,
     shapes: Mapping[str, tuple[int, ...]],
     apart: Collection[str] = (),
-) -> Derived:
-    """Derive the declaration of one kind of layers, which has no name yet.
+) -> DerivedKind:
+    """Derive the declaration of one kind of layers, without a name.
 
     Args:
-        block: one of it, empty; it may have fewer experts than the model.
-        sizes: of the model.
-        shapes: of its tensors in the model.
-        apart: parameters of three dimensions that files hold as a matrix for each expert.
+        block: one block of the kind, without weights; it may have fewer experts than the model.
+        sizes: facts of the model.
+        shapes: shapes of the tensors of such a block in the model.
+        apart: three-dimensional parameters that files store as one matrix per expert.
 
     Raises:
-        RefusedError: it does not run alone, or does not return hidden states first.
+        RefusedError: the block does not run alone, or does not return hidden states first.
     """
     own = {key: tuple(value.shape) for key, value in block.module.state_dict().items()}
     with block.filled():
-        seen = _watched(block)
-        beside = _beside(block, seen.returned)
-        kept = _routers(sizes.config, own, seen) | _wide(sizes.wide, seen.linears)
+        seen = _observe_block(block)
+        beside = _check_outputs(block, seen.returned)
+        kept = _router_linears(sizes.config, own, seen) | _float32_linears(
+            sizes.float32_modules, seen.linears
+        )
         inputs, slices = [], {}
         for activation in seen.activations:
             linears = tuple(n for n in activation.linears if n not in kept | seen.irregular)
             if not linears:
                 continue
             earlier = tuple(seen.linears[: seen.linears.index(activation.linears[0])])
-            scale_fold = proven(
+            scale_fold = find_scale_fold(
                 block,
                 linears,
-                activation.makers,
+                activation.producers,
                 earlier,
                 sizes.dimensions,
                 transposed=sizes.transposed,
             )
-            inputs.append(_input(linears, scale_fold))
+            inputs.append(_shared_input(linears, scale_fold))
             if scale_fold is not None and scale_fold.sizes:
                 slices[scale_fold.scale_fold.module] = scale_fold
         mixture = _mixture_of(block, shapes)
     all_linears = {key for key, module in block.module.named_modules() if is_linear(module)}
     observed = {linear for shared in inputs for linear in shared.linears}
-    return Derived(
+    return DerivedKind(
         LayerKind(
             _parameters(shapes, mixture, apart),
             (*inputs, *mixture.inputs),
             mixture.stacks,
             inner_copies=4,
-            returned=0 if beside is None else 1 + len(beside),
+            num_outputs=0 if beside is None else 1 + len(beside),
         ),
         slices,
         tuple(sorted(all_linears - observed - kept)),
-        seen.fused,
-        tree_map(_narrow, beside or ()),
+        seen.has_fused_attention,
+        tree_map(_to_float32, beside or ()),
     )
 
 
-def agreed(derived: Sequence[Derived]) -> list[Derived]:
+def unify_slices(derived: Sequence[DerivedKind]) -> list[DerivedKind]:
     """Make layer kinds agree on how each fused linear is sliced.
 
-    A family states the slices of a linear once. A kind whose linear has another shape or other slices than in the first
-    kind that has it loses its absorbers in that linear.
+    A family declares the slices of a linear once. A kind whose linear has another shape or other slices than in the
+    first kind that has it loses its scale folds in that linear.
     """
     shapes: dict[str, tuple[str, ...]] = {}
     for item in derived:
@@ -184,14 +186,14 @@ def agreed(derived: Sequence[Derived]) -> list[Derived]:
     return found
 
 
-def _narrow(value: Any) -> Any:
+def _to_float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _parameters(
-    shapes: Mapping[str, tuple[int, ...]], mixture: _Mixture, apart: Collection[str]
+    shapes: Mapping[str, tuple[int, ...]], mixture: _ExpertDeclarations, apart: Collection[str]
 ) -> tuple[Parameter, ...]:
-    """Declare the tensors of a block: of stacks the matrix of every expert too, of those in ``apart`` it alone."""
+    """Declare the tensors of a block; for stacks also the matrix of every expert, or these alone if in ``apart``."""
     stacks = {stack.parameter: stack for stack in mixture.stacks}
     found = []
     for key, shape in shapes.items():
@@ -206,43 +208,43 @@ def _parameters(
     return tuple(found)
 
 
-def _routers(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: _Watched
+def _router_linears(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: _BlockObserver
 ) -> set[str]:
-    """Return the linears that choose experts or tokens: by shapes, by name, or because so many are chosen among."""
+    """Return the linears that choose experts or tokens, found by shape, by name, or by the width of ``topk``."""
     counted = {name.removesuffix(".weight") for name in routers(config, shapes)}
     chosen = {
         name
         for name in seen.linears
-        if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in seen.chosen_among
+        if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in seen.topk_widths
     }
     return counted | chosen | {name for name in seen.linears if weighs_an_index(name)}
 
 
-def _wide(names: Iterable[str], linears: Iterable[str]) -> set[str]:
+def _float32_linears(names: Iterable[str], linears: Iterable[str]) -> set[str]:
     """Return the linears that transformers keeps in float32."""
     patterns = [re.compile(rf"(.*\.)?{name}(\..*)?") for name in names]
     return {name for name in linears if any(pattern.fullmatch(name) for pattern in patterns)}
 
 
-def _input(linears: tuple[str, ...], found: Candidate | None) -> SharedInput:
+def _shared_input(linears: tuple[str, ...], found: FoldCandidate | None) -> SharedInput:
     of_norm = found is not None and found.scale_fold.kind is not FoldKind.ROWS
-    within = linears[0] if len(linears) == 1 and not of_norm else _within(linears)
+    within = linears[0] if len(linears) == 1 and not of_norm else _common_module(linears)
     if found is None:
         return SharedInput(linears, within)
     return SharedInput(linears, within, found.scale_fold, found.heads)
 
 
-def _within(linears: Iterable[str]) -> str:
-    """Return the module that holds all linears; for one that lies in the block itself, the linear."""
+def _common_module(linears: Iterable[str]) -> str:
+    """Return the innermost module that contains all linears; for a linear directly in the block, itself."""
     names = list(linears)
     paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
     common = takewhile(lambda parts: len(set(parts)) == 1, paths)
     return ".".join(parts[0] for parts in common) or (names[0] if len(names) == 1 else "")
 
 
-def modules_of(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]:
-    """Return a block's parameters with their shapes and the class of their module."""
+def parameter_signature(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]:
+    """Return the parameters of a block with their shapes and the classes of their modules."""
     return frozenset(
         (f"{name}.{key}", type(module), tuple(value.shape))
         for name, module in block.named_modules()
@@ -252,26 +254,26 @@ def modules_of(block: nn.Module) -> frozenset[tuple[str, type, tuple[int, ...]]]
 
 @dataclass
 class _ReadActivation:
-    """An activation that linears read: ``[tokens, in_features]``.
+    """An activation ``[tokens, in_features]`` that linears read.
 
-    With the linears in computing order, and the modules that return it.
+    It has the names of these linears in computing order, and of the modules that returned it.
     """
 
     value: Tensor
     linears: list[str]
-    makers: tuple[str, ...]
+    producers: tuple[str, ...]
 
 
-class _Watched(FunctionMode):
-    """What is observed while a block runs.
+class _BlockObserver(FunctionMode):
+    """Records what happens while a block runs.
 
     Attributes:
-        activations: in computing order.
-        linears: in computing order.
+        activations: the activations that linears read, in computing order.
+        linears: names of the linears, in computing order.
         irregular: linears that were called more than once, or with something else than one tensor.
-        chosen_among: the widths of what ``topk`` chose from: numbers of experts.
-        fused: whether scores were computed by the fused kernel.
-        returned: what the block returned.
+        topk_widths: sizes of the axes that ``topk`` chose from: numbers of experts.
+        has_fused_attention: whether attention was computed by the fused kernel.
+        returned: the return value of the block.
     """
 
     def __init__(self) -> None:
@@ -279,45 +281,47 @@ class _Watched(FunctionMode):
         self.activations: list[_ReadActivation] = []
         self.linears: list[str] = []
         self.irregular: set[str] = set()
-        self.chosen_among: set[int] = set()
-        self.fused = False
+        self.topk_widths: set[int] = set()
+        self.has_fused_attention = False
         self.returned: Any = None
-        self._made: list[tuple[str, Tensor]] = []
+        self._producer_outputs: list[tuple[str, Tensor]] = []
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Note which functions are called."""
+        """Record calls of ``topk`` and of fused attention, and compute the function."""
         if function in {torch.topk, Tensor.topk}:
-            self.chosen_among.add(args[0].shape[-1])
-        self.fused |= function is nn.functional.scaled_dot_product_attention
+            self.topk_widths.add(args[0].shape[-1])
+        self.has_fused_attention |= function is nn.functional.scaled_dot_product_attention
         return function(*args, **kwargs)
 
-    def listen(self, module: nn.Module, stack: ExitStack) -> None:
-        """Listen to the linears of a module, and to the modules that multiply channels by a vector."""
+    def add_hooks(self, module: nn.Module, stack: ExitStack) -> None:
+        """Add hooks to the linears of a module, and to modules that multiply channels by a vector."""
         for name, child in module.named_modules():
             if is_linear(child):
-                hook = partial(self._reads, name)
+                hook = partial(self._record_reader, name)
                 stack.callback(child.register_forward_pre_hook(hook, with_kwargs=True).remove)
             elif isinstance(getattr(child, "weight", None), Tensor) and child.weight.dim() == 1:
-                stack.callback(child.register_forward_hook(partial(self._makes, name)).remove)
+                stack.callback(
+                    child.register_forward_hook(partial(self._record_producer, name)).remove
+                )
 
-    def _reads(
+    def _record_reader(
         self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         if name in self.linears or len(args) != 1 or kwargs:
             self.irregular.add(name)
             return
-        x = _flat(args[0])
+        x = _flatten_tokens(args[0])
         self.linears.append(name)
         for known in self.activations:
             if torch.equal(known.value, x):
                 known.linears.append(name)
                 return
-        makers = [key for key, y in self._made if torch.equal(y, x)]
-        self.activations.append(_ReadActivation(x, [name], tuple(makers)))
+        producers = [key for key, y in self._producer_outputs if torch.equal(y, x)]
+        self.activations.append(_ReadActivation(x, [name], tuple(producers)))
 
-    def _makes(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
+    def _record_producer(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.dim() > 1:
-            self._made.append((name, _flat(output)))
+            self._producer_outputs.append((name, _flatten_tokens(output)))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -330,23 +334,26 @@ def is_transposed(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
-def _watched(block: TrialBlock) -> _Watched:
+def _observe_block(block: TrialBlock) -> _BlockObserver:
     """Run a block and return what was observed."""
-    found = _Watched()
+    found = _BlockObserver()
     with ExitStack() as stack:
-        found.listen(block.module, stack)
+        found.add_hooks(block.module, stack)
         stack.enter_context(found)
         found.returned = block.run()
     return found
 
 
-def _flat(x: Tensor) -> Tensor:
+def _flatten_tokens(x: Tensor) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1]).clone()
 
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A stack as the block multiplies by it; ``inputs`` ``[tokens, in_features]`` is what its first expert read."""
+    """A stacked parameter as the block multiplies by it.
+
+    ``inputs`` ``[tokens, in_features]`` is the input of its first expert.
+    """
 
     parameter: str
     transposed: bool
@@ -356,19 +363,19 @@ class _Product:
     inputs: Tensor
 
 
-class _Mixture(NamedTuple):
-    """Experts of a block.
+class _ExpertDeclarations(NamedTuple):
+    """Declarations of the experts of a block.
 
     Attributes:
-        stacks, inputs: as those of `LayerKind`; the names have ``{}`` for the number of the expert.
+        stacks, inputs: see `LayerKind`; names have ``{}`` for the index of the expert.
     """
 
     stacks: tuple[Stack, ...] = ()
     inputs: tuple[SharedInput, ...] = ()
 
 
-class _Products(FunctionMode):
-    """Watcher of products with slices of parameters of three dimensions."""
+class _ExpertProductObserver(FunctionMode):
+    """Records products with slices of three-dimensional parameters."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -409,12 +416,12 @@ class _Products(FunctionMode):
         )
 
 
-def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Mixture:
+def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _ExpertDeclarations:
     """Return the experts of a filled block; an empty mixture where it has none that are calibrated one by one.
 
     ``shapes``: of its parameters in the model, which may have more experts.
     """
-    watcher, calls = _Products(block.module), []
+    watcher, calls = _ExpertProductObserver(block.module), []
     hooks = [
         child.register_forward_pre_hook(
             lambda module, args, kwargs, name=name: calls.append((name, module, args, kwargs)),
@@ -432,22 +439,24 @@ def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Mi
     products = list(watcher.found.values())
     modules = {item.parameter.rpartition(".")[0] for item in products}
     if not products or len(modules) != 1:
-        return _Mixture()
+        return _ExpertDeclarations()
     module = modules.pop()
     found = (
-        routed_call(called, args, kwargs, products[0].experts)
+        parse_expert_call(called, args, kwargs, products[0].experts)
         for name, called, args, kwargs in calls
         if name == module
     )
     routed = next((call for call in found if call is not None), None)
     if routed is None:
-        return _Mixture()
+        return _ExpertDeclarations()
     mixture = _mixture(block, products, module, str(shapes[products[0].parameter][0]))
-    stacks = tuple(replace(stack, spread=routed.spread > 0) for stack in mixture.stacks)
+    stacks = tuple(replace(stack, spread=routed.num_repeats > 0) for stack in mixture.stacks)
     return mixture._replace(stacks=stacks)
 
 
-def _mixture(block: TrialBlock, products: Sequence[_Product], module: str, each: str) -> _Mixture:
+def _mixture(
+    block: TrialBlock, products: Sequence[_Product], module: str, each: str
+) -> _ExpertDeclarations:
     groups: list[list[_Product]] = []
     for item in products:
         for group in groups:
@@ -472,7 +481,7 @@ def _mixture(block: TrialBlock, products: Sequence[_Product], module: str, each:
     ]
     linears = tuple(name for stack in down for name in stack.linears)
     inputs.append(SharedInput(linears, module, scale_folds[0] if scale_folds else None, each=each))
-    return _Mixture((*stacks, *down), tuple(inputs))
+    return _ExpertDeclarations((*stacks, *down), tuple(inputs))
 
 
 def _named(module: str, item: _Product) -> str:
@@ -483,7 +492,7 @@ def _stack(
     block: TrialBlock, item: _Product, down: _Product, module: str
 ) -> tuple[Stack, ScaleFold | None]:
     """Return the stack of what feeds ``down``, and what of it absorbs a scale of what ``down`` reads."""
-    gate, up = (f"{module}.{{}}.{name}" for name in GATED)
+    gate, up = (f"{module}.{{}}.{name}" for name in GATE_AND_UP)
     alone = Stack(item.parameter, (_named(module, item),), transposed=item.transposed)
     candidates = [(alone, 0)] if item.out_features == down.in_features else []
     if item.out_features == 2 * down.in_features:
@@ -502,12 +511,12 @@ def _interleaved(block: TrialBlock, stack: Stack, down: _Product) -> bool:
     """Return whether rows 0 and 1 are of one channel: with its column of ``down`` at zero, row 1 has no effect."""
     read = block.parameter(down.parameter).clone()
     (read[:, 0] if down.transposed else read[:, :, 0]).zero_()
-    without = states_of(block.run({down.parameter: read}))
+    without = hidden_states_of(block.run({down.parameter: read}))
     changed = block.parameter(stack.parameter).clone()
     for expert in range(down.experts):
         stack.matrix(changed, 0, expert)[1].mul_(2)
     changes = {down.parameter: read, stack.parameter: changed}
-    return bool(torch.equal(without, states_of(block.run(changes))))
+    return bool(torch.equal(without, hidden_states_of(block.run(changes))))
 
 
 def _folds(block: TrialBlock, stack: Stack, position: int, down: _Product) -> bool:
@@ -520,6 +529,6 @@ def _folds(block: TrialBlock, stack: Stack, position: int, down: _Product) -> bo
             stack.matrix(divided, position, expert).div_(scale[:, None])
         read = block.parameter(down.parameter)
         multiplied = read * (scale[:, None] if down.transposed else scale)
-        return same_after(block, {stack.parameter: divided}, {down.parameter: multiplied})
+        return is_fold_exact(block, {stack.parameter: divided}, {down.parameter: multiplied})
 
-    return holds_louder(block, same)
+    return holds_for_large_weights(block, same)

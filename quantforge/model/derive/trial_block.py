@@ -1,12 +1,12 @@
-"""Run a block of a skeleton with random weights, and prove by trial which tensor absorbs a scale of an activation.
+"""Run a block with random weights, and prove by trial which tensor can take a scale of an activation.
 
-transformers' norms and softmax ask for float32. Here they compute in float64 too, so that equivalent computations agree
+transformers' norms and softmax request float32. Here they compute in float64 too, so that equivalent computations agree
 to twelve digits and others do not.
 
-A candidate is divided by a random factor per channel, and the linears that read the activation are multiplied by it, as
-`fold` does. The block has to return the same output, in float64 to eleven digits: with weights of the usual size, and
-with weights 16 times as large, because a function that clamps is linear for small numbers. If only the candidate is
-divided, the output has to change; otherwise the trial proves nothing.
+A candidate is divided by a random scale per channel, and the linears that read the activation are multiplied by it, as
+`fold_scale` does. The block has to return the same output to eleven digits in float64, with weights of the usual size
+and with weights 16 times as large, because a clamp is linear for small numbers. If only the candidate is divided, the
+output has to change; otherwise the trial proves nothing.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from torch.utils._pytree import tree_map
 
 from quantforge.architectures import FoldKind, ScaleFold
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.model.block_inputs import Call, states_of
+from quantforge.model.block_inputs import Call, hidden_states_of
 from quantforge.model.scale_folding import expand_heads
-from quantforge.model.skeleton import as_refusals
-from quantforge.model.weight_loading import empty, parameter
+from quantforge.model.skeleton import errors_as_refusals
+from quantforge.model.weight_loading import free_weights, parameter
 from quantforge.numerics.function_mode import Function, FunctionMode
 
-LARGE = 1 << 26  # parameters of a block that is held in float32
-GAIN = (0.5, 1.5)  # of vectors: norms, decays, biases
-LOUD = 16.0
+MAX_FLOAT64_PARAMETERS = 1 << 26  # parameters of a block that is held in float32
+VECTOR_RANGE = (0.5, 1.5)  # of vectors: norms, decays, biases
+LARGE_FACTOR = 16.0
 
 
-class TrialLimits(NamedTuple):
-    """Limits relative to the largest output: at most ``same`` is equal, more than ``changed`` is different."""
+class Tolerances(NamedTuple):
+    """Differences relative to the largest output: at most ``equal`` is equal, more than ``different`` is different."""
 
-    same: float
-    changed: float
-
-
-LIMITS = {torch.float64: TrialLimits(1e-11, 1e-8), torch.float32: TrialLimits(2e-5, 1e-3)}
-
-MOST = 8  # slices of a linear
-LABELS = {2: ("gate", "up"), 3: ("b", "c", "x")}
-HEADS = ("q", "k", "v")
+    equal: float
+    different: float
 
 
-class _Wide(FunctionMode):
-    """Mode in which requests for narrower types give float64 (or float32)."""
+TOLERANCES = {torch.float64: Tolerances(1e-11, 1e-8), torch.float32: Tolerances(2e-5, 1e-3)}
+
+MAX_SLICES = 8  # slices of a linear
+SLICE_LABELS = {2: ("gate", "up"), 3: ("b", "c", "x")}
+QKV_LABELS = ("q", "k", "v")
+
+
+class _WideTypes(FunctionMode):
+    """Function mode in which requests for narrower types give float64 (or float32)."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -71,54 +71,57 @@ class _Wide(FunctionMode):
 
 
 class TrialBlock:
-    """A block with random weights and the arguments that reach it.
+    """A block with random weights and the arguments that it gets.
 
     Attributes:
-        states: ``[rows, length, hidden]`` that reach it.
-        dtype: that it computes in: float32 where the block is large.
+        states: ``[rows, length, hidden]``, its input.
+        dtype: the type it computes in; float32 if the block is large.
 
     Args:
-        module: of a skeleton.
-        states: ``[rows, length, hidden]`` that reach it.
-        call: what it gets beside them.
+        module: a block of a skeleton.
+        states: ``[rows, length, hidden]``, its input.
+        call: its other arguments.
     """
 
     def __init__(self, module: nn.Module, states: Tensor, call: Call) -> None:
         self.module = module
         size = sum(value.numel() for value in module.parameters())
-        self.dtype = torch.float64 if size <= LARGE else torch.float32
+        self.dtype = torch.float64 if size <= MAX_FLOAT64_PARAMETERS else torch.float32
         self.states = states.to(self.dtype)
-        self._call = Call(*tree_map(self._wide, tuple(call)))
+        self._call = Call(*tree_map(self._widen, tuple(call)))
         self._generator = torch.Generator().manual_seed(0)
 
     @contextmanager
     def filled(self) -> Iterator[None]:
-        """Fill the block with random weights inside a ``with`` block."""
+        """Fill the block with random weights while the context is active."""
         for child in self.module.modules():
             for name, value in child.named_parameters(recurse=False):
                 setattr(child, name, parameter(self._random(value)))
             for name, buffer in child.named_buffers(recurse=False):
                 real = torch.zeros(buffer.shape) if buffer.is_meta else buffer
-                setattr(child, name, self._wide(real))
+                setattr(child, name, self._widen(real))
         try:
             yield
         finally:
-            empty(self.module)
+            free_weights(self.module)
 
     def parameter(self, name: str) -> Tensor:
         """Return a parameter by its name relative to the block."""
         return self.module.get_parameter(name)
 
-    def run(self, changed: Mapping[str, Tensor] | None = None) -> Any:
-        """Return what the block returns, with some parameters changed."""
-        with torch.no_grad(), _Wide(self.dtype), as_refusals("a block alone"):
+    def run(self, replaced: Mapping[str, Tensor] | None = None) -> Any:
+        """Return the output of the block, with some parameters replaced."""
+        with torch.no_grad(), _WideTypes(self.dtype), errors_as_refusals("a block alone"):
             return torch.func.functional_call(
-                self.module, dict(changed or {}), (self.states, *self._call.args), self._call.kwargs
+                self.module,
+                dict(replaced or {}),
+                (self.states, *self._call.args),
+                self._call.kwargs,
             )
 
     @contextmanager
-    def louder(self, factor: float) -> Iterator[None]:
-        """Multiply all matrices by ``factor`` inside a ``with`` block, so that clamps take effect."""
+    def weights_scaled(self, factor: float) -> Iterator[None]:
+        """Multiply all matrices by ``factor`` while the context is active, so that clamps take effect."""
         matrices = [value for value in self.module.parameters() if value.dim() > 1]
         for value in matrices:
             value.data.mul_(factor)
@@ -131,24 +134,24 @@ class TrialBlock:
     def _random(self, value: Tensor) -> Tensor:
         shape = value.shape
         if len(shape) < 2:
-            low, high = GAIN
-            found = torch.rand(shape, generator=self._generator, dtype=self.dtype)
-            return found * (high - low) + low
-        found = torch.randn(shape, generator=self._generator, dtype=self.dtype)
-        return found.div_(max(shape[-1], 1) ** 0.5)
+            low, high = VECTOR_RANGE
+            values = torch.rand(shape, generator=self._generator, dtype=self.dtype)
+            return values * (high - low) + low
+        values = torch.randn(shape, generator=self._generator, dtype=self.dtype)
+        return values.div_(max(shape[-1], 1) ** 0.5)
 
-    def _wide(self, value: Any) -> Any:
+    def _widen(self, value: Any) -> Any:
         is_number = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(self.dtype) if is_number else value
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A tensor, or a slice of a fused linear, that may absorb a scale.
+class FoldCandidate:
+    """A tensor, or a slice of a fused linear, that may take the inverse of a scale.
 
     Attributes:
         scale_fold: the tensor or slice.
-        sizes, labels: sizes and names of the slices of its linear, in order; empty if it is the whole linear.
+        sizes, labels: sizes and names of the slices of its linear, in order; empty for the whole linear.
         heads: see `SharedInput`.
         repeats: how often the sequence of slices repeats along the rows.
     """
@@ -172,7 +175,7 @@ class Candidate:
         return [row for start in starts for row in range(start + first, start + last)]
 
 
-def proven(
+def find_scale_fold(
     block: TrialBlock,
     linears: tuple[str, ...],
     makers: tuple[str, ...],
@@ -180,50 +183,54 @@ def proven(
     dimensions: Dimensions,
     *,
     transposed: bool = False,
-) -> Candidate | None:
-    """Return the first candidate that passes the trial of absorbing a scale of an activation; None if none does.
+) -> FoldCandidate | None:
+    """Return the first candidate into which a scale of an activation can be folded; None if there is none.
 
     Args:
-        block: filled.
-        linears: that read the activation.
+        block: the block, filled with random weights.
+        linears: the linears that read the activation.
         makers: modules that returned it.
         earlier: linears that were computed before.
-        dimensions: its heads are those of attention.
+        dimensions: sizes of the model, for its attention heads.
         transposed: linears hold ``[in_features, out_features]``.
     """
-    trial = _Trial(block, linears, dimensions, transposed=transposed)
-    candidates = [*_norms(block, makers, trial.width), *_rows(trial, earlier)]
+    trial = _FoldTrial(block, linears, dimensions, transposed=transposed)
+    candidates = [*_norm_candidates(block, makers, trial.width), *_row_candidates(trial, earlier)]
     return next((item for item in candidates if trial.holds(item)), None)
 
 
-def _norms(block: TrialBlock, makers: tuple[str, ...], width: int) -> Iterator[Candidate]:
+def _norm_candidates(
+    block: TrialBlock, makers: tuple[str, ...], width: int
+) -> Iterator[FoldCandidate]:
     for name in makers:
         if block.parameter(f"{name}.weight").shape == (width,):
             for kind in (FoldKind.NORM, FoldKind.NORM_PLUS_ONE):
-                yield Candidate(ScaleFold(kind, name))
+                yield FoldCandidate(ScaleFold(kind, name))
 
 
-def _rows(trial: _Trial, earlier: tuple[str, ...]) -> Iterator[Candidate]:
+def _row_candidates(trial: _FoldTrial, earlier: tuple[str, ...]) -> Iterator[FoldCandidate]:
     """Yield linears, and slices of linears, whose rows may be the channels of the activation."""
     width, sizes = trial.width, trial.dimensions
     heads = width == sizes.q
     for name in reversed(earlier):
         rows, count = trial.rows(name), trial.rows(name) // width
         if heads and rows == sizes.kv:
-            yield Candidate(ScaleFold(FoldKind.ROWS, name), heads=True)
+            yield FoldCandidate(ScaleFold(FoldKind.ROWS, name), heads=True)
         if rows == width:
-            yield Candidate(ScaleFold(FoldKind.ROWS, name))
+            yield FoldCandidate(ScaleFold(FoldKind.ROWS, name))
         if heads and rows == sizes.qkv:
-            yield _sliced(name, (sizes.q, sizes.kv, sizes.kv), 2, HEADS, heads=True)
-        if rows % width == 0 and 1 < count <= MOST:
-            labels = LABELS.get(count, tuple(f"part{index}" for index in range(count)))
+            yield _slice_candidate(name, (sizes.q, sizes.kv, sizes.kv), 2, QKV_LABELS, heads=True)
+        if rows % width == 0 and 1 < count <= MAX_SLICES:
+            labels = SLICE_LABELS.get(count, tuple(f"part{index}" for index in range(count)))
             for index in reversed(range(count)):
-                yield _sliced(name, (width,) * count, index, labels)
-        yield from _repeated(name, rows, width, sizes)
+                yield _slice_candidate(name, (width,) * count, index, labels)
+        yield from _repeated_candidates(name, rows, width, sizes)
 
 
-def _repeated(name: str, rows: int, width: int, sizes: Dimensions) -> Iterator[Candidate]:
-    """Yield the last rows of every head, or of every group of heads that share theirs."""
+def _repeated_candidates(
+    name: str, rows: int, width: int, sizes: Dimensions
+) -> Iterator[FoldCandidate]:
+    """Yield the last rows of every head, or of every group of query heads that share a key/value head."""
     of_heads = width == sizes.q
     choices = {(sizes.heads, width // sizes.heads)} if width % sizes.heads == 0 else set()
     if of_heads:
@@ -235,19 +242,19 @@ def _repeated(name: str, rows: int, width: int, sizes: Dimensions) -> Iterator[C
             continue
         fused = rest % last == 0 and rest > last
         parts = (rest - last, last, last) if fused else (rest, last)
-        labels = HEADS if fused else ("k", "v")
-        found = _sliced(name, parts, len(parts) - 1, labels, heads=heads)
+        labels = QKV_LABELS if fused else ("k", "v")
+        found = _slice_candidate(name, parts, len(parts) - 1, labels, heads=heads)
         yield replace(found, repeats=count)
 
 
-def _sliced(
+def _slice_candidate(
     name: str, sizes: tuple[int, ...], index: int, labels: tuple[str, ...], *, heads: bool = False
-) -> Candidate:
-    return Candidate(ScaleFold(FoldKind.ROWS, name, labels[index]), sizes, labels, heads)
+) -> FoldCandidate:
+    return FoldCandidate(ScaleFold(FoldKind.ROWS, name, labels[index]), sizes, labels, heads)
 
 
-class _Trial:
-    """Try candidates for one activation."""
+class _FoldTrial:
+    """Tries fold candidates for one activation."""
 
     def __init__(
         self,
@@ -269,11 +276,11 @@ class _Trial:
         """Return the number of output features of a linear."""
         return self._weight(linear).shape[0]
 
-    def holds(self, candidate: Candidate) -> bool:
-        """Return whether the block's output is unchanged by a fold."""
-        return holds_louder(self._block, partial(self._same, candidate))
+    def holds(self, candidate: FoldCandidate) -> bool:
+        """Return whether the output of the block is unchanged by folding a scale into the candidate."""
+        return holds_for_large_weights(self._block, partial(self._same, candidate))
 
-    def _same(self, candidate: Candidate) -> bool:
+    def _same(self, candidate: FoldCandidate) -> bool:
         count = self.dimensions.kv if candidate.heads else self.width
         channels = random_scale(self._block, count)
         scale = expand_heads(self.dimensions, channels) if candidate.heads else channels
@@ -282,9 +289,9 @@ class _Trial:
         for linear in self._linears:
             weight = self._weight(linear) * scale
             multiplied[f"{linear}.weight"] = weight.T if self._transposed else weight
-        return same_after(self._block, divided, multiplied)
+        return is_fold_exact(self._block, divided, multiplied)
 
-    def _divided(self, candidate: Candidate, channels: Tensor) -> Mapping[str, Tensor]:
+    def _divided(self, candidate: FoldCandidate, channels: Tensor) -> Mapping[str, Tensor]:
         module, kind = candidate.scale_fold.module, candidate.scale_fold.kind
         known = dict(self._block.module.named_parameters())
         weight = known[f"{module}.weight"]
@@ -305,27 +312,27 @@ class _Trial:
 
 
 def random_scale(block: TrialBlock, count: int) -> Tensor:
-    """Return a factor from 0.5 to 2 for each of ``count`` channels."""
+    """Return a random scale from 0.5 to 2 for each of ``count`` channels."""
     generator = torch.Generator().manual_seed(7)
     return torch.exp2(2 * torch.rand(count, generator=generator, dtype=block.dtype) - 1)
 
 
-def holds_louder(block: TrialBlock, same: Callable[[], bool]) -> bool:
-    """Return whether ``same`` holds for weights of the usual size and for weights `LOUD` times as large."""
+def holds_for_large_weights(block: TrialBlock, same: Callable[[], bool]) -> bool:
+    """Return whether ``same`` holds for weights of the usual size and for weights `LARGE_FACTOR` times as large."""
     if not same():
         return False
-    with block.louder(LOUD):
+    with block.weights_scaled(LARGE_FACTOR):
         return same()
 
 
-def same_after(
+def is_fold_exact(
     block: TrialBlock, divided: Mapping[str, Tensor], multiplied: Mapping[str, Tensor]
 ) -> bool:
-    """Return whether a block returns the same with both changes, and something else with ``divided`` alone."""
-    before = states_of(block.run())
-    most, limits = before.abs().max(), LIMITS[block.dtype]
-    both = (states_of(block.run({**divided, **multiplied})) - before).abs().max()
-    if not both <= limits.same * most:
+    """Return whether the output is unchanged with both changes, but changes with ``divided`` alone."""
+    before = hidden_states_of(block.run())
+    most, limits = before.abs().max(), TOLERANCES[block.dtype]
+    both = (hidden_states_of(block.run({**divided, **multiplied})) - before).abs().max()
+    if not both <= limits.equal * most:
         return False
-    half = (states_of(block.run(divided)) - before).abs().max()
-    return bool(half > limits.changed * most)
+    half = (hidden_states_of(block.run(divided)) - before).abs().max()
+    return bool(half > limits.different * most)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block import Batch, DecoderBlock, refuse_experts
+from quantforge.model.block import DecoderBlock, MicroBatch, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.model.weight_loading import TensorSource
@@ -111,12 +111,12 @@ class _BackwardStream(ModelStream):
         linears: list[tuple[str, ...]] = []
         for block in self:
             if block.index % step == 0:
-                saved_inputs.append(self._copy())
+                saved_inputs.append(self._copy_states())
             if block.experts is None:
                 refuse_experts(block)
-            linears.append(block.own_linears)
+            linears.append(block.separate_linears)
             block.advance()
-            if self._is_read_later(block.index):  # its gradient would have another contribution
+            if self._is_reread(block.index):  # its gradient would have another contribution
                 raise RefusedError(
                     f"{block.name}: what it returns is read by more than the next block; gradients are not observed so",
                     "--method gptq, for instance, takes no gradients",
@@ -138,37 +138,37 @@ class _BackwardStream(ModelStream):
         inputs = [first]
         for index in run[:-1]:
             self._states = inputs[-1]
-            self._states = self._copy()
+            self._states = self._copy_states()
             inputs.append(self._states)
             block = self.block(index)
             block.advance()
-            block.close()
+            block.release()
         return inputs
 
     def _backward_head(self, visit: GradientCallback, seed: int) -> tuple[HiddenStates, Tensor]:
         """Sample labels; return the gradients of the outputs of the last block, and the labels."""
         name = self._architecture.head
-        gradients, labels = self._store(), torch.empty_like(self._rows)
+        gradients, labels = self._make_store(), torch.empty_like(self._rows)
 
-        def gradients_of(row: Batch, logits: Tensor) -> Tensor:
+        def gradients_of(row: MicroBatch, logits: Tensor) -> Tensor:
             _check_finite(logits, "the logits", row.start)
             drawn = draw_labels(logits, seed, row.start)
             labels[row.start : row.start + len(drawn)] = drawn.to(labels.device)
             ones = torch.ones_like(logits[..., :1])
             return logits.float().softmax(-1).scatter_add_(-1, drawn[..., None], -ones)
 
-        with self._filled_head(), ExitStack() as hooks:
+        with self._head_loaded(), ExitStack() as hooks:
             recorder = OutputRecorder(self._model, [name], hooks)
 
-            def backward_row(row: Batch) -> RowGradients:
+            def backward_row(row: MicroBatch) -> RowGradients:
                 def run(states: Tensor) -> Tensor:
-                    logits: Tensor = self._finish(self._model, row.start, states).logits
+                    logits: Tensor = self._run_end(self._model, row.start, states).logits
                     return logits
 
                 return recorder.backward(run, row.states, partial(gradients_of, row))
 
-            for batch in self._batches(len(self._blocks) - 1):
-                rows = batch.rows()
+            for batch in self._micro_batches(len(self._blocks) - 1):
+                rows = batch.split_into_rows()
                 rows_at_once = max(1, MAX_LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
                 for first in range(0, len(rows), rows_at_once):
                     passed = side_by_side(backward_row, rows[first : first + rows_at_once])
@@ -181,7 +181,7 @@ class _BackwardStream(ModelStream):
         """Replace ``gradients`` of the outputs of a block by those of its inputs."""
         block = self.block(index)
 
-        def output_gradients(row: Batch) -> Tensor:
+        def output_gradients(row: MicroBatch) -> Tensor:
             return gradients.read(row.start, row.start + len(row.states)).to(self._device)
 
         with ExitStack() as hooks:
@@ -189,23 +189,23 @@ class _BackwardStream(ModelStream):
                 hooks.enter_context(self._backward_experts(block, output_gradients, visit))
             recorder = OutputRecorder(block.module, linears, hooks)
 
-            def backward_row(row: Batch) -> RowGradients:
+            def backward_row(row: MicroBatch) -> RowGradients:
                 def run(states: Tensor) -> Tensor:
                     if block.experts is not None:
-                        block.experts.at(row.start)
-                    return row._replace(states=states).run(block.module, note=False)
+                        block.experts.set_row(row.start)
+                    return row._replace(states=states).run(block.module, record=False)
 
                 return recorder.backward(run, row.states, lambda _: output_gradients(row))
 
-            for batch in self._batches(index):
-                passed = side_by_side(backward_row, batch.rows())
+            for batch in self._micro_batches(index):
+                passed = side_by_side(backward_row, batch.split_into_rows())
                 self._emit_gradients(f"{block.name}.", batch.start, passed, gradients, visit)
-        block.close()
+        block.release()
 
     def _backward_experts(
         self,
         block: DecoderBlock,
-        output_gradients: Callable[[Batch], Tensor],
+        output_gradients: Callable[[MicroBatch], Tensor],
         visit: GradientCallback,
     ) -> AbstractContextManager[None]:
         """Call ``visit`` for the experts of a block; return a context for the block's backward pass without them."""
@@ -213,14 +213,14 @@ class _BackwardStream(ModelStream):
         block.run_experts()
         mixture = MixtureGradients(block.experts)
 
-        def record_gradients(row: Batch) -> None:
+        def record_gradients(row: MicroBatch) -> None:
             mixture.record_gradients(
-                row.start, lambda: row.run(block.module, note=False), output_gradients(row)
+                row.start, lambda: row.run(block.module, record=False), output_gradients(row)
             )
 
         with mixture.recording():
-            for batch in self._batches(block.index):
-                side_by_side(record_gradients, batch.rows())
+            for batch in self._micro_batches(block.index):
+                side_by_side(record_gradients, batch.split_into_rows())
         mixture.backward(f"{block.name}.", visit)
         return mixture.replaying()
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.errors import InputError
-from quantforge.model.experts import TOGETHER, TOKENS, Experts
+from quantforge.model.experts import RUNS_TOGETHER, TOKENS_PER_RUN, Experts
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.numerics.values import finite
 
@@ -129,7 +129,10 @@ class MixtureGradients:
         """Allocate memory for gradients; raises as `ModelStream` if it is on disk."""
         assert experts.tokens is not None
         self._experts, self._tokens = experts, experts.tokens
-        self._output_gradients, self._input_gradients = self._tokens.zeros(), self._tokens.zeros()
+        self._output_gradients, self._input_gradients = (
+            self._tokens.make_zeros(),
+            self._tokens.make_zeros(),
+        )
         self._weights = torch.zeros(0)
         self._thread_local = threading.local()
 
@@ -142,16 +145,16 @@ class MixtureGradients:
             self._thread_local.outputs, self._thread_local.chosen = found, weights.shape[1]
             return found
 
-        with self._experts.computing(outputs):
+        with self._experts.outputs_replaced(outputs):
             yield
 
     def record_gradients(self, row: int, run: Callable[[], Tensor], gradients: Tensor) -> None:
         """Run the block on the rows starting at ``row``, and store the gradients of the outputs of its experts."""
         with one_thread(), torch.enable_grad():
-            self._experts.at(row)
+            self._experts.set_row(row)
             outputs = run()
             (found,) = torch.autograd.grad(outputs, [self._thread_local.outputs], gradients)
-        self._tokens.put(self._output_gradients, row, found)
+        self._tokens.write_tokens(self._output_gradients, row, found)
 
     def backward(self, prefix: str, visit: Callable[[OutputGradients], None]) -> None:
         """Run each expert forward and backward; call ``visit`` with the gradients of its linears.
@@ -163,12 +166,12 @@ class MixtureGradients:
         Raises:
             InputError: a gradient is not finite. Others as `Experts.run`.
         """
-        self._weights = torch.zeros(self._tokens.count, self._tokens.chosen)
+        self._weights = torch.zeros(self._tokens.count, self._tokens.experts_per_token)
         for number in self._experts.numbers:
-            tokens, weights = self._tokens.of(number)
+            tokens, weights = self._tokens.routed_to(number)
             with one_thread(), self._experts.filled(number):
-                for start in range(0, max(1, len(tokens)), TOKENS * TOGETHER):
-                    run = slice(start, start + TOKENS * TOGETHER)
+                for start in range(0, max(1, len(tokens)), TOKENS_PER_RUN * RUNS_TOGETHER):
+                    run = slice(start, start + TOKENS_PER_RUN * RUNS_TOGETHER)
                     self._backward_expert(number, tokens[run], weights[run], prefix, visit)
             self._experts.release(number)
 
@@ -178,13 +181,13 @@ class MixtureGradients:
 
         def outputs(row: int, states: Tensor, weights: Tensor) -> Tensor:
             found = self._tokens.outputs(row, len(states)).to(states)
-            before = self._tokens.run(self._input_gradients, row, len(states)).to(states)
-            first = self._tokens.in_rows(row)
+            before = self._tokens.read_tokens(self._input_gradients, row, len(states)).to(states)
+            first = self._tokens.tokens_in_rows(row)
             routed = self._weights[first : first + len(states)].to(weights)
             returned: Tensor = _ReplayedExperts.apply(states, weights, found, before, routed)  # type: ignore[no-untyped-call]
             return returned
 
-        with self._experts.computing(outputs):
+        with self._experts.outputs_replaced(outputs):
             yield
 
     def _backward_expert(
@@ -196,8 +199,14 @@ class MixtureGradients:
         visit: Callable[[OutputGradients], None],
     ) -> None:
         """Run one expert forward and backward on some of its tokens."""
-        places, held = self._experts.places(number), self._experts.held(number)
-        parts = list(zip(torch.split(tokens, TOKENS), torch.split(weights, TOKENS), strict=True))
+        places, held = self._experts.linears_of(number), self._experts.load_expert(number)
+        parts = list(
+            zip(
+                torch.split(tokens, TOKENS_PER_RUN),
+                torch.split(weights, TOKENS_PER_RUN),
+                strict=True,
+            )
+        )
         passed = side_by_side(partial(self._backward_tokens, number), parts) if len(tokens) else []
         for (part, _), one in zip(parts, passed, strict=False):
             sums = self._input_gradients.gather(part) + one.states
@@ -221,7 +230,7 @@ class MixtureGradients:
         with one_thread(), torch.enable_grad():
             device = self._experts.device(number)
             states = self._tokens.states(tokens).to(device).detach().requires_grad_()
-            outputs, watcher = self._experts.watched(number, states)
+            outputs, watcher = self._experts.run_recorded(number, states)
             wanted = [states, *watcher.products.values()]
             expert_output_gradients = (output_gradients * weights[:, None]).to(outputs)
             first, *others = torch.autograd.grad(outputs, wanted, expert_output_gradients)
@@ -229,7 +238,7 @@ class MixtureGradients:
             first.cpu(),
             (outputs.detach().cpu().float() * output_gradients).sum(1),
             {
-                name: (watcher.found[name], gradients.flatten(0, -2).float())
+                name: (watcher.inputs[name], gradients.flatten(0, -2).float())
                 for name, gradients in zip(watcher.products, others, strict=True)
             },
         )

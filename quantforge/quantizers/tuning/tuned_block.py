@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.architectures import FoldKind
-from quantforge.model.block import Batch, DecoderBlock
+from quantforge.model.block import DecoderBlock, MicroBatch
 from quantforge.numerics.products import cutting_linears
 from quantforge.numerics.threads import one_thread, side_by_side, threads_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -188,7 +188,7 @@ class TunedBlock:
             decoder_block.module.get_parameter(name).requires_grad_()
         linears = TunedLinears(
             decoder_block.module,
-            {name: matrices[name] for name in decoder_block.own_linears if name in matrices},
+            {name: matrices[name] for name in decoder_block.separate_linears if name in matrices},
             transposed=decoder_block.architecture.transposed,
         )
         block = cls(decoder_block, matrices, gains, linears)
@@ -208,16 +208,16 @@ class TunedBlock:
         """Return all tuned codes and integer parameters, in a fixed order."""
         return [one for matrix in self.matrices.values() for one in matrix.codes.values()]
 
-    def run(self, number: int, row: Batch) -> Tensor:
+    def run(self, number: int, row: MicroBatch) -> Tensor:
         """Run the filled block on a row, given its index among the rows of the pass."""
         if self.decoder_block.experts is not None:
-            self.decoder_block.experts.at(number)
-        return row.run(self.decoder_block.module, note=False)
+            self.decoder_block.experts.set_row(number)
+        return row.run(self.decoder_block.module, record=False)
 
-    def forward(self, rows: Sequence[Batch]) -> list[Tensor]:
+    def forward(self, rows: Sequence[MicroBatch]) -> list[Tensor]:
         """Return the outputs of the block for ``rows``; errors as `Experts.run`."""
 
-        def passed(numbered: tuple[int, Batch]) -> Tensor:
+        def passed(numbered: tuple[int, MicroBatch]) -> Tensor:
             with one_thread(), torch.no_grad():
                 return self.run(*numbered)
 
@@ -228,7 +228,7 @@ class TunedBlock:
         return found
 
     def backward(
-        self, rows: Sequence[Batch], output_gradient: OutputGradient, share: float
+        self, rows: Sequence[MicroBatch], output_gradient: OutputGradient, share: float
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Run the block forward and backward, and update its codes.
 
@@ -295,7 +295,7 @@ class TunedBlock:
         output_gradient: OutputGradient,
         known: Sequence[Tensor] | None,
         threads: int,
-        numbered: tuple[int, Batch],
+        numbered: tuple[int, MicroBatch],
     ) -> tuple[RowGradients, list[Tensor]]:
         """Return the gradients of a row: of its input, the outputs of linears (with their inputs), and gain factors.
 
@@ -336,7 +336,7 @@ def norm_offsets(decoder_block: DecoderBlock) -> Mapping[str, float]:
         if scale_fold is None or scale_fold.kind is FoldKind.ROWS:
             continue
         name = f"{scale_fold.module}.weight"
-        if decoder_block.has(name) and not decoder_block.is_outside_module(name):
+        if decoder_block.has_parameter(name) and not decoder_block.is_outside_module(name):
             found[name] = 1.0 if scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
     return found
 

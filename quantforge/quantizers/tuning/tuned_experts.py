@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import Place
-from quantforge.model.block import Batch
+from quantforge.model.block import MicroBatch
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import InMemory
 from quantforge.numerics.threads import one_thread, side_by_side
 from quantforge.quantizers.guidance.gradients import MixtureGradients, OutputGradients
 from quantforge.quantizers.tuning.tuned_matrix import TunedMatrix
 
-RunRow = Callable[[int, Batch], Tensor]  # runs the block on a row, given its index in the step
+RunRow = Callable[[int, MicroBatch], Tensor]  # runs the block on a row, given its index in the step
 Visit = Callable[
     [str, Tensor], None
 ]  # receives the name of a linear and the gradient of its matrix
@@ -44,12 +44,12 @@ class TunedExperts:
             run: runs the block on a row, given its index in the step.
         """
         self._experts, self._linears, self._run = experts, linears, run
-        self._source = experts.read_with(self._read_parameters)
+        self._source = experts.replace_loader(self._read_parameters)
         self.name = experts.name
         self._expert_of = {
             linear: number
             for number in experts.numbers
-            for linear in experts.places(number)
+            for linear in experts.linears_of(number)
             if linear in linears
         }
         self.numbers = tuple(dict.fromkeys(self._expert_of.values()))
@@ -61,16 +61,16 @@ class TunedExperts:
         return [number for number in self.numbers if number not in self._reached]
 
     @contextmanager
-    def returning(self, rows: Sequence[Batch]) -> Iterator[None]:
+    def returning(self, rows: Sequence[MicroBatch]) -> Iterator[None]:
         """Run the experts for ``rows``, and use their stored outputs inside the context; errors as `Experts.run`."""
         self._collect_tokens(rows)
-        with self._experts.returning():
+        with self._experts.returning_sums():
             yield
-        self._experts.forget_tokens()
+        self._experts.release_tokens()
 
     @contextmanager
     def known(
-        self, rows: Sequence[Batch], output_gradients: Sequence[Tensor], visit: Visit
+        self, rows: Sequence[MicroBatch], output_gradients: Sequence[Tensor], visit: Visit
     ) -> Iterator[None]:
         """Backpropagate through the experts, and use their stored gradients inside the context.
 
@@ -85,7 +85,7 @@ class TunedExperts:
         self._collect_tokens(rows)
         mixture = MixtureGradients(self._experts)
 
-        def record_gradients(numbered: tuple[int, tuple[Batch, Tensor]]) -> None:
+        def record_gradients(numbered: tuple[int, tuple[MicroBatch, Tensor]]) -> None:
             number, (row, gradients) = numbered
             mixture.record_gradients(number, lambda: self._run(number, row), gradients)
 
@@ -102,9 +102,9 @@ class TunedExperts:
         mixture.backward(prefix, seen)
         with mixture.replaying():
             yield
-        self._experts.forget_tokens()
+        self._experts.release_tokens()
 
-    def _collect_tokens(self, rows: Sequence[Batch]) -> None:
+    def _collect_tokens(self, rows: Sequence[MicroBatch]) -> None:
         """Store the tokens of ``rows`` that are routed to experts, and the outputs of the experts for them."""
         count, length = len(rows), rows[0].states.shape[1]
         tokens = RoutedTokens(
@@ -113,11 +113,11 @@ class TunedExperts:
             [row.start for row in rows],
         )
 
-        def keep(numbered: tuple[int, Batch]) -> None:
+        def keep(numbered: tuple[int, MicroBatch]) -> None:
             with one_thread(), torch.no_grad():
                 self._run(*numbered)
 
-        with self._experts.collecting(tokens):
+        with self._experts.collecting_tokens(tokens):
             side_by_side(keep, [*enumerate(rows)])
         self._experts.run_all()
 

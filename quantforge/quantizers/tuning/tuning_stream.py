@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, RefusedError, without
-from quantforge.model.block import Batch, DecoderBlock, refuse_experts
+from quantforge.model.block import DecoderBlock, MicroBatch, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.numerics.threads import one_thread, side_by_side
@@ -99,7 +99,7 @@ class TuningStream(ModelStream):
     def begin_result(self) -> None:
         """Copy the inputs of the first block as the first hidden states of the quantized model."""
         if self._result_states is None:
-            self._result_states = self._copy()
+            self._result_states = self._copy_states()
 
     def tune_block(
         self, decoder_block: DecoderBlock, read: Read, seed: int, report: ReportShare
@@ -114,7 +114,7 @@ class TuningStream(ModelStream):
             block = TunedBlock.of(
                 decoder_block, read(decoder_block), code_learning_rate(learned), self._device
             )
-            holdout_spans = [range(*span) for span in self._spans(first=learned)]
+            holdout_spans = [range(*span) for span in self._row_spans(first=learned)]
             input_of = self._result_input(decoder_block.index)
             size = sum(
                 float(self._states.read(row, row + 1).square().sum())
@@ -145,7 +145,10 @@ class TuningStream(ModelStream):
         return TuningResult([block], before * normalization, after * normalization)
 
     def _error(
-        self, block: TunedBlock, input_of: Callable[[int], Batch], holdout_spans: Sequence[range]
+        self,
+        block: TunedBlock,
+        input_of: Callable[[int], MicroBatch],
+        holdout_spans: Sequence[range],
     ) -> float:
         """Return the squared error on held-out rows, given as spans of rows that run together."""
         total = 0.0
@@ -175,7 +178,7 @@ class TuningStream(ModelStream):
         input_of = self._result_input(decoder_block.index)
         with one_thread():
             block = TunedBlock.of(decoder_block, read(decoder_block), 0.0, self._device)
-            for start, stop in self._spans():
+            for start, stop in self._row_spans():
                 some = block.forward([input_of(row) for row in range(start, stop)])
                 self._result_states.write(start, torch.cat(some))
 
@@ -185,11 +188,11 @@ class TuningStream(ModelStream):
             refuse_experts(decoder_block)
         decoder_block.advance()
         if decoder_block.experts is not None:
-            decoder_block.experts.forget_tokens()
+            decoder_block.experts.release_tokens()
         self._refuse_side_outputs(decoder_block)
 
     def _refuse_side_outputs(self, decoder_block: DecoderBlock) -> None:
-        if self._is_read_later(decoder_block.index):
+        if self._is_reread(decoder_block.index):
             raise RefusedError(
                 f"{decoder_block.name}: what it returns is read by more than the next block;"
                 " tuning does not follow that",
@@ -197,11 +200,11 @@ class TuningStream(ModelStream):
                 tensor=decoder_block.name,
             )
 
-    def _result_input(self, index: int) -> Callable[[int], Batch]:
+    def _result_input(self, index: int) -> Callable[[int], MicroBatch]:
         """Return a function that returns the quantized model's input of a block for a row."""
-        passage, ahead = self._passage(index), self._result_states
+        passage, ahead = self._block_inputs(index), self._result_states
         assert ahead is not None
-        return lambda row: Batch(row, ahead.read(row, row + 1).to(self._device), passage)
+        return lambda row: MicroBatch(row, ahead.read(row, row + 1).to(self._device), passage)
 
     def tune(self, read: Read, epochs: int, seed: int, report: ReportShare) -> TuningResult:
         """Tune the whole model.
@@ -227,7 +230,7 @@ class TuningStream(ModelStream):
                 )
                 for index in range(len(self._blocks))
             ]
-            with self._filled_head():
+            with self._head_loaded():
                 before = self._divergence(blocks, states, holdout_rows)
                 after = optimize_blocks(
                     blocks,
@@ -246,7 +249,7 @@ class TuningStream(ModelStream):
         first: list[HiddenStates] = []
         for decoder_block in self:
             if not first:
-                first.append(self._copy())
+                first.append(self._copy_states())
             self.pass_source(decoder_block)
         return first[0], self._states
 
@@ -261,9 +264,9 @@ class TuningStream(ModelStream):
             found.append(states)
         return found
 
-    def _single(self, index: int, rows: list[int], states: list[Tensor]) -> list[Batch]:
-        passage = self._passage(index)
-        return [Batch(row, state, passage) for row, state in zip(rows, states, strict=True)]
+    def _single(self, index: int, rows: list[int], states: list[Tensor]) -> list[MicroBatch]:
+        passage = self._block_inputs(index)
+        return [MicroBatch(row, state, passage) for row, state in zip(rows, states, strict=True)]
 
     def _divergence(
         self, blocks: list[TunedBlock], states: tuple[HiddenStates, HiddenStates], rows: range
@@ -312,10 +315,10 @@ class TuningStream(ModelStream):
             row, states = pair
             wanted = targets.read(row, row + 1).to(self._device)
             with one_thread(), torch.no_grad():
-                source = self._finish(self._model, row, wanted).logits.float().log_softmax(-1)
+                source = self._run_end(self._model, row, wanted).logits.float().log_softmax(-1)
             with one_thread(), torch.enable_grad():
                 states = states.detach().requires_grad_()
-                logits = self._finish(self._model, row, states).logits
+                logits = self._run_end(self._model, row, states).logits
                 with torch.no_grad():
                     own = logits.detach().float().log_softmax(-1)
                     likely = source.exp()

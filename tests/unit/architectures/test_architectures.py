@@ -26,7 +26,7 @@ from quantforge.architectures.match import (
 )
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.plans import StoredTensor
 from tests.conftest import FAMILIES, Tiny
 from tests.thorough import each_value, one_of_each
@@ -101,7 +101,7 @@ def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: 
     """Nothing that could be quantized is forgotten, and what is declared has the shape of the module."""
     config, stored = headers(family)
     model_layout = match_tensors(config, stored.values())
-    model = build(config)
+    model = build_skeleton(config)
     found = {
         f"{name}.weight"
         for name, module in model.named_modules()
@@ -336,7 +336,7 @@ def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
         "text_config": {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
                         "num_hidden_layers": 1},
     }  # fmt: skip
-    model = build(config)
+    model = build_skeleton(config)
     stored = [
         StoredTensor(f"language_model.{name}", "BF16", tuple(parameter.shape))
         for name, parameter in model.named_parameters()

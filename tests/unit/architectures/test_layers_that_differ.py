@@ -10,7 +10,7 @@ from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parameters import translate_parameters
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.plans import StoredTensor
 from tests.conftest import MIXTURES, SIZES, Tiny
 
@@ -197,7 +197,7 @@ def test_models_of_full_size_are_matched_and_have_a_graph(name: str) -> None:
     """Without weights; what a configuration leaves out has the default of the family."""
     text = {"model_type": "gemma4_text", "head_dim": 256, **LARGE[name]}
     config = {"model_type": "gemma4", "text_config": text, "tie_word_embeddings": True}
-    held = build(config).state_dict()
+    held = build_skeleton(config).state_dict()
     stored = [
         StoredTensor(key.replace("model.", "model.language_model.", 1), "BF16", tuple(value.shape))
         for key, value in held.items()
@@ -232,7 +232,7 @@ def test_what_a_decoder_beside_a_tower_leaves_out_is_that_of_its_own_family(
         "tie_word_embeddings": False,
     }
     stated = {"model_type": "mistral", **config["text_config"]}
-    held = build({**config, "text_config": stated}).state_dict()
+    held = build_skeleton({**config, "text_config": stated}).state_dict()
     assert held["model.layers.0.self_attn.q_proj.weight"].shape[0] == 4 * head
     model_layout = match_tensors(
         config, [StoredTensor(key, "BF16", tuple(value.shape)) for key, value in held.items()]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.evaluation.output_head import Head, checked_head
-from quantforge.model.model_parts import base_model, blocks_of
+from quantforge.model.model_parts import base_model, block_list_name
 from quantforge.runtime.load import load
 from scripts import tiny_families
 
@@ -39,4 +39,4 @@ def test_a_head_that_is_one_matrix_is_still_cut() -> None:
 def test_an_output_layer_that_is_called_the_decoder_is_not_searched_for_blocks(
     family: str, blocks: str
 ) -> None:
-    assert blocks_of(tiny_families.build(family)) == blocks
+    assert block_list_name(tiny_families.build(family)) == blocks

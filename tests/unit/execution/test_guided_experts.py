@@ -43,7 +43,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
 
     monkeypatch.setattr(TokenWeights, "__call__", writing)
     monkeypatch.setattr(gptq, "round_matrices", rounding)
-    for name in ("WEIGHT", "DIAGONAL"):  # a prior that counts nothing
+    for name in ("PRIOR_WEIGHT", "OFF_DIAGONAL_SHRINKAGE"):  # a prior that counts nothing
         monkeypatch.setattr(expert_statistics, name, 1e-9)
     wanted = swift("gptq", bits=4, guide=2, calibration=ROWS)
     quantize(tiny("qwen3-moe"), tmp_path / "out", wanted)

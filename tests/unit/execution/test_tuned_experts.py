@@ -159,12 +159,12 @@ def test_neither_threads_nor_kills_change_a_byte(tmp_path: Path) -> None:
 def test_an_expert_without_tokens_keeps_its_scales(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = RoutedTokens.keep
+    keep = RoutedTokens.record
 
     def never_three(self: Any, row: int, states: Any, index: Any, weights: Any) -> None:
         keep(self, row, states, torch.where(index == 3, 0, index), weights)
 
-    monkeypatch.setattr(RoutedTokens, "keep", never_three)
+    monkeypatch.setattr(RoutedTokens, "record", never_three)
     model = short(tmp_path, "mixtral")
     quantize(model, tmp_path / "plain", tuned(tune=0))
     done = quantize(model, tmp_path / "tuned", tuned())

@@ -16,10 +16,10 @@ def test_rows_without_weight_take_no_product_and_count_as_tokens(monkeypatch):
     weights = [torch.full((8,), float(place == 1)) for place in range(4)]
     total, alone = (accumulator.Accumulator({Statistic.HESSIAN}) for _ in range(2))
     for first in (0, 2):  # the second two rows have none at all
-        for job in total.adding(rows[first : first + 2], weights[first : first + 2]):
+        for job in total.addition_jobs(rows[first : first + 2], weights[first : first + 2]):
             job()
     count = len(products)
-    for job in alone.adding(rows[1:2], weights[1:2]):
+    for job in alone.addition_jobs(rows[1:2], weights[1:2]):
         job()
     found, expected = total.result(), alone.result()
     assert len(products) == 2 * count

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quantforge.model.block_inputs import Replay, StandIn, same
+from quantforge.model.block_inputs import ReplayedInputs, StandIn, equal_trees
 from quantforge.model.hidden_states import InMemory, LeafStore, StateLayout
 
 ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5
@@ -62,11 +62,11 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
     standins = [StandIn(block, 2) for block in blocks]
     model.blocks = nn.ModuleList(standins)
     leaves = LeafStore(tmp_path if on_disk else None)
-    replay = Replay(standins, model, ids, StateLayout(0, (HIDDEN,)), leaves)
-    assert sorted(replay.again) == [0, 2]  # the embedding is computed by the model itself
+    replay = ReplayedInputs(standins, model, ids, StateLayout(0, (HIDDEN,)), leaves)
+    assert sorted(replay.reread_states) == [0, 2]  # the embedding is computed by the model itself
     states = torch.zeros(ROWS, LENGTH, HIDDEN)
     for index, block in enumerate(blocks):
-        replay.at(index)
+        replay.at_block(index)
         for again in (
             True,
             False,
@@ -75,21 +75,23 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
                 block.linear.weight += 1
             outputs = []
             for row in range(ROWS):
-                reached = replay.reach(row, states[row : row + 1])
-                returned = block(reached.states, *reached.call.args, **reached.call.kwargs)
-                replay.left(reached, returned)
+                reached = replay.call_for(row, states[row : row + 1])
+                returned = block(
+                    reached.states, *reached.arguments.args, **reached.arguments.kwargs
+                )
+                replay.record_output(reached, returned)
                 outputs.append(returned[0])
             if again:
                 block.linear.weight -= 1
         states = torch.cat(outputs)
-        if index in replay.again:
+        if index in replay.reread_states:
             store = InMemory(ROWS, LENGTH, HIDDEN)
             store.write(0, states)
-            replay.again[index] = store
-    found = [replay.ended(row, states[row : row + 1], model) for row in range(ROWS)]
+            replay.reread_states[index] = store
+    found = [replay.run_end(row, states[row : row + 1], model) for row in range(ROWS)]
     torch.testing.assert_close(torch.cat(found), expected)
-    assert replay.remembers
-    held = [leaf for kept in replay._kept.values() for leaf in tree_leaves(tuple(kept))]
+    assert replay.needs_earlier_outputs
+    held = [leaf for kept in replay._outputs_by_row.values() for leaf in tree_leaves(tuple(kept))]
     assert len(held) == ROWS * 2
     assert [isinstance(leaf, Tensor) for leaf in held] == [not on_disk] * len(held)
     assert not list(tmp_path.iterdir())  # the file has no name
@@ -97,6 +99,6 @@ def test_history_mappings_and_choices_reach_blocks_as_in_the_model(
 
 def test_structures_of_different_length_are_not_the_same():
     one = torch.ones(2)
-    assert same((one, {"a": one}), (one.clone(), {"a": one}))
-    assert not same((one, {"a": one}), (one, {"a": one, "b": one}))
-    assert not same([one, one], [one])
+    assert equal_trees((one, {"a": one}), (one.clone(), {"a": one}))
+    assert not equal_trees((one, {"a": one}), (one, {"a": one, "b": one}))
+    assert not equal_trees([one, one], [one])

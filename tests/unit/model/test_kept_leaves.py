@@ -23,7 +23,7 @@ def test_structures_come_back_with_types_and_shapes(tmp_path: Path, on_disk: boo
         [torch.randn(3, 2).bfloat16(), None, "word", 7],
     )
     kept = leaves.put(given)
-    found = tree_map(leaves.take, kept)
+    found = tree_map(leaves.load, kept)
     for one, other in zip(tree_leaves(given), tree_leaves(found), strict=True):
         if isinstance(one, Tensor):
             assert (one.dtype, one.shape) == (other.dtype, other.shape)
@@ -40,8 +40,8 @@ def test_the_room_of_forgotten_tensors_is_used_again(tmp_path: Path) -> None:
         kept = leaves.put(
             [torch.full((64,), 1.0 * step), torch.full((64,), -1.0 * step), torch.full((32,), 9.0)]
         )
-    assert leaves._end == 2 * (64 + 64 + 32) * 4  # two generations
-    assert [int(leaves.take(leaf)[5]) for leaf in kept] == [4, -4, 9]
+    assert leaves._file_end == 2 * (64 + 64 + 32) * 4  # two generations
+    assert [int(leaves.load(leaf)[5]) for leaf in kept] == [4, -4, 9]
 
 
 def test_a_missing_directory_is_a_named_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from quantforge.errors import InputError
 from quantforge.evaluation.divergence import final_hidden
 from quantforge.files.reader import open_checkpoint
-from quantforge.model.skeleton import build
+from quantforge.model.skeleton import build_skeleton
 from quantforge.runtime.load import load
 from quantforge.verification.verify import verify
 from tests.conftest import FAMILIES, Tiny
@@ -44,7 +44,7 @@ def test_layers_without_a_window_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", one_of_each(FAMILIES))
 def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family: str) -> None:
-    model = build(open_checkpoint(tiny(family)).config)
+    model = build_skeleton(open_checkpoint(tiny(family)).config)
     large = [v for k, v in model.named_parameters() if v.dim() > 1 and "norm" not in k]
     assert all(parameter.is_meta for parameter in large)
     assert not any(buffer.is_meta for buffer in model.buffers())
@@ -54,7 +54,7 @@ def test_a_skeleton_has_computed_buffers_and_no_large_weights(tiny: Tiny, family
 
 
 def test_experts_that_begin_as_zeros_take_no_memory(tiny: Tiny) -> None:
-    model = build(open_checkpoint(tiny("llama4")).config)
+    model = build_skeleton(open_checkpoint(tiny("llama4")).config)
     stacks = [value for value in model.parameters() if value.dim() == 3]
     assert len(stacks) == 4
     assert all(value.is_meta for value in stacks)
@@ -66,7 +66,7 @@ def test_a_number_of_modules_that_no_model_has_is_refused_at_once(key: str) -> N
     config = {"model_type": "jamba", key: 1 << 40}
     for shown in (config, {"model_type": "qwen2_vl", "text_config": config}):
         with pytest.raises(InputError, match=f"{key} = {1 << 40}"):
-            build(shown)
+            build_skeleton(shown)
 
 
 def test_a_large_skeleton_takes_no_memory() -> None:
@@ -75,7 +75,7 @@ def test_a_large_skeleton_takes_no_memory() -> None:
         "num_attention_heads": 128, "num_key_value_heads": 8, "vocab_size": 128256,
     }  # fmt: skip
     start = time.process_time()
-    model = build(config)
+    model = build_skeleton(config)
     assert time.process_time() - start < 5
     assert sum(parameter.numel() for parameter in model.parameters()) > 25e9
 
@@ -83,9 +83,11 @@ def test_a_large_skeleton_takes_no_memory() -> None:
 def test_a_skeleton_takes_old_names_of_rotary_settings(tiny: Tiny) -> None:
     config = dict(open_checkpoint(tiny("llama")).config)
     config["rope_parameters"] = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
-    new = build(config).model.rotary_emb.inv_freq
+    new = build_skeleton(config).model.rotary_emb.inv_freq
     del config["rope_parameters"]
-    old = build({**config, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    old = build_skeleton(
+        {**config, "rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    )
     assert torch.equal(new, old.model.rotary_emb.inv_freq)
 
 
@@ -128,7 +130,7 @@ def test_keys_that_load_code_are_never_acted_on(tiny: Tiny) -> None:
     sys.addaudithook(
         lambda event, _: seen.append(event) if watching and event.startswith("socket.") else None
     )
-    model = build(config)
+    model = build_skeleton(config)
     watching.clear()
     assert type(model).__module__ == "transformers.models.llama.modeling_llama"
     text = json.dumps(model.config.to_dict())
@@ -161,4 +163,4 @@ def test_what_transformers_refuses_is_a_typed_error(
 ) -> None:
     config = {**open_checkpoint(tiny("qwen2")).config, **change}
     with pytest.raises(InputError, match=message):
-        build(config)
+        build_skeleton(config)

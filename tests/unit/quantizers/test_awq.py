@@ -14,9 +14,9 @@ from torch import Tensor
 
 from quantforge.architectures.match import match_tensors
 from quantforge.files.reader import open_checkpoint
-from quantforge.model.block import Batch, DecoderBlock
-from quantforge.model.block_inputs import Call, ShapeCalls
-from quantforge.model.scale_folding import expand_heads, fold
+from quantforge.model.block import DecoderBlock, MicroBatch
+from quantforge.model.block_inputs import Call, RecordedInputs
+from quantforge.model.scale_folding import expand_heads, fold_scale
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.notation import parse
@@ -68,22 +68,24 @@ def doubled(value: Any) -> Any:
 
 
 def in_float64(part: DecoderBlock) -> DecoderBlock:
-    def wide(passage: ShapeCalls) -> ShapeCalls:
+    def wide(passage: RecordedInputs) -> RecordedInputs:
         calls = {
             rows: Call(doubled(c.args), doubled(c.kwargs)) for rows, c in passage.calls.items()
         }
         return passage._replace(calls=calls)
 
-    batches = [Batch(b.start, b.states.double(), wide(b.passage)) for b in part._rows.batches()]
+    batches = [
+        MicroBatch(b.start, b.states.double(), wide(b.inputs)) for b in part._rows.micro_batches()
+    ]
     found = copy(part)
     found.module = part.module.double()
-    found._rows = NO_ROWS._replace(batches=lambda: iter(batches))
+    found._rows = NO_ROWS._replace(micro_batches=lambda: iter(batches))
     return found
 
 
 def outputs(part: DecoderBlock) -> Tensor:
     with InFloat64():
-        found = [b.run(part.module) for b in part._rows.batches()]
+        found = [b.run(part.module) for b in part._rows.micro_batches()]
     return torch.cat(found)
 
 
@@ -94,7 +96,9 @@ def plant(part: DecoderBlock) -> None:
             width = part.dimensions.kv if shared.heads else part.weight(shared.key).shape[1]
             scale = torch.ones(width)
             scale[3::17] = 1 / 16
-            fold(part, shared, expand_heads(part.dimensions, scale) if shared.heads else scale)
+            fold_scale(
+                part, shared, expand_heads(part.dimensions, scale) if shared.heads else scale
+            )
 
 
 def own_error(part: DecoderBlock, key: str, statistics: Statistics) -> float:
@@ -244,7 +248,7 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
         for shared in part.inputs:
             judge = OutputErrorEstimator(part, shared, Statistics(), 4, {})
             changed = {name: part.weight(name) * 1.01 for name in shared.linears}
-            calls = part.capture(shared.within, 4)
+            calls = part.capture_calls(shared.within, 4)
             module = part.module.get_submodule(shared.within)
 
             def run(module: Any = module, calls: Any = calls) -> Tensor:
@@ -267,8 +271,8 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
 def test_what_a_sub_block_has_run_is_not_run_again(tiny: Tiny) -> None:
     captured: list[str] = []
     with first_block(tiny("llama")) as part, torch.no_grad():
-        capture, moments = part.capture, dict[str, Tensor]()
-        part.capture = lambda name, rows: captured.append(name) or capture(name, rows)  # type: ignore
+        capture, moments = part.capture_calls, dict[str, Tensor]()
+        part.capture_calls = lambda name, rows: captured.append(name) or capture(name, rows)  # type: ignore
         for shared in part.inputs:
             first = OutputErrorEstimator(part, shared, Statistics(), 4, moments)
             alone = OutputErrorEstimator(part, shared, Statistics(), 4, {})

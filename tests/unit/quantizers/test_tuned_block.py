@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantforge.grids import ScaleType
-from quantforge.model.block import Batch
+from quantforge.model.block import MicroBatch
 from quantforge.notation import parse
 from quantforge.packers import packer_of
 from quantforge.packers.tensor import QuantizedTensor
@@ -48,22 +48,22 @@ def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
     part: Any = SimpleNamespace(
         module=module,
         parameter=module.get_parameter,
-        has=lambda _: True,
+        has_parameter=lambda _: True,
         is_outside_module=lambda _: False,
         inputs=[SimpleNamespace(scale_fold=scale_fold)],
-        own_linears=("up", "down"),
+        separate_linears=("up", "down"),
         experts=None,
         architecture=SimpleNamespace(transposed=False),
     )
     return TunedBlock.of(part, WrittenBlock(made, lambda _: torch.ones(64)), 0.1, device)
 
 
-def row(states: Tensor) -> Batch:
-    layout = SimpleNamespace(packed=lambda states: states)
+def row(states: Tensor) -> MicroBatch:
+    layout = SimpleNamespace(pack=lambda states: states)
     call = SimpleNamespace(args=(), kwargs={})
-    reached = lambda _, states: SimpleNamespace(states=states, call=call)  # noqa: E731
-    passage: Any = SimpleNamespace(reach=reached, layout=layout, alone=False)
-    return Batch(0, states, passage)
+    reached = lambda _, states: SimpleNamespace(states=states, arguments=call)  # noqa: E731
+    passage: Any = SimpleNamespace(call_for=reached, layout=layout, one_row_at_a_time=False)
+    return MicroBatch(0, states, passage)
 
 
 @pytest.mark.parametrize("scheme", ["int3:g32:sym", "int2:g32:asym", "int4:row:sym"])

@@ -128,13 +128,13 @@ def test_packed_experts_are_decoded_with(tiny, tmp_path, family, scheme):
      "original_max_position_embeddings": 32, "rope_theta": 1e4, "factor": 4.0},
 ])  # fmt: skip
 def test_scaled_rotary_embeddings(scaling):
-    from quantforge.model.skeleton import build
+    from quantforge.model.skeleton import build_skeleton
     from tests.conftest import SIZES, randomise
 
-    model = build({"model_type": "llama", **SIZES, "rope_parameters": scaling}).to_empty(
+    model = build_skeleton({"model_type": "llama", **SIZES, "rope_parameters": scaling}).to_empty(
         device="cpu"
     )
-    twin = build({"model_type": "llama", **SIZES, "rope_parameters": scaling})
+    twin = build_skeleton({"model_type": "llama", **SIZES, "rope_parameters": scaling})
     model.model.rotary_emb = twin.model.rotary_emb  # to_empty forgot what it had computed
     randomise(model)
     decoder = Decoder(model)
