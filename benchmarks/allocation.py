@@ -25,7 +25,7 @@ from gguf import GGUFReader
 
 from quantforge import api
 from quantforge.execution import candidate_errors
-from quantforge.planning.allocation import EVERY
+from quantforge.planning.allocation import ALL_LINEARS
 from quantforge.recipe import Rule
 from quantforge.settings import Settings
 
@@ -83,7 +83,7 @@ def of_seed(options: argparse.Namespace, seed: int) -> dict[str, Any]:
         recipes = {f"{target} bits": one.recipe for target, one in made.items()}
         plain = next(iter(made.values()))
         for scheme in plain.uniform:
-            every = Rule(EVERY, scheme)
+            every = Rule(ALL_LINEARS, scheme)
             recipes[scheme] = replace(plain.recipe, scheme=scheme, rules=(every,))
         mixtures = [one for one in options.mixtures.split(",") if one]
         for kind in mixtures:

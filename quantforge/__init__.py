@@ -1,21 +1,21 @@
 """QuantForge: quantize, convert and evaluate large language models offline.
 
-A recipe becomes a plan; the plan is executed one part of the model at a time into quantized tensors; every file
+A recipe becomes a plan; the plan is executed one block of the model at a time and yields quantized tensors; every file
 format, and the runtime, is a view of those tensors. ``docs/design.md`` is the map.
 
-Its other names are those of `quantforge.api`, imported at their first use; ``docs/python.md`` shows them:
+All other names are those of `quantforge.api`, imported at their first use; ``docs/python.md`` shows them:
 
     import quantforge
     quantforge.quantize("models/demo", method="awq", bits=4, out="demo-awq")
 """
 
-TYPE_CHECKING = False  # that of `typing`, whose import would take most of this one's time
+TYPE_CHECKING = False  # as in `typing`, which takes too long to import
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from quantforge.api import *  # noqa: F403
-else:  # a checker would take every name for one that is there
+else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> object:
         from importlib import import_module

@@ -1,7 +1,7 @@
-"""Arguments of verbs and fields of options: unknown names and values of other types are refused before any work.
+"""Check arguments of verbs and fields of option classes: refuse unknown names and wrong types early.
 
-Annotations are read as text: some name classes that are imported for a type checker alone, because their modules import
-torch; such a class is known by its name. What a container holds is checked where it is used.
+Annotations are read as text, because some name classes that are imported only for type checking (their modules import
+torch); such a class is recognized by its name. Contents of containers are checked where they are used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quantforge.errors import UsageError, nearest
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_WORDS: Mapping[object, str] = {
+_TYPE_WORDS: Mapping[object, str] = {
     str: "a text", bool: "True or False", int: "a whole number", float: "a number", NoneType: "None",
     Path: "a path", Mapping: "a mapping", Sequence: "a list", Callable: "a function", "dtype": "a type of torch",
 }  # fmt: skip
@@ -34,10 +34,10 @@ _EXAMPLES = {
 
 
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse unknown names of options.
+    """Refuse unknown option names.
 
     Raises:
-        UsageError: naming the first one, and the nearest known one.
+        UsageError: naming the first one, and the nearest known name.
     """
     names = {*known}
     for name in given:
@@ -46,18 +46,28 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
 
 
 def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
-    """Refuse values of other types than a function, dataclass or typed dictionary declares; ignore unknown names.
+    """Refuse values without the types declared by a function, dataclass or typed dictionary.
+
+    Unknown names are ignored.
+
+    Args:
+        kind: the function or class with the annotations.
+        given: the values by name.
+        where: prefix of the names in messages, such as ``settings.``.
 
     Raises:
-        UsageError: naming the first one, its value and what is expected; a field of settings as ``settings.NAME``.
+        UsageError: naming the first such value and the expected types.
     """
     scope = sys.modules[kind.__module__].__dict__
     for name, value in given.items():
         if (annotation := kind.__annotations__.get(name)) is None:
             continue
-        expected = [*_types(getattr(annotation, "__forward_arg__", annotation), scope)]
-        if not any(_fits(value, one) for one in expected):
-            words = (_WORDS.get(one, getattr(one, "__name__", one)) for one in expected)
+        expected = [*_allowed_types(getattr(annotation, "__forward_arg__", annotation), scope)]
+        if not any(_is_instance(value, expected_type) for expected_type in expected):
+            words = (
+                _TYPE_WORDS.get(expected_type, getattr(expected_type, "__name__", expected_type))
+                for expected_type in expected
+            )
             raise UsageError(
                 f"{where}{name} = {value!a:.60}: {type(value).__name__} is the wrong type",
                 f"give {' or '.join(map(str, dict.fromkeys(words)))}{_EXAMPLES.get(name, '')}",
@@ -68,26 +78,26 @@ def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:
 
 
 def check_arguments(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that lets a verb refuse unknown names (`check_names`) and other types (`check_types`).
+    """Return a decorator that makes a verb refuse unknown names (`check_names`) and wrong types (`check_types`).
 
     Args:
-        kinds: the typed dictionaries of the choices that it takes besides its own parameters.
+        kinds: typed dictionaries of the options that it accepts in addition to its own parameters.
     """
 
     def decorate(verb: Callable[P, R]) -> Callable[P, R]:
-        own = [
+        parameters = [
             name
-            for name, one in signature(verb).parameters.items()
-            if one.kind is not one.VAR_KEYWORD
+            for name, parameter in signature(verb).parameters.items()
+            if parameter.kind is not parameter.VAR_KEYWORD
         ]
-        known = {*own, *(name for kind in kinds for name in kind.__annotations__)}
+        known = {*parameters, *(name for kind in kinds for name in kind.__annotations__)}
 
         @wraps(verb)
         def checked(*given: P.args, **options: P.kwargs) -> R:
             check_names(options, known)
             for kind in kinds:
                 check_types(kind, options)
-            check_types(verb, {**dict(zip(own, given, strict=False)), **options})
+            check_types(verb, {**dict(zip(parameters, given, strict=False)), **options})
             return verb(*given, **options)
 
         return checked
@@ -96,35 +106,35 @@ def check_arguments(*kinds: type[Any]) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def strict_fields(kind: type[R]) -> type[R]:
-    """Let a dataclass refuse unknown names of fields (`check_names`), missing fields and further values.
+    """Class decorator that makes a dataclass refuse unknown field names, missing fields and superfluous values.
 
-    A decorator. Values are checked by the dataclass itself, or by the verb that takes it.
+    Values are checked by the dataclass itself, or by the verb that takes it.
     """
-    made: Any = kind.__init__
-    taken = signature(kind)
+    original_init: Any = kind.__init__
+    fields_signature = signature(kind)
 
-    @wraps(made)
+    @wraps(original_init)
     def checked(self: R, *given: Any, **named: Any) -> None:
-        check_names(named, taken.parameters)
+        check_names(named, fields_signature.parameters)
         try:
-            taken.bind(*given, **named)
+            fields_signature.bind(*given, **named)
         except TypeError as error:
             raise UsageError(
-                f"{kind.__name__}: {error}", f"its fields: {', '.join(taken.parameters)}"
+                f"{kind.__name__}: {error}", f"its fields: {', '.join(fields_signature.parameters)}"
             ) from error
-        made(self, *given, **named)
+        original_init(self, *given, **named)
 
     kind.__init__ = checked  # type: ignore[method-assign,assignment]
     return kind
 
 
 def as_list(values: str | Path | Iterable[str | Path]) -> Sequence[str | Path]:
-    """Return paths or names as a list; a single one is a list of one."""
+    """Return paths or names as a list; a single value becomes a list of one."""
     return [values] if isinstance(values, str | Path) else [*values]
 
 
-def _fits(value: object, expected: Any) -> bool:
-    """Return whether a value is of a type; a whole number is a number, and True is neither."""
+def _is_instance(value: object, expected: Any) -> bool:
+    """Return whether a value has a type; an int is accepted as a float, a bool is neither."""
     if isinstance(expected, str):
         return expected in {one.__name__ for one in type(value).__mro__}
     if isinstance(value, bool):
@@ -134,8 +144,8 @@ def _fits(value: object, expected: Any) -> bool:
     return isinstance(value, {float: int | float, Path: os.PathLike}.get(expected, expected))
 
 
-def _types(annotation: str, scope: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the types that an annotation allows; a name for a class that is not imported."""
+def _allowed_types(annotation: str, scope: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the types that an annotation allows; for a class that is not imported, its name."""
     while "[" in annotation:
         annotation = re.sub(r"\[[^][]*\]", "", annotation)
     for name in map(str.strip, annotation.split("|")):

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from quantforge.cache_kinds import PLAIN, kinds_of, name_of
+from quantforge.cache_kinds import PLAIN, format_cache_kind, parse_cache_kind
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
 from quantforge.formats import DEFAULT_FORMAT, GGUF, FormatInfo, load_format
 from quantforge.formats.engine_rules import UNTRIED
@@ -228,7 +228,7 @@ def check_engine(
 
 def _cache_of(serving: Serving) -> str:
     """Return the name of the requested type of cache."""
-    return name_of(*kinds_of(serving.cache or PLAIN))
+    return format_cache_kind(*parse_cache_kind(serving.cache or PLAIN))
 
 
 def command_of(

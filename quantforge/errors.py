@@ -1,8 +1,8 @@
-"""One family of errors: what went wrong, where, which rule, and what to type.
+"""Errors of QuantForge: each says what went wrong, where, which rule was violated, and what to type.
 
-Every refusal that a user can meet is a `QuantForgeError`. Its class owns the exit code of the command line (the
-table is in ``docs/cli.md``), its message says what and where, its hint says what to do. Anything else that
-escapes is a bug of ours and exits with 1.
+Every refusal that a user can meet is a `QuantForgeError`. Its class defines the exit code of the command line (the
+table is in ``docs/cli.md``), its message says what and where, its hint says what to do. Any other exception is a bug in
+QuantForge and exits with 1.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-SAME_BEGINNING = 3  # words, at most, that a hint names because they begin as what was typed
+MAX_COMPLETIONS = 3  # of what was typed, to be named in a hint
 
 
 class Fault(StrEnum):
-    """Kind of fault of a stored value, named as the check of `verify` that reports it."""
+    """Kind of fault of a stored value, named like the check of `verify` that reports it."""
 
     UNREADABLE = "unreadable"
     NOT_FINITE = "not-finite"
@@ -30,7 +30,17 @@ class Fault(StrEnum):
 
 
 class QuantForgeError(Exception):
-    """Base of all typed errors; ``code`` is the stable name in ``--json`` output."""
+    """Base class of all errors that users can meet.
+
+    Attributes:
+        exit_code: exit code of the command line.
+        code: stable name of the class in ``--json`` output.
+        message: what went wrong, and where.
+        hint: what to do about it, "" if unknown.
+        file: the file at fault, or None.
+        tensor: the tensor at fault, or None.
+        fault: the kind of fault of a stored value.
+    """
 
     exit_code: ClassVar[int] = 1
     code: ClassVar[str] = "error"
@@ -53,19 +63,19 @@ class QuantForgeError(Exception):
 
     @classmethod
     def at(cls, path: Path, what: str, hint: str = "") -> Self:
-        """Return the error about a file or a directory: the message begins with its path."""
+        """Return an error about a file or directory, whose path begins the message."""
         return cls(f"{path}: {what}", hint, file=str(path))
 
 
 class UsageError(QuantForgeError):
-    """The command line asks for something contradictory (exit 2)."""
+    """Options or arguments contradict each other (exit 2)."""
 
     exit_code = 2
     code = "usage"
 
 
 class UnknownNameError(UsageError):
-    """There is no such method, format, engine, type, scheme or value, whatever else is asked for (exit 2)."""
+    """A method, format, engine, type, scheme or value does not exist (exit 2)."""
 
 
 class InputError(QuantForgeError):
@@ -76,7 +86,7 @@ class InputError(QuantForgeError):
 
 
 class RecipeError(InputError):
-    """A field of a recipe holds what it may not (exit 3); ``what`` is the message without "recipe: " in front."""
+    """A field of a recipe has an invalid value (exit 3); ``what`` is the message without the prefix "recipe: "."""
 
     def __init__(self, what: str, hint: str = "") -> None:
         super().__init__(f"recipe: {what}", hint)
@@ -84,7 +94,7 @@ class RecipeError(InputError):
 
 
 class NotReadError(InputError):
-    """A sound file is of a kind that is not read (exit 3): nothing is known against it."""
+    """A valid file is of a kind that is not supported (exit 3), which is no defect of the file."""
 
 
 class NotRunnableError(InputError):
@@ -92,7 +102,7 @@ class NotRunnableError(InputError):
 
 
 class DeniedError(InputError):
-    """This user may not write to a place (exit 3); what was done stays, unlike where other input is wrong."""
+    """The user may not write to a path (exit 3); work done so far is kept, unlike after other input errors."""
 
 
 class RefusedError(QuantForgeError):
@@ -103,7 +113,7 @@ class RefusedError(QuantForgeError):
 
 
 class IntegrityError(QuantForgeError):
-    """Bytes are not what a manifest or a journal says (exit 5)."""
+    """The content of a file differs from what a manifest or journal records (exit 5)."""
 
     exit_code = 5
     code = "integrity"
@@ -124,30 +134,34 @@ class ResourceError(QuantForgeError):
 
 
 class BusyError(QuantForgeError):
-    """Another run holds the output, or this one stopped cleanly: run again (exit 75)."""
+    """Another run uses the output, or this run was stopped cleanly and can be repeated (exit 75)."""
 
     exit_code = 75
     code = "busy"
 
 
 def nearest(word: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return what to type in place of an unknown word.
+    """Return a hint that suggests what to type instead of an unknown word.
 
     Args:
         word: what was typed.
-        known: the words that there are.
-        elsewhere: hints by words of other tools, in small letters without signs, several to a key.
+        known: the known words.
+        elsewhere: hints by words of other tools (lower case, without punctuation, several per key, separated by
+            spaces).
 
     Returns:
-        ``did you mean 'x'?`` for the word that only signs and letters of the other case tell apart; else what it
-        means elsewhere; else the closest words, or the known ones.
+        ``did you mean 'x'?`` for a word that differs only in punctuation or case; else the hint for a word of another
+        tool;
+        else the closest words, or the known ones.
     """
-    words, bare = sorted(known), _bare(word)
-    close: Sequence[str] = [one for one in words if _bare(one) == bare][:1]
-    said = next((hint for names, hint in (elsewhere or {}).items() if bare in names.split()), "")
-    if said and not close:
-        return said
-    close = close or _close(word, words)
+    words, normalized = sorted(known), _letters_and_digits(word)
+    close: Sequence[str] = [one for one in words if _letters_and_digits(one) == normalized][:1]
+    other_tool_hint = next(
+        (hint for names, hint in (elsewhere or {}).items() if normalized in names.split()), ""
+    )
+    if other_tool_hint and not close:
+        return other_tool_hint
+    close = close or _closest(word, words)
     if close:
         quoted = [f"'{one}'" for one in close]
         return f"did you mean {' or '.join(quoted)}?"
@@ -155,33 +169,42 @@ def nearest(word: str, known: Iterable[str], elsewhere: Mapping[str, str] | None
     return f"known: {shown}"
 
 
-def _close(word: str, words: Sequence[str]) -> Sequence[str]:
-    """Return the words that begin as ``word``, if they are few, or the most like it, with its digits if one has."""
-    small = {one.lower(): one for one in words}
-    longer = [one for key, one in small.items() if key.startswith(word.lower())]
-    if len(word) > 1 and 0 < len(longer) <= SAME_BEGINNING:
+def _closest(word: str, words: Sequence[str]) -> Sequence[str]:
+    """Return the few words that begin with ``word``, else the most similar ones (with equal digits if any)."""
+    by_lower_case = {candidate.lower(): candidate for candidate in words}
+    longer = [candidate for key, candidate in by_lower_case.items() if key.startswith(word.lower())]
+    if len(word) > 1 and 0 < len(longer) <= MAX_COMPLETIONS:
         return longer
-    found = [small[key] for key in get_close_matches(word.lower(), small, n=4, cutoff=0.5)]
-    same = [one for one in found if re.findall(r"\d+", one) == re.findall(r"\d+", word)]
+    found = [
+        by_lower_case[key]
+        for key in get_close_matches(word.lower(), by_lower_case, n=4, cutoff=0.5)
+    ]
+    same = [
+        candidate
+        for candidate in found
+        if re.findall(r"\d+", candidate) == re.findall(r"\d+", word)
+    ]
     return [
-        one for one in same or found if _likeness(one, word) == _likeness((same or found)[0], word)
+        candidate
+        for candidate in same or found
+        if _similarity(candidate, word) == _similarity((same or found)[0], word)
     ]
 
 
-def _likeness(one: str, word: str) -> float:
-    return SequenceMatcher(None, one.lower(), word.lower()).ratio()
+def _similarity(candidate: str, word: str) -> float:
+    return SequenceMatcher(None, candidate.lower(), word.lower()).ratio()
 
 
-def _bare(word: str) -> str:
+def _letters_and_digits(word: str) -> str:
     return re.sub(r"[\W_]", "", word.lower())
 
 
 def either(values: Iterable[object]) -> str:
-    """Return alternatives in words: ``2, 3 or 4``."""
+    """Return alternatives as text: ``2, 3 or 4``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
 
 
 def without(option: str) -> str:
-    """Return what to type where a run cannot have an option, be it named or set by a level of effort."""
+    """Return the option that switches a feature off, whether the user or a level of effort has set it."""
     return f"{option} 0"

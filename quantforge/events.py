@@ -1,8 +1,8 @@
-"""Events: every way in which the result is less than what was asked for.
+"""Events: every way in which a result is worse than requested.
 
-A raised damping, a row that kept plain rounding, a pair that could not be folded, a scheme that was substituted:
-each is recorded where it happens, listed at the end, counted in the manifest, and refused under ``--strict``
-unless ``--allow EVENT=N`` says otherwise. There is no other channel for degradations.
+A raised damping, a row that fell back to plain rounding, a pair that could not be folded, a substituted scheme: each is
+recorded where it happens, listed at the end, counted in the manifest, and refused under ``--strict`` unless ``--allow
+EVENT=N`` permits it. Degradations are reported in no other way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ KINDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One degradation: its kind (a key of `KINDS`), what it concerns, and figures as text."""
+    """One degradation of the result.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        where: the tensor, layer or file that it concerns.
+        detail: figures and other details as text.
+    """
 
     kind: str
     where: str
@@ -61,14 +67,19 @@ class Event:
             raise ValueError(f"unknown event kind {self.kind!r}")
 
     def to_json(self) -> dict[str, str]:
-        """Return the event as plain data."""
+        """Return the event as plain data for JSON."""
         return asdict(self)
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Limits on how many events of each kind a run accepts; without ``strict``, any number."""
+    """Limits on how many events of each kind a run accepts.
+
+    Attributes:
+        strict: whether kinds without a limit are refused.
+        allow: maximum number of events by kind.
+    """
 
     strict: bool = False
     allow: Mapping[str, int] = field(default_factory=dict)
@@ -84,9 +95,9 @@ class Policy:
                 raise UsageError(f"--allow {kind}: no such event", nearest(kind, KINDS))
 
     def check(self, events: Iterable[Event]) -> None:
-        """Raise `RefusedError` when a kind occurs more often than allowed.
+        """Raise `RefusedError` if a kind of event occurs more often than allowed.
 
-        An explicit ``--allow EVENT=N`` is a limit with and without ``--strict``.
+        An explicit limit (``--allow EVENT=N``) applies with and without ``strict``.
         """
         events = list(events)
         counts = Counter(event.kind for event in events)

@@ -1,8 +1,9 @@
-"""Grids: which numbers the codes of a tensor can be, one record for each, and the words that schemes are made of.
+"""Grids: the numbers that the codes of a quantized tensor can represent, one record for each, and the parts of schemes.
 
-A record says what everybody else has to know of a grid without importing its packer: the width of a code, how many
-weights one stands for, which granularities, zero points and scales it is stored with, and of ggml's types the layout of
-their blocks, their number in a GGUF file and what their codes stand for. A new grid is one record here and its packer.
+A record has everything that other modules need to know of a grid without importing its packer: the width of a code, how
+many weights it stands for, the granularities, zero points and scales that it is stored with, and for ggml's types the
+layout of their blocks, their id in GGUF files and the values of their codes. A new grid needs one record here and a
+packer.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ class ScaleType(StrEnum):
     BF16 = "bf16"
     F32 = "f32"
     E8M0 = "e8m0"  # a power of two
-    E4M3 = "e4m3"  # under one float32 for the whole matrix
-    DOUBLE = "double"  # 8 bits, in runs of `NESTED` that share a float32, and a float32 offset for the whole matrix
+    E4M3 = "e4m3"  # multiplied by one float32 scale of the whole matrix
+    DOUBLE = "double"  # 8 bits, in groups of `DOUBLE_QUANT_GROUP` that share a float32, and one float32 offset
 
 
 SCALE_BITS = {
     ScaleType.F16: 16, ScaleType.BF16: 16, ScaleType.F32: 32, ScaleType.E8M0: 8, ScaleType.E4M3: 8,
     ScaleType.DOUBLE: 8,
 }  # fmt: skip
-NESTED = 256  # bitsandbytes writes no other
+DOUBLE_QUANT_GROUP = 256  # scales per float32 in double quantization, as in bitsandbytes
 INTEGER_BITS = range(2, 9)
 INTEGER_SCALES = (ScaleType.F16, ScaleType.BF16, ScaleType.F32)
 
 
 @dataclass(frozen=True, slots=True)
 class PerGroup:
-    """One scale for each run of ``size`` input columns of a row."""
+    """One scale for each group of ``size`` consecutive input columns of a row."""
 
     size: int
 
@@ -68,7 +69,7 @@ class PerTensor:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One scale for each tile of ``rows`` by ``columns``; the last ones may be smaller."""
+    """One scale for each tile of ``rows`` by ``columns``; the last tiles may be smaller."""
 
     rows: int
     columns: int
@@ -79,25 +80,25 @@ class Tile:
 
 Granularity = PerGroup | Row | PerTensor | Tile
 
-# The least and the greatest code, and what codes stand for where it is not themselves.
+# The smallest and the largest code, and the value of each code if it is not the code itself.
 Codes = tuple[int, int] | tuple[int, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class GgmlBlock:
-    """A number type of ggml: the block of weights, of 32 or 256 columns, that it stores together.
+    """A quantization type of ggml, which stores weights in blocks of 32 or 256 columns.
 
     Attributes:
         number: id of the type in the tensor table of a GGUF file.
-        bits: of one code.
-        columns: weights of a block.
-        block_bytes: bytes of a block: codes, scales, minima and what scales these.
+        bits: bits of one code.
+        columns: weights in a block.
+        block_bytes: bytes of a block: codes, scales, minima, and the scales of these.
         group: weights that share one scale.
-        codes: least and greatest code, and the value of each code where it is not the code itself.
-        units: least and greatest integer that a group's scale (and minimum) is stored as, under a scale of the block;
-            None where groups have no scales of their own.
+        codes: smallest and largest code, and the value of each code if it is not the code itself.
+        units: smallest and largest integer that stores a group's scale (and minimum), multiplied by the block's scale;
+            None if groups have no scales of their own.
         zero: whether groups have a minimum.
-        scale: the type of the scale (or of the scale of the scales).
+        scale: dtype of the block's scale.
         vector: weights that share a code.
     """
 
@@ -115,32 +116,32 @@ class GgmlBlock:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """One grid.
+    """Properties of one grid.
 
     Attributes:
-        bits: of one code.
-        packer: dotted path of the packer.
-        weights_per_code: neighbouring columns of a row that one code stands for; more than 1 for code vectors.
-        natural: the granularity where it is left out.
-        groups_only: whether it is stored with groups alone.
-        tiles: whether it may be stored with tiles.
-        zeros, scales: zero points and types of scales that may be asked for.
-        fixed: granularity and scale of a grid that has no others (OCP Microscaling Formats 1.0; NVIDIA's nvfp4).
-        block: the layout of a grid that ggml fixes.
-        short: another name.
-        scale: the type of scales where it is left out; None: that of the format.
-        passes: how often `gptq` rounds all columns. From the second time on, scales are first fitted again, to the
-            compensated weights: that pays where codes are few or not evenly spaced, not with fine integers.
-        shrinkage: by how much correlations of activations count less to `gptq`, see
-            `quantforge.quantizers.gptq.hessian`.
-            With 2 bits it takes a quarter off the divergence on text that the calibration is not like.
-        table: what each code stands for, of a grid of 4 bits whose codes are patterns, in any unit.
+        bits: bits of one code.
+        packer: module of the packer, as a dotted path.
+        weights_per_code: consecutive columns of a row that one code stands for; more than 1 for vector quantization.
+        default_granularity: granularity if a scheme does not name one.
+        groups_only: whether group scales are the only granularity.
+        tiles: whether it can be stored with a scale per tile.
+        zeros, scales: zero points and scale types that a scheme may name.
+        fixed: the only granularity and scale type of a grid (OCP Microscaling Formats 1.0; NVIDIA's nvfp4); None if
+            open.
+        block: block layout of a ggml type; None for other grids.
+        short: a shorter name; "" if there is none.
+        scale: scale type if a scheme does not name one; None for that of the format.
+        passes: how often `gptq` passes over all columns. From the second pass on, scales are first refitted to the
+            compensated weights, which pays if codes are few or unevenly spaced, but not for fine integers.
+        shrinkage: how much `gptq` shrinks correlations of activations, see `quantforge.quantizers.gptq.hessian`. With 2
+            bits it reduces the divergence by a quarter on text unlike the calibration text.
+        table: value of each code, in any unit, for a 4-bit grid whose codes are bit patterns; () for others.
     """
 
     bits: int
     packer: str
     weights_per_code: int = 1
-    natural: Granularity = PerGroup(128)
+    default_granularity: Granularity = PerGroup(128)
     groups_only: bool = False
     tiles: bool = False
     zeros: tuple[Zero, ...] = (Zero.NONE,)
@@ -154,8 +155,8 @@ class Grid:
     table: tuple[int, ...] = ()
 
     @property
-    def free(self) -> bool:
-        """Return whether a scheme may say more than the name: granularity, zero point, scales."""
+    def has_parameters(self) -> bool:
+        """Return whether a scheme can name more than the grid: granularity, zero point or scale type."""
         return self.fixed is None and self.block is None
 
 
@@ -169,30 +170,35 @@ def words_per_row(columns: int, bits: int) -> int:
     return -(-columns * bits // 32)
 
 
-def _integer(bits: int) -> Grid:
+def _integer_grid(bits: int) -> Grid:
     zeros, shrinkage = (Zero.NONE, Zero.INT, Zero.MIN), 0.05 if bits == 2 else 0.0
     packer, passes = "quantforge.packers.integer", 2 if bits <= 3 else 1
     return Grid(bits, packer, zeros=zeros, passes=passes, shrinkage=shrinkage)
 
 
-def _book() -> Grid:
+def _codebook_grid() -> Grid:
     return Grid(
         4,
         "quantforge.packers.nf4",
-        natural=PerGroup(64),
+        default_granularity=PerGroup(64),
         groups_only=True,
         scales=(ScaleType.F32, ScaleType.DOUBLE),
         scale=ScaleType.F32,
     )
 
 
-def _float(short: str = "") -> Grid:
+def _float8_grid(short: str = "") -> Grid:
     return Grid(
-        8, "quantforge.packers.fp8", natural=Row(), tiles=True, short=short, scale=ScaleType.F32
+        8,
+        "quantforge.packers.fp8",
+        default_granularity=Row(),
+        tiles=True,
+        short=short,
+        scale=ScaleType.F32,
     )
 
 
-def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
+def _microscaling_grid(bits: int, group: int, scale: ScaleType) -> Grid:
     passes = 4 if scale is ScaleType.E4M3 else 2
     table = E2M1_VALUES if bits == 4 else ()
     return Grid(
@@ -200,17 +206,17 @@ def _microscaled(bits: int, group: int, scale: ScaleType) -> Grid:
     )
 
 
-_MIN, _GGML = Zero.MIN, "quantforge.packers.ggml.packer"
+_MINIMUM, _GGML_PACKER = Zero.MIN, "quantforge.packers.ggml.packer"
 GGML_BLOCKS: Mapping[str, GgmlBlock] = {
     "q4_0": GgmlBlock(2, 4, 32, 18, 32, (-8, 7)),
-    "q4_1": GgmlBlock(3, 4, 32, 20, 32, (0, 15), zero=_MIN),
+    "q4_1": GgmlBlock(3, 4, 32, 20, 32, (0, 15), zero=_MINIMUM),
     "q5_0": GgmlBlock(6, 5, 32, 22, 32, (-16, 15)),
-    "q5_1": GgmlBlock(7, 5, 32, 24, 32, (0, 31), zero=_MIN),
+    "q5_1": GgmlBlock(7, 5, 32, 24, 32, (0, 31), zero=_MINIMUM),
     "q8_0": GgmlBlock(8, 8, 32, 34, 32, (-128, 127)),
-    "q2_k": GgmlBlock(10, 2, 256, 84, 16, (0, 3), (0, 15), _MIN),
+    "q2_k": GgmlBlock(10, 2, 256, 84, 16, (0, 3), (0, 15), _MINIMUM),
     "q3_k": GgmlBlock(11, 3, 256, 110, 16, (-4, 3), (-32, 31)),
-    "q4_k": GgmlBlock(12, 4, 256, 144, 32, (0, 15), (0, 63), _MIN),
-    "q5_k": GgmlBlock(13, 5, 256, 176, 32, (0, 31), (0, 63), _MIN),
+    "q4_k": GgmlBlock(12, 4, 256, 144, 32, (0, 15), (0, 63), _MINIMUM),
+    "q5_k": GgmlBlock(13, 5, 256, 176, 32, (0, 31), (0, 63), _MINIMUM),
     "q6_k": GgmlBlock(14, 6, 256, 210, 16, (-32, 31), (-128, 127)),
     "iq4_nl": GgmlBlock(20, 4, 32, 18, 32, (0, 15, IQ4_VALUES)),
     "iq4_xs": GgmlBlock(23, 4, 256, 136, 32, (0, 15, IQ4_VALUES), (-32, 31)),
@@ -227,17 +233,17 @@ GGML_BLOCKS: Mapping[str, GgmlBlock] = {
     "iq3_s": GgmlBlock(21, 13, 256, 110, 32, (0, (1 << 13) - 1), (0, 15), vector=4),
 }
 GRIDS: Mapping[str, Grid] = {
-    **{f"int{bits}": _integer(bits) for bits in INTEGER_BITS},
-    "nf4": _book(),
-    "fp4": _book(),
-    "fp8_e4m3": _float("fp8"),
-    "fp8_e5m2": _float(),
-    "nvfp4": _microscaled(4, 16, ScaleType.E4M3),
-    "mxfp8": _microscaled(8, 32, ScaleType.E8M0),
+    **{f"int{bits}": _integer_grid(bits) for bits in INTEGER_BITS},
+    "nf4": _codebook_grid(),
+    "fp4": _codebook_grid(),
+    "fp8_e4m3": _float8_grid("fp8"),
+    "fp8_e5m2": _float8_grid(),
+    "nvfp4": _microscaling_grid(4, 16, ScaleType.E4M3),
+    "mxfp8": _microscaling_grid(8, 32, ScaleType.E8M0),
     **{
         key: Grid(
             block.bits,
-            _GGML if block.vector == 1 else "quantforge.packers.lattices.packer",
+            _GGML_PACKER if block.vector == 1 else "quantforge.packers.lattices.packer",
             weights_per_code=block.vector,
             block=block,
         )

@@ -1,15 +1,15 @@
-"""The notation of schemes and layers: what a person types for how numbers are stored.
+"""The notation of schemes: how a user types the way that numbers are stored.
 
-``int4:g128:sym:f16`` reads: a grid of 4-bit integers, one scale for each run of 128 input columns, no zero point,
-scales stored as float16. The fourth field may be left out; it then takes the scale type of the format that the tensor
-is written to. The familiar names (``W4A16`` ...) are spelled out in `ALIASES`. Beside the integers there are ``nf4``
-and ``fp4``, the codebooks of bitsandbytes, and ``fp8_e4m3`` (``fp8``) and ``fp8_e5m2``; of a grid with a fixed layout
-its name, ``q4_k``, is the whole scheme.
+``int4:g128:sym:f16`` means: a grid of 4-bit integers, one scale for each group of 128 input columns, no zero point,
+scales stored as float16. If the fourth field is left out, the scale type is that of the format. Familiar names
+(``W4A16`` ...) are aliases, listed in `ALIASES`. Besides the integers there are ``nf4`` and ``fp4``, the codebooks of
+bitsandbytes, and ``fp8_e4m3`` (``fp8``) and ``fp8_e5m2``; a grid with a fixed layout, such as ``q4_k``, is a whole
+scheme by itself.
 
-``int8:row:sym+int8:token:dynamic`` reads: the weight in 8-bit integers with a scale per row, and the input of every
-token rounded to 8-bit integers under its own scale. ``static`` stands for a range that calibration measured. A fourth
-field is LLM.int8()'s threshold, a fifth the most columns of weights that are kept in 16 bits.
-``parse(str(scheme)) == scheme`` and ``parse_layer(str(layer)) == layer`` for every scheme and layer.
+``int8:row:sym+int8:token:dynamic`` means: 8-bit integer weights with a scale per row, and inputs rounded to 8-bit
+integers with a scale for each token. ``static`` stands for a range that was measured in calibration. A fourth field is
+the threshold of LLM.int8(), a fifth the maximum number of columns whose weights are kept in 16 bits.
+``parse(str(scheme)) == scheme`` and ``parse_layer(str(layer)) == layer`` hold for every scheme and layer.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ALIASES: dict[str, str] = {
     "MXFP4A16": "mxfp4",
     "MXFP8A16": "mxfp8",
 }
-# Words of other tools: for schemes as `quantforge.errors.nearest` looks them up; widths, as w4a16_g128; types of GGUF.
-_ELSEWHERE: dict[str, str] = {
+# Words of other tools: for schemes (see `quantforge.errors.nearest`), for bit widths like w4a16_g128, and GGUF types.
+_OTHER_TOOLS_WORDS: dict[str, str] = {
     "w8a8int8 int8dynamic int8w8a8 w8a8dynamic int8int8": "write W8A8",
     "w8a8fp8 fp8w8a8 fp8pertensor float8 fp8dynamicpertoken": "write FP8_DYNAMIC",
     "w4a8 w4a8int8 int4w4a8": "write int4:g128:sym+int8:token:dynamic",
@@ -49,18 +49,18 @@ _ELSEWHERE: dict[str, str] = {
 _WIDTH = re.compile(
     r"(?:w|u?int|q|b)?([2-8])(?:bits?|w|a16)?(?:(?:groupsize|group|gs|g)([1-9]\d*))?(a?sym)?"
 )
-_TYPE = re.compile(r"i?q[1-8](?:[01]|k?[sml]|k|x+s|nl)+")
+_GGUF_TYPE = re.compile(r"i?q[1-8](?:[01]|k?[sml]|k|x+s|nl)+")
 _GROUP = re.compile(r"g([1-9][0-9]{0,6})")
-_LARGEST_RUN = 32  # neighbours in a pattern of zeros
+_MAX_PATTERN_LENGTH = 32  # columns in a sparsity pattern, such as 4 in 2:4
 SPARSITY_HINT = "a share of every row, e.g. 50%, or how many of neighbours stay, e.g. 2:4"
 _TILE = re.compile(r"([1-9][0-9]{0,6})x([1-9][0-9]{0,6})")
 
 
 def parse(text: str) -> Scheme:
-    """Parse the notation or an alias of a weight.
+    """Parse the scheme of a weight, in the notation or as an alias.
 
     Raises:
-        InputError: the text is no scheme; the hint names the nearest thing that is.
+        InputError: the text is not a scheme; the hint suggests the nearest one.
     """
     fields = ALIASES.get(text.upper(), text).lower().split(":")
     if "+" in ALIASES.get(text.upper(), text):
@@ -68,10 +68,10 @@ def parse(text: str) -> Scheme:
             f"scheme '{text}': quantized inputs have no place here", "a weight's alone"
         )
     grid = fields[0] = _grid_of(text, fields[0])
-    if not GRIDS[grid].free:
-        return _fixed(text, fields)
+    if not GRIDS[grid].has_parameters:
+        return _fixed_layout_scheme(text, fields)
     if len(fields) == 1:
-        fields += [str(GRIDS[grid].natural)]
+        fields += [str(GRIDS[grid].default_granularity)]
     if len(fields) == 2:
         fields += ["sym"]
     if len(fields) > 4:
@@ -81,25 +81,25 @@ def parse(text: str) -> Scheme:
     return Scheme(
         grid,
         _granularity(text, fields[1], grid),
-        _zero(text, fields[2], grid),
-        _scale(text, fields[3:], grid),
+        _zero_point(text, fields[2], grid),
+        _scale_type(text, fields[3:], grid),
     )
 
 
 def _grid_of(text: str, field: str) -> str:
-    """Return the grid that ``field`` of a scheme ``text`` means, or raise `InputError`."""
+    """Return the grid that a field of the scheme ``text`` names, or raise `InputError`."""
     shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
     grid = shorts.get(field, field)
     if grid not in GRIDS:
-        hint = _meant(text) or nearest(field, [*GRIDS, *shorts, *ALIASES], _ELSEWHERE)
+        hint = _scheme_hint(text) or nearest(field, [*GRIDS, *shorts, *ALIASES], _OTHER_TOOLS_WORDS)
         raise InputError(f"scheme '{text}': unknown grid '{field}'", hint)
     return grid
 
 
-def _meant(text: str) -> str:
-    """Return the scheme that a width, a group and a zero point mean in the words of another tool, or no text."""
+def _scheme_hint(text: str) -> str:
+    """Return a hint for a scheme in the words of another tool, "" if it is not understood."""
     bare = re.sub(r"[\W_]", "", text.lower())
-    if _TYPE.fullmatch(bare):
+    if _GGUF_TYPE.fullmatch(bare):
         return f"types of GGUF files are an option of their own: --type {text.upper()}"
     found = _WIDTH.fullmatch(bare)
     if not found:
@@ -108,7 +108,7 @@ def _meant(text: str) -> str:
     return f"write int{bits}:g{group}:{zero}"
 
 
-def _fixed(text: str, fields: list[str]) -> Scheme:
+def _fixed_layout_scheme(text: str, fields: list[str]) -> Scheme:
     grid = fields[0]
     if len(fields) > 1:
         raise InputError(f"scheme '{text}': the layout of {grid} is fixed", f"write {grid}")
@@ -142,14 +142,14 @@ def _granularity(text: str, field: str, grid: str) -> Granularity:
     return found
 
 
-def _zero(text: str, field: str, grid: str) -> Zero:
+def _zero_point(text: str, field: str, grid: str) -> Zero:
     known = GRIDS[grid].zeros
     if field in known:
         return Zero(field)
     raise InputError(f"scheme '{text}': unknown zero '{field}'", f"write {' or '.join(known)}")
 
 
-def _scale(text: str, fields: list[str], grid: str) -> ScaleType | None:
+def _scale_type(text: str, fields: list[str], grid: str) -> ScaleType | None:
     if not fields:
         return None
     known = GRIDS[grid].scales
@@ -161,7 +161,7 @@ def _scale(text: str, fields: list[str], grid: str) -> ScaleType | None:
 
 
 def parse_layer(text: str) -> LayerScheme:
-    """Parse the notation or an alias; errors as `parse`."""
+    """Parse the scheme of a layer (weight and optional input), or an alias; errors as `parse`."""
     weight, plus, activation = ALIASES.get(text.upper(), text).partition("+")
     return LayerScheme(parse(weight), _activation(activation) if plus else None)
 
@@ -176,7 +176,7 @@ def _activation(text: str) -> Activation:
         raise InputError(f"activation '{text}': '{granularity}'", "write token, tensor or g128")
     if mode not in {"dynamic", "static"} or (mode == "static" and granularity == "token"):
         raise InputError(f"activation '{text}': '{mode}'", "write token:dynamic or tensor:static")
-    threshold, kept = _threshold(text, fields[3:4]), _kept(text, fields[4:])
+    threshold, kept = _threshold(text, fields[3:4]), _outlier_columns(text, fields[4:])
     return Activation(grid, granularity, mode == "dynamic", threshold, kept)
 
 
@@ -188,7 +188,7 @@ def _threshold(text: str, fields: list[str]) -> float | None:
     return float(fields[0])
 
 
-def _kept(text: str, fields: list[str]) -> int:
+def _outlier_columns(text: str, fields: list[str]) -> int:
     if not fields:
         return 0
     if not re.fullmatch(r"[1-9][0-9]{0,4}", fields[0]):
@@ -197,7 +197,7 @@ def _kept(text: str, fields: list[str]) -> int:
 
 
 def parse_sparsity(text: str) -> Sparsity:
-    """Parse a share of each row that becomes zero (``50%``, ``0.5``) or how many of neighbours stay (``2:4``).
+    """Parse the share of each row that becomes zero (``50%``, ``0.5``), or a pattern of nonzero columns (``2:4``).
 
     Raises:
         InputError: the text is neither.
@@ -205,16 +205,16 @@ def parse_sparsity(text: str) -> Sparsity:
     pattern = re.fullmatch(r"(\d{1,2}):(\d{1,2})", text)
     if pattern:
         stay, run = int(pattern[1]), int(pattern[2])
-        if 0 < stay < run <= _LARGEST_RUN:
+        if 0 < stay < run <= _MAX_PATTERN_LENGTH:
             return Sparsity(1 - stay / run, stay, run)
         raise InputError(f"sparsity = {text!r}", SPARSITY_HINT)
-    return Sparsity(share_of(text, "sparsity", SPARSITY_HINT))
+    return Sparsity(parse_share(text, "sparsity", SPARSITY_HINT))
 
 
-def share_of(
+def parse_share(
     text: str, key: str, hint: str = "a share, 25% or 0.25; not a number of them"
 ) -> float:
-    """Parse a share, ``25%`` or ``0.25``; raise `InputError`, naming ``key``, unless it is between 0 and 1."""
+    """Parse a share, ``25%`` or ``0.25``; raise `InputError` naming ``key`` unless it is between 0 and 1."""
     try:
         share = float(text.removesuffix("%")) / (100 if "%" in text else 1)
     except ValueError:

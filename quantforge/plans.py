@@ -1,6 +1,6 @@
-"""The plan as data: what happens to every tensor, and what the result will be. No torch.
+"""The plan as data: what happens to every tensor, and what the result will be. This module does not import torch.
 
-What a plan has chosen and substituted is shown before the work begins (`decisions`).
+What a plan has chosen and substituted is shown to the user before the work begins (`decisions`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ DTYPE_BITS: Mapping[str, int] = {
 
 
 class Action(StrEnum):
-    """Action of a plan on a source tensor.
+    """What a plan does with a source tensor.
 
-    What is kept is not rounded, yet its values may change: transforms fold scales into norms and biases, what is
-    ``sparse`` gets zeros, and tuning learns gains of norms.
+    A kept tensor is not quantized, but its values may change: transforms fold scales into norms and biases, sparse
+    linears get zeros, and tuning learns the gains of norms.
     """
 
     QUANTIZE = "quantize"
     KEEP = "keep"
     DROP = "drop"
-    MEASURE = "measure"  # not in the source: calibration finds it
+    MEASURE = "measure"  # not in the source: measured in calibration
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Header of one tensor in a file of any format: name, type as safetensors calls it, shape.
+    """Header of one tensor in a file of any format: name, dtype as in safetensors, shape.
 
-    Blocks of a GGUF file are ``U8`` ``[rows, bytes of a row]``. ``data`` holds the content of a small tensor that
-    describes another (its shape, how it is packed), if read.
+    GGUF blocks are ``U8`` tensors ``[rows, bytes per row]``. ``data`` has the content of a small tensor that describes
+    another one (its shape, how it is packed), if it was read.
     """
 
     name: str
@@ -50,30 +50,30 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its data."""
+        """Return the size of its data in bytes."""
         return math.prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTensor:
-    """One tensor as its file describes it: type in the file's own words, shape in elements, bytes."""
+class FileTensorInfo:
+    """One tensor as described by its file: dtype in the file's own terms, shape in elements, bytes."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    own: str = ""  # the name in the file, where that is another
+    own: str = ""  # the name in the file, if it differs
 
 
 @dataclass(frozen=True, slots=True)
 class FilePlan:
-    """One weight file, known to the byte before any tensor exists.
+    """The exact layout of one weight file, before any tensor is computed.
 
     Attributes:
-        name: inside of the stage.
-        size: of the whole file; whatever is neither fixed nor a tensor is zeros.
-        fixed: runs of bytes that are known beforehand (offset, bytes): the header first of all.
-        places: every tensor that will be written, with the offset of its first byte in the file.
+        name: path inside the stage.
+        size: bytes of the whole file; bytes that are neither fixed nor part of a tensor are zero.
+        fixed: byte strings that are known in advance, with their offsets; the header comes first.
+        places: every tensor of the file, with the offset of its first byte.
     """
 
     name: str
@@ -89,9 +89,9 @@ class FilePlan:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """One source tensor: what is done with it, by which rule, and what is written for it."""
+    """The plan for one source tensor: what is done with it, by which rule, and what is written for it."""
 
-    name: str  # as in the source checkpoint
+    name: str  # name in the source checkpoint
     dtype: str
     shape: tuple[int, ...]
     action: Action
@@ -99,21 +99,23 @@ class TensorPlan:
     scheme: LayerScheme | None = None
     outputs: tuple[StoredTensor, ...] = ()
     block: int = -1  # index of the decoder block, -1 outside of the blocks
-    shared: str = ""  # the shared input that it reads, "" when none is declared
+    shared: str = ""  # name of the input that it shares with other linears, "" if none is declared
     transposed: bool = False  # stored [in_features, out_features] (gpt2's Conv1D)
-    turned: bool = False  # its codes are stored so, too
-    scattered: bool = False  # an index says the group of each column (desc_act)
-    heads: int = 0  # GGUF: rows are reordered within so many heads (rotary pairs)
-    plus_one: bool = False  # GGUF: stored plus one
-    decay: bool = False  # GGUF: a logarithm, of which minus the exponential is stored
-    by_rows: bool = False  # without statistics, rounded and written in strips of rows
-    expert: int = -1  # the number of the expert whose matrix it is, -1 for all others
-    sparse: bool = False  # kept, with zeros of the recipe's pattern
+    turned: bool = False  # its codes are stored transposed too
+    scattered: bool = False  # an index assigns columns to groups (desc_act)
+    heads: int = 0  # GGUF: number of heads within which rotary pairs of rows are reordered
+    plus_one: bool = False  # GGUF: one is added to the stored values (norms)
+    decay: bool = False  # GGUF: stored as minus the exponential of its values (Mamba's A_log)
+    by_rows: bool = False  # can be rounded and written in strips of rows if no statistics are used
+    expert: int = -1  # index of the expert that it belongs to, -1 for other tensors
+    sparse: bool = False  # kept, with zeros in the recipe's sparsity pattern
 
     @property
     def output_bytes(self) -> int:
-        """Return the bytes written for this tensor."""
-        return sum([tensor.nbytes for tensor in self.outputs])  # asked for of every expert
+        """Return the number of bytes written for this tensor."""
+        return sum(
+            [tensor.nbytes for tensor in self.outputs]
+        )  # a list is faster here: called for every expert
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -125,12 +127,12 @@ class TensorPlan:
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Way in which a result is to be served: what its command asks for. No byte of the result depends on it.
+    """How the result will be served, for the command that serves it. It does not affect the result.
 
     Attributes:
-        context: most tokens of a sequence, or None.
-        cache: type of the cache, or None.
-        devices: that share the model by tensors.
+        context: maximum number of tokens of a sequence, or None.
+        cache: type of the KV cache, or None.
+        devices: number of tensor-parallel devices.
     """
 
     context: int | None = None
@@ -140,13 +142,13 @@ class Serving:
 
 @dataclass(frozen=True, slots=True)
 class EngineVerdict:
-    """Verdict on whether an engine loads the result, and why not.
+    """Whether an engine loads the result.
 
     Attributes:
-        engine: its name.
-        loads: None where it was not tried.
-        reason: why it does not load it, or was not tried; what is good to know where it loads it.
-        note: what is good to know if it loads it, of one that was not tried.
+        engine: name of the engine.
+        loads: whether it loads the result; None if that was not tried.
+        reason: why it does not load it or was not tried; advice if it does.
+        note: advice for an engine that was not tried.
     """
 
     engine: str
@@ -156,12 +158,12 @@ class EngineVerdict:
 
     @property
     def word(self) -> str:
-        """Return the verdict as tables show it."""
+        """Return the verdict as one word for tables."""
         return "not tried" if self.loads is None else ("yes" if self.loads else "no")
 
 
 class NoteKind(StrEnum):
-    """Kinds of notes; programs sort notes by kind, never by their text."""
+    """Kinds of notes; programs select notes by kind, never by their text."""
 
     FACT = "fact"
     CHOICE = "choice"  # an option that was left open and how it was set
@@ -174,7 +176,7 @@ class NoteKind(StrEnum):
 
 
 class Note(str):
-    """One sentence for the user about a plan, with its kind."""
+    """One sentence about a plan for the user, with its kind."""
 
     __slots__ = ("kind",)
     kind: NoteKind
@@ -187,7 +189,7 @@ class Note(str):
 
 
 def choice(text: str) -> Note:
-    """Return the note about an option that was left open: which value was chosen, and why."""
+    """Return a note on an option that the user left open: the chosen value, and why."""
     return Note(f"chosen: {text}", NoteKind.CHOICE)
 
 
@@ -198,11 +200,11 @@ def kind_of(note: str) -> NoteKind:
 
 @dataclass(frozen=True, slots=True)
 class RunningNames:
-    """Names that modules of a result have when transformers runs it.
+    """Names of a result's modules when transformers runs it.
 
     Attributes:
-        modules: of quantized linears, by their names in files.
-        kept: all linears that are not quantized.
+        modules: names of quantized linears, by their names in the files.
+        kept: names of all linears that are not quantized.
     """
 
     modules: Mapping[str, str]
@@ -211,14 +213,16 @@ class RunningNames:
 
 @dataclass(frozen=True, slots=True)
 class RunWork:
-    """Work of a run, for a forecast of its time and of its files (`quantforge.planning.run_work`)."""
+    """Work of a run, from which its time and disk space are forecast (`quantforge.planning.run_work`)."""
 
     source_bytes: int  # of all weight files of the source
-    reads: int  # how often these are read
+    reads: int  # how often the source's weight files are read
     output_bytes: int
-    states_bytes: int  # of hidden states, beside the output where activations wait on the disk
-    guide_bytes: int  # of what a backward pass keeps there
-    operations: Mapping[str, float]  # of float32, or as many as take as long, by step
+    states_bytes: (
+        int  # of hidden states, on disk in addition to the output if activations are stored there
+    )
+    guide_bytes: int  # on disk during the backward pass of a guide
+    operations: Mapping[str, float]  # by step: float32 operations, or as many as take equally long
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -234,22 +238,24 @@ class Plan:
     tensors: tuple[TensorPlan, ...]
     shards: tuple[tuple[str, ...], ...]  # output tensor names in file order, per shard
     output_bytes: int  # of all weight files, headers included
-    peak_memory_bytes: int  # predicted, above what the imports take
+    peak_memory_bytes: int  # predicted, in addition to what imports take
     engines: tuple[EngineVerdict, ...] = ()
     substitutions: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
-    left_behind: tuple[str, ...] = ()  # of the source, see `quantforge.planning.notes`
-    late: tuple[str, ...] = ()  # tensors that are rounded after the last block: a quantized head
-    needs: tuple[str, ...] = ()  # statistics that calibration observes (`model.statistics`)
-    guide: int = 0  # strips of rows with a guided Hessian of their own; 0: plain ones
-    tune: int = 0  # epochs in which scales, norms and codes are learned after rounding; 0: none
-    untie: bool = False  # the tied head is stored on its own
-    name: str = ""  # of the result, where none is given: see `quantforge.planning.naming`
-    work: RunWork | None = None  # of a run that quantizes
-    running: RunningNames | None = None  # known when the result is published
+    left_behind: tuple[
+        str, ...
+    ] = ()  # notes on source files that are not copied (`quantforge.planning.notes`)
+    late: tuple[str, ...] = ()  # tensors that are quantized after the last block: a quantized head
+    needs: tuple[str, ...] = ()  # statistics that calibration collects (`model.statistics`)
+    guide: int = 0  # number of strips of rows with their own guided Hessian; 0 for plain Hessians
+    tune: int = 0  # tuning epochs after rounding; 0 for none
+    untie: bool = False  # whether a tied head is stored separately
+    name: str = ""  # default name of the result (`quantforge.planning.naming`)
+    work: RunWork | None = None  # None for an export
+    running: RunningNames | None = None  # set when the result is published
 
     def __repr__(self) -> str:
-        """Return a line for a person: what is made of which model, and how much of it."""
+        """Return a one-line summary for a user."""
         return (
             f"Plan(model={self.model!r}, method={self.method!r}, format={self.format!r}, name={self.name!r},"
             f" quantized={len(self.quantized())} of {len(self.tensors)} tensors, output_bytes={self.output_bytes},"
@@ -263,22 +269,22 @@ class Plan:
 
     @property
     def bits_per_weight(self) -> float:
-        """Return the bits stored per weight of the quantized tensors, scales and zeros included; NaN without any."""
+        """Return the bits per weight of quantized tensors, including scales and zero points; NaN without any."""
         return _bits(self.quantized())
 
     @property
     def bits_per_weight_in_blocks(self) -> float:
-        """Return those of the quantized tensors of blocks, which `allocate` plans; NaN without any."""
+        """Return the bits per weight of quantized tensors in the blocks, as `allocate` counts; NaN without any."""
         return _bits([tensor for tensor in self.quantized() if tensor.block >= 0])
 
     @property
     def bits_per_weight_total(self) -> float:
-        """Return the bits stored per weight of all tensors that are written; NaN without any."""
+        """Return the bits per weight of all written tensors; NaN without any."""
         return _bits([tensor for tensor in self.tensors if tensor.action is not Action.DROP])
 
     @property
     def density(self) -> str:
-        """Return the figures of bits per weight as text."""
+        """Return all figures of bits per weight as text."""
         if not self.quantized():
             return f"nothing quantized, {self.bits_per_weight_total:.3f} bits per weight"
         inside = "all in blocks"
@@ -294,40 +300,40 @@ def _bits(tensors: Sequence[TensorPlan]) -> float:
     return 8 * sum(tensor.output_bytes for tensor in tensors) / weights if weights else math.nan
 
 
-_NAMED = 3  # plans by name before the others are counted
+_MAX_NAMES = 3  # plans that are named before the others are counted
 
 
 def decisions(plan: Plan) -> list[str]:
-    """Return what a plan chose for a user who left it open, and what it substitutes."""
+    """Return the notes on options that the user left open, and on substitutions."""
     return [
         *(note for note in plan.notes if kind_of(note) is NoteKind.CHOICE),
-        *substituted(plan),
+        *substitution_notes(plan),
     ]
 
 
-def decisions_of(plans: Mapping[str, Plan]) -> list[str]:
-    """Return the decisions of several plans, alike ones once, each with the names of its plans before it."""
+def decisions_by_plan(plans: Mapping[str, Plan]) -> list[str]:
+    """Return the decisions of several plans, equal ones once, each prefixed with the names of its plans."""
     owners: dict[str, list[str]] = {}
     for name, plan in plans.items():
-        for said in decisions(plan):
-            owners.setdefault(said, []).append(name)
-    return [f"{_named(names, len(plans))}: {said}" for said, names in owners.items()]
+        for decision in decisions(plan):
+            owners.setdefault(decision, []).append(name)
+    return [f"{_plan_names(names, len(plans))}: {decision}" for decision, names in owners.items()]
 
 
-def substituted(plan: Plan) -> list[str]:
-    """Return the substitutions of a plan in words, alike ones together: those are of tensors."""
-    alike = Counter((event.kind, event.detail) for event in plan.substitutions)
+def substitution_notes(plan: Plan) -> list[str]:
+    """Return the substitutions of a plan as text, equal ones merged."""
+    counts = Counter((event.kind, event.detail) for event in plan.substitutions)
     first = {(event.kind, event.detail): event.where for event in reversed(plan.substitutions)}
     return [
         f"{kind}: {first[kind, detail]}: {detail}"
         if count == 1
         else f"{kind}: {detail}: {count} tensors, the first is {first[kind, detail]}"
-        for (kind, detail), count in alike.items()
+        for (kind, detail), count in counts.items()
     ]
 
 
-def _named(names: list[str], plans: int) -> str:
+def _plan_names(names: list[str], plans: int) -> str:
     if 1 < len(names) == plans:
         return f"all {plans}"
-    more = len(names) - _NAMED
-    return f"{', '.join(names[:_NAMED])}{f' and {more} more' if more > 0 else ''}"
+    more = len(names) - _MAX_NAMES
+    return f"{', '.join(names[:_MAX_NAMES])}{f' and {more} more' if more > 0 else ''}"

@@ -1,8 +1,8 @@
-"""The recipe: what is wanted, as typed data, read from and written to TOML.
+"""The recipe: the user's choices as typed data, read from and written to TOML.
 
-A recipe holds intent only; the plan decides. Every key has one meaning and a default, an unknown key is an error
-that names the nearest one, and ``from_toml(recipe.to_toml()) == recipe``. Every table of a recipe is checked when it is
-made, whether a file or a program says it. Files are read within limits.
+A recipe holds intent only; the plan decides. Every key has one meaning and a default, an unknown key is an error that
+suggests the nearest one, and ``from_toml(recipe.to_toml()) == recipe``. Every table of a recipe is validated when it is
+created, whether it comes from a file or a program. Files are read with limits on size and depth.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quantforge.arguments import strict_fields
 from quantforge.errors import InputError, RecipeError, nearest
 from quantforge.files.opener import FILES
 from quantforge.grids import INTEGER_BITS
-from quantforge.notation import parse_sparsity, share_of
+from quantforge.notation import parse_share, parse_sparsity
 from quantforge.scheme import Sparsity
 from quantforge_files.roles import RECIPE
 
-# Least and most of numbers; more sweeps would only keep a machine busy.
+# Smallest and largest values of numbers; more sweeps would only waste time.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
     "guide": (0, 1024),
@@ -43,7 +43,7 @@ LIMITS = {
     "calibration.min_expert_tokens": (0, 2**32),
     "max_shard_bytes": (1, 2**60),
 }
-# All values of what takes few; the first is not always the default.
+# Allowed values of keys with a fixed set; the first is not always the default.
 VALUES = {
     "effort": ("low", "medium", "high"),
     "scales": ("absmax", "search", "reference"),
@@ -53,16 +53,16 @@ VALUES = {
     "calibration.precision": ("float32", "bfloat16"),
     "calibration.experts": ("routed", "all"),
 }
-# Words that mean something elsewhere, as `nearest` takes them: of a cache that a result is run with.
-ELSEWHERE = {
+# Hints for values of other options, in the form that `nearest` takes: types of the cache at run time.
+OTHER_TOOLS_VALUES = {
     "kv_cache": {
         "int8 int4 16bit": "files hold scales of fp8 alone; --cache of generate, serve and eval takes other kinds",
     }
 }
-# Keys whose values are in small letters.
-WORDS = ("method", "effort", "format", "engine", "scales", "inputs", "kv_cache", "mtp")
-IMATRIX = "imatrix:"  # then a name: the importance comes from a file
-NO_DATA = "none"  # the calibration source of those who want none
+# Keys whose values are converted to lower case.
+LOWER_CASE_KEYS = ("method", "effort", "format", "engine", "scales", "inputs", "kv_cache", "mtp")
+IMATRIX = "imatrix:"  # prefix of a calibration source: importance is read from the named file
+NO_DATA = "none"  # calibration source for no calibration at all
 
 
 @strict_fields
@@ -83,7 +83,7 @@ class GptqOptions:
             raise RecipeError(f"gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
 
     def passes_of(self, grid: int) -> int:
-        """Return the number of passes over the columns on a grid whose own number is ``grid``: `runs`, or that."""
+        """Return the number of passes over the columns: `runs`, or that of the ``grid`` if `runs` is 0."""
         return self.runs or (grid if self.refine else 1)
 
 
@@ -100,7 +100,7 @@ class AwqOptions:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """The part of a recipe that methods see: how scales are chosen, and the options of each method."""
+    """The part of a recipe that methods use: how scales are chosen, and the options of each method."""
 
     scales: str = "search"  # as of `Recipe`
     gptq: GptqOptions = field(default_factory=GptqOptions)
@@ -108,14 +108,14 @@ class Rounding:
 
     @property
     def weighs(self) -> bool:
-        """Return whether scales are chosen by what the layers read, where that is known."""
+        """Return whether scales are chosen with the importance of columns, if it is known."""
         return self.scales != "absmax"
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class CalibrationOptions:
-    """``[calibration]``: where the text comes from and how it is cut."""
+    """``[calibration]``: the source of the text and how it is cut into rows."""
 
     source: str = "builtin"
     samples: int = 128  # rows
@@ -136,13 +136,13 @@ class CalibrationOptions:
 
     @property
     def importance_file(self) -> str | None:
-        """Return the name of the file that importance comes from, None where there is none."""
+        """Return the name of the importance file, None if importance is not read from a file."""
         found = self.source.removeprefix(IMATRIX)
         return None if found == self.source else found
 
     @property
     def writes_own_text(self) -> bool:
-        """Return whether text is sampled from the model (the source ``self``, alone or in a mixture)."""
+        """Return whether the model generates calibration text (the source ``self``, alone or in a mixture)."""
         sources = self.source.split(",")
         return any(source.partition("=")[0].strip() == "self" for source in sources)
 
@@ -150,7 +150,7 @@ class CalibrationOptions:
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
-    """``[adapter]``: what is merged into the source before anything else looks at it; see `formats.sources.adapter`."""
+    """``[adapter]``: the LoRA adapter that is merged into the source first; see `formats.sources.adapter`."""
 
     source: str = ""  # its directory; none when empty
     sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of its files, see `planning.local_paths`
@@ -162,7 +162,7 @@ class AdapterOptions:
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """``[[rule]]``: the scheme of the tensors that a pattern matches (``keep`` leaves them alone)."""
+    """``[[rule]]``: the scheme of the tensors that a pattern matches (``keep`` leaves them unquantized)."""
 
     match: str
     scheme: str
@@ -174,9 +174,9 @@ class Rule:
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Choices that decide the result for a model. ``bits`` suffices for most; ``scheme`` says it in full."""
+    """The choices that decide the result. ``bits`` suffices for most users; ``scheme`` is the full form."""
 
-    method: str = ""  # "": what measured best (`planning.effort.chosen_method`)
+    method: str = ""  # "": what measured best (`planning.effort.choose_method`)
     effort: str = "medium"  # low | medium | high: what is left at its default for time or quality (`planning.effort`)
     bits: int | None = None
     scheme: str | None = None
@@ -206,12 +206,12 @@ class Recipe:
     awq: AwqOptions = field(default_factory=AwqOptions)
 
     def __post_init__(self) -> None:
-        for name in WORDS:
+        for name in LOWER_CASE_KEYS:
             if isinstance(word := getattr(self, name), str):
                 object.__setattr__(self, name, word.lower())
         check_fields(self)
         if self.prune_experts is not None:
-            share_of(self.prune_experts, "prune_experts")
+            parse_share(self.prune_experts, "prune_experts")
         self.zeros  # noqa: B018 - raises
         if self.bits is not None and self.scheme is not None:
             raise RecipeError("'bits' and 'scheme' are both given", "--bits or --scheme")
@@ -221,24 +221,24 @@ class Recipe:
 
     @property
     def zeros(self) -> Sparsity | None:
-        """Return which part of the weights is made zero, None for none; errors as `parse_sparsity`."""
+        """Return the sparsity of the weights, None if there is none; errors as `parse_sparsity`."""
         return None if self.sparsity is None else parse_sparsity(self.sparsity)
 
     @property
     def rounding(self) -> Rounding:
-        """Return the part of the recipe that methods see."""
+        """Return the part of the recipe that methods use."""
         return Rounding(self.scales, self.gptq, self.awq)
 
     def to_toml(self) -> str:
-        """Write the recipe as TOML, every key spelled out, in the order of the classes."""
+        """Return the recipe as TOML with every key, in the order of the classes."""
         data = asdict(self)
         rules = data.pop("rules")
         tables = {key: data.pop(key) for key in list(data) if isinstance(data[key], dict)}
-        written = lines(data)
+        written = _toml_lines(data)
         for rule in rules:
-            written += ["", "[[rule]]", *lines(rule)]
+            written += ["", "[[rule]]", *_toml_lines(rule)]
         for name, table in tables.items():
-            written += ["", f"[{name}]", *lines(table)]
+            written += ["", f"[{name}]", *_toml_lines(table)]
         return "\n".join(written) + "\n"
 
 
@@ -246,7 +246,8 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
     """Parse a recipe.
 
     Raises:
-        InputError: not TOML, an unknown key (the nearest one is named), or a value of the wrong type.
+        InputError: the text is not TOML, has an unknown key (the nearest one is suggested), or a value of the wrong
+            type.
     """
     data = read_toml(text, origin)
     if "rules" in data:
@@ -254,7 +255,7 @@ def from_toml(text: str, origin: str = "recipe") -> Recipe:
     if "rule" in data:
         data["rules"] = data.pop("rule")
     try:
-        recipe: Recipe = built(Recipe, data, origin)
+        recipe: Recipe = build_dataclass(Recipe, data, origin)
     except RecipeError as error:
         raise InputError(f"{origin}: {error.what}", error.hint) from None
     return recipe
@@ -268,9 +269,9 @@ def read_recipe(path: Path) -> Recipe:
 # ---- checks of fields
 
 
-def hint_of(name: str, value: object) -> str:
-    """Return what to type in place of a value that a field does not take."""
-    known, elsewhere = VALUES[name], ELSEWHERE.get(name, {})
+def value_hint(name: str, value: object) -> str:
+    """Return what to type instead of a value that a key does not allow."""
+    known, elsewhere = VALUES[name], OTHER_TOOLS_VALUES.get(name, {})
     text = str(value).lower()
     if elsewhere and "," in text:  # of keys, and of values
         return next(iter(elsewhere.values()))
@@ -278,13 +279,13 @@ def hint_of(name: str, value: object) -> str:
 
 
 def check_fields(options: Any) -> None:
-    """Refuse a table of a recipe that is being made with a value of another type, word or range.
+    """Validate types, values and ranges of a table of a recipe when it is created.
 
     Args:
-        options: the dataclass, called after its table: ``CalibrationOptions``; the recipe itself ``Recipe``.
+        options: the table's dataclass, such as ``CalibrationOptions``, or the ``Recipe`` itself.
 
     Raises:
-        InputError: naming the field, and what it takes.
+        InputError: naming the field, and what it allows.
     """
     table = type(options).__name__.removesuffix("Options").lower()
     table = "" if table == "recipe" else table
@@ -296,13 +297,13 @@ def check_fields(options: Any) -> None:
             _check_type(hints[item.name], getattr(options, item.name), origin)
         except InputError as error:
             raise RecipeError(error.message, error.hint) from None
-    for name, known in VALUES.items():
-        inside, _, key = name.rpartition(".")
-        if inside == table and (value := getattr(options, key)) not in known:
-            raise RecipeError(f"{name} = {value!r}", hint_of(name, value))
+    for name, allowed in VALUES.items():
+        value_table, _, key = name.rpartition(".")
+        if value_table == table and (value := getattr(options, key)) not in allowed:
+            raise RecipeError(f"{name} = {value!r}", value_hint(name, value))
     for name, (least, most) in LIMITS.items():
-        inside, _, key = name.rpartition(".")
-        value = getattr(options, key) if inside == table else None
+        value_table, _, key = name.rpartition(".")
+        value = getattr(options, key) if value_table == table else None
         if value is not None and not least <= value <= most:
             size = "small" if value < least else "large"
             raise RecipeError(f"{name} = {value} is too {size}", f"from {least} to {most}")
@@ -314,7 +315,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _check_type(hint: Any, value: Any, origin: str) -> None:
-    """Refuse a value that is not of a type; errors as `convert`."""
+    """Refuse a value that does not have a type; errors as `_convert_value`."""
     if is_dataclass(hint):
         if not isinstance(value, hint):  # type: ignore[arg-type]
             raise InputError(f"{origin} = {value!r}: {hint.__name__} is expected")  # type: ignore[union-attr]
@@ -324,15 +325,15 @@ def _check_type(hint: Any, value: Any, origin: str) -> None:
         for item in value:
             _check_type(get_args(hint)[0], item, origin)
     else:
-        convert(hint, value, origin)
+        _convert_value(hint, value, origin)
 
 
 # ---- TOML
 
-# Reading a key takes the square of its parts; a line is what no string of it counts for.
-MAX_PARTS, MAX_LINE = 32, 20_000
-_SHOWN = 60  # characters of a value in a message
-# Strings and comments of TOML. No alternative ever fails once it has begun, so that one pass is enough.
+# Parsing a key takes quadratic time in its parts; lines are measured without their strings.
+MAX_KEY_PARTS, MAX_LINE = 32, 20_000
+_MAX_SHOWN = 60  # characters of a value in a message
+# Strings and comments of TOML. No alternative fails once it has begun, so matching takes linear time.
 _STRING = re.compile(
     r'''"""(?:[^"\\]+|\\[\s\S]|"(?!""))*(?:"""|\Z|\\)'''
     r"""|'''(?:[^']+|'(?!''))*(?:'''|\Z)"""
@@ -341,40 +342,41 @@ _STRING = re.compile(
 )
 
 
-def _bare(text: str) -> str:
-    """Remove strings and comments from TOML; of a recipe, few dots and a few hundred characters in a line are left."""
+def _strip_strings(text: str) -> str:
+    """Remove strings and comments from TOML, so that the rest of a valid recipe has short lines and few dots."""
     return _STRING.sub("", text)
 
 
-_OF_PYTHON = re.compile(r"=\s*(True|False)\b")
-_EXAMPLE_OF = {str: '"text"', int: "4", float: "0.5", bool: "true"}
+_PYTHON_BOOLEAN = re.compile(r"=\s*(True|False)\b")
+_EXAMPLES = {str: '"text"', int: "4", float: "0.5", bool: "true"}
 
 
 def read_toml(
     text: str, origin: str, example: str = "see `quantforge recipes` for examples"
 ) -> dict[str, Any]:
-    """Return the content of a recipe, unchecked.
+    """Parse the TOML of a recipe without validating it.
 
     Raises:
-        InputError: it is not TOML, which ``example`` helps with, or larger or deeper than any recipe.
+        InputError: it is not TOML (``example`` is the hint), or larger or deeper than any recipe.
     """
     if len(text) > RECIPE.limit or any(
-        line.count(".") > MAX_PARTS or len(line) > MAX_LINE for line in _bare(text).splitlines()
+        line.count(".") > MAX_KEY_PARTS or len(line) > MAX_LINE
+        for line in _strip_strings(text).splitlines()
     ):
         raise InputError(f"{origin}: no recipe is that large", example)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # also integers of thousands of digits
-        if found := _OF_PYTHON.search(_bare(text)):
+        if found := _PYTHON_BOOLEAN.search(_strip_strings(text)):
             example = f"TOML writes {found[1].lower()}, not {found[1]}"
         raise InputError(f"{origin}: not TOML: {error}", example) from error
 
 
-def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
-    """Return an instance of a dataclass with the values of a table.
+def build_dataclass(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
+    """Return an instance of a dataclass with the values of a TOML table.
 
     Raises:
-        InputError: an unknown key, a value of the wrong type, or one that is missing; ``origin`` says where.
+        InputError: a key is unknown or missing, or a value has the wrong type; ``origin`` says where.
     """
     hints = get_type_hints(kind)
     known = {item.name for item in fields(kind)}
@@ -383,7 +385,7 @@ def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
         if key not in known:
             names = {"rule" if name == "rules" else name for name in known}
             raise InputError(f"{origin}: unknown key '{key}'", nearest(key, names))
-        values[key] = convert(hints[key], value, f"{origin}: {key}")
+        values[key] = _convert_value(hints[key], value, f"{origin}: {key}")
     for item in fields(kind):
         needed = item.default is MISSING and item.default_factory is MISSING
         if needed and item.name not in values:
@@ -393,67 +395,67 @@ def built(kind: type[Any], data: Mapping[str, Any], origin: str) -> Any:
     return kind(**values)
 
 
-def convert(hint: Any, value: Any, origin: str) -> Any:
-    """Return a value of a table as a field of that type holds it; errors as `built`."""
+def _convert_value(hint: Any, value: Any, origin: str) -> Any:
+    """Convert a TOML value to the type of a field; errors as `build_dataclass`."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise InputError(f"{origin}: a table is expected", f"[{origin.rsplit(' ', 1)[-1]}]")
-        return built(hint, value, origin)  # type: ignore[arg-type]
+        return build_dataclass(hint, value, origin)  # type: ignore[arg-type]
     if get_origin(hint) is tuple:
         if not isinstance(value, list):
             raise InputError(f"{origin}: a list is expected", 'e.g. ["lm_head"]')
-        return tuple(convert(get_args(hint)[0], item, origin) for item in value)
+        return tuple(_convert_value(get_args(hint)[0], item, origin) for item in value)
     allowed = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if float in allowed and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if type(value) not in allowed:
         names = " or ".join(item.__name__ for item in allowed if item is not type(None))
-        example = next((text for kind, text in _EXAMPLE_OF.items() if kind in allowed), "")
+        example = next((text for kind, text in _EXAMPLES.items() if kind in allowed), "")
         typed = f"e.g. {origin.rsplit(' ', 1)[-1]} = {example}"
         raise InputError(f"{origin} = {value!r}: {names} is expected", typed)
     return value
 
 
-def differences(there: str, here: str) -> list[str]:
-    """Return the keys in which two recipes differ, each with both values; ``recipe`` where one cannot be read."""
+def recipe_differences(there: str, here: str) -> list[str]:
+    """Return the keys in which two recipes differ, each with both values; ``recipe`` if one cannot be read."""
     try:
-        found = [_flat(read_toml(text, "recipe"), "") for text in (there, here)]
+        found = [_flatten(read_toml(text, "recipe"), "") for text in (there, here)]
     except InputError:
         return ["recipe"]
-    told = []
+    lines = []
     for key in dict.fromkeys(key for values in found for key in values):
         values = [values.get(key, "unset") for values in found]
         if values[0] != values[1]:
-            told.append(key if key.endswith("sha256") else both(key, *values))
-    return told
+            lines.append(key if key.endswith("sha256") else difference_line(key, *values))
+    return lines
 
 
-def both(key: str, there: str, here: str) -> str:
-    """Return a line about a value that differs between what is there and what is asked for."""
-    return f"{key}: {_short(there)} there, {_short(here)} here"
+def difference_line(key: str, there: str, here: str) -> str:
+    """Return a line about a key whose value differs between an existing result and the request."""
+    return f"{key}: {_shorten(there)} there, {_shorten(here)} here"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+def _shorten(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
-def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
-    """Return the values of a table and its tables as they are read by people, by dotted keys."""
+def _flatten(table: Mapping[str, Any], prefix: str) -> dict[str, str]:
+    """Return the values of nested tables as text, by dotted keys."""
     flat: dict[str, str] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= _flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = (value or '""') if isinstance(value, str) else json.dumps(value)
     return flat
 
 
-def lines(data: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table; a key whose value is None is left out."""
-    return [f"{key} = {_value(value)}" for key, value in data.items() if value is not None]
+def _toml_lines(data: Mapping[str, Any]) -> list[str]:
+    """Return the TOML lines of a table, without keys whose value is None."""
+    return [f"{key} = {_toml_value(value)}" for key, value in data.items() if value is not None]
 
 
-def _value(value: Any) -> str:
-    """Write a value in TOML: a basic string is a JSON string, but for DEL, which JSON does not escape."""
+def _toml_value(value: Any) -> str:
+    """Return a value as TOML: a basic string is a JSON string, except that DEL has to be escaped."""
     shown = list(value) if isinstance(value, tuple) else value
     return json.dumps(shown, ensure_ascii=False).replace("\x7f", "\\u007f")

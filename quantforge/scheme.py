@@ -1,9 +1,9 @@
-"""Schemes: how the numbers of one tensor are stored, as data and in bits.
+"""Schemes: how the numbers of one tensor are stored, as data and in bits per weight.
 
-A scheme is a grid of numbers, the granularity of its scales, a kind of zero point and the type of the scales; where the
-last is left open, it is that of the format that the tensor is written to. A grid whose layout another program fixes
-(ggml's), or that has one granularity and one type of scales (e2m1 or e4m3 elements under scales of 8 bits), has no
-other fields. `grids` has them all; `notation` is how a person types them. Zeros in a pattern are a `Sparsity`.
+A scheme consists of a grid of numbers, the granularity of its scales, a kind of zero point and the scale type; a scale
+type that is left open is that of the format. Grids whose layout another program fixes (ggml's types), or that have only
+one granularity and scale type (e2m1 or e4m3 elements with 8-bit scales), have no other fields. `grids` lists them;
+`notation` is how a user types them. Sparsity patterns are a `Sparsity`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from quantforge.grids import (
+    DOUBLE_QUANT_GROUP,
     GRIDS,
-    NESTED,
     SCALE_BITS,
     GgmlBlock,
     Granularity,
@@ -28,7 +28,7 @@ from quantforge.grids import (
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """Form in which one weight matrix ``[out_features, in_features]`` is stored."""
+    """How one weight matrix ``[out_features, in_features]`` is stored."""
 
     grid: str
     granularity: Granularity
@@ -36,7 +36,7 @@ class Scheme:
     scale: ScaleType | None = None
 
     def __str__(self) -> str:
-        if not GRIDS[self.grid].free:
+        if not GRIDS[self.grid].has_parameters:
             return self.grid
         fields = [self.grid, str(self.granularity), self.zero.value]
         return ":".join(fields if self.scale is None else [*fields, self.scale.value])
@@ -48,12 +48,12 @@ class Scheme:
 
     @property
     def weight_bits(self) -> int:
-        """Return the bits of one code for each weight it stands for, rounded."""
+        """Return the bits of a code per weight that it stands for, rounded."""
         return max(1, round(self.bits / GRIDS[self.grid].weights_per_code))
 
     @property
     def block(self) -> GgmlBlock | None:
-        """Return the fixed layout, of a grid that has one."""
+        """Return the block layout of a ggml type, None for other grids."""
         return GRIDS[self.grid].block
 
     @property
@@ -67,51 +67,51 @@ class Scheme:
         return self.grid.startswith("int")
 
     @property
-    def in_powers(self) -> bool:
+    def has_power_of_two_scales(self) -> bool:
         """Return whether all scales are powers of two."""
         return (self.scale if self.block is None else self.block.scale) is ScaleType.E8M0
 
     @property
-    def scaled(self) -> bool:
-        """Return whether each row has scales of its own that may be learned: of integers, or of a type of blocks."""
-        if self.block is not None or self.divided:
-            return not self.in_powers
+    def has_learnable_scales(self) -> bool:
+        """Return whether each row has scales that tuning can learn: those of integers, or of ggml blocks."""
+        if self.block is not None or self.has_global_scale:
+            return not self.has_power_of_two_scales
         return self.integer and not isinstance(self.granularity, PerTensor)
 
     @property
     def table(self) -> tuple[int, ...]:
-        """Return what each code stands for, of a grid whose codes pick values of a table, in any unit; () of others."""
+        """Return the value of each code, in any unit, for grids whose codes index a table; () for others."""
         if self.block is None:
             return GRIDS[self.grid].table
         return self.block.codes[2] if len(self.block.codes) == 3 else ()
 
     @property
-    def whole(self) -> bool:
-        """Return whether rows share parameters, so that a matrix can only be rounded as one."""
+    def rows_share_parameters(self) -> bool:
+        """Return whether rows share parameters, so that a matrix has to be quantized as a whole."""
         shared = isinstance(self.granularity, PerTensor | Tile)
         return shared or self.scale in {ScaleType.E4M3, ScaleType.DOUBLE}
 
     @property
-    def divided(self) -> bool:
-        """Return whether all that rows share is one number, under which each has scales of its own."""
+    def has_global_scale(self) -> bool:
+        """Return whether all rows share one scale, in addition to scales of their own."""
         return self.scale is ScaleType.E4M3
 
     @property
-    def joint(self) -> bool:
-        """Return whether matrices that engines join have to share a parameter, so that they are rounded together."""
+    def is_joint(self) -> bool:
+        """Return whether matrices that engines join have to share a parameter, and so are quantized together."""
         one_scale = isinstance(self.granularity, PerTensor) and not self.integer
-        return one_scale or self.divided
+        return one_scale or self.has_global_scale
 
     def group_size(self, in_features: int) -> int:
-        """Return the number of input columns that share one scale (``in_features`` per row and per tensor)."""
+        """Return the number of input columns that share one scale; ``in_features`` for scales per row or tensor."""
         if isinstance(self.granularity, Tile):
             return self.granularity.columns
         return self.granularity.size if isinstance(self.granularity, PerGroup) else in_features
 
     def groups(self, in_features: int) -> int:
-        """Return the number of scales along one row; raise `ValueError` when the group size (or block) does not fit.
+        """Return the number of scales along one row; raise `ValueError` if the group or block size does not divide it.
 
-        The last tile of a row may be narrower: files have such, and no format here writes them.
+        The last tile of a row may be narrower: some files have such tiles, but no format writes them here.
         """
         size = self.group_size(in_features)
         if isinstance(self.granularity, Tile):
@@ -132,22 +132,22 @@ class Scheme:
         return (shape[0], self.groups(shape[1]))
 
     def bits_per_weight(self, shape: tuple[int, int]) -> Fraction:
-        """Return the exact information bits per weight: codes, scales and zero points, without any padding.
+        """Return the exact bits per weight of codes, scales and zero points, without padding.
 
-        Of a fixed layout: all bits of its blocks.
+        For a ggml type these are all bits of its blocks.
         """
         if self.block is not None:
             return Fraction(8 * self.block.block_bytes, self.block.columns)
         scale_bits = SCALE_BITS[self.scale or ScaleType.F16]
         scale_bits += {Zero.NONE: 0, Zero.INT: self.bits, Zero.MIN: scale_bits}[self.zero]
         scales = math.prod(self.parameter_shape(shape))
-        above = {ScaleType.E4M3: 32, ScaleType.DOUBLE: 32 * (1 + -(-scales // NESTED))}
+        above = {ScaleType.E4M3: 32, ScaleType.DOUBLE: 32 * (1 + -(-scales // DOUBLE_QUANT_GROUP))}
         extra = above.get(self.scale, 0) if self.scale else 0
         codes = Fraction(self.bits, GRIDS[self.grid].weights_per_code)
         return codes + Fraction(scale_bits * scales + extra, math.prod(shape))
 
     def with_scale(self, scale: ScaleType) -> Scheme:
-        """Return this scheme with its scale type filled in where it was left open."""
+        """Return this scheme with its scale type filled in, if it was left open."""
         if self.scale is not None:
             return self
         return replace(self, scale=GRIDS[self.grid].scale or scale)
@@ -155,15 +155,17 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """Rounding of the input of a linear layer at run time.
+    """Quantization of the input of a linear layer at run time.
 
     Attributes:
-        grid: as of a `Scheme`.
-        granularity: ``token``, ``tensor``, or runs of channels of a token: ``g128``.
-        dynamic: the range is that of the values at hand; else calibration measured it (of ``nvfp4`` that of the
-            whole tensor, under which the groups find their own).
-        threshold: columns with a larger magnitude are left in 16 bits (LLM.int8(), arXiv 2208.07339); None: none.
-        kept: most columns whose weights are kept in 16 bits too, because calibration saw them beyond the threshold.
+        grid: as in `Scheme`.
+        granularity: one scale per ``token``, per ``tensor``, or per group of channels of a token (``g128``).
+        dynamic: whether the range is computed from the values at run time; otherwise calibration measures it (for
+            ``nvfp4`` the range of the whole tensor, in addition to dynamic group scales).
+        threshold: columns with a larger magnitude stay in 16 bits (LLM.int8(), arXiv 2208.07339); None for no such
+            columns.
+        kept: maximum number of columns whose weights are kept in 16 bits too, because calibration saw them above the
+            threshold.
     """
 
     grid: str
@@ -174,7 +176,7 @@ class Activation:
 
     @property
     def measured(self) -> bool:
-        """Return whether calibration measures it: its range, or the columns that are kept in 16 bits."""
+        """Return whether calibration has to measure it: its range, or its outlier columns."""
         return not self.dynamic or self.kept > 0
 
     def __str__(self) -> str:
@@ -185,7 +187,7 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class LayerScheme:
-    """The scheme of a linear layer: its weight, and its input when that is quantized too."""
+    """The scheme of a linear layer: that of its weight, and that of its input if it is quantized too."""
 
     weight: Scheme
     input: Activation | None = None
@@ -196,12 +198,13 @@ class LayerScheme:
 
 @dataclass(frozen=True, slots=True)
 class Sparsity:
-    """Zeros of every row of a weight.
+    """Sparsity of every row of a weight.
 
     Attributes:
-        share: of the columns of each row that is zero; their number is rounded down.
-        stay: how many of every ``run`` neighbouring columns are not zero; 0 where zeros may lie anywhere in a row.
-        run: neighbouring columns of a pattern; 1 without one.
+        share: share of the columns of each row that is zero; their number is rounded down.
+        stay: number of nonzero columns in every ``run`` consecutive ones (2 in 2:4); 0 if zeros may be anywhere in a
+            row.
+        run: length of the pattern (4 in 2:4); 1 without a pattern.
     """
 
     share: float
@@ -218,5 +221,5 @@ class Sparsity:
         return int(self.share * columns + 1e-9)
 
     def fits(self, columns: int) -> bool:
-        """Return whether rows of so many columns can have the pattern."""
+        """Return whether rows with this number of columns can have the pattern."""
         return columns % self.run == 0

@@ -1,7 +1,4 @@
-"""Settings of a run: choices that (but for ``imatrix``) the result's bytes do not show, and what a run tells.
-
-No torch.
-"""
+"""Settings of a run: where and how it happens. Apart from ``imatrix`` and ``device`` they do not change the result."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ if TYPE_CHECKING:
 
 MOST_WORKERS = 8
 INPUT_BITS = (16, 8)
-ACTIVATIONS = ("memory", "disk")  # where hidden states are kept
+ACTIVATIONS = ("memory", "disk")  # where hidden states are stored
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Choices of where and how a run happens.
+    """Settings of where and how a run happens.
 
-    Only ``imatrix`` and ``device`` (GPUs sum in another order) may change a code.
+    Only ``imatrix`` and ``device`` (GPUs sum in another order) can change a code of the result.
     """
 
     device: str = "cpu"
@@ -42,25 +39,25 @@ class Settings:
     overwrite: bool = False
     policy: Policy = field(default_factory=Policy)
     progress: Callable[[Progress], None] = lambda _: None
-    note: Callable[[str], None] = lambda _: None  # what a person should know before the work
+    note: Callable[[str], None] = lambda _: None  # receives notes for the user before the work
     announce: Callable[[Plan, Path], None] = lambda _plan, _out: (
         None
-    )  # before the work, and before a measurement
+    )  # called before the work, and before a measurement
     serving: Serving = field(default_factory=Serving)  # for the command that serves the result
     modelfile: bool = False  # also write a Modelfile for Ollama beside a GGUF file
     mmproj: bool = False  # also write the vision tower beside a GGUF file, as llama.cpp reads it
     provenance: bool = False  # also write an in-toto statement and a CycloneDX bill of materials
-    join: bool = False  # share the work with processes that give the same command
+    join: bool = False  # share the work with other processes that run the same command
     sign: Path | None = None  # the private key that signs the result
-    calibration: str = ""  # where the text is that a recipe names; as the recipe says when empty
-    adapter: Path | None = None  # where the adapter is that a recipe names
+    calibration: str = ""  # path of the recipe's calibration text; the recipe's own name if empty
+    adapter: Path | None = None  # path of the recipe's adapter
     base_model: str = (
-        ""  # the original model's name on the hub, for the card; as the files say when empty
+        ""  # name of the original model on the hub, for the card; taken from the files if empty
     )
-    input_bits: int = 16  # to which products round activations when a model is run: 16 or 8
-    split: bool = False  # the processes that torchrun started share the model that answers
+    input_bits: int = 16  # activations of quantized products at run time: 16 or 8 bits
+    split: bool = False  # split the model over the processes that torchrun has started
     imatrix: Path | None = (
-        None  # importance that is known; recipes name it as the source imatrix:NAME
+        None  # importance file; recipes name it as the calibration source imatrix:NAME
     )
 
     def __post_init__(self) -> None:
@@ -79,68 +76,72 @@ class Settings:
         check_device_name(self.device)
 
 
-def workers_of(settings: Settings) -> int:
-    """Return how many strips of rows are rounded side by side: each takes memory, and the disk is a limit too."""
+def rounding_workers(settings: Settings) -> int:
+    """Return how many strips of rows are rounded in parallel, which memory and disk speed limit."""
     if settings.device != "cpu":
         return 1
-    asked = os.environ.get("OMP_NUM_THREADS", "")
+    environment_threads = os.environ.get("OMP_NUM_THREADS", "")
     return min(
-        MOST_WORKERS, settings.threads or int(asked if asked.isdecimal() else 0) or processors()
+        MOST_WORKERS,
+        settings.threads
+        or int(environment_threads if environment_threads.isdecimal() else 0)
+        or usable_processors(),
     )
 
 
 def check_threads(threads: int | None) -> int | None:
-    """Return a number of threads unless it is more than could be of use: some thousands end the process.
+    """Return the number of threads, refusing more than can be useful (some thousands would crash the process).
 
     Raises:
-        UsageError: with the most that is accepted here.
+        UsageError: with the largest accepted number.
     """
-    most = max(64, 2 * processors())
+    most = max(64, 2 * usable_processors())
     if threads is not None and threads > most:
         raise UsageError(
-            f"--threads {threads}: more than {most}", f"this machine has {processors()} processors"
+            f"--threads {threads}: more than {most}",
+            f"this machine has {usable_processors()} processors",
         )
     return threads
 
 
 def check_jobs(jobs: int) -> int:
-    """Return a number of processes unless it is more than could be of use.
+    """Return the number of processes, refusing more than can be useful.
 
     Raises:
-        UsageError: with the most that is accepted here.
+        UsageError: with the largest accepted number.
     """
-    most = max(4, processors())
+    most = max(4, usable_processors())
     if jobs > most:
         raise UsageError(
-            f"--jobs {jobs}: more than {most}", f"this machine has {processors()} processors"
+            f"--jobs {jobs}: more than {most}", f"this machine has {usable_processors()} processors"
         )
     return jobs
 
 
 def under_torchrun() -> bool:
-    """Return whether this is one of the processes of torchrun; other launchers do not set this variable."""
+    """Return whether torchrun has started this process; other launchers do not set this variable."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
-def processors() -> int:
-    """Return how many processors this process may use."""
+def usable_processors() -> int:
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_bytes() -> int | None:
-    """Return the bytes of memory of this machine, None where the system does not tell."""
+    """Return the memory of this machine in bytes, None if the system does not report it."""
     names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
     known = getattr(os, "sysconf_names", {})
     return math.prod(map(os.sysconf, names)) if known.keys() >= {*names} else None
 
 
 def check_device_name(device: str) -> str:
-    """Return the name of a device unless it is none of those that are computed on.
+    """Return the name of a device, refusing unsupported ones.
 
     Raises:
-        UsageError: with those that are.
+        UsageError: with the supported names.
     """
     if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", str(device)):
         raise UsageError(f"--device {device}: unknown", "cpu, cuda or cuda:N")
@@ -148,10 +149,10 @@ def check_device_name(device: str) -> str:
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is not there.
+    """Refuse a device that this machine does not have.
 
     Raises:
-        UsageError: with what is; as `check_device_name`.
+        UsageError: with what it has; or as `check_device_name`.
     """
     if check_device_name(device) == "cpu":
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quantforge.cache_kinds import PLAIN, kinds_of
+from quantforge.cache_kinds import PLAIN, parse_cache_kind
 from quantforge_kernels import kv
 from quantforge_kernels.kv import PAGE_SIZE
 from tests.triton_kernels import DEVICE
@@ -12,7 +12,7 @@ from tests.triton_kernels import DEVICE
 
 def cached(dtype, groups, head, lengths, kind, pages=4):
     """Queries, pools, a table that is out of order, lengths; what lies beyond a sequence is no number."""
-    count, kinds = pages * len(lengths), kinds_of(kind or PLAIN)
+    count, kinds = pages * len(lengths), parse_cache_kind(kind or PLAIN)
     q = _random(len(lengths), groups[0], head, dtype=dtype)
     pools = [
         kv.encode(_random(count, PAGE_SIZE, groups[1], head, dtype=dtype, seed=i), kinds[i - 1])

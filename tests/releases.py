@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quantforge.artifacts.manifest import SCHEMA, finish
+from quantforge.artifacts.manifest import SCHEMA, finish_manifest
 from quantforge.files.disk import DISK, Disk
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.stage import Stage
@@ -47,7 +47,7 @@ def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
 
 def manifest_of(stage: Stage, text: str) -> bytes:
     """The manifest of what is staged, which says which release it is of."""
-    return finish({"schema": SCHEMA, "text": text}, stage.path, stage.manifest)
+    return finish_manifest({"schema": SCHEMA, "text": text}, stage.path, stage.manifest)
 
 
 def text_of(data: str) -> str:

@@ -1,8 +1,8 @@
 """Allocate: bits for each group of linears, so that a model of a given size diverges least from its source.
 
-Three steps: plan candidates from headers (`search_of`); measure what each costs each linear (`measured_errors`); choose
-the mixture that loses least (`MixtureSearch.found`). `quantize` with a size does the same and rounds by what was found,
-and `plan` with a size shows a likely mixture.
+Three steps: plan candidates from headers (`plan_search`); measure what each costs each linear (`measured_errors`);
+choose the mixture that loses least (`MixtureSearch.best_allocation`). `quantize` with a size does
+the same and rounds by what was found, and `plan` with a size shows a likely mixture.
 
 What is measured of a block is written down beside the result that is being made, and an interrupted measurement is
 resumed. It does not depend on the size that is asked for, only on the model, the candidates and the calibration rows.
@@ -36,11 +36,11 @@ from quantforge.planning import naming
 from quantforge.planning.allocation import (
     Allocated,
     MixtureSearch,
-    search_of,
+    plan_search,
 )
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource
-from quantforge.planning.size_target import AskedSize, asked_size
+from quantforge.planning.size_target import SizeRequest, size_request
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, check_device
 
@@ -86,24 +86,26 @@ def allocate(
             "no size is asked for: --target and --like",
             "give one: --target 3.5bpw, or --like FILE.gguf",
         )
-    asked = asked_size(target, like, candidates, recipe, options)
+    asked = size_request(target, like, candidates, recipe, options)
     if out is not None:
         check_new(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
     with report_to(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            search = search_of(model, asked, settings, None)
+            search = plan_search(model, asked, settings, None)
             if settings.serving.cache and search.target.load is None:
                 raise UsageError(
                     f"--cache {settings.serving.cache}: of how many tokens",
                     "e.g. --target 24GB@32k",
                 )
-            events = (event for one in search.plans.values() for event in one.plan.substitutions)
+            events = (
+                event for one in search.candidate_plans.values() for event in one.plan.substitutions
+            )
             settings.policy.check([*events])
         with measured_errors(
             search, Path(out).absolute().parent if out is not None else None
         ) as nats:
-            found = search.found(nats)
+            found = search.best_allocation(nats)
             if out is not None:
                 save(Path(out), found.written(), overwrite=settings.overwrite)
     return found
@@ -111,7 +113,7 @@ def allocate(
 
 @contextmanager
 def sized_recipe(
-    model: str | Path, asked: AskedSize, out: Path | None, settings: Settings
+    model: str | Path, asked: SizeRequest, out: Path | None, settings: Settings
 ) -> Iterator[tuple[Recipe, Path]]:
     """Find the recipe that `allocate` writes, and say where the result goes: ``out``, or where `naming` says.
 
@@ -122,10 +124,10 @@ def sized_recipe(
     """
     check_device(settings.device)
     with phase("planning", 0.01, "headers of the model"):
-        search = search_of(model, asked, settings, out)
-        likely, planned = search.likely()
+        search = plan_search(model, asked, settings, out)
+        likely, planned = search.estimate_mixture()
         place = resolve(str(model), settings.offline)
-        out = out or naming.place(planned.plan.name, place)
+        out = out or naming.default_path(planned.plan.name, place)
         likely, own = strip_local_paths(likely, settings)
         job = plan_job(open_model(place), likely, out, own)
         if not job.stage.begun:
@@ -134,7 +136,7 @@ def sized_recipe(
         job.check_text()
         settings.announce(job.planned.plan, job.stage.named)
     with measured_errors(search, out.absolute().parent, 0.7) as nats:
-        found = search.found(nats)
+        found = search.best_allocation(nats)
         settings.note(
             f"found: {found.bits:.3g} bits per weight, expected KL {significant(found.nats)}; rounding by that recipe"
         )
@@ -168,19 +170,19 @@ def measured_errors(
     from quantforge.execution.journal import run_fingerprint
     from quantforge.numerics.threads import reproducible
 
-    settings, plans = search.settings, [*search.plans.values()]
+    settings, plans = search.settings, [*search.candidate_plans.values()]
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with reproducible():
         with phase("reading", 0.05 * share, "calibration text"):
-            source, files = digest_source(search.source, search.before, settings)
+            source, files = digest_source(search.source, search.small_files, settings)
             calibrated = draw_calibration_data(source, plans[0], settings)
             settings.policy.check(calibrated.events)
             for event in calibrated.events:
                 settings.note(f"{event.kind}: {event.detail}")
-        recipe = search.wanted.to_toml()
+        recipe = search.recipe.to_toml()
         fingerprint = run_fingerprint(recipe, files, calibrated, settings.device, None)
-        fingerprint["candidates"] = ", ".join(search.plans)
+        fingerprint["candidates"] = ", ".join(search.candidate_plans)
         inputs = RunInputs(plans[0], settings, source, files, calibrated, {}, fingerprint)
         with _opened_journal(beside, fingerprint) as work:
             with phase("measuring", 0.9 * share):

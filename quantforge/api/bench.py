@@ -10,7 +10,7 @@ from typing import Any
 from quantforge.api.generate import check_drafts, opened_to_answer, speculative_of
 from quantforge.api.scored_text import read_text
 from quantforge.api.torch_defaults import torch_defaults
-from quantforge.cache_kinds import kinds_of
+from quantforge.cache_kinds import parse_cache_kind
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.bench_requests import (
     BenchFigures,
@@ -130,7 +130,7 @@ def _check(models: Sequence[str], options: BenchOptions) -> None:
         raise UsageError("--served-name is of a server, and none is measured", "add --url")
     if options.url and options.drafts.draft:
         raise UsageError("--draft is of the engine here, and a server is measured", "leave it out")
-    kinds_of(options.cache)
+    parse_cache_kind(options.cache)
     for name, value, most in (
         ("--rows", options.rows, MOST_ROWS),
         ("--token-budget", options.token_budget, MOST_BUDGET),

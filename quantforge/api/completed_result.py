@@ -18,7 +18,7 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.card_figures import CARD
 from quantforge.artifacts.provenance import STATEMENT
 from quantforge.artifacts.publish import describe_source
-from quantforge.artifacts.signing import signature_of
+from quantforge.artifacts.signing import signature_path
 from quantforge.errors import BusyError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
@@ -26,7 +26,7 @@ from quantforge.execution.journal import recorded_fingerprint, run_fingerprint
 from quantforge.files.disk import run_folder
 from quantforge.files.output_names import MODELFILE, projector_name
 from quantforge.files.stage import STAGE, Stage
-from quantforge.recipe import differences
+from quantforge.recipe import recipe_differences
 from quantforge.settings import Settings
 
 
@@ -42,7 +42,7 @@ def earlier_outcome(job: Job) -> Outcome | None:
         return None
     if not settings.join and not stage.journal.is_dir():
         return None
-    document = manifest.read(stage.out)
+    document = manifest.read_manifest(stage.out)
     if document is None or not _is_whole(document, stage.out):
         return None
     if _missing_extras(document, stage.out, settings):
@@ -71,7 +71,7 @@ def is_made(job: Job, files: Mapping[str, Any]) -> bool:
 
     Args:
         job: with an output.
-        files: of the source, by `files_of_source`.
+        files: of the source, by `source_file_digests`.
 
     Raises:
         RefusedError: what lies there is something else.
@@ -79,7 +79,7 @@ def is_made(job: Job, files: Mapping[str, Any]) -> bool:
     out, settings = job.out, job.settings
     if _is_staged(out):  # its own command ends what was killed
         return False
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     if document is not None and not settings.overwrite:
         _check_none_missing(document, out)
     if not os.path.lexists(out):
@@ -93,7 +93,7 @@ def is_made(job: Job, files: Mapping[str, Any]) -> bool:
     }
     other: list[str] = []
     if stated.get("recipe") != recipe:
-        other += differences(stated.get("recipe", ""), recipe) or ["recipe"]
+        other += recipe_differences(stated.get("recipe", ""), recipe) or ["recipe"]
     other += [name for name, equal in same.items() if not equal]
     other += _missing_extras(stated, out, settings)
     if other and not settings.overwrite:
@@ -163,5 +163,5 @@ def _missing_extras(document: Mapping[str, Any], out: Path, settings: Settings) 
         for name, (asked, ending) in extras.items()
         if asked and not any(one.endswith(ending) for one in names)
     ]
-    signed = settings.sign is None or signature_of(out).exists()
+    signed = settings.sign is None or signature_path(out).exists()
     return missing if signed else [*missing, "signature"]

@@ -14,7 +14,7 @@ from quantforge.files.disk import check_new, save
 from quantforge.files.hub import resolve
 from quantforge.formats.configuration import json_bytes
 from quantforge.formats.open_model import open_plain_source
-from quantforge.planning.planner import derived_match
+from quantforge.planning.planner import match_by_derivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def derive_declarations(
     place = None if out is None else Path(out)
     if place is not None:
         check_new(place)
-    model_layout = derived_match(open_plain_source(resolve(str(model), offline)))
+    model_layout = match_by_derivation(open_plain_source(resolve(str(model), offline)))
     assert model_layout.architecture is not None
     assert model_layout.dimensions is not None
     found = Declarations(model_layout.architecture, model_layout.dimensions)

@@ -20,7 +20,7 @@ from quantforge.api.scored_text import (
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import as_list, check_arguments, check_names, check_types
 from quantforge.artifacts import manifest
-from quantforge.cache_kinds import listed
+from quantforge.cache_kinds import parse_cache_kinds
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
 from quantforge.execution.progress import phase, report_step, report_to
@@ -154,11 +154,11 @@ def check_measurement(options: Mapping[str, Any], models: int = 0) -> None:
 
 
 def _caches_of(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the KV caches that are asked for; errors as `listed`."""
+    """Return the names of the KV caches that are asked for; errors as `parse_cache_kinds`."""
     given = options.get("cache", ())
     if isinstance(given, str):
-        return listed(given)
-    return listed(",".join(given)) if given else ()
+        return parse_cache_kinds(given)
+    return parse_cache_kinds(",".join(given)) if given else ()
 
 
 def _check_engine(engine: str, paths: Sequence[Path]) -> None:
@@ -215,7 +215,9 @@ def _note_other_adapter(
 def _other_adapter(reference: Path, model: Path, adapter: Path | None) -> str:
     """Return a message where a model was made with another adapter than its reference has, else ""."""
     try:
-        made, has = (manifest.declared_adapter(manifest.read(path)) for path in (model, reference))
+        made, has = (
+            manifest.recorded_adapter(manifest.read_manifest(path)) for path in (model, reference)
+        )
     except InputError:  # `verify` tells what is wrong with a manifest
         return ""
     if made is None or (adapter is None and not made.source):

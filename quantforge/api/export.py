@@ -24,7 +24,7 @@ from quantforge.api.torch_defaults import torch_defaults
 from quantforge.architectures.draft_heads import is_draft
 from quantforge.arguments import check_arguments
 from quantforge.artifacts import manifest
-from quantforge.artifacts.manifest import check_same, small_files
+from quantforge.artifacts.manifest import check_same_source, digest_small_files
 from quantforge.artifacts.publish import digest_source, publish, stage_side_files
 from quantforge.engines import preferred_formats
 from quantforge.errors import InputError, RefusedError, UsageError
@@ -45,10 +45,14 @@ from quantforge.formats import FORMATS, GGUF, PLAIN, Verdict, detect_format
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import decode_if_low_precision, decode_if_unsupported
-from quantforge.planning.conversion import Conversion, plan_export
+from quantforge.planning.conversion import ExportPlan, plan_export
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.format_choice import chosen_format, format_of_name
-from quantforge.planning.local_paths import check_adapter_given, check_given, strip_local_paths
+from quantforge.planning.format_choice import choose_format, format_from_filename
+from quantforge.planning.local_paths import (
+    check_adapter_given,
+    check_calibration_given,
+    strip_local_paths,
+)
 from quantforge.planning.recipe_options import (
     ExportOptions,
     RecipeOptions,
@@ -57,7 +61,7 @@ from quantforge.planning.recipe_options import (
 )
 from quantforge.quantizers import RTN
 from quantforge.recipe import NO_DATA, Recipe, from_toml
-from quantforge.settings import Settings, check_device, workers_of
+from quantforge.settings import Settings, check_device, rounding_workers
 
 _SMALLER = "--type F16 or --type BF16 rounds them, in half the bytes"
 
@@ -138,7 +142,7 @@ def export(
         if imatrix is not None:
             wanted, settings = with_importance(model, wanted, settings, imatrix)
         wanted, settings = strip_local_paths(wanted, settings)
-        chosen, notes = chosen_format(wanted, place)
+        chosen, notes = choose_format(wanted, place)
         checkpoint = open_model(resolve(str(model), settings.offline))
         mixture = chosen.type is not None and source is None
         if _begins_a_run(checkpoint, chosen.format, mixture=mixture):
@@ -229,7 +233,7 @@ def export_recipe(
         raise UsageError(
             f"export: no option '{name}'", "quantize the model itself, or give a recipe"
         )
-    form = options.get("format") or format_of_name(out) or None
+    form = options.get("format") or format_from_filename(out) or None
     engine, kind = options.get("engine"), options.get("type")
     stated = (form, engine, kind, options.get("pre"), options.get("scheme"))
     if all(value is None for value in stated):
@@ -240,7 +244,7 @@ def export_recipe(
     if form is None and engine is not None and kind is None:
         form = loaded_format(model, engine, options.get("tensor_parallel") or 1, offline=offline)
     recipe = build_recipe(None, **{**options, "method": RTN, "format": form})
-    if chosen_format(recipe, out)[0].format == GGUF and options.get("calibration") is None:
+    if choose_format(recipe, out)[0].format == GGUF and options.get("calibration") is None:
         return replace(recipe, calibration=replace(recipe.calibration, source=NO_DATA))
     return recipe
 
@@ -320,7 +324,7 @@ def _quantize_again(
             kv_cache="none",
             max_shard_bytes=wanted.max_shard_bytes,
         )
-        check_given(again.calibration, settings)
+        check_calibration_given(again.calibration, settings)
         check_adapter_given(again.adapter, settings.adapter)
         return quantize_opened(original, again, out, settings)
     if not requantize:
@@ -341,11 +345,11 @@ def _recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
         InputError: the manifest is missing or holds no recipe.
         IntegrityError: ``original`` is not the model that it was made from.
     """
-    document = manifest.with_recipe(
+    document = manifest.read_with_recipe(
         quantized.path, "quantize the source itself: quantforge quantize SOURCE --format ..."
     )
-    check_same(document.get("source", {}).get("files", {}), original)
-    return from_toml(document["recipe"], str(manifest.place_of(quantized.path)))
+    check_same_source(document.get("source", {}).get("files", {}), original)
+    return from_toml(document["recipe"], str(manifest.manifest_path(quantized.path)))
 
 
 def _move(
@@ -374,14 +378,14 @@ def _move(
             f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
         )
     check_device(settings.device)  # though codes are moved on the processor
-    before = small_files(checkpoint)
+    before = digest_small_files(checkpoint)
     planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
-    conversion = planned(wanted, first=notes)
+    conversion = planned(wanted, notes_before=notes)
     if wanted.format == PLAIN and wanted.type is None and not allow_inexact:
         kind, reason = lossless_dtype(conversion)  # by values, which headers do not tell
         if kind is not None:
             lossless = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"
-            conversion = planned(replace(wanted, type=kind), first=(*notes, lossless))
+            conversion = planned(replace(wanted, type=kind), notes_before=(*notes, lossless))
     plan = conversion.plan
     stage = stage_for(plan, conversion.files, out, settings, checkpoint)
     stage.check()
@@ -396,7 +400,7 @@ def _move(
             raise
     return Exported(
         out=stage.out,
-        source_format=conversion.source_key,
+        source_format=conversion.source_format,
         format=plan.format,
         layers=len(conversion.layers),
         verdict=checked.verdict,
@@ -409,7 +413,7 @@ def _move(
 
 
 def _carry_out(
-    conversion: Conversion,
+    conversion: ExportPlan,
     stage: Stage,
     before: Mapping[str, Any],
     settings: Settings,
@@ -430,7 +434,7 @@ def _carry_out(
         if conversion.model_layout.tied_twice:
             drop_tied_copy(conversion.model_layout, digested)  # refuses two that differ
         checked = check_values(conversion, allow_inexact=allow_inexact)
-        rounded = round_unquantized(conversion, workers_of(settings))
+        rounded = round_unquantized(conversion, rounding_workers(settings))
     checked = replace(checked, events=(*checked.events, *rounded.events))
     settings.policy.check(checked.events)
     stage_side_files(stage, checkpoint, plan, origin, settings)
@@ -441,9 +445,9 @@ def _carry_out(
         write_tensors(conversion, rounded.tensors, writer, allow_inexact=allow_inexact)
     # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
     document = {
-        **manifest.manifest(plan, "", origin, None, [], rounded.figures),
-        "lineage": manifest.lineage(checkpoint.path),
-        **manifest.of_events(checked.events),
+        **manifest.build_manifest(plan, "", origin, None, [], rounded.figures),
+        "lineage": manifest.lineage_fields(checkpoint.path),
+        **manifest.event_fields(checked.events),
     }
     with phase("publishing", 1.0):
         publish(stage, checkpoint, plan, conversion.files, document, settings=settings)

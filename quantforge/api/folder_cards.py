@@ -16,13 +16,13 @@ from quantforge.api.plan import capacity
 from quantforge.artifacts import manifest
 from quantforge.artifacts.card import (
     base_model,
-    carried_fields,
     cell,
     code,
     first,
     front_matter,
+    kept_experts_text,
     origin,
-    with_experts,
+    source_card_fields,
 )
 from quantforge.artifacts.card_figures import (
     CARD,
@@ -30,11 +30,11 @@ from quantforge.artifacts.card_figures import (
     EMPTY_INDEX,
     MutablePart,
     check_card,
-    of_folder,
+    is_in_folder,
     read_card,
     write_figures,
 )
-from quantforge.artifacts.manifest import adapter_name, stated_adapters, stated_experts
+from quantforge.artifacts.manifest import adapter_name, recorded_adapters, recorded_kept_experts
 from quantforge.artifacts.number_text import significant, size
 from quantforge.engines import Snippet, snippets
 from quantforge.errors import InputError
@@ -70,7 +70,7 @@ def check_card_of(folder: Path, models: Sequence[Path]) -> None:
         check_card(folder, models)
         return
     for model in inside:
-        if manifest.read(model) is None:
+        if manifest.read_manifest(model) is None:
             raise InputError(
                 f"{model}: no manifest beside it",
                 "only results of ours have cards",
@@ -143,7 +143,7 @@ def write_folder_card(
         ResourceError: it cannot be written.
     """
     paths = list(only) or _results_in(folder)
-    documents = {path: manifest.read(path) or {} for path in paths}
+    documents = {path: manifest.read_manifest(path) or {} for path in paths}
     known = {path: capacity(path, Load(context=1)) for path in paths}
     context = min(CONTEXT, *(room.positions for _, room in known.values()))
     files = [
@@ -173,8 +173,8 @@ def write_folder_card(
             named,
             about.hub_library,
             [plan.format],
-            carried_fields(source.card),
-            tuned=bool(stated_adapters(document)),
+            source_card_fields(source.card),
+            tuned=bool(recorded_adapters(document)),
         )
         title = f"{_title(named, document)} ({plan.format})"
         text = _new_card(fields, title, origin(document, named), content)
@@ -187,8 +187,8 @@ def _title(base: str, document: Mapping[str, Any]) -> str:
     """Return the name of the original model, with the adapters and experts that were merged."""
     stated = first(document).get("source", {}).get("model")
     words = [base.rpartition("/")[2] or cell(str(stated))]
-    words += [f"with {cell(adapter_name(said))}" for said in stated_adapters(document)]
-    words += [f"with {with_experts(said)}" for said in stated_experts(document)]
+    words += [f"with {cell(adapter_name(said))}" for said in recorded_adapters(document)]
+    words += [f"with {kept_experts_text(said)}" for said in recorded_kept_experts(document)]
     return " ".join(words)
 
 
@@ -209,14 +209,14 @@ def _results_in(folder: Path) -> list[Path]:
     found = [
         path
         for path in sorted(folder.iterdir())
-        if path.suffix in suffixes and path.is_file() and manifest.read(path) is not None
+        if path.suffix in suffixes and path.is_file() and manifest.read_manifest(path) is not None
     ]
     return [path for path in found if _parts(path)[0].name == path.name]
 
 
 def _files_in(folder: Path, models: Iterable[Path]) -> list[Path]:
     """Return those of some models that are files of a folder."""
-    return [model for model in models if model.is_file() and of_folder(model, folder)]
+    return [model for model in models if model.is_file() and is_in_folder(model, folder)]
 
 
 def _parts(path: Path) -> tuple[Path, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.cache_kinds import kinds_of
+from quantforge.cache_kinds import parse_cache_kind
 from quantforge.errors import UsageError
 from quantforge.files.hub import resolve
 from quantforge.formats import detect_format
@@ -121,7 +121,7 @@ def open_text_model(
 ) -> TextModel:
     """Load a model to talk to; errors as `generate`."""
     if cache:
-        kinds_of(cache)
+        parse_cache_kind(cache)
     if settings.split and drafts.draft:
         raise UsageError(f"--draft {drafts.draft}: processes share one model", "leave it out")
     check_drafts(model, drafts, settings)

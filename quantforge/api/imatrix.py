@@ -13,7 +13,7 @@ from quantforge.files.disk import check_new
 from quantforge.files.hub import resolve
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.formats.open_model import open_plain_source
-from quantforge.planning.format_choice import chosen_format
+from quantforge.planning.format_choice import choose_format
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import make_plan
 from quantforge.planning.source_views import single_experts
@@ -58,7 +58,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     recipe, settings = strip_local_paths(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
     wanted = replace(recipe, method=RTN, scales="search")
-    checkpoint = single_experts(checkpoint, chosen_format(wanted)[0].format, wanted)
+    checkpoint = single_experts(checkpoint, choose_format(wanted)[0].format, wanted)
     planned = make_plan(wanted, checkpoint)
     planned = replace(planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint))
     with report_to(settings.progress), reproducible():

@@ -13,7 +13,7 @@ from typing import Any
 from quantforge.architectures.draft_heads import type_of
 from quantforge.arguments import check_arguments
 from quantforge.artifacts import manifest
-from quantforge.artifacts.manifest import stated_adapters, stated_experts
+from quantforge.artifacts.manifest import recorded_adapters, recorded_kept_experts
 from quantforge.errors import InputError, NotReadError
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
 from quantforge.files.hub import resolve
@@ -28,7 +28,7 @@ from quantforge.formats.gguf.tokenizer_files import template_files
 from quantforge.formats.match_quantized import match_headers
 from quantforge.formats.open_model import open_model
 from quantforge.planning.notes import facts
-from quantforge.plans import DTYPE_BITS, HeldTensor
+from quantforge.plans import DTYPE_BITS, FileTensorInfo
 from quantforge_calibration.chat_templates import TemplateSet, choose, read_templates
 from quantforge_calibration.source_error import SourceError
 
@@ -60,7 +60,7 @@ class Inspected:
     quantized_bytes: int
     quantized_weights: int
     provenance: dict[str, Any]
-    tensors: tuple[HeldTensor, ...]
+    tensors: tuple[FileTensorInfo, ...]
     notes: tuple[str, ...] = ()
     chat_templates: tuple[str, ...] = ()
 
@@ -150,7 +150,7 @@ def _chat_templates(checkpoint: Checkpoint) -> TemplateSet:
 def _importance(path: Path) -> Inspected:
     found = read_imatrix(path)
     held = tuple(
-        HeldTensor(name, "F32", tuple(entry.means.shape), 4 * entry.means.numel())
+        FileTensorInfo(name, "F32", tuple(entry.means.shape), 4 * entry.means.numel())
         for name, entry in found.entries.items()
     )
     told: dict[str, Any] = {"text": found.dataset or None, "chunks": found.chunks or None}
@@ -187,7 +187,7 @@ def _summary(
     path: Path,
     form: str,
     model_type: str,
-    held: Sequence[HeldTensor],
+    held: Sequence[FileTensorInfo],
     layers: dict[tuple[str, ...], tuple[str, int]],
     files: list[Path],
 ) -> Inspected:
@@ -217,10 +217,10 @@ def _summary(
 
 def _provenance(path: Path) -> dict[str, Any]:
     """Return what the manifest says, that it cannot be read, or nothing where there is none."""
-    known, place = manifest.read(path), manifest.place_of(path)
+    known, place = manifest.read_manifest(path), manifest.manifest_path(path)
     if known is None:
         return {"manifest": "damaged: nothing of it is read"} if os.path.lexists(place) else {}
     keys = ("method", "versions", "source", "event_counts", "calibration")
-    changes = {ADAPTER: stated_adapters(known), KEPT_EXPERTS: stated_experts(known)}
+    changes = {ADAPTER: recorded_adapters(known), KEPT_EXPERTS: recorded_kept_experts(known)}
     told = {subject: "; ".join(said) for subject, said in changes.items() if said}
     return {key: known[key] for key in keys if key in known} | told

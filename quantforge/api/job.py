@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.api.output import note_memory, space, stage_for
-from quantforge.artifacts.manifest import small_files
+from quantforge.artifacts.manifest import digest_small_files
 from quantforge.artifacts.publish import digest_source
 from quantforge.events import Event
 from quantforge.execution.journal import run_fingerprint
@@ -162,8 +162,8 @@ def plan_job(
     """
     source = source_as_read(opened, recipe, out, settings)
     checkpoint = planned_source(source, recipe)
-    before = small_files(checkpoint)
+    before = digest_small_files(checkpoint)
     planned = make_plan(recipe, checkpoint, out, settings, events=events)
     settings.policy.check(planned.plan.substitutions)
-    out = out or naming.place(planned.plan.name, checkpoint.path)
+    out = out or naming.default_path(planned.plan.name, checkpoint.path)
     return Job(out, settings, source, checkpoint, before, planned)

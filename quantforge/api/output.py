@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from quantforge.artifacts.number_text import size
-from quantforge.artifacts.publish import names_of
-from quantforge.artifacts.signing import check_key
+from quantforge.artifacts.publish import gguf_result_names
+from quantforge.artifacts.signing import check_signing_key
 from quantforge.errors import UsageError
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import FileStage, Stage
@@ -37,17 +37,17 @@ def stage_for(
     """
     source = checkpoint.path
     if settings.sign is not None:
-        check_key(settings.sign)
+        check_signing_key(settings.sign)
     one_file = load_format(plan.format).INFO.is_single_file
     if settings.modelfile and not one_file:
         raise UsageError(
             f"--modelfile: Ollama reads GGUF files, and the result would be {plan.format}",
             "add --format gguf, or leave --modelfile out",
         )
-    out = out or naming.place(plan.name, source)
+    out = out or naming.default_path(plan.name, source)
     if not one_file:
         return Stage(out, settings.overwrite, source)
-    return FileStage(out, settings.overwrite, source, names=names_of(out, files, settings))
+    return FileStage(out, settings.overwrite, source, names=gguf_result_names(out, files, settings))
 
 
 def memory_hint(peak: int, memory: int, *, on_disk: bool) -> str:

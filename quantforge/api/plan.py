@@ -14,14 +14,14 @@ from quantforge.files.reader import Checkpoint
 from quantforge.formats import detect_format
 from quantforge.formats.match_quantized import match_quantized
 from quantforge.formats.open_model import open_model
-from quantforge.planning.allocation import search_of
+from quantforge.planning.allocation import plan_search
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.planning.capacity import capacity as of_plan
 from quantforge.planning.conversion import plan_export
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.size_target import asked_size
+from quantforge.planning.size_target import size_request
 from quantforge.planning.source_views import planned_source, source_as_read
 from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
@@ -50,8 +50,8 @@ def plan(
     settings = settings or Settings()
     if target is None and like is None and not candidates:
         return planned_for(model, recipe, settings, out, options).plan
-    asked = asked_size(target, like, candidates, recipe, options)
-    return search_of(model, asked, settings, Path(out) if out else None).likely_plan().plan
+    asked = size_request(target, like, candidates, recipe, options)
+    return plan_search(model, asked, settings, Path(out) if out else None).estimate_plan().plan
 
 
 @check_arguments(RecipeOptions)
@@ -87,8 +87,8 @@ def capacity(
     """
     settings = settings or Settings()
     if target is not None or like is not None or candidates:
-        size = asked_size(target, like, candidates, recipe, options)
-        planned = search_of(model, size, settings, Path(out) if out else None).likely_plan()
+        size = size_request(target, like, candidates, recipe, options)
+        planned = plan_search(model, size, settings, Path(out) if out else None).estimate_plan()
         return planned.plan, of_plan(planned.plan, planned.model_layout, load or Load())
     chosen = (value for key, value in options.items() if key not in _SERVED)
     asked = recipe is not None or any(value not in {None, False, ()} for value in chosen)

@@ -39,7 +39,7 @@ from quantforge.formats.sources.low_precision import (
 )
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
-from quantforge.planning.size_target import AskedSize, asked_size
+from quantforge.planning.size_target import SizeRequest, size_request
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, under_torchrun
 
@@ -81,7 +81,7 @@ def quantize(
     """
     settings, place = settings or Settings(), Path(out) if out else None
     if target is not None or like is not None or candidates:
-        asked = asked_size(target, like, candidates, recipe, options)
+        asked = size_request(target, like, candidates, recipe, options)
         return _quantize_to_size(model, asked, place, settings, imatrix, requantize=requantize)
     wanted = build_recipe(recipe, **options)
     with report_to(settings.progress):
@@ -104,7 +104,7 @@ def quantize(
 
 def _quantize_to_size(
     model: str | Path,
-    asked: AskedSize,
+    asked: SizeRequest,
     out: Path | None,
     settings: Settings,
     imatrix: str | Path | None,
@@ -193,7 +193,7 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
         settings.policy.check(events)
         described = inputs.calibrated.describe() if inputs.calibrated else None
         recipe = planned.recipe.to_toml()
-        document = manifest.manifest(plan, recipe, source, described, events, run.figures())
+        document = manifest.build_manifest(plan, recipe, source, described, events, run.figures())
         with phase("publishing", 1.0):
             publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except DeniedError:

@@ -31,13 +31,13 @@ from quantforge.artifacts.card import loading
 from quantforge.artifacts.card_figures import (
     CARD,
     HERE,
-    forget_repository,
     has_figures,
     read_card,
+    restore_local_loading,
     write_figures,
     write_loading,
 )
-from quantforge.artifacts.publish import chats
+from quantforge.artifacts.publish import has_chat_template
 from quantforge.errors import GateError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution.progress import phase, report_to
 from quantforge.execution.units import check_new_output
@@ -45,7 +45,7 @@ from quantforge.files.disk import check_new, make_folder, run_folder, save, writ
 from quantforge.files.hub import resolve
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.stage import check_folder
-from quantforge.planning.local_paths import common_adapter
+from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.release_spec import REPORTS, ReleaseSpec, read_release
 from quantforge.settings import Settings
 from quantforge_files.roles import MANIFEST, RECIPE
@@ -313,9 +313,9 @@ def _lay_out(planned: PlannedRelease) -> None:
     if variants.settings.join:  # another process may have written figures by now
         return
     for job in (variants.jobs[name] for name in variants.missing):
-        if job.out.is_dir() and manifest.read(job.out) is not None:
+        if job.out.is_dir() and manifest.read_manifest(job.out) is not None:
             write_figures(job.out, "", "")  # as it was published: neither is an edit of a person
-            forget_repository(job.out)
+            restore_local_loading(job.out)
 
 
 def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
@@ -326,7 +326,7 @@ def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         QuantForgeError: as `evaluate` and `save`.
     """
     place, card, outs = planned.place, planned.spec.card, planned.outs
-    outputs = {out: (manifest.read(out) or {})["outputs"] for out in outs.values()}
+    outputs = {out: (manifest.read_manifest(out) or {})["outputs"] for out in outs.values()}
     listed = {
         out: {name: one for name, one in files.items() if name != CARD}  # figures go into cards
         for out, files in outputs.items()
@@ -346,7 +346,7 @@ def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         )
         if out.is_dir():
             named = repository_of(card.repository, out) or HERE
-            write_loading(out, loading(plan, named, chat=chats(out)))
+            write_loading(out, loading(plan, named, chat=has_chat_template(out)))
     _write_cards(planned, released, found)
     document = {
         "schema": SCHEMA,
@@ -411,7 +411,7 @@ def _scored(planned: PlannedRelease, key: str) -> tuple[dict[str, Any], Evaluati
             return dict(earlier["figures"]), None
     except (InputError, KeyError, TypeError):
         pass  # not measured yet
-    merged = common_adapter(one.recipe.adapter for one in asked.variants)
+    merged = shared_adapter_path(one.recipe.adapter for one in asked.variants)
     found = evaluate(
         asked.model, outs, replace(variants.settings, adapter=merged),
         text=scoring.text, windows=scoring.windows, length=scoring.length, speed=scoring.speed,

@@ -17,15 +17,15 @@ from quantforge.api.quantize import quantize
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.artifacts import manifest
-from quantforge.artifacts.manifest import check_same
-from quantforge.artifacts.provenance import BILL, STATEMENT, bill_name
+from quantforge.artifacts.manifest import check_same_source
+from quantforge.artifacts.provenance import BILL, STATEMENT, bom_result_name
 from quantforge.errors import InputError
 from quantforge.execution.progress import report_to
 from quantforge.files.hub import resolve
 from quantforge.files.opener import read_object
 from quantforge.files.output_names import MODELFILE, present_names, projector_name, side_of
 from quantforge.formats.open_model import open_model
-from quantforge.planning.local_paths import check_adapter_given, check_given
+from quantforge.planning.local_paths import check_adapter_given, check_calibration_given
 from quantforge.recipe import from_toml
 from quantforge.settings import Settings
 from quantforge_files.roles import MANIFEST
@@ -91,14 +91,14 @@ def reproduce(
         QuantForgeError: as `quantize`.
     """
     path, settings = Path(path), settings or Settings()
-    document = manifest.with_recipe(
+    document = manifest.read_with_recipe(
         path, "only results of `quantize` can be made again; verify others with --source"
     )
     recipe = from_toml(document["recipe"], str(path))
-    check_given(recipe.calibration, settings)
+    check_calibration_given(recipe.calibration, settings)
     check_adapter_given(recipe.adapter, settings.adapter)
     original = resolve(str(source), settings.offline)
-    check_same(document.get("source", {}).get("files", {}), open_model(original))
+    check_same_source(document.get("source", {}).get("files", {}), open_model(original))
     stated = tuple(document["outputs"])
     settings = replace(
         settings,
@@ -118,7 +118,7 @@ def reproduce(
 
 
 def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
-    again = manifest.read(out)
+    again = manifest.read_manifest(out)
     assert again is not None
     naming = () if side_of(out, "").name == _called(path, then) else NAMING
     root = path if path.is_dir() else path.parent
@@ -154,8 +154,8 @@ def _called(path: Path, document: Mapping[str, Any]) -> str:
     """Return the name that a result had when it was made, as far as it is known: of the whole, not of a part."""
     present, bill = side_of(path, "").name, document["outputs"].get(BILL)
     if bill is None or _digest(path / BILL, path) != bill["sha256"]:
-        return str(document.get(manifest.CALLED, present))
-    name = bill_name(read_object(path / BILL, MANIFEST, path))
+        return str(document.get(manifest.RECORDED_NAME, present))
+    name = bom_result_name(read_object(path / BILL, MANIFEST, path))
     return name if Path(name).name == name else present
 
 

@@ -30,9 +30,9 @@ from quantforge.execution.units import check_new_output
 from quantforge.files.disk import make_folder, writing
 from quantforge.files.hub import resolve
 from quantforge.files.stage import check_folder
-from quantforge.planning.local_paths import common_adapter
+from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe, place_of
-from quantforge.recipe import WORDS, Recipe
+from quantforge.recipe import LOWER_CASE_KEYS, Recipe
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def sweep(
         source = own_text(reference) if text is None else text
         check_text(reference, source, figures.get("length"), offline=settings.offline)
         results, left_out, recipes = make_results(model, over, out, recipe, settings, options)
-        merged = common_adapter(one.adapter for one in recipes)
+        merged = shared_adapter_path(one.adapter for one in recipes)
         own = replace(settings, adapter=merged)
         found = evaluate(model, [*results.values()], own, **figures)
     return Swept(Path(out).absolute(), results, left_out, found)
@@ -211,7 +211,7 @@ def _checked_values(name: str, values: Sequence[Any]) -> list[Any]:
             f"over: {name} = {values!a:.60}: a list of values is expected",
             f'e.g. {{"{name}": [A, B]}}',
         )
-    if name in WORDS:
+    if name in LOWER_CASE_KEYS:
         values = [value.lower() if isinstance(value, str) else value for value in values]
     if not values or "" in values:
         raise UsageError(f"--over {name}: no values", f"write --over {name}=A,B")

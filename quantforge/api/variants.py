@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.api.completed_result import clear_run, is_made
 from quantforge.api.job import Job, plan_job
 from quantforge.api.quantize import published_run
-from quantforge.artifacts.manifest import files_of_source
+from quantforge.artifacts.manifest import source_file_digests
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.journal import check_versions
 from quantforge.execution.progress import phase, report_step
@@ -36,9 +36,9 @@ from quantforge.files.reader import QUANTIZATION, Checkpoint
 from quantforge.files.stage import Stage, check_apart
 from quantforge.formats import load_format
 from quantforge.formats.open_model import open_model
-from quantforge.planning.format_choice import chosen_format
+from quantforge.planning.format_choice import choose_format
 from quantforge.planning.local_paths import strip_local_paths
-from quantforge.plans import decisions_of
+from quantforge.plans import decisions_by_plan
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 
@@ -55,7 +55,7 @@ class Variants:
     Attributes:
         settings: how they are made.
         source: the model.
-        files: of the source, by `files_of_source`.
+        files: of the source, by `source_file_digests`.
         jobs: what is wanted, planned, by name.
         missing: names of those that are not there.
     """
@@ -81,7 +81,9 @@ class Variants:
         Raises:
             QuantForgeError: as `quantize`.
         """
-        for said in decisions_of({name: self.jobs[name].planned.plan for name in self.missing}):
+        for said in decisions_by_plan(
+            {name: self.jobs[name].planned.plan for name in self.missing}
+        ):
             self.settings.note(said)
         for name, job in self.jobs.items():
             if name not in self.missing:
@@ -117,7 +119,7 @@ def plan_variants(
         RefusedError: something else lies where a result would go.
     """
     source = open_model(resolve(str(model), settings.offline))
-    files = files_of_source(source)
+    files = source_file_digests(source)
     own = replace(settings, join=False)  # each is made by one process
     jobs: dict[str, Job] = {}
     errors: dict[str, QuantForgeError] = {}
@@ -140,7 +142,7 @@ def _planned(
     settings: Settings,
 ) -> Job:
     recipe, settings = strip_local_paths(recipe, settings)
-    key = chosen_format(recipe)[0].format
+    key = choose_format(recipe)[0].format
     about = load_format(key).INFO
     job = plan_job(source, recipe, place_of(f"{name}{about.file_suffix}", key), settings)
     if job.one_file and len(job.planned.files) > 1:

@@ -1,9 +1,9 @@
-"""The model card of a directory: what hubs list it by, and what a person wants to know before loading it.
+"""The model card (``README.md``) of a result: metadata for the hub, and what to know before loading.
 
-It depends on the plan and the manifest alone. The part for measured figures is empty until ``eval --card`` fills it
-(`quantforge.artifacts.card_figures`). The front matter, the fields by which the hub lists a model, is written by the
-hub's own library. Of the source's card the licence, the languages and the task stay true and are carried over.
-``base_model`` is a name of the hub or nothing: with any other name the hub refuses the card.
+It depends only on the plan and the manifest. The section for measured figures is empty until ``eval --card`` fills it
+(`quantforge.artifacts.card_figures`). The front matter, by which the hub lists a model, is written by the hub's own
+library. Licence, languages and task of the source's card still apply and are copied. ``base_model`` is the name of a
+repository on the hub or missing: the hub refuses a card with any other name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 from quantforge import __version__
 from quantforge.artifacts.card_figures import EMPTY_FIGURES, EMPTY_INDEX, HERE, LOADED_FROM, LOADING
-from quantforge.artifacts.manifest import adapter_name, stated_adapters, stated_experts
-from quantforge.artifacts.number_text import sized
+from quantforge.artifacts.manifest import adapter_name, recorded_adapters, recorded_kept_experts
+from quantforge.artifacts.number_text import size_and_bytes
 from quantforge.engines import snippets
 from quantforge.events import KINDS
 from quantforge.files.hub import is_hub_name
@@ -28,9 +28,9 @@ from quantforge.plans import Action, Plan
 from quantforge_files.roles import CARD
 
 _WEIGHTS = (".safetensors", ".gguf")
-CARRIED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-_MOST = 1 << 14  # characters of these fields: reading YAML is slow
-_MAKER = "quantforge"
+COPIED_FIELDS = ("license", "license_name", "license_link", "language", "pipeline_tag")
+_MAX_FIELD_CHARACTERS = 1 << 14  # of these fields: parsing YAML is slow
+_QUANTIZED_BY = "quantforge"
 _TASK = "text-generation"
 
 
@@ -40,10 +40,10 @@ def model_card(
     """Return ``README.md``.
 
     Args:
-        plan: that was carried out.
-        document: the manifest so far.
-        base: the original model's name on the hub, "" where it is not known.
-        source_card: the source's own card.
+        plan: the plan that was executed.
+        document: the manifest without its outputs.
+        base: name of the original model on the hub, "" if unknown.
+        source_card: the source's own card, or None.
         chat: whether the result has a chat template.
     """
     about = load_format(plan.format).INFO
@@ -51,8 +51,8 @@ def model_card(
         base,
         about.hub_library,
         [plan.format],
-        carried_fields(source_card),
-        tuned=bool(stated_adapters(document)),
+        source_card_fields(source_card),
+        tuned=bool(recorded_adapters(document)),
     )
     lines = [
         "---",
@@ -68,7 +68,7 @@ def model_card(
         "",
         "## Loading",
         "",
-        *_engines(plan),
+        *_engine_table(plan),
         "",
         LOADING.begin,
         loading(plan, HERE, chat=chat),
@@ -77,15 +77,15 @@ def model_card(
         "## What was done",
         "",
         *steps(document),
-        *_calibration(document),
-        *_experts(plan, document),
+        *_calibration_lines(document),
+        *_expert_lines(plan, document),
         "",
-        *_schemes(plan),
+        *_scheme_table(plan),
         "",
         "## Events",
         "",
         *events(document),
-        *_recipe(document),
+        *_recipe_lines(document),
         "",
     ]
     return "\n".join(lines).encode()
@@ -93,62 +93,66 @@ def model_card(
 
 def _summary(plan: Plan, document: Mapping[str, Any], base: str) -> Iterator[str]:
     made = first(document)
-    done = f"quantized by {code(str(made.get('method')))}" if _rounded(plan, made) else "stored"
+    done = (
+        f"quantized by {code(str(made.get('method')))}" if _is_quantized(plan, made) else "stored"
+    )
     yield f"{origin(document, base)}, {done} in the format `{plan.format}`: {plan.density}."
     yield f"Made by QuantForge {__version__}."
     yield ""
     before = _source_bytes(document)
     ratio = f", {before / plan.output_bytes:.2f} times less" if before > plan.output_bytes else ""
-    yield f"- files: {sized(plan.output_bytes)} in {len(plan.shards)}"
+    yield f"- files: {size_and_bytes(plan.output_bytes)} in {len(plan.shards)}"
     if before:
-        yield f"- the source's files: {sized(before)}{ratio}"
+        yield f"- the source's files: {size_and_bytes(before)}{ratio}"
 
 
 def title(plan: Plan, document: Mapping[str, Any]) -> str:
-    """Return the heading: what the result is, not what a directory that holds it is called."""
+    """Return the heading of the card, which says what the result is."""
     made = first(document)
     name = cell(str(made.get("source", {}).get("model")).rpartition("/")[2])
-    done = f" quantized by {cell(str(made.get('method')))}" if _rounded(plan, made) else ""
-    return f"{name}{_merged(document, name_only=True)}{done} ({plan.format})"
+    done = f" quantized by {cell(str(made.get('method')))}" if _is_quantized(plan, made) else ""
+    return f"{name}{_changes_text(document, name_only=True)}{done} ({plan.format})"
 
 
-def _rounded(plan: Plan, made: Mapping[str, Any]) -> bool:
+def _is_quantized(plan: Plan, made: Mapping[str, Any]) -> bool:
     return bool(plan.quantized() and made.get("recipe"))
 
 
 def origin(document: Mapping[str, Any], base: str) -> str:
-    """Return the original model, by a link to the hub or the name that it had, and what became of all of it."""
+    """Return the original model (a link to the hub if known) with merged adapters and kept experts."""
     named = code(str(first(document).get("source", {}).get("model")))
     if base:
         named = f"[{base}](https://huggingface.co/{base})"
-    return f"{named}{_merged(document)}"
+    return f"{named}{_changes_text(document)}"
 
 
-def _merged(document: Mapping[str, Any], *, name_only: bool = False) -> str:
-    """Return which adapters a model got and which experts it kept, in words that stand after its name; "" for none."""
-    found = stated_adapters(document)
+def _changes_text(document: Mapping[str, Any], *, name_only: bool = False) -> str:
+    """Return the merged adapters and kept experts as text that follows the model's name; "" if there are none."""
+    adapters = recorded_adapters(document)
     if name_only:
-        words = [f" with {cell(adapter_name(said))}" for said in found]
+        texts = [f" with {cell(adapter_name(text))}" for text in adapters]
     else:
-        words = [f" with the adapter {code(said)} merged into it" for said in found]
-    return "".join([*words, *(f" with {with_experts(said)}" for said in stated_experts(document))])
+        texts = [f" with the adapter {code(text)} merged into it" for text in adapters]
+    return "".join(
+        [*texts, *(f" with {kept_experts_text(text)}" for text in recorded_kept_experts(document))]
+    )
 
 
-def with_experts(said: str) -> str:
-    """Return what a manifest says of kept experts, for a card: ``6 of 8 experts in each layer``."""
+def kept_experts_text(said: str) -> str:
+    """Return a manifest's text on kept experts in card form: ``6 of 8 experts in each layer``."""
     return cell(said).replace(" in ", " experts in ", 1)
 
 
 def chain(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return what manifests say of a result and of those that it was made from, the last first."""
-    found = [document]
-    while isinstance(earlier := found[-1].get("lineage"), Mapping) and "source" in earlier:
-        found.append(earlier)
-    return found
+    """Return the manifest entries of a result and of those that it was made from, the latest first."""
+    entries = [document]
+    while isinstance(earlier := entries[-1].get("lineage"), Mapping) and "source" in earlier:
+        entries.append(earlier)
+    return entries
 
 
 def first(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what manifests say of the first result of the chain, which was made from the original model."""
+    """Return the manifest entry of the first result in the chain, which was made from the original model."""
     return chain(document)[-1]
 
 
@@ -157,7 +161,7 @@ def _source_bytes(document: Mapping[str, Any]) -> int:
     return sum(entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHTS))
 
 
-def _engines(plan: Plan) -> Iterator[str]:
+def _engine_table(plan: Plan) -> Iterator[str]:
     yield from ("| engine | loads | |", "|---|---|---|")
     for verdict in plan.engines:
         yield f"| {verdict.engine} | {verdict.word} | {cell(verdict.reason)} |"
@@ -167,9 +171,9 @@ def loading(plan: Plan, place: str, *, chat: bool) -> str:
     """Return the code that loads a result, as Markdown.
 
     Args:
-        plan: that was carried out.
-        place: `HERE`, or its name on the hub.
-        chat: whether it has a chat template.
+        plan: the plan that was executed.
+        place: `HERE`, or the repository's name on the hub.
+        chat: whether the result has a chat template.
     """
     lines = [
         f"{LOADED_FROM}`{place}`; the path of this directory, or its name on the hub, may stand there."
@@ -180,37 +184,42 @@ def loading(plan: Plan, place: str, *, chat: bool) -> str:
 
 
 def steps(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how a result came to be, from the original model on, a line for each result of the chain."""
-    for number, told in enumerate(reversed(chain(document)), 1):
-        source, form = told["source"], code(str(told.get("format", "")))
+    """Yield how a result was made from the original model, one line for each result of the chain."""
+    for number, entry in enumerate(reversed(chain(document)), 1):
+        source, form = entry["source"], code(str(entry.get("format", "")))
         revision = f", revision {code(str(source['revision']))}" if "revision" in source else ""
-        if told.get("recipe"):
-            done = f"quantized by {code(str(told.get('method')))} into {form}"
+        if entry.get("recipe"):
+            done = f"quantized by {code(str(entry.get('method')))} into {form}"
         else:
-            but = " but for the embedding" if "embedding-rounded" in told["event_counts"] else ""
+            but = " but for the embedding" if "embedding-rounded" in entry["event_counts"] else ""
             done = f"exported to {form}, which restates its numbers{but}"
         alone = {"source": source}  # what was merged in this step
-        yield f"{number}. {code(str(source.get('model')))}{revision}{_merged(alone)}: {done}"
+        yield f"{number}. {code(str(source.get('model')))}{revision}{_changes_text(alone)}: {done}"
 
 
-def _calibration(document: Mapping[str, Any]) -> Iterator[str]:
-    for told in chain(document):
-        found = told.get("calibration")
-        if isinstance(found, Mapping):
-            rows, length, sources, digest = map(found.get, ("rows", "length", "sources", "digest"))
-            named = ", ".join(map(str, sources)) if isinstance(sources, list | tuple) else "a text"
-            drawn = found.get("random_rows")
-            random = f", {code(str(drawn))} of them of random tokens" if drawn else ""
+def _calibration_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    for entry in chain(document):
+        text = entry.get("calibration")
+        if isinstance(text, Mapping):
+            rows, length, sources, digest = map(text.get, ("rows", "length", "sources", "digest"))
+            source_names = (
+                ", ".join(map(str, sources)) if isinstance(sources, list | tuple) else "a text"
+            )
+            random_rows = text.get("random_rows")
+            random_note = (
+                f", {code(str(random_rows))} of them of random tokens" if random_rows else ""
+            )
             yield ""
             yield (
-                f"Calibrated on {code(str(rows))} rows of {code(str(length))} tokens from {code(named)}{random};"
+                f"Calibrated on {code(str(rows))} rows of {code(str(length))} tokens from {code(source_names)}"
+                f"{random_note};"
                 f" SHA-256 of the token ids {code(str(digest))}."
             )
             return
 
 
-def _experts(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how many calibration tokens single experts saw."""
+def _expert_lines(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield how many calibration tokens the experts saw."""
     seen = {entry["name"]: entry["tokens"] for entry in document["tensors"] if "tokens" in entry}
     counts = {
         (tensor.block, tensor.expert): int(seen[tensor.name])
@@ -226,7 +235,7 @@ def _experts(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _schemes(plan: Plan) -> Iterator[str]:
+def _scheme_table(plan: Plan) -> Iterator[str]:
     schemes = Counter(str(tensor.scheme) for tensor in plan.quantized())
     yield from ("| scheme | tensors |", "|---|---|")
     yield from (f"| `{scheme}` | {count} |" for scheme, count in sorted(schemes.items()))
@@ -234,7 +243,7 @@ def _schemes(plan: Plan) -> Iterator[str]:
 
 
 def events(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a sentence for each kind of event: what it means, how often it came, and where first."""
+    """Yield a sentence for each kind of event: its meaning, how often it occurred, and where first."""
     for kind, count in document["event_counts"].items():
         first = next(event for event in document["events"] if event["kind"] == kind)
         often = "once" if count == 1 else f"{count} times, first"
@@ -246,14 +255,14 @@ def events(document: Mapping[str, Any]) -> Iterator[str]:
         yield "None: nothing came out less than asked for."
 
 
-def _recipe(document: Mapping[str, Any]) -> Iterator[str]:
-    recipes = [told["recipe"] for told in chain(document) if told.get("recipe")]
+def _recipe_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    recipes = [entry["recipe"] for entry in chain(document) if entry.get("recipe")]
     if recipes:
         yield from ("", "## Recipe", "", "```toml", str(recipes[0]).rstrip(), "```")
 
 
 def code(text: str) -> str:
-    """Return a text of a foreign file as code in Markdown: it cannot end the code, nor a line or a cell."""
+    """Return untrusted text as Markdown code that cannot end the code, the line or the table cell."""
     text = _printable(text)
     if not {"`", "|"} & set(text):
         return f"`{text}`"
@@ -262,7 +271,7 @@ def code(text: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return a text that stands in a sentence or a cell: nothing in it is markup."""
+    """Return untrusted text escaped for a sentence or table cell, without any markup."""
     return "".join(f"\\{c}" if c in "\\`*_[]<>|#" else c for c in _printable(text))
 
 
@@ -270,8 +279,8 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def carried_fields(card: Path | None) -> dict[str, Any]:
-    """Return the fields of the source's card that stay true of the result; none where it has none that are YAML."""
+def source_card_fields(card: Path | None) -> dict[str, Any]:
+    """Return the fields of the source's card that also hold for the result; none if it has no valid YAML."""
     if card is None:
         return {}
     text = FILES.read(card, CARD, card.parent).decode("utf-8", "replace")
@@ -280,12 +289,12 @@ def carried_fields(card: Path | None) -> dict[str, Any]:
         return {}
     # A key with its indented lines, so that lists stay whole.
     lines = re.findall(r"^(\w+):(.*(?:\n(?:[ \t-].*))*)", front[1].replace("\r", ""), re.MULTILINE)
-    fields = "".join(f"{key}:{value}\n" for key, value in lines if key in CARRIED)
-    return _texts(fields) if len(fields) <= _MOST else {}
+    fields = "".join(f"{key}:{value}\n" for key, value in lines if key in COPIED_FIELDS)
+    return _parse_text_fields(fields) if len(fields) <= _MAX_FIELD_CHARACTERS else {}
 
 
-def _texts(fields: str) -> dict[str, Any]:
-    """Return fields whose values are texts or lists of texts; as texts, so that the language ``no`` is not False."""
+def _parse_text_fields(fields: str) -> dict[str, Any]:
+    """Return YAML fields that are texts or lists of texts, unconverted, so that the language ``no`` is not False."""
     import yaml
 
     try:
@@ -302,22 +311,22 @@ def _is_text(value: object) -> bool:
 
 
 def base_model(stated: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return the original model by its name on the hub, "" where none is known.
+    """Return the name of the original model on the hub, "" if unknown.
 
     Args:
-        stated: by a user.
-        document: the manifest; of an export its chain is gone back to the first model.
-        config: of the source.
+        stated: the name given by the user.
+        document: the manifest; its lineage is searched back to the first model.
+        config: configuration of the source.
     """
-    chain: list[Any] = [config.get("_name_or_path")]
-    told: Any = document
-    while isinstance(told, Mapping):
-        source = told.get("source")
+    names: list[Any] = [config.get("_name_or_path")]
+    entry: Any = document
+    while isinstance(entry, Mapping):
+        source = entry.get("source")
         if isinstance(source, Mapping) and "revision" in source:  # it came from the hub
-            chain.append(source.get("model"))
-        chain.append(told.get("base_model"))
-        told = told.get("lineage")
-    known = (stated, *reversed(chain))
+            names.append(source.get("model"))
+        names.append(entry.get("base_model"))
+        entry = entry.get("lineage")
+    known = (stated, *reversed(names))
     return next((name for name in known if isinstance(name, str) and is_hub_name(name)), "")
 
 
@@ -327,17 +336,17 @@ def front_matter(
     """Return the front matter of a card as YAML, without its dashes.
 
     Args:
-        base: the original model's name on the hub, or "".
-        library: that loads the result, as the hub calls it.
-        tags: beside ours.
-        carried: see `carried_fields`.
+        base: name of the original model on the hub, or "".
+        library: library that loads the result, as named by the hub.
+        tags: tags in addition to QuantForge's.
+        carried: fields of the source's card, see `source_card_fields`.
         tuned: whether an adapter was merged into the base.
     """
     from huggingface_hub import ModelCardData
 
-    # The hub knows one relation: with an adapter merged it is not the base in fewer bits.
+    # The hub allows one relation: with a merged adapter the result is more than a quantization of the base.
     relation = "finetune" if tuned else "quantized"
     related = {"base_model": base, "base_model_relation": relation} if base else {}
     fields = {**related, "library_name": library, "pipeline_tag": _TASK, **carried}
-    data = ModelCardData(**fields, quantized_by=_MAKER, tags=[_MAKER, *tags])
+    data = ModelCardData(**fields, quantized_by=_QUANTIZED_BY, tags=[_QUANTIZED_BY, *tags])
     return str(data.to_yaml())

@@ -1,9 +1,9 @@
-"""Delimited parts of ``README.md`` that may change after the result is made: figures, and where it is loaded from.
+"""Parts of ``README.md`` that may change after the result is made: measured figures and loading code.
 
 Figures are a section of the text, and ``model-index`` in the front matter, where hubs look for them. The code that
-loads a result names this directory, and in a release the repository. The manifest declares all (``mutable``);
-`verify` does not compare the card, and a signature leaves it out. Whoever writes a part replaces what is between the
-delimiters, and not a byte of anything else.
+loads a result names this directory, or in a release the repository. The manifest declares these parts (``mutable``);
+`verify` does not compare the card, and a signature leaves it out. Writing a part replaces only what is between its
+delimiters.
 """
 
 from __future__ import annotations
@@ -20,27 +20,34 @@ from quantforge.files.opener import FILES
 from quantforge_files.roles import CARD as CARD_ROLE
 
 CARD = "README.md"
-HERE = "."  # the directory, for code that is run in it: the bytes of a card are the same wherever it is made
+HERE = (
+    "."  # path in the loading code, relative so that the card does not depend on where it is made
+)
 LOADED_FROM = "The code loads it from "
 
 
 @dataclass(frozen=True, slots=True)
 class MutablePart:
-    """A part of a card: the whole lines that begin and end it."""
+    """A replaceable part of a card.
+
+    Attributes:
+        begin: the line before the part.
+        end: the line after the part.
+    """
 
     begin: str
     end: str
 
     @property
     def empty(self) -> str:
-        """Return the part with nothing in it."""
+        """Return the two delimiters with nothing between them."""
         return f"{self.begin}\n{self.end}"
 
     def replaced(self, text: str, content: str) -> str:
-        """Return a card with another content of this part.
+        """Return the text of a card with new content in this part.
 
         Raises:
-            ValueError: a delimiter is missing, there twice, or they are in the wrong order.
+            ValueError: a delimiter is missing or occurs twice, or they are in the wrong order.
         """
         lines = text.splitlines(keepends=True)
         bare = [line.rstrip("\r\n") for line in lines]
@@ -53,7 +60,7 @@ class MutablePart:
         return "".join([*lines[: first + 1], inside, *lines[last:]])
 
     def content(self, text: str) -> str:
-        """Return what a card has between the delimiters; "" where a person has taken them out."""
+        """Return the content of this part in a card; "" if a user has removed the delimiters."""
         _, begun, rest = text.partition(f"{self.begin}\n")
         inside, ended, _ = rest.partition(f"\n{self.end}\n")
         return inside if begun and ended else ""
@@ -69,12 +76,12 @@ MUTABLE = [
 
 
 def with_figures(text: str, section: str, index: str) -> str:
-    """Return a card with figures in place of those that it has.
+    """Return the text of a card with new figures.
 
     Args:
-        text: the card.
-        section: Markdown.
-        index: YAML of the front matter, ``model-index`` and nothing else.
+        text: text of the card.
+        section: figures as Markdown.
+        index: YAML for the front matter, only ``model-index``.
 
     Raises:
         ValueError: as `MutablePart.replaced`.
@@ -83,15 +90,15 @@ def with_figures(text: str, section: str, index: str) -> str:
 
 
 def read_card(folder: Path) -> str:
-    """Return the card of a folder, whose parts for figures are whole.
+    """Return the card of a folder after checking the delimiters for figures.
 
     Raises:
-        InputError: there is none, or a delimiter is missing or damaged.
+        InputError: there is no card, or a delimiter is missing or damaged.
     """
-    place = folder / CARD
-    if not place.is_file():
+    path = folder / CARD
+    if not path.is_file():
         raise InputError(
-            f"{place}: there is no card", "results of quantize and export have one", file=str(place)
+            f"{path}: there is no card", "results of quantize and export have one", file=str(path)
         )
     text = _text(folder)
     try:
@@ -100,39 +107,39 @@ def read_card(folder: Path) -> str:
         part = error.args[0]
         where = "in the front matter" if part is _INDEX else "where the figures should stand"
         raise InputError(
-            f"{place}: the part for measured figures is not between one line '{part.begin}' and one line '{part.end}'",
+            f"{path}: the part for measured figures is not between one line '{part.begin}' and one line '{part.end}'",
             f"put these two lines {where}, each on a line of its own",
-            file=str(place),
+            file=str(path),
         ) from error
     return text
 
 
 def has_figures(folder: Path) -> bool:
-    """Return whether the card of a folder holds figures; True where a person has taken their place out of it."""
+    """Return whether the card of a folder holds figures, or has no place for them because a user removed it."""
     try:
         return bool(_SECTION.content(read_card(folder)))
     except InputError:
         return True
 
 
-def of_folder(model: Path, folder: Path) -> bool:
-    """Return whether a model is a folder, or a file in it."""
-    place = model.parent if model.is_file() else model
-    return place.resolve() == folder.resolve()
+def is_in_folder(model: Path, folder: Path) -> bool:
+    """Return whether a model is the folder itself or a file in it."""
+    model_folder = model.parent if model.is_file() else model
+    return model_folder.resolve() == folder.resolve()
 
 
 def check_card(folder: Path, models: Iterable[Path]) -> None:
     """Refuse, before anything is measured, a card that figures cannot be written into.
 
     Args:
-        folder: of the card.
-        models: that are measured.
+        folder: folder of the card.
+        models: the models that will be measured.
 
     Raises:
-        UsageError: none of them is in the folder.
+        UsageError: none of the models is in the folder.
         InputError: as `read_card`, or the manifest of a result does not declare the card mutable.
     """
-    inside = [model for model in models if of_folder(model, folder)]
+    inside = [model for model in models if is_in_folder(model, folder)]
     if not inside:
         raise UsageError(
             f"--card {folder}: no model of it is measured",
@@ -140,8 +147,8 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
         )
     read_card(folder)
     for model in inside:
-        declared = (manifest.read(model) or {}).get("mutable")
-        if not isinstance(declared, list) or any(one not in declared for one in MUTABLE[:2]):
+        declared = (manifest.read_manifest(model) or {}).get("mutable")
+        if not isinstance(declared, list) or any(part not in declared for part in MUTABLE[:2]):
             raise InputError(
                 f"{model}: no manifest beside it declares parts of {CARD} mutable",
                 "only results of this version have such cards: quantize or export again",
@@ -150,24 +157,24 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
 
 
 def write_figures(folder: Path, section: str, index: str) -> None:
-    """Put figures into the card of a folder, in place of those that it has; errors as `read_card` and `save`."""
+    """Replace the figures in the card of a folder; errors as `read_card` and `save`."""
     _save(folder, with_figures(read_card(folder), section, index))
 
 
 def write_loading(folder: Path, content: str) -> None:
-    """Put the code that loads a result into its card; one whose delimiters a person has taken out stays as it is."""
+    """Replace the loading code in the card of a folder, unless a user has removed the delimiters."""
     if (folder / CARD).is_file():
         text = _text(folder)
         if LOADING.content(text) not in {"", content}:
             _save(folder, LOADING.replaced(text, content))
 
 
-def forget_repository(folder: Path) -> None:
-    """Let the code of a card load the directory again, as when the result was made."""
+def restore_local_loading(folder: Path) -> None:
+    """Make the loading code of a card load the local directory again."""
     if (folder / CARD).is_file():
-        inside = LOADING.content(_text(folder))
-        if named := re.match(re.escape(LOADED_FROM) + "`([^`]+)`", inside):
-            write_loading(folder, inside.replace(named[1], HERE))
+        code = LOADING.content(_text(folder))
+        if match := re.match(re.escape(LOADED_FROM) + "`([^`]+)`", code):
+            write_loading(folder, code.replace(match[1], HERE))
 
 
 def _text(folder: Path) -> str:

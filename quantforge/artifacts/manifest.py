@@ -1,8 +1,8 @@
-"""The manifest: what went in, what was done, what came out. Plain data, the same bytes for the same run.
+"""The manifest of a result: its sources, what was done, and its files. Identical runs write identical bytes.
 
-It holds no time, host, path or measurement: those go to a log where one is asked for (``--log``), and to files that
-``eval`` writes. ``quantforge.manifest.json`` is written last; a directory without one is not a release. What it states
-of a source are sizes and digests of its files, and changes of all of it: adapters merged into it, experts that stayed.
+It holds no time, host, path or measurement: those go to a log if requested (``--log``), and to files that ``eval``
+writes. ``quantforge.manifest.json`` is written last; a directory without it is incomplete. For the source it records
+sizes and digests of its files, and changes of the whole source: merged adapters and kept experts.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from quantforge.recipe import AdapterOptions, Recipe, from_toml
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
-MUTABLE = frozenset({"README.md"})  # figures of an evaluation are written into it later
+MUTABLE = frozenset({"README.md"})  # evaluation figures are written into it later
 SCHEMA = "quantforge.manifest/1"
-CALLED = (
+RECORDED_NAME = (
     "recorded_name"  # in what `read` returns of a file that was renamed: its name in the manifest
 )
-_COUNTS = re.compile(r"(\d+) of (\d+)")
-# Packages whose version may change a byte.
-DECIDING = ("torch", "transformers", "tokenizers", "numpy")
+_KEPT_OF_ALL = re.compile(r"(\d+) of (\d+)")
+# Packages whose version may change the result.
+VERSIONED_PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
 
-_PASSED_ON = (
+_LINEAGE_FIELDS = (
     "source", "method", "format", "recipe", "calibration", "event_counts", "base_model", "lineage",
 )  # fmt: skip
 
@@ -56,8 +56,8 @@ def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def digests(root: Path, paths: Iterable[Path], workers: int = 1) -> dict[str, dict[str, Any]]:
-    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name; ``workers`` files are read side by side.
+def file_digests(root: Path, paths: Iterable[Path], workers: int = 1) -> dict[str, dict[str, Any]]:
+    """Return ``{name relative to root: {bytes, sha256}}``, sorted by name, reading ``workers`` files in parallel.
 
     Raises:
         InputError: a file cannot be read.
@@ -78,20 +78,22 @@ def digests(root: Path, paths: Iterable[Path], workers: int = 1) -> dict[str, di
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of everything that decides a byte of the result."""
+    """Return the versions of everything that can change the result's bytes."""
     own = {"quantforge": __version__, "python": platform.python_version()}
-    return {**own, "machine": platform.machine()} | {name: _installed(name) for name in DECIDING}
+    return {**own, "machine": platform.machine()} | {
+        name: _package_version(name) for name in VERSIONED_PACKAGES
+    }
 
 
 @cache  # it takes a millisecond
-def _installed(name: str) -> str:
+def _package_version(name: str) -> str:
     try:
         return version(name)
     except PackageNotFoundError:
         return "absent"
 
 
-def manifest(
+def build_manifest(
     plan: Plan,
     recipe: str,
     inputs: Mapping[str, Any],
@@ -99,15 +101,15 @@ def manifest(
     events: Sequence[Event],
     figures: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Return the manifest of a run, without its outputs (see `finish`).
+    """Return the manifest of a run without its outputs (see `finish_manifest`).
 
     Args:
-        plan: that was carried out.
-        recipe: as TOML; empty of an export.
+        plan: the plan that was executed.
+        recipe: the recipe as TOML; empty for an export.
         inputs: the source, see `quantforge.artifacts.publish.describe_source`.
-        calibration: the calibration text, None where none was read.
-        events: all of the run.
-        figures: by name of a tensor; those that are not finite are left out.
+        calibration: description of the calibration text; None if none was read.
+        events: all events of the run.
+        figures: measured figures by name of a tensor; figures that are not finite are left out.
     """
     return {
         "schema": SCHEMA,
@@ -129,135 +131,148 @@ def manifest(
                 **{
                     key: float(f"{value:.6g}")
                     for key, value in figures.get(tensor.name, {}).items()
-                    if math.isfinite(value)  # JSON has no word for others
+                    if math.isfinite(value)  # JSON has no infinity or NaN
                 },
             }
             for tensor in plan.tensors
         ],
         "quantized": sum(tensor.action is Action.QUANTIZE for tensor in plan.tensors),
-        **of_events(events),
+        **event_fields(events),
     }
 
 
-def of_events(events: Sequence[Event]) -> dict[str, Any]:
-    """Return what a manifest says of events."""
+def event_fields(events: Sequence[Event]) -> dict[str, Any]:
+    """Return the manifest fields for events."""
     return {
         "events": [event.to_json() for event in events],
         "event_counts": dict(sorted(Counter(event.kind for event in events).items())),
     }
 
 
-def lineage(result: Path) -> dict[str, Any]:
-    """Return what the manifest of a model says of how it was made, for the manifest of what is made from it."""
-    said = read(result) or {}
-    return {key: said[key] for key in _PASSED_ON if key in said}
+def lineage_fields(result: Path) -> dict[str, Any]:
+    """Return the fields of a model's manifest that are copied into the manifest of what is made from it."""
+    document = read_manifest(result) or {}
+    return {key: document[key] for key in _LINEAGE_FIELDS if key in document}
 
 
-def finish(document: Mapping[str, Any], stage: Path, own: str = NAME, workers: int = 1) -> bytes:
-    """Return the manifest's bytes with the digests of every file in ``stage`` that it can speak of.
+def finish_manifest(
+    document: Mapping[str, Any], stage: Path, own: str = NAME, workers: int = 1
+) -> bytes:
+    """Return the bytes of the manifest, completed with the digests of the other files in ``stage``.
 
-    A publication that is made again finds the manifest (its ``own`` name) and the signature of the interrupted one.
+    The manifest (named ``own``) and the signature of an interrupted publication are ignored.
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
     files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
-    complete = {**document, "outputs": digests(stage, files, workers)}
+    complete = {**document, "outputs": file_digests(stage, files, workers)}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
 
-# What readers take from a manifest: its type, of a table those of its keys, under `_EACH` that of all its values.
-_EACH = ""
+# Types of the manifest fields that are used: of a table, those of its keys; under `_EVERY_VALUE`, that of all values.
+_EVERY_VALUE = ""
 _EVENT = {"kind", "where", "detail"}
 _FILE = {"bytes": int, "sha256": str}
 _SHAPE: Mapping[str, Any] = {
     **dict.fromkeys(("schema", "recipe", "method", "format", "model_type"), str),
-    "source": {"model": str, "revision": str, "files": {_EACH: _FILE}},
+    "source": {"model": str, "revision": str, "files": {_EVERY_VALUE: _FILE}},
     "base_model": str,
-    "outputs": {_EACH: _FILE},
-    "versions": {_EACH: str},
-    "event_counts": {_EACH: int},
+    "outputs": {_EVERY_VALUE: _FILE},
+    "versions": {_EVERY_VALUE: str},
+    "event_counts": {_EVERY_VALUE: int},
     "events": [dict.fromkeys(_EVENT, str)],
 }
 
 
-def _sound(value: object, shape: Any) -> bool:
+def _has_shape(value: object, shape: Any) -> bool:
     if isinstance(shape, type):
         return type(value) is shape
     if isinstance(shape, list):
-        return isinstance(value, list) and all(_sound(item, shape[0]) for item in value)
+        return isinstance(value, list) and all(_has_shape(item, shape[0]) for item in value)
     if not isinstance(value, Mapping):
         return False
-    if _EACH in shape:
-        return all(_sound(item, shape[_EACH]) for item in value.values())
-    return all(_sound(value[key], inner) for key, inner in shape.items() if key in value)
+    if _EVERY_VALUE in shape:
+        return all(_has_shape(item, shape[_EVERY_VALUE]) for item in value.values())
+    return all(_has_shape(value[key], inner) for key, inner in shape.items() if key in value)
 
 
-def place_of(result: Path) -> Path:
-    """Return where the manifest of a directory, or of a file, lies."""
+def manifest_path(result: Path) -> Path:
+    """Return the path of the manifest of a directory or a file."""
     return result / NAME if result.is_dir() else side_of(result)
 
 
-def with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
-    """Return the manifest of a result, which holds a recipe; ``otherwise`` is what to do where there is none.
+def read_with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
+    """Return the manifest of a result, which has to hold a recipe.
+
+    Args:
+        result: the directory or file.
+        otherwise: hint on what to do if there is no recipe.
 
     Raises:
         InputError: there is no manifest, it cannot be read, or it holds no recipe.
     """
-    place, document = place_of(result), read(result)
+    path, document = manifest_path(result), read_manifest(result)
     if document is not None and document.get("recipe"):
         return document
     if document is not None:
-        what = f"{place}: it holds no recipe: what it describes was exported, not quantized"
-    elif os.path.lexists(place):
-        what = f"{place}: it is damaged, or no manifest of quantforge"
+        message = f"{path}: it holds no recipe: what it describes was exported, not quantized"
+    elif os.path.lexists(path):
+        message = f"{path}: it is damaged, or no manifest of quantforge"
     else:
-        what = f"{result}: no {place.name} {'in' if result.is_dir() else 'beside'} it, which would hold its recipe"
-        beside = place.parent.glob(f"*{SIDE}")
-        lone = [one for one in beside if not one.with_name(one.name.removesuffix(SIDE)).exists()]
-        if lone and not result.is_dir():
-            otherwise = f"beside it lies {lone[0].name}, whose file is missing: if it is this one, rename it back"
-    raise InputError(what, otherwise, file=str(place))
+        message = f"{result}: no {path.name} {'in' if result.is_dir() else 'beside'} it, which would hold its recipe"
+        manifests = path.parent.glob(f"*{SIDE}")
+        orphaned = [
+            candidate
+            for candidate in manifests
+            if not candidate.with_name(candidate.name.removesuffix(SIDE)).exists()
+        ]
+        if orphaned and not result.is_dir():
+            otherwise = f"beside it lies {orphaned[0].name}, whose file is missing: if it is this one, rename it back"
+    raise InputError(message, otherwise, file=str(path))
 
 
-def read(result: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory or of a file, or None when it has none that can be read.
+def read_manifest(result: Path) -> dict[str, Any] | None:
+    """Return the manifest of a directory or a file; None if there is none or it is invalid.
 
-    Whatever keys it has, what readers take of them is of the type that they expect, and ``outputs`` is there; those of
-    a file that was renamed with its manifest have their present names, and `CALLED` is there.
+    The fields that are used have the expected types, and ``outputs`` is present. If a file was renamed together with
+    its manifest, ``outputs`` has the present names and the field `RECORDED_NAME` is added.
     """
-    path = place_of(result)
+    path = manifest_path(result)
     try:
         data = read_object(path, MANIFEST, path.parent)
     except InputError:
         return None
     if data.get("schema") != SCHEMA or "outputs" not in data:
         return None
-    told: Any = data
-    while told is not None:  # of this result, and of those that it was made from
-        if not _sound(told, _SHAPE):
+    entry: Any = data
+    while entry is not None:  # of this result, and of those that it was made from
+        if not _has_shape(entry, _SHAPE):
             return None
-        told = told.get("lineage")
+        entry = entry.get("lineage")
     events, outputs = data.get("events", ()), data["outputs"].values()
     if any(event.keys() != _EVENT or event["kind"] not in KINDS for event in events):
         return None
-    if not all(entry.keys() == _FILE.keys() for entry in outputs):
+    if not all(output.keys() == _FILE.keys() for output in outputs):
         return None
-    data.pop(CALLED, None)
-    called = "" if result.is_dir() else recorded_name(data["outputs"], result)
-    if called not in {"", side_of(result, "").name}:
-        data |= {"outputs": present_names(data["outputs"], result, called), CALLED: called}
+    data.pop(RECORDED_NAME, None)
+    recorded = "" if result.is_dir() else recorded_name(data["outputs"], result)
+    if recorded not in {"", side_of(result, "").name}:
+        data |= {
+            "outputs": present_names(data["outputs"], result, recorded),
+            RECORDED_NAME: recorded,
+        }
     return data
 
 
-def with_lineage(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Yield a manifest and those of the results that it was made from, the last result first."""
+def iterate_lineage(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """Yield a manifest and those of the results that it was made from, the latest first."""
     while isinstance(document, Mapping):
         yield document
         document = document.get("lineage")
 
 
-def recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
-    """Yield the recipes of a manifest and its lineage, in the same order; errors as `from_toml`."""
-    for item in with_lineage(document):
+def recipes_in_lineage(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
+    """Yield the recipes of a manifest and its lineage, the latest first; errors as `from_toml`."""
+    for item in iterate_lineage(document):
         if text := item.get("recipe"):
             try:
                 yield from_toml(text, "the recipe of its manifest")
@@ -268,58 +283,60 @@ def recipes(document: Mapping[str, Any] | None) -> Iterator[Recipe]:
                 ) from error
 
 
-def declared_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
-    """Return the adapter that was merged into a result, as the recipes of its manifest and its lineage declare.
+def recorded_adapter(document: Mapping[str, Any] | None) -> AdapterOptions | None:
+    """Return the adapter that was merged into a result, according to the recipes of its manifest and lineage.
 
     Returns:
-        the last adapter; empty options if the recipes name none; None if there is no recipe.
+        The last adapter; empty options if the recipes name none; None if there is no recipe.
     """
-    found = [recipe.adapter for recipe in recipes(document)]
-    return next((one for one in found if one.source), found[0] if found else None)
+    adapters = [recipe.adapter for recipe in recipes_in_lineage(document)]
+    return next(
+        (adapter for adapter in adapters if adapter.source), adapters[0] if adapters else None
+    )
 
 
-def small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """Return size and digest of each file beside the weights of a model, by its name inside of the model."""
+def digest_small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """Return size and digest of each file of a model other than its weights, by its name inside the model."""
     if checkpoint.path.is_file():
         return {}
-    return digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
+    return file_digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
 
 
-def checksums_of(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Checksums]:
-    """Return the checksums of each file of weights, by its path; ``workers`` files are read side by side."""
+def weight_checksums(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Checksums]:
+    """Return the checksums of each weight file by its path, reading ``workers`` files in parallel."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     with ThreadPoolExecutor(workers) as pool:
         found = pool.map(partial(take_checksums, inside=root), checkpoint.shards)
         return dict(zip(checkpoint.shards, found, strict=True))
 
 
-def files_of_source(
+def source_file_digests(
     checkpoint: Checkpoint, checksums: Mapping[Path, Checksums] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """Return size and digest of every file of a model that is read, by its name inside of the model."""
+    """Return size and digest of every file of a model that is read, by its name inside the model."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     weights = {
         str(path.relative_to(root)): {"bytes": known.size, "sha256": known.sha256}
-        for path, known in (checksums or checksums_of(checkpoint)).items()
+        for path, known in (checksums or weight_checksums(checkpoint)).items()
     }
-    return dict(sorted({**weights, **small_files(checkpoint)}.items()))
+    return dict(sorted({**weights, **digest_small_files(checkpoint)}.items()))
 
 
-def check_same(stated: Mapping[str, Any], original: Checkpoint) -> None:
-    """Refuse a model whose configuration or weights are not those that a manifest states.
+def check_same_source(recorded: Mapping[str, Any], original: Checkpoint) -> None:
+    """Refuse a model whose configuration or weights differ from those that a manifest records.
 
-    Of a source that is a GGUF file, the manifest states nothing else, and its name does not matter.
+    For a source that is a GGUF file, the manifest records nothing else, and the file's name does not matter.
 
     Raises:
-        IntegrityError: naming the files.
+        IntegrityError: naming the files that differ.
     """
-    found = files_of_source(original)
-    weights = [name for name in stated if name.endswith(".safetensors") or name == CONFIG]
-    weights = weights or list(stated)
+    found = source_file_digests(original)
+    weights = [name for name in recorded if name.endswith(".safetensors") or name == CONFIG]
+    weights = weights or list(recorded)
     if original.path.is_file():
-        differ = sorted(name for name in weights if stated[name] not in found.values())
+        differ = sorted(name for name in weights if recorded[name] not in found.values())
     else:
-        differ = sorted(name for name in weights if found.get(name) != stated[name])
+        differ = sorted(name for name in weights if found.get(name) != recorded[name])
     if differ or not weights:
         raise IntegrityError(
             f"{original.path}: not the model that this one was made from: {', '.join(differ) or 'no files recorded'}",
@@ -327,49 +344,49 @@ def check_same(stated: Mapping[str, Any], original: Checkpoint) -> None:
         )
 
 
-def stated_adapters(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what a manifest, and those that it passes on, say of adapters, the first that was merged first."""
-    return _stated(document, ADAPTER)
+def recorded_adapters(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts of a manifest and its lineage on merged adapters, in the order of merging."""
+    return _recorded_facts(document, ADAPTER)
 
 
-def stated_experts(document: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what they say of experts that were kept where others were removed, in the order of the removals."""
-    return _stated(document, KEPT_EXPERTS)
+def recorded_kept_experts(document: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts of a manifest and its lineage on kept experts, in the order of pruning."""
+    return _recorded_facts(document, KEPT_EXPERTS)
 
 
-def _stated(document: Mapping[str, Any], subject: str) -> tuple[str, ...]:
+def _recorded_facts(document: Mapping[str, Any], subject: str) -> tuple[str, ...]:
     found: list[str] = []
-    told: Any = document
-    while isinstance(told, Mapping):
-        source = told.get("source")
-        said = source.get(subject) if isinstance(source, Mapping) else None
-        found += [said] if isinstance(said, str) else []
-        told = told.get("lineage")
+    entry: Any = document
+    while isinstance(entry, Mapping):
+        source = entry.get("source")
+        text = source.get(subject) if isinstance(source, Mapping) else None
+        found += [text] if isinstance(text, str) else []
+        entry = entry.get("lineage")
     return tuple(reversed(found))
 
 
-def adapters_of(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what is said of the adapters of a model: by the manifest that it has, and as it is read."""
-    return _of(checkpoint, ADAPTER)
+def all_adapters(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the texts on adapters of a model, from its manifest and from how it is read now."""
+    return _all_facts(checkpoint, ADAPTER)
 
 
-def experts_of(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what is said of the experts that a model kept: by the manifest that it has, and as it is read."""
-    return _of(checkpoint, KEPT_EXPERTS)
+def all_kept_experts(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return the texts on kept experts of a model, from its manifest and from how it is read now."""
+    return _all_facts(checkpoint, KEPT_EXPERTS)
 
 
-def _of(checkpoint: Checkpoint, subject: str) -> tuple[str, ...]:
-    said = checkpoint.facts.get(subject)
-    earlier = _stated(read(checkpoint.path) or {}, subject)
-    return earlier if said is None else (*earlier, said)
+def _all_facts(checkpoint: Checkpoint, subject: str) -> tuple[str, ...]:
+    current = checkpoint.facts.get(subject)
+    earlier = _recorded_facts(read_manifest(checkpoint.path) or {}, subject)
+    return earlier if current is None else (*earlier, current)
 
 
 def adapter_name(said: str) -> str:
-    """Return the name of an adapter, which stands before what is said of it."""
+    """Return the name of an adapter, which comes first in a manifest's text on it."""
     return said.rpartition(": ")[0] or said
 
 
-def experts_word(said: str) -> str:
-    """Return what a name of a result says of the experts that were kept: ``6of8experts``; "" for foreign words."""
-    counts = _COUNTS.match(said)
+def kept_experts_word(said: str) -> str:
+    """Return the part of a name for kept experts, such as ``6of8experts``; "" if the text is not understood."""
+    counts = _KEPT_OF_ALL.match(said)
     return f"{counts[1]}of{counts[2]}experts" if counts else ""

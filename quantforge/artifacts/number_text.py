@@ -1,41 +1,41 @@
-"""Figures as text: three significant digits, and sizes in decimal units."""
+"""Format figures as text: three significant digits, and sizes in decimal units."""
 
 from __future__ import annotations
 
 UNITS = ("B", "kB", "MB", "GB", "TB")
 DIGITS = 3
-LEAST_EXPONENT = -5  # a smaller number is written with a power of ten
+MIN_EXPONENT = -5  # smaller numbers are written with an exponent
 
 
 def significant(value: float, *, sign: bool = False) -> str:
     """Return a number with three significant digits: ``0.00547``, ``1.20``, ``1890``, ``1.02e-06``.
 
     Args:
-        value: finite.
-        sign: write a plus as well.
+        value: a finite number.
+        sign: whether to write a plus sign.
     """
     form = "+" if sign else ""
-    exponent = int(f"{value:.{DIGITS - 1}e}".partition("e")[2])  # of what is left after rounding
-    if value and exponent < LEAST_EXPONENT:
+    exponent = int(f"{value:.{DIGITS - 1}e}".partition("e")[2])  # after rounding
+    if value and exponent < MIN_EXPONENT:
         return f"{value:{form}.{DIGITS - 1}e}"
     decimals = DIGITS - 1 - exponent if value else 0
     return f"{round(value, decimals):{form}.{max(0, decimals)}f}"
 
 
-def with_error(value: float, error: float | None) -> str:
-    """Return a number as `significant` does, and its standard error in as many decimals, or in one digit of its own."""
+def value_and_error(value: float, error: float | None) -> str:
+    """Return a number as `significant` does, followed by its standard error with the same number of decimals."""
     text = significant(value)
     if error is None:
         return text
     rounded = f"{error:.{len(text.partition('.')[2])}f}"
     if "e" in text or (error and not float(rounded)):
         exponent = int(f"{error:.0e}".partition("e")[2])
-        few = "e" in text or exponent < LEAST_EXPONENT
-        rounded = f"{error:.0e}" if few else f"{error:.{-exponent}f}"
+        scientific = "e" in text or exponent < MIN_EXPONENT
+        rounded = f"{error:.0e}" if scientific else f"{error:.{-exponent}f}"
     return f"{text} ± {rounded}"
 
 
-def sized(nbytes: int) -> str:
+def size_and_bytes(nbytes: int) -> str:
     """Return a number of bytes as `size` does, and exactly: ``3.72 MB (3,724,224 bytes)``."""
     return f"{size(nbytes)} ({nbytes:,} bytes)"
 

@@ -1,12 +1,12 @@
-"""Provenance in the two forms that supply-chain tools read, made from the manifest: unsigned, without time or place.
+"""Provenance files for supply-chain tools, made from the manifest: unsigned, without time or place.
 
 * An in-toto statement v1 with a SLSA provenance v1 predicate (https://slsa.dev/spec/v1.0/provenance): the files of the
   result as subjects, the recipe as external parameters, the source's files and the packages as resolved dependencies.
 * A CycloneDX 1.6 bill of materials (ECMA-424): the result as a machine-learning model whose ancestor is the source, the
   calibration text as data.
 
-`quantforge.artifacts.signing` signs the directory that they lie in. Both are listed in
-the manifest as outputs, so that they speak of every other file but of neither each other nor the manifest.
+`quantforge.artifacts.signing` signs the directory that contains them. The manifest lists both as outputs. They list
+every other file, but neither each other nor the manifest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.artifacts.manifest import DECIDING, NAME, digests
+from quantforge.artifacts.manifest import NAME, VERSIONED_PACKAGES, file_digests
 from quantforge.files.output_names import SIDE
 from quantforge.files.previous_output import SIGNATURE
 
@@ -28,30 +28,46 @@ BUILD_TYPE = "quantforge/quantize/v1"
 
 
 def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str, bytes]:
-    """Return the two files for a result whose files lie in ``stage``.
+    """Return the two provenance files, by name, for a result whose files are in ``stage``.
 
     Args:
-        document: the manifest so far (see `quantforge.artifacts.manifest.manifest`).
-        stage: every file of the result but the manifest.
-        name: of the result.
+        document: the manifest without its outputs (see `quantforge.artifacts.manifest.build_manifest`).
+        stage: directory with every file of the result except the manifest.
+        name: name of the result.
     """
-    later = (NAME, SIDE, STATEMENT, BILL, SIGNATURE)  # left by a publication that was interrupted
-    files = [path for path in stage.rglob("*") if path.is_file() and not path.name.endswith(later)]
-    outputs = digests(stage, files)
-    made = {STATEMENT: statement(document, outputs), BILL: bill(document, outputs, name)}
+    excluded_endings = (
+        NAME,
+        SIDE,
+        STATEMENT,
+        BILL,
+        SIGNATURE,
+    )  # possibly left by an interrupted publication
+    files = [
+        path
+        for path in stage.rglob("*")
+        if path.is_file() and not path.name.endswith(excluded_endings)
+    ]
+    outputs = file_digests(stage, files)
+    documents = {
+        STATEMENT: in_toto_statement(document, outputs),
+        BILL: bill_of_materials(document, outputs, name),
+    }
     return {
         key: (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
-        for key, value in made.items()
+        for key, value in documents.items()
     }
 
 
-def statement(document: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an in-toto statement: these files came out of that recipe and those files."""
+def in_toto_statement(document: Mapping[str, Any], outputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an in-toto statement: these files were made with that recipe from those files."""
     source, versions = document["source"], document["versions"]
     files = [
-        _resource(f"{source['model']}/{name}", one) for name, one in sorted(source["files"].items())
+        _resource(f"{source['model']}/{name}", entry)
+        for name, entry in sorted(source["files"].items())
     ]
-    packages = [{"name": name, "annotations": {"version": versions[name]}} for name in DECIDING]
+    packages = [
+        {"name": name, "annotations": {"version": versions[name]}} for name in VERSIONED_PACKAGES
+    ]
     definition = {
         "buildType": BUILD_TYPE,
         "externalParameters": {"recipe": document["recipe"], "model": source["model"]},
@@ -71,8 +87,10 @@ def _resource(name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     return {"name": name, "digest": {"sha256": entry["sha256"]}}
 
 
-def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a CycloneDX bill of materials: a model, its ancestor, its calibration text, the tools."""
+def bill_of_materials(
+    document: Mapping[str, Any], outputs: Mapping[str, Any], name: str
+) -> dict[str, Any]:
+    """Return a CycloneDX bill of materials: a model, its ancestor, its calibration text and the tools."""
     source, kind = document["source"], "machine-learning-model"
     ancestor = {"type": kind, "name": source["model"], "components": _files(source["files"])}
     if "revision" in source:
@@ -96,7 +114,9 @@ def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> 
     }
     tools = [{"type": "application", "name": "quantforge", "version": __version__}]
     versions = document["versions"]
-    tools += [{"type": "library", "name": key, "version": versions[key]} for key in DECIDING]
+    tools += [
+        {"type": "library", "name": key, "version": versions[key]} for key in VERSIONED_PACKAGES
+    ]
     body = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -108,8 +128,8 @@ def bill(document: Mapping[str, Any], outputs: Mapping[str, Any], name: str) -> 
     return {**body, "serialNumber": uuid.uuid5(uuid.NAMESPACE_OID, digest).urn}
 
 
-def bill_name(document: Mapping[str, Any]) -> str:
-    """Return the name of the result that a bill of materials states, "" where it states none."""
+def bom_result_name(document: Mapping[str, Any]) -> str:
+    """Return the name of the result in a bill of materials, "" if there is none."""
     found: Any = document
     for key in ("metadata", "component", "name"):
         found = found.get(key) if isinstance(found, Mapping) else None

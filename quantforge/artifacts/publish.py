@@ -1,7 +1,7 @@
-"""Publication of a result: the files beside its weights, and the step that makes it the output.
+"""Publish a result: write the files that accompany its weights, and make it the output in one step.
 
-A directory gets what the source carries, the configuration of its format, an index, a card and, last, the manifest. A
-file gets its manifest beside it, and on request a ``Modelfile`` and the vision tower in a file of its own.
+A directory gets files copied from the source, the configuration of its format, an index, a card and, last, the
+manifest. A file gets its manifest next to it, and on request a ``Modelfile`` and the vision tower in a file of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from quantforge.architectures.configuration import untied
 from quantforge.artifacts import card, card_figures, manifest
 from quantforge.artifacts.card import base_model
-from quantforge.artifacts.manifest import checksums_of, files_of_source
+from quantforge.artifacts.manifest import source_file_digests, weight_checksums
 from quantforge.artifacts.provenance import BILL, STATEMENT, provenance
-from quantforge.artifacts.signing import signature, unsigned_files
+from quantforge.artifacts.signing import sign_files, unsigned_files
 from quantforge.files.checksums import Checksums
 from quantforge.files.hub import source_name
 from quantforge.files.opener import changed
@@ -29,7 +29,7 @@ from quantforge.formats import load_format
 from quantforge.formats.decoded import unquantized_config
 from quantforge.formats.open_model import open_model, tokenizer_side_files
 from quantforge.plans import FilePlan, Plan
-from quantforge.settings import Settings, workers_of
+from quantforge.settings import Settings, rounding_workers
 from quantforge_calibration.chat_templates import DEFAULT, read_templates
 from quantforge_calibration.source_error import SourceError
 
@@ -37,28 +37,31 @@ from quantforge_calibration.source_error import SourceError
 def describe_source(
     checkpoint: Checkpoint, checksums: Mapping[Path, Checksums] | None = None
 ) -> dict[str, Any]:
-    """Return the source for the manifest: its name, and the digest of every file that was read."""
+    """Return the source's manifest entry: its name, and the digest of every file that was read."""
     name, revision = source_name(checkpoint.path)
     return {
         "model": name,
         **({"revision": revision} if revision else {}),
         **checkpoint.facts,
-        "files": files_of_source(checkpoint, checksums),
+        "files": source_file_digests(checkpoint, checksums),
     }
 
 
 def digest_source(
     checkpoint: Checkpoint, before: Mapping[str, Any], settings: Settings
 ) -> tuple[Checkpoint, dict[str, Any]]:
-    """Digest a model at the start of a run: the checkpoint to read from now on, and the source for the manifest.
+    """Compute digests of a model's files at the start of a run.
 
-    What the run has understood of it so far has to be what was digested: ``before`` are the digests of its small files
-    when it was opened, and its configuration and headers are read again.
+    What planning has read so far has to match these digests, so the small files are compared with the digests of when
+    the model was opened (``before``), and configuration and headers are read again.
+
+    Returns:
+        The checkpoint to read from now on, and the source's manifest entry.
 
     Raises:
-        IntegrityError: it changed meanwhile.
+        IntegrityError: the model has changed meanwhile.
     """
-    checksums = checksums_of(checkpoint, workers_of(settings))
+    checksums = weight_checksums(checkpoint, rounding_workers(settings))
     source = describe_source(checkpoint, checksums)
     for name, entry in before.items():
         if source["files"].get(name) != entry:
@@ -71,10 +74,10 @@ def digest_source(
 def stage_side_files(
     stage: Stage, checkpoint: Checkpoint, plan: Plan, source: Mapping[str, Any], settings: Settings
 ) -> None:
-    """Put what is carried into the stage, at the start of a run: these bytes are digested, and these are published.
+    """Copy the source's side files into the stage at the start of a run, checking them against their digests.
 
     Raises:
-        IntegrityError: a file is not the one that was digested.
+        IntegrityError: a file does not match its digest.
         RefusedError, InputError: as `ProjectorFile.values`.
     """
     if load_format(plan.format).INFO.is_single_file:
@@ -88,8 +91,8 @@ def stage_side_files(
         stage.write_file(name, data)
 
 
-def names_of(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
-    """Return the names of the files of a GGUF result, but for those that every such result may have (manifest ...)."""
+def gguf_result_names(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
+    """Return the names of the files of a GGUF result, except those that every such result may have (manifest ...)."""
     names = {placed(out, file.name) for file in files}
     if settings.modelfile:
         names.add(f"{out.stem}{MODELFILE}")
@@ -109,36 +112,38 @@ def publish(
     *,
     settings: Settings,
 ) -> None:
-    """Put everything beside the weights, the manifest last, sign it, and make it the output in one step.
+    """Write everything that accompanies the weights (the manifest last), sign it, and make it the output in one step.
 
     Raises:
-        RefusedError: somebody's file lies among those of the result.
-        UsageError, InputError: it is to be signed and cannot be; see `quantforge.artifacts.signing`.
+        RefusedError: the output contains files that do not belong to a result.
+        UsageError, InputError: the result cannot be signed, see `quantforge.artifacts.signing`.
     """
-    one_file = load_format(plan.format).INFO.is_single_file
-    if one_file:
+    is_single_file = load_format(plan.format).INFO.is_single_file
+    if is_single_file:
         if settings.modelfile:
             _write_modelfile(stage, files[0])
     else:
         _write_directory(stage, checkpoint, plan, files, document, settings)
     if settings.provenance:
-        _write_provenance(stage, document, f"{stage.out.name}." if one_file else "")
-    if not one_file:
-        if settings.sign is None:  # that of an interrupted run, which was to be signed
+        _write_provenance(stage, document, f"{stage.out.name}." if is_single_file else "")
+    if not is_single_file:
+        if settings.sign is None:  # left by an interrupted run that was to be signed
             (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
         weights = (stage.place(file.name) for file in files)
         stage.check_whole({stage.manifest, OF_DIRECTORY, *weights})
-    key, workers = settings.sign, workers_of(settings)
-    stage.write_file(stage.manifest, manifest.finish(document, stage.path, stage.manifest, workers))
+    key, workers = settings.sign, rounding_workers(settings)
+    stage.write_file(
+        stage.manifest, manifest.finish_manifest(document, stage.path, stage.manifest, workers)
+    )
     if key is not None:
-        left_out = unsigned_files(stage.out.name, one_file=one_file)
-        name = f"{stage.out.name}{SIGNATURE}" if one_file else OF_DIRECTORY
-        stage.write_file(name, signature(stage.path, key, unsigned=left_out))
+        unsigned = unsigned_files(stage.out.name, one_file=is_single_file)
+        name = f"{stage.out.name}{SIGNATURE}" if is_single_file else OF_DIRECTORY
+        stage.write_file(name, sign_files(stage.path, key, unsigned=unsigned))
     stage.publish()
 
 
 def _write_modelfile(stage: Stage, first: FilePlan) -> None:
-    """Write the text by which Ollama takes a GGUF file, of numbered ones the ``first``."""
+    """Write the Modelfile with which Ollama loads a GGUF file (the ``first`` of numbered ones)."""
     from quantforge.formats.gguf.modelfile import modelfile
 
     text = modelfile(stage.path / stage.place(first.name))
@@ -153,7 +158,7 @@ def _write_directory(
     document: dict[str, Any],
     settings: Settings,
 ) -> None:
-    """Write the configuration of the format, the index and the card, and what the manifest says of these."""
+    """Write the configuration of the format, the index and the card, and add their fields to the manifest."""
     from quantforge.model.transformers_layout import (
         running_names,  # torch, which planning does without
     )
@@ -172,15 +177,17 @@ def _write_directory(
     document["mutable"] = card_figures.MUTABLE
     base = base_model(settings.base_model, document, checkpoint.config)
     document |= {"base_model": base} if base else {}
-    text = card.model_card(plan, document, base, checkpoint.card, chat=chats(stage.path))
+    text = card.model_card(
+        plan, document, base, checkpoint.card, chat=has_chat_template(stage.path)
+    )
     stage.write_file(card_figures.CARD, text)
 
 
 def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
-    """Write the vision tower of a source into a file of its own, one tensor after the other; else leave none there."""
+    """Write the vision tower into a file of its own, or remove one that an interrupted run has left."""
     name = projector_name(stage.out)
     if not wanted:
-        (stage.path / name).unlink(missing_ok=True)  # of an interrupted run, which was to write it
+        (stage.path / name).unlink(missing_ok=True)  # left by an interrupted run
         return
     from quantforge.formats.gguf.projector_file import projector_file
 
@@ -191,14 +198,14 @@ def _write_tower(stage: Stage, checkpoint: Checkpoint, *, wanted: bool) -> None:
 
 
 def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) -> None:
-    """Write what supply-chain tools read, named after a result that is a file."""
+    """Write the provenance files; ``prefix`` is the name of a result that is a file."""
     for name, data in provenance(document, stage.path, stage.out.name).items():
         stage.write_file(prefix + name, data)
 
 
-def chats(directory: Path) -> bool:
-    """Return whether a directory has a chat template that transformers takes by default."""
+def has_chat_template(directory: Path) -> bool:
+    """Return whether a directory has a default chat template."""
     try:
         return DEFAULT in read_templates(directory).named
-    except SourceError:  # the files are the source's, which nothing here renders
+    except SourceError:  # invalid templates are copied, but not used here
         return False

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from quantforge.artifacts.number_text import significant
-from quantforge.cache_kinds import FORM, WORDS, completions, kinds_of
+from quantforge.cache_kinds import FORM, WORDS, completions, parse_cache_kind
 from quantforge.cli import options, processes
 from quantforge.cli.console import Console
 from quantforge.errors import InputError, QuantForgeError, UsageError
@@ -262,7 +262,7 @@ def _check_compared(given: Mapping[str, Any], draft: str | None) -> None:
 def _check_effect(given: Mapping[str, Any], cache: str, *, as_json: bool) -> None:
     """Refuse options that mean nothing, or have no effect without others, as `UsageError`."""
     if cache:
-        kinds_of(cache)
+        parse_cache_kind(cache)
     if "logprobs" in given and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
     if given.get("include_stop") and not given.get("stop"):

@@ -16,7 +16,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 
 if TYPE_CHECKING:
-    from quantforge.plans import HeldTensor
+    from quantforge.plans import FileTensorInfo
 
 EXAMPLE = "Example: quantforge inspect demo-gptq-int4 --tensors '*.layers.0.*'"
 
@@ -89,7 +89,7 @@ def inspect(
         console.text(f"note: {note}")
 
 
-def _matching(tensors: Sequence[HeldTensor], pattern: str) -> tuple[HeldTensor, ...]:
+def _matching(tensors: Sequence[FileTensorInfo], pattern: str) -> tuple[FileTensorInfo, ...]:
     """Return the tensors whose names match a glob.
 
     Raises:

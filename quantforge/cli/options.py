@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from quantforge.cache_kinds import FORM, WORDS, completions, kinds_of
+from quantforge.cache_kinds import FORM, WORDS, completions, parse_cache_kind
 from quantforge.errors import UsageError, nearest
 from quantforge.events import KINDS, Policy
 from quantforge.planning import typed_quantities
@@ -414,6 +414,6 @@ def serving_of(context: str | None, cache: str | None, engine: str | None = "any
         if text is not None and engine is None:
             raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
     if cache is not None:
-        kinds_of(cache)
+        parse_cache_kind(cache)
     tokens = None if context is None else typed_quantities.tokens(context, "--context")
     return Serving(tokens, cache)

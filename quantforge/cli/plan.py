@@ -55,7 +55,7 @@ def plan(
         else:
             made, found = api.plan(model, settings=settings, out=output, **given), None
         rows = deployment.rows(found) if found else []
-        output = output or naming.place(made.name, resolve(model, settings.offline))
+        output = output or naming.default_path(made.name, resolve(model, settings.offline))
         took = plan_summary.forecast(made, output, settings)
         if as_json:
             in_use = {"capacity": plan_summary.capacity_document(found, rows)} if found else {}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.api.output import SPARE_BYTES, memory_hint
-from quantforge.artifacts.number_text import significant, size, sized
+from quantforge.artifacts.number_text import significant, size, size_and_bytes
 from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import shown
 from quantforge.cli.progress_bar import duration
@@ -22,12 +22,23 @@ from quantforge.engines import with_output_path
 from quantforge.errors import UsageError
 from quantforge.files.disk import free_bytes
 from quantforge.planning import typed_quantities
-from quantforge.planning.capacity import CHUNK, MARGIN, Capacity, Load, OnCard
+from quantforge.planning.capacity import (
+    PREFILL_CHUNK,
+    USABLE_MEMORY_SHARE,
+    Capacity,
+    CardCapacity,
+    Load,
+)
 from quantforge.planning.coverage import coverage
 from quantforge.planning.gpu_cards import CARDS, Card, card_of
-from quantforge.planning.run_work import BASIS, DIGEST, PRODUCTS, seconds_of
-from quantforge.plans import Action, Plan, RunWork, TensorPlan, substituted
-from quantforge.settings import Settings, memory_bytes, workers_of
+from quantforge.planning.run_work import (
+    BYTES_PER_SECOND,
+    OPERATIONS_PER_SECOND,
+    RATE_BASIS,
+    seconds_of,
+)
+from quantforge.plans import Action, Plan, RunWork, TensorPlan, substitution_notes
+from quantforge.settings import Settings, memory_bytes, rounding_workers
 
 if TYPE_CHECKING:
     from quantforge.api import Exported, Outcome
@@ -60,7 +71,7 @@ def show_plan(
         ("method", f"{plan.method}  ->  {plan.format}"),
         ("density", plan.density),
         ("output", shown(output)),
-        ("files", f"{sized(plan.output_bytes)} in {len(plan.shards)}"),
+        ("files", f"{size_and_bytes(plan.output_bytes)} in {len(plan.shards)}"),
         ("coverage", str(coverage(plan.tensors))),
         ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
     ):
@@ -72,7 +83,7 @@ def show_plan(
         _show_forecast(console, took, shown(output))
     for note in (*plan.notes, *plan.left_behind):
         console.entry("note", with_output_path(note, shown(output)))
-    for text in substituted(plan):
+    for text in substitution_notes(plan):
         console.text(text)
     console.text()
     console.table(
@@ -195,7 +206,7 @@ def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
     """
     if plan.work is None:
         return None
-    threads = workers_of(settings)
+    threads = rounding_workers(settings)
     return Forecast(
         plan.work,
         seconds_of(plan.work, threads),
@@ -219,7 +230,8 @@ def _show_forecast(console: Console, found: Forecast, output: str) -> None:
     console.entry("time", f"about {duration(whole)} on {threads}: {', '.join(parts)}")
     console.entry(
         "by",
-        f"{significant(PRODUCTS / 1e9)} GFLOP/s and {size(DIGEST)}/s read and digested, {BASIS}",
+        f"{significant(OPERATIONS_PER_SECOND / 1e9)} GFLOP/s and {size(BYTES_PER_SECOND)}/s read and digested,"
+        f" {RATE_BASIS}",
     )
     console.entry(
         "source", f"{size(found.work.source_bytes)}, read {found.work.reads} times, never copied"
@@ -254,9 +266,9 @@ def _forecast_document(found: Forecast) -> dict[str, object]:
         "seconds": {step: round(seconds, 1) for step, seconds in found.seconds.items()},
         "total_seconds": math.ceil(sum(found.seconds.values())),
         "threads": found.threads,
-        "products_per_second": PRODUCTS,
-        "digested_bytes_per_second": DIGEST,
-        "basis": BASIS,
+        "products_per_second": OPERATIONS_PER_SECOND,
+        "digested_bytes_per_second": BYTES_PER_SECOND,
+        "basis": RATE_BASIS,
         "source_bytes": found.work.source_bytes,
         "source_reads": found.work.reads,
         "states_bytes": found.work.states_bytes,
@@ -315,7 +327,7 @@ class Deployment:
             return {"given": replace(Card(0.0, 0.0, 0.0, "the command line"), **described)}
         return CARDS
 
-    def rows(self, found: Capacity) -> list[OnCard]:
+    def rows(self, found: Capacity) -> list[CardCapacity]:
         """Return the load on each device; raise UsageError as `cards`, or for a price without a device."""
         price = None if self.price is None else typed_quantities.price(self.price, "--price")
         cards = self.cards()
@@ -327,7 +339,7 @@ class Deployment:
         return [found.on(name, card, price) for name, card in cards.items()]
 
 
-def show_capacity(console: Console, found: Capacity, rows: list[OnCard]) -> None:
+def show_capacity(console: Console, found: Capacity, rows: list[CardCapacity]) -> None:
     """Print what a result needs, and the devices that are looked at."""
     load, cache = found.load, found.cache
     devices = f" on each of {load.devices} devices" if load.devices > 1 else ""
@@ -335,8 +347,8 @@ def show_capacity(console: Console, found: Capacity, rows: list[OnCard]) -> None
     console.text()
     console.text(f"memory{devices}, {sequences} of {load.context:,} tokens, cache in {load.cache}")
     each = f"{cache.token_bytes:,.0f} bytes a token"
-    if cache.lasting_token_bytes != cache.token_bytes:
-        each += f", {cache.lasting_token_bytes:,.0f} behind the windows"
+    if cache.token_bytes_after_windows != cache.token_bytes:
+        each += f", {cache.token_bytes_after_windows:,.0f} behind the windows"
     if cache.fixed_bytes:
         each += f", {size(cache.fixed_bytes)} of states"
     for name, nbytes, why in (
@@ -345,7 +357,7 @@ def show_capacity(console: Console, found: Capacity, rows: list[OnCard]) -> None
         (
             "activations",
             found.activation_bytes(),
-            f"a step of {max(load.batch, CHUNK):,} tokens, and logits",
+            f"a step of {max(load.batch, PREFILL_CHUNK):,} tokens, and logits",
         ),
         ("together", found.needed(), ""),
         ("read a step", found.step_bytes(), "weights and the whole cache, once"),
@@ -359,12 +371,12 @@ def show_capacity(console: Console, found: Capacity, rows: list[OnCard]) -> None
     )
     console.text()
     console.wrapped(
-        f"fits: in {MARGIN:.0%} of the memory; batch, context: the largest that do. Times are a roofline, no"
-        " measurement: bytes of a step over bandwidth, or products over compute, nothing else."
+        f"fits: in {USABLE_MEMORY_SHARE:.0%} of the memory; batch, context: the largest that do. Times are a"
+        " roofline, no measurement: bytes of a step over bandwidth, or products over compute, nothing else."
     )
 
 
-def _cells(row: OnCard, priced: bool) -> Iterator[str]:
+def _cells(row: CardCapacity, priced: bool) -> Iterator[str]:
     known = bool(row.card.memory)
     yield row.name
     yield size(row.card.memory) if known else "-"
@@ -378,7 +390,7 @@ def _cells(row: OnCard, priced: bool) -> Iterator[str]:
         yield "-" if row.cost_per_million is None else significant(row.cost_per_million)
 
 
-def capacity_document(found: Capacity, rows: list[OnCard]) -> dict[str, object]:
+def capacity_document(found: Capacity, rows: list[CardCapacity]) -> dict[str, object]:
     """Return what a result needs as plain data: the key ``capacity`` of a plan's document."""
     load, cache = found.load, found.cache
     return {
@@ -388,7 +400,7 @@ def capacity_document(found: Capacity, rows: list[OnCard]) -> dict[str, object]:
         "devices": load.devices,
         "weights_bytes": round(found.weights_bytes),
         "cache_token_bytes": round(cache.token_bytes),
-        "cache_token_bytes_behind_windows": round(cache.lasting_token_bytes),
+        "cache_token_bytes_behind_windows": round(cache.token_bytes_after_windows),
         "cache_state_bytes": round(cache.fixed_bytes),
         "cache_sequence_bytes": round(cache.sequence_bytes(load.context)),
         "cache_bytes": round(found.cache_bytes),
@@ -397,7 +409,7 @@ def capacity_document(found: Capacity, rows: list[OnCard]) -> dict[str, object]:
         "step_bytes": round(found.step_bytes()),
         "step_weight_bytes": round(found.traffic.step_bytes(load.batch) / load.devices),
         "weights_per_token": round(found.traffic.token_weights),
-        "usable_share": MARGIN,
+        "usable_share": USABLE_MEMORY_SHARE,
         "cards": [
             {
                 "name": row.name,

@@ -26,7 +26,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.options import Given, build_policy
 from quantforge.errors import ResourceError, UsageError
 from quantforge.files.disk import create
-from quantforge.settings import Settings, processors, under_torchrun
+from quantforge.settings import Settings, under_torchrun, usable_processors
 
 OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them
 VERBS = ("quantize", "release", "sweep", "generate")  # whose work ranks share
@@ -140,7 +140,7 @@ class FailedProcess(TypedDict):
 
 def threads_of(threads: int | None, jobs: int) -> int | None:
     """Return the number of threads of each process: its share of the processors where nobody says."""
-    return threads if threads or jobs == 1 else max(1, processors() // jobs)
+    return threads if threads or jobs == 1 else max(1, usable_processors() // jobs)
 
 
 @contextmanager

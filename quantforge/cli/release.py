@@ -157,7 +157,7 @@ def _show_plan(
 ) -> None:
     """Show what would be made, with all that is refused before the work; nothing is written."""
     from quantforge.api.release import plan_release
-    from quantforge.plans import decisions, decisions_of
+    from quantforge.plans import decisions, decisions_by_plan
 
     planned = plan_release(spec, output, settings, only, budget)
     plans = {name: job.planned.plan for name, job in planned.variants.jobs.items()}
@@ -189,6 +189,6 @@ def _show_plan(
         for name, plan in plans.items()
     ]
     console.table(("variant", "format", "method", "files", "state"), cells)
-    for said in decisions_of(plans):
+    for said in decisions_by_plan(plans):
         console.note(said)
     _note_left_out(console, planned.left_out)

@@ -16,7 +16,7 @@ from quantforge.engines import with_output_path
 from quantforge.files.hub import repository_name
 from quantforge.files.output_names import MODELFILE, projector_name
 from quantforge.planning.coverage import coverage
-from quantforge.planning.format_choice import format_of_name
+from quantforge.planning.format_choice import format_from_filename
 from quantforge.plans import NoteKind, kind_of
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ def upload(out: Path) -> str:
 
     The repository is called as the result is; of a file, as the result without its type.
     """
-    if not format_of_name(out):
+    if not format_from_filename(out):
         said = f"to publish it: hf upload ORG/{repository_name(out.name)} {shlex.quote(str(out))} ."
-        if (manifest.read(out) or {}).get("base_model"):
+        if (manifest.read_manifest(out) or {}).get("base_model"):
             return said
         return f"{said}\nits card names no base_model: --base-model ORG/NAME states one"
     weights = out.name if out.is_file() else f"{out.stem}-*-of-*{out.suffix}"

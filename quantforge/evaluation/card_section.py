@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.artifacts.card import code
-from quantforge.artifacts.card_figures import of_folder
-from quantforge.artifacts.number_text import significant, size, with_error
+from quantforge.artifacts.card_figures import is_in_folder
+from quantforge.artifacts.number_text import significant, size, value_and_error
 from quantforge.errors import UsageError
 from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.verdict import displaced, short_names
@@ -94,7 +94,7 @@ def chosen(evaluation: Evaluation, folder: Path) -> list[Row]:
     Raises:
         UsageError: there is none.
     """
-    rows = [row for row in evaluation.rows[1:] if of_folder(Path(row["path"]), folder)]
+    rows = [row for row in evaluation.rows[1:] if is_in_folder(Path(row["path"]), folder)]
     if not rows:
         raise UsageError(f"--card {folder}: no model of it was measured")
     return rows
@@ -119,7 +119,7 @@ def _figure(key: str, error: str, factor: float) -> Callable[[Row], str]:
     def write(row: Row) -> str:
         if row[key] is None or (key in _TIMED and displaced(row)):
             return _ABSENT
-        return with_error(row[key], row[error]) if error else significant(row[key] * factor)
+        return value_and_error(row[key], row[error]) if error else significant(row[key] * factor)
 
     return write
 

@@ -334,7 +334,7 @@ def _task_scores(model: Checkpoint, loaded: Loaded, tasks: Tasks) -> dict[str, d
 
 def _new_row(loaded: Loaded) -> dict[str, Any]:
     """Create the result row of a loaded model with format, sizes, kernels and history; measurements are still None."""
-    history = manifest.read(loaded.path) or {}
+    history = manifest.read_manifest(loaded.path) or {}
     return {
         "path": str(loaded.path),
         "format": loaded.format,

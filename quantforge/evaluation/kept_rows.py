@@ -96,7 +96,7 @@ def keep_rows(
 def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings) -> str:
     files: list[Path] = []
     for path, shards in ((model.path, model.opened.shards) for model in models):
-        parts = [*shards, manifest.place_of(path)] if path.is_file() else []
+        parts = [*shards, manifest.manifest_path(path)] if path.is_file() else []
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
     file_states = [[str(file), *_file_state(file)] for file in files]
     machine = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from quantforge.artifacts.number_text import significant, size, with_error
+from quantforge.artifacts.number_text import significant, size, value_and_error
 from quantforge.evaluation.columns import ABSENT, EXPERT, Column, fitting, left_out
 from quantforge.evaluation.tasks import TASK_ERROR
 from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace, unsteady
@@ -226,7 +226,7 @@ def _number(
             return ABSENT
         if error:
             known = row[error]
-            return with_error(row[key] * scale, None if known is None else known * scale)
+            return value_and_error(row[key] * scale, None if known is None else known * scale)
         return significant(row[key] * scale, sign=sign)
 
     return write
@@ -290,7 +290,7 @@ def _task(task: str, metric: str, row: Row) -> str:
     figures = (row["tasks"] or {}).get(task, {})
     if metric not in figures:
         return ABSENT
-    return with_error(figures[metric], figures.get(metric + TASK_ERROR))
+    return value_and_error(figures[metric], figures.get(metric + TASK_ERROR))
 
 
 def _generated(key: str, row: Row) -> str:
@@ -303,7 +303,7 @@ def _answers(row: Row) -> str:
     answers = row["generated"]
     if answers is None or answers.get("kl_mean") is None:
         return ABSENT
-    return with_error(answers["kl_mean"], answers.get("kl_se"))
+    return value_and_error(answers["kl_mean"], answers.get("kl_se"))
 
 
 _QUALITY = (
@@ -420,4 +420,4 @@ def _share_of_keys(figures: Row) -> str:
 
 
 def _with_error(figures: Row, mean: str, error: str) -> str:
-    return ABSENT if figures[mean] is None else with_error(figures[mean], figures[error])
+    return ABSENT if figures[mean] is None else value_and_error(figures[mean], figures[error])

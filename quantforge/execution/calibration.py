@@ -22,7 +22,11 @@ from quantforge.events import Event
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import open_model, tokenizer_directory
 from quantforge.numerics.products import cutting
-from quantforge.planning.calibration_rows import check_towers, few_rows, named_image
+from quantforge.planning.calibration_rows import (
+    check_image_support,
+    first_image_reference,
+    missing_rows_message,
+)
 from quantforge.planning.planner import Planned
 from quantforge.plans import Plan
 from quantforge.recipe import CalibrationOptions
@@ -75,7 +79,7 @@ def draw_calibration_data(
         RefusedError: more events than the policy allows.
     """
     options = planned.recipe.calibration
-    check_towers(named_image(options, settings.calibration), checkpoint.config)
+    check_image_support(first_image_reference(options, settings.calibration), checkpoint.config)
     found = calibrate(
         checkpoint.path, options, planned.plan, settings.calibration,
         vocabulary=require_declarations(planned.model_layout)[1].vocab,
@@ -138,7 +142,7 @@ def calibrate(
 def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Event]:
     events = []
     report = sample.report
-    if warning_text := few_rows(options, report.rows, report.rows_asked):
+    if warning_text := missing_rows_message(options, report.rows, report.rows_asked):
         events.append(Event("calibration-rows", "calibration", warning_text))
     tokens = report.rows * report.length
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)

@@ -249,7 +249,9 @@ class CandidateErrors:
             for candidate, scheme in enumerate(schemes)
             for linear in guided_statistics
         }
-        rows_independent = not any(scheme.whole for _, scheme in linear_schemes.values())
+        rows_independent = not any(
+            scheme.rows_share_parameters for _, scheme in linear_schemes.values()
+        )
         sampled = {
             linear: _sample_rows(block.weight(linear)) if rows_independent else block.weight(linear)
             for linear in guided_statistics

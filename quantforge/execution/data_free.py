@@ -25,7 +25,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import BackgroundTask, in_order
 from quantforge.packers.row_encoding import strip_of
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.planning.peak_memory import RUN_ELEMENTS, in_strips
+from quantforge.planning.peak_memory import STRIP_ELEMENTS, can_round_in_strips
 from quantforge.plans import Action, Plan, TensorPlan
 from quantforge.quantizers import RTN, Rounded, load_rounder
 from quantforge.quantizers.rtn import error_importance, row_squares
@@ -132,22 +132,22 @@ def _report_progress(tensors: list[TensorPlan]) -> Iterator[TensorPlan]:
 
 
 def _is_rounded_in_strips(tensor: TensorPlan) -> bool:
-    return tensor.action is Action.QUANTIZE and in_strips(tensor)
+    return tensor.action is Action.QUANTIZE and can_round_in_strips(tensor)
 
 
 def jointly_rounded(tensor: TensorPlan, plan: Plan) -> list[TensorPlan]:
     """Return the tensors that share a parameter with this one, because engines load them as one matrix."""
-    if not (tensor.shared and tensor.scheme and tensor.scheme.weight.joint):
+    if not (tensor.shared and tensor.scheme and tensor.scheme.weight.is_joint):
         return [tensor]
     same_parameter = [other for other in plan.quantized() if other.shared == tensor.shared]
     return [other for other in same_parameter if other.scheme == tensor.scheme]
 
 
 def row_strips(tensor: TensorPlan) -> Iterator[tuple[int, int]]:
-    """Yield strips of about `RUN_ELEMENTS` weights as ``(first, last)`` rows."""
+    """Yield strips of about `STRIP_ELEMENTS` weights as ``(first, last)`` rows."""
     rows, columns = tensor.matrix
     rows_per_head = rows // tensor.heads if tensor.heads else 1
-    step = max(1, RUN_ELEMENTS // (columns * rows_per_head)) * rows_per_head
+    step = max(1, STRIP_ELEMENTS // (columns * rows_per_head)) * rows_per_head
     for first in range(0, rows, step):
         yield first, min(first + step, rows)
 

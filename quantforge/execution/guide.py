@@ -252,12 +252,12 @@ class GuidedRounding:
         """Yield the strips of all linears, in the order of computation."""
         for shared in inputs:
             chosen = [name for name in shared.linears if name in targets]
-            joint = tuple(name for name in chosen if _scheme(targets[name]).joint)
+            joint = tuple(name for name in chosen if _scheme(targets[name]).is_joint)
             if joint:
                 yield RowStrip(shared.key, joint)
             for name in chosen:
                 if name not in joint:
-                    count = 1 if _scheme(targets[name]).whole else self._strips
+                    count = 1 if _scheme(targets[name]).rows_share_parameters else self._strips
                     yield from (
                         RowStrip(shared.key, (name,), index, count) for index in range(count)
                     )

@@ -16,7 +16,7 @@ from quantforge.files.reader import Checkpoint
 from quantforge.formats.gguf.importance_file import Imatrix, WeightImportance, read_imatrix
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.planning.importance_check import places, values_of
+from quantforge.planning.importance_check import importance_sizes, names_in_gguf
 from quantforge.planning.planner import Planned
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def observe_importance(
             " and one without them is not complete",
             "leave --imatrix out: --method gptq and awq observe every expert in calibration text",
         )
-    imatrix_places = places(planned.plan.tensors, planned.model_layout)
+    imatrix_places = names_in_gguf(planned.plan.tensors, planned.model_layout)
     entries: dict[str, WeightImportance] = {}
 
     def add(weight: str, found: Statistics) -> None:
@@ -102,10 +102,10 @@ def read_importance(path: Path, planned: Planned) -> dict[str, Tensor]:
     Raises:
         InputError: the file is damaged, or its number of columns differs from that of a weight.
     """
-    imatrix_places = places(planned.plan.tensors, planned.model_layout)
+    imatrix_places = names_in_gguf(planned.plan.tensors, planned.model_layout)
     columns = [tensor for tensor in planned.plan.quantized() if tensor.name in imatrix_places]
     importance: dict[str, Tensor] = {}
-    found = read_imatrix(path, values_of(columns, imatrix_places))
+    found = read_imatrix(path, importance_sizes(columns, imatrix_places))
     for tensor in columns:
         place = imatrix_places[tensor.name]
         entry = found.entries.get(place.name)

@@ -36,7 +36,7 @@ from quantforge.files.disk import (
 from quantforge.files.opener import FILES, parse_object, read_object
 from quantforge.files.stage import Stage
 from quantforge.plans import Plan
-from quantforge.recipe import both, differences
+from quantforge.recipe import difference_line, recipe_differences
 from quantforge.settings import Settings
 from quantforge_files import system
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
@@ -224,10 +224,12 @@ def _differences(recorded: Mapping[str, Any], current: Mapping[str, str]) -> lis
         if values[0] == values[1]:
             continue
         if key == RECIPE_KEY:
-            descriptions += differences(*values)
+            descriptions += recipe_differences(*values)
         else:
             plain = not any(_SHA256.fullmatch(value) for value in values)
-            descriptions.append(both(key, *(value or "none" for value in values)) if plain else key)
+            descriptions.append(
+                difference_line(key, *(value or "none" for value in values)) if plain else key
+            )
     return descriptions
 
 
@@ -333,7 +335,7 @@ def check_versions(stage: Stage) -> None:
     names = [name for name in current if recorded.get(name, current[name]) != current[name]]
     if names:
         place = stage.journal.parent
-        differ = "; ".join(both(name, recorded[name], current[name]) for name in names)
+        differ = "; ".join(difference_line(name, recorded[name], current[name]) for name in names)
         raise IntegrityError(
             f"{place}: holds an unfinished run that differs in: {differ}",
             "give the command with the same versions everywhere; or, when no process works on it any more,"

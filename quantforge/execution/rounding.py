@@ -22,7 +22,7 @@ from quantforge.files.finite_values import scan_finite
 from quantforge.model.statistics import Statistics
 from quantforge.packers.input_rounding import static_scale
 from quantforge.quantizers import Rounded, load_rounder
-from quantforge.settings import workers_of
+from quantforge.settings import rounding_workers
 
 if TYPE_CHECKING:
     from quantforge.architectures.match import ModelLayout
@@ -49,7 +49,7 @@ class MatrixRounder:
         planned, settings = inputs.planned, inputs.settings
         self.planned, self.output, self.importance = planned, output, inputs.importance
         self.source = SourceTensors(inputs.checkpoint, planned.model_layout, settings.device)
-        self.workers = workers_of(settings)
+        self.workers = rounding_workers(settings)
         self._recipe, self._rounder = planned.recipe, planned.plan.rounder
         self._by_name = {tensor.name: tensor for tensor in planned.plan.tensors}
 

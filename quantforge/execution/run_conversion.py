@@ -28,10 +28,10 @@ from quantforge.formats.convert import compare_values, convert, input_parameters
 from quantforge.formats.storage import Storage, get_storage
 from quantforge.grids import PerGroup
 from quantforge.planning.conversion import (
-    Conversion,
     ConvertedLayer,
-    rounding_command,
-    stores_index,
+    ExportPlan,
+    requantize_hint,
+    stores_group_index,
 )
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import RTN, load_rounder
@@ -59,14 +59,14 @@ class CheckedValues:
 
 @dataclass(slots=True)
 class RoundedTensors:
-    """The rounded tensors of `Conversion.to_round` by name, with events and figures for the manifest."""
+    """The tensors of `ExportPlan.tensors_to_quantize` by name, with events and with figures for the manifest."""
 
     tensors: dict[str, QuantizedTensor] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     figures: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValues:
+def check_values(conversion: ExportPlan, *, allow_inexact: bool) -> CheckedValues:
     """Check the values of each layer that headers do not decide, and of each tensor that is cast to another type.
 
     Args:
@@ -77,10 +77,10 @@ def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValue
         RefusedError: a value cannot be stored, or would be rounded without permission.
     """
     events = [*conversion.events]
-    allowed = allow_inexact or conversion.asked_type is not None
+    allowed = allow_inexact or conversion.requested_dtype is not None
     verdicts: Counter[Verdict] = Counter()
     # Refuse what no option allows before what --allow-inexact would allow.
-    layers = sorted(conversion.layers.values(), key=lambda layer: layer.wanted is None)
+    layers = sorted(conversion.layers.values(), key=lambda layer: layer.target_scheme is None)
     for done, layer in enumerate(layers):
         report_step(layer.layout.module, done, len(layers))
         fit = layer.fit
@@ -94,13 +94,13 @@ def check_values(conversion: Conversion, *, allow_inexact: bool) -> CheckedValue
             fit = _cast_fit(value, tensor.outputs[0].dtype)
             events += _accept_or_refuse(tensor.name, fit, allowed=allowed)
             verdicts[fit.verdict] += 1
-    verdict = "exact but for the embedding" if conversion.to_round else "exact"
+    verdict = "exact but for the embedding" if conversion.tensors_to_quantize else "exact"
     return CheckedValues("inexact" if verdicts[Verdict.INEXACT] else verdict, tuple(events))
 
 
-def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
+def _layer_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
     """Return how exactly the target represents a layer; raise `RefusedError` for scattered group indices."""
-    key, wanted = conversion.plan.format, layer.wanted
+    key, wanted = conversion.plan.format, layer.target_scheme
     if wanted is None:
         fit = _decoded_fit(conversion, layer)
         return replace(fit, reason=f"decoded, as {key} holds none such: {fit.reason}")
@@ -115,7 +115,7 @@ def _layer_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
     if fit.verdict is Verdict.EXACT and wanted.input != layer.layout.scheme.input:
         return Compatibility(Verdict.INEXACT, layer.fit.reason)
     if fit.verdict is Verdict.IMPOSSIBLE:
-        command = rounding_command(conversion.checkpoint, key)
+        command = requantize_hint(conversion.checkpoint, key)
         return replace(fit, nearest="; ".join(filter(None, (fit.nearest, command))))
     return fit
 
@@ -128,7 +128,7 @@ def _accept_or_refuse(name: str, fit: Compatibility, *, allowed: bool) -> list[E
     return [Event("inexact", name, fit.reason)] if fit.verdict is Verdict.INEXACT else []
 
 
-def round_unquantized(conversion: Conversion, workers: int) -> RoundedTensors:
+def round_unquantized(conversion: ExportPlan, workers: int) -> RoundedTensors:
     """Round tensors that are unquantized in the source but quantized in the result (the embedding).
 
     Args:
@@ -136,13 +136,13 @@ def round_unquantized(conversion: Conversion, workers: int) -> RoundedTensors:
         workers: number of threads that round strips of rows in parallel.
     """
     found = RoundedTensors()
-    for tensor in conversion.to_round:
+    for tensor in conversion.tensors_to_quantize:
         _round_in_strips(conversion, tensor, workers, found)
     return found
 
 
 def _round_in_strips(
-    conversion: Conversion, tensor: TensorPlan, workers: int, found: RoundedTensors
+    conversion: ExportPlan, tensor: TensorPlan, workers: int, found: RoundedTensors
 ) -> None:
     """Round a matrix to nearest, a strip of rows at a time, and add it to ``found``."""
     from quantforge.execution.data_free import StripAssembler, StripRounding, round_in_strips
@@ -172,7 +172,7 @@ def _round_in_strips(
 
 
 def write_tensors(
-    conversion: Conversion,
+    conversion: ExportPlan,
     rounded: dict[str, QuantizedTensor],
     writer: WeightsWriter,
     *,
@@ -202,7 +202,7 @@ def write_tensors(
             scan_finite(tensor.name, value)
             (output,) = tensor.outputs
             outputs = {output.name: storage.convert_unquantized(tensor, value)}
-        elif layer.wanted is None or conversion.plan.format == PLAIN:
+        elif layer.target_scheme is None or conversion.plan.format == PLAIN:
             outputs = {tensor.name: _decoded(conversion, layer)}
         else:
             outputs = _convert_layer(
@@ -213,7 +213,7 @@ def write_tensors(
 
 
 def _convert_layer(
-    conversion: Conversion,
+    conversion: ExportPlan,
     layer: ConvertedLayer,
     plan: TensorPlan,
     storage: Storage,
@@ -221,15 +221,15 @@ def _convert_layer(
     allow_inexact: bool,
 ) -> dict[str, Tensor]:
     """Return the output tensors of a layer: unpack it, convert it to the scheme of the target, and pack it."""
-    assert layer.wanted is not None
+    assert layer.target_scheme is not None
     target = load_format(conversion.plan.format)
     source, index = _read_layer(conversion, layer)
-    if source.input != layer.wanted.input:  # drop measured parameters of a different input
+    if source.input != layer.target_scheme.input:  # drop measured parameters of a different input
         dropped = input_parameters(source.parameters)
         kept = {key: value for key, value in source.parameters.items() if key not in dropped}
-        source = replace(source, parameters=kept, input=layer.wanted.input)
+        source = replace(source, parameters=kept, input=layer.target_scheme.input)
     tensor = convert(
-        source, layer.wanted.weight, target.MIN_ZERO_POINT, allow_inexact=allow_inexact
+        source, layer.target_scheme.weight, target.MIN_ZERO_POINT, allow_inexact=allow_inexact
     )
     outputs = storage.pack(plan, tensor)
     if index is not None:
@@ -237,7 +237,7 @@ def _convert_layer(
     return outputs
 
 
-def lossless_dtype(conversion: Conversion) -> tuple[str | None, str]:
+def lossless_dtype(conversion: ExportPlan) -> tuple[str | None, str]:
     """Return the type that represents the decoded weights exactly, and why it is not the model's own.
 
     Returns:
@@ -250,13 +250,13 @@ def lossless_dtype(conversion: Conversion) -> tuple[str | None, str]:
     return None, ""
 
 
-def _unpack(conversion: Conversion, layer: ConvertedLayer) -> QuantizedTensor:
+def _unpack(conversion: ExportPlan, layer: ConvertedLayer) -> QuantizedTensor:
     tensors = {name: conversion.checkpoint.read(name) for name in layer.layout.tensor_names}
-    return load_format(conversion.source_key).unpack(layer.layout, tensors)
+    return load_format(conversion.source_format).unpack(layer.layout, tensors)
 
 
 def _read_layer(
-    conversion: Conversion, layer: ConvertedLayer
+    conversion: ExportPlan, layer: ConvertedLayer
 ) -> tuple[QuantizedTensor, Tensor | None]:
     """Return the quantized layer and, if the target stores it unchanged, the group index of each column.
 
@@ -266,7 +266,7 @@ def _read_layer(
     tensor = _unpack(conversion, layer)
     if not layer.scattered or tensor.scheme.granularity != PerGroup(1):
         return tensor, None
-    source_format = load_format(conversion.source_key)
+    source_format = load_format(conversion.source_format)
     name = f"{layer.layout.module}{source_format.INFO.group_index_suffix}"
     names = tuple(one for one in layer.layout.tensor_names if one != name)
     layout = replace(layer.layout, tensor_names=names, act_order=None)
@@ -275,17 +275,17 @@ def _read_layer(
 
 
 def _group_index_error(
-    conversion: Conversion, layer: ConvertedLayer, wanted: LayerScheme
+    conversion: ExportPlan, layer: ConvertedLayer, wanted: LayerScheme
 ) -> RefusedError:
     """Return the error for a target that cannot store the index that scatters columns over groups."""
     module, key = layer.layout.module, conversion.plan.format
-    index = f"{module}{load_format(conversion.source_key).INFO.group_index_suffix}"
+    index = f"{module}{load_format(conversion.source_format).INFO.group_index_suffix}"
     what = f"{index} scatters its columns over groups (activation order: desc_act, actorder)"
     if layer.layout.act_order is None:
         return RefusedError(
             f"{what}, which config.json does not say", "add desc_act = true there", tensor=module
         )
-    if stores_index(layer.layout, wanted, load_format(key)):
+    if stores_group_index(layer.layout, wanted, load_format(key)):
         hint = "--format plain decodes the weights"
         return RefusedError(f"{what}, and its groups would have to be split", hint, tensor=module)
     return RefusedError(
@@ -295,13 +295,13 @@ def _group_index_error(
     )
 
 
-def _decoded(conversion: Conversion, layer: ConvertedLayer) -> Tensor:
+def _decoded(conversion: ExportPlan, layer: ConvertedLayer) -> Tensor:
     """Return the decoded weights of a layer, in the type and orientation in which they are written."""
     weight = _unpack(conversion, layer).decode(torch_dtype(conversion.decoded_type))
     return weight.T.contiguous() if layer.transposed else weight
 
 
-def _decoded_fit(conversion: Conversion, layer: ConvertedLayer) -> Compatibility:
+def _decoded_fit(conversion: ExportPlan, layer: ConvertedLayer) -> Compatibility:
     """Return how exactly the type of decoded weights represents those of a layer."""
     return _cast_fit(_unpack(conversion, layer).decode(), conversion.decoded_type)
 

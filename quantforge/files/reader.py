@@ -28,7 +28,7 @@ from quantforge.files.checksums import Checksums
 from quantforge.files.hub import models_within
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.safetensors import TORCH_NAMES, TensorEntry, read_header
-from quantforge.plans import HeldTensor, StoredTensor
+from quantforge.plans import FileTensorInfo, StoredTensor
 from quantforge_calibration.chat_templates import FOLDER
 from quantforge_files import roles
 from quantforge_files.roles import FileRole
@@ -108,7 +108,7 @@ class Checkpoint:
         """Return name, type and shape of every tensor, by name."""
         return {name: entry.header() for name, entry in self.entries.items()}
 
-    def held(self) -> tuple[HeldTensor, ...]:
+    def held(self) -> tuple[FileTensorInfo, ...]:
         """Return the tensors as their files describe them."""
         return tuple(entry.held() for entry in self.entries.values())
 

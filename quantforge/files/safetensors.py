@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from quantforge.errors import InputError
 from quantforge.files.checksums import Checksums
 from quantforge.files.opener import FILES, changed, parse_object, reopened
-from quantforge.plans import DTYPE_BITS, HeldTensor, StoredTensor
+from quantforge.plans import DTYPE_BITS, FileTensorInfo, StoredTensor
 from quantforge_files import system
 from quantforge_files.opener import Stamp
 from quantforge_files.roles import HEADER, WEIGHTS
@@ -86,9 +86,9 @@ class TensorEntry:
         """Return name, dtype, shape and known content, without the place in a file."""
         return StoredTensor(self.name, self.dtype, self.shape, self.data)
 
-    def held(self) -> HeldTensor:
+    def held(self) -> FileTensorInfo:
         """Return it as its file describes it."""
-        return HeldTensor(self.name, self.dtype, self.shape, self.nbytes)
+        return FileTensorInfo(self.name, self.dtype, self.shape, self.nbytes)
 
 
 def read_header(path: Path, root: Path | None = None) -> dict[str, TensorEntry]:

@@ -21,7 +21,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.computed_tensors import KEPT_EXPERTS, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import TensorEntry
-from quantforge.notation import share_of
+from quantforge.notation import parse_share
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,7 +90,7 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
     if type(groups) is not int or groups < 1 or experts % groups:
         raise InputError(f"config.json: n_group = {str(groups)[:40]!r} for {experts} experts")
     size = experts // groups
-    removed = int(share_of(asked, "prune_experts") * size + 1e-9)
+    removed = int(parse_share(asked, "prune_experts") * size + 1e-9)
     if not removed:
         of = f"each of {groups} groups of {size}" if groups > 1 else f"{experts}"
         raise UsageError(f"--prune-experts {asked}: that is none of {of} experts", "a larger share")

@@ -64,7 +64,7 @@ from quantforge.formats.read_checks import (
     tensor_headers,
 )
 from quantforge.formats.refusal_reasons import check_inside_blocks, require_possible
-from quantforge.grids import NESTED, PerGroup, PerTensor, Row, ScaleType
+from quantforge.grids import DOUBLE_QUANT_GROUP, PerGroup, PerTensor, Row, ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
@@ -232,7 +232,7 @@ def packed_tensors(
     blocks = shape[0] * scheme.groups(shape[1])
     double = scheme.scale is ScaleType.DOUBLE
     nested = (
-        StoredTensor(f"{weight}.nested_absmax", "F32", (-(-blocks // NESTED),)),
+        StoredTensor(f"{weight}.nested_absmax", "F32", (-(-blocks // DOUBLE_QUANT_GROUP),)),
         StoredTensor(f"{weight}.nested_quant_map", "F32", (256,)),
     )
     return (
@@ -256,7 +256,11 @@ def _state_json(scheme: Scheme, shape: tuple[int, int], offset: float) -> bytes:
     }
     if scheme.scale is not ScaleType.DOUBLE:
         return json.dumps(document).encode()
-    document |= {"nested_blocksize": NESTED, "nested_dtype": "float32", "nested_offset": offset}
+    document |= {
+        "nested_blocksize": DOUBLE_QUANT_GROUP,
+        "nested_dtype": "float32",
+        "nested_offset": offset,
+    }
     padding = _OFFSET_WIDTH - len(json.dumps(offset))
     return json.dumps(document).encode() + b" " * padding
 
@@ -386,11 +390,11 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
     if scheme.scale is ScaleType.DOUBLE:
         _require_codebook(f"{weight}.nested_quant_map", tensors, dynamic_map())
         offset = state.get("nested_offset")
-        if state.get("nested_blocksize") != NESTED or type(offset) not in {int, float}:
+        if state.get("nested_blocksize") != DOUBLE_QUANT_GROUP or type(offset) not in {int, float}:
             size = state.get("nested_blocksize")
             raise InputError(
                 f"{name}: nested_blocksize = {size!r}, nested_offset = {offset!r}",
-                f"blocks of {NESTED} and an offset that is a number are read",
+                f"blocks of {DOUBLE_QUANT_GROUP} and an offset that is a number are read",
                 tensor=name,
             )
         nested = tensors[f"{weight}.nested_absmax"].view(1, -1)

@@ -25,7 +25,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from quantforge.grids import NESTED, PerGroup, ScaleType
+from quantforge.grids import DOUBLE_QUANT_GROUP, PerGroup, ScaleType
 from quantforge.numerics.threads import one_thread
 from quantforge.packers import Points
 from quantforge.packers import row_encoding as rows_loops
@@ -113,7 +113,9 @@ def nest(scales: Tensor) -> dict[str, Tensor]:
     with one_thread():  # a sum in float32: that of bitsandbytes on one thread
         offset = scales.flatten().mean()
     flat = (scales - offset).flatten()
-    runs = torch.nn.functional.pad(flat, (0, -len(flat) % NESTED)).view(-1, NESTED)
+    runs = torch.nn.functional.pad(flat, (0, -len(flat) % DOUBLE_QUANT_GROUP)).view(
+        -1, DOUBLE_QUANT_GROUP
+    )
     nested = runs.abs().amax(1)
     levels = dynamic_map().to(scales.device)
     thresholds = (levels[1:] + levels[:-1]) / 2
@@ -129,7 +131,7 @@ def nest(scales: Tensor) -> dict[str, Tensor]:
 def unnest(parameters: Mapping[str, Tensor]) -> Tensor:
     """Return float32 scales ``[out, groups]`` of what `nest` gave."""
     codes = parameters["scales"]
-    nested = parameters["nested"].flatten().repeat_interleave(NESTED)[: codes.numel()]
+    nested = parameters["nested"].flatten().repeat_interleave(DOUBLE_QUANT_GROUP)[: codes.numel()]
     values = dynamic_map().to(codes.device)[codes.long()] * nested.view(codes.shape)
     return values + parameters["offset"]
 
@@ -219,7 +221,7 @@ def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | N
     if not double:
         return scales[:, chosen]
     rows = torch.arange(len(scales), device=scales.device).unsqueeze(1)
-    nested = parameters["nested"].flatten()[(rows * scales.shape[1] + chosen) // NESTED]
+    nested = parameters["nested"].flatten()[(rows * scales.shape[1] + chosen) // DOUBLE_QUANT_GROUP]
     values = dynamic_map().to(scales.device)[scales[:, chosen].long()] * nested
     return values + parameters["offset"]
 

@@ -1,37 +1,37 @@
-"""Decisions, from headers alone: which layer gets what, by which rule, in which file.
+"""Planning: decide from tensor headers alone how each tensor is stored, by which rule, and in which file.
 
-No torch, but where declarations have to be derived (`planner`) or a source is read in the form of an engine's loader
-(`source`).
+No module imports torch at load time; `planner` imports it when declarations have to be derived, `source_views` when the
+source is read in the layout of an engine's loader.
 
 In this folder:
 
-    allocation         Allocation: which scheme each group of linears gets, so that a model of a given size loses least
-    calibration_rows   Calibration rows: what a run gets where it asks the builtin text for more than that has
-    capacity           Capacity: whether a planned result fits beside its cache, how fast it can decode at best
-    choice             The one order of decision: what becomes of a tensor, whatever a format calls its schemes
-    conversion         The conversion of a quantized model, planned from its headers: a proven re-layout or a refusal
-    coverage           Coverage of blocks: how much of them a plan quantizes; what stays is named, and where it is much
-    draft              What becomes of every tensor of a model, before its files are laid out
-    effort             Method and effort: what a recipe leaves open, and what is set for it
-    embedding_choice   Embedding and head of a plan: their share of the bytes, and the option that makes them smaller
-    format_choice      Choice of the format of a result where none is asked for
-    gguf_draft         The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header
-    gpu_cards          Cards: memory, bandwidth and 16-bit matrix products of devices that models are served on
-    gradient_options   What takes gradients in a plan: guided statistics and tuning, for which models
-    importance_check   Importance from a file, compared with a plan by names and widths alone
-    layer_schemes      Schemes of linears in a format that stores module by module: the default
-    local_paths        Recipes that name what they read without saying where it lies
-    module_formats     Planning for the formats that store a model module by module: which layer gets which scheme
-    naming             Names of results that nobody names: ``wren-awq-int4``, ``wren-Q4_0.gguf``
-    needed_statistics  Statistics that calibration has to observe for a plan: of the method
-    notes              Notes of a plan: what there is to say of the source, of heads that predict further tokens
-    peak_memory        Predict the peak memory of a run from headers alone: `plan` prints it, and tests hold runs to it
-    planner            Planning: from a recipe and the headers of a checkpoint to every decision of the run
-    recipe_options     Recipes by options: a file, a built-in recipe or the empty one
-    release_spec       Release file: one model, many recipes, and what has to hold of each result
-    run_work           Work of a run, from headers alone: bytes that it reads and writes, and operations
-    size_target        Target of an allocation: a size as it is asked for
-    source_views       The model that is planned: three views of it follow one another
-    typed_quantities   Quantities as people type them: tokens, bytes, rates and prices, strictly
-    weight_traffic     Count the weights of a planned result in use: bytes in memory
+    allocation         Mixed-precision allocation
+    calibration_rows   Calibration rows: how many there will be, how many hold random tokens
+    capacity           Capacity planning: whether a quantized model and its KV cache fit on a GPU
+    choice             The order in which rules, options and defaults decide the scheme of each tensor, for every format
+    conversion         Plan the export of a quantized model from its headers
+    coverage           Coverage: which share of the weights inside the blocks a plan quantizes
+    draft              A plan before its files are laid out: what becomes of every tensor of a model
+    effort             Default method and effort: choose what a recipe leaves open, and the settings of an effort level
+    embedding_choice   Quantization of embedding and head: their share of the bytes
+    format_choice      Choose the format of a result if none is requested, and check that the result's name matches it
+    gguf_draft         Plan a GGUF file: the name, type and position of every tensor, and the metadata
+    gpu_cards          GPUs: memory, bandwidth and 16-bit compute of the devices that models are served on
+    gradient_options   Options that need gradients (``--guide``, ``--tune``): when they are possible and what they cost
+    importance_check   Compare an importance file (imatrix) with a plan by names and widths
+    layer_schemes      Schemes of linears in formats that store a model module by module: defaults and substitutes
+    local_paths        Separate local paths from recipes: a recipe holds names and digests of the files it uses
+    module_formats     Plan results of formats that store a model module by module: the scheme of every tensor
+    naming             Default names of results: ``wren-awq-int4``, ``wren-Q4_0.gguf``
+    needed_statistics  Statistics that calibration has to collect for a plan: for the method
+    notes              Notes of a plan: facts about the source, about draft heads (multi-token prediction)
+    peak_memory        Predict the peak memory of a run from headers alone; `plan` prints it
+    planner            Planning: turn a recipe and the headers of a checkpoint into every decision of a run
+    recipe_options     Build recipes from options: a file, a built-in recipe or the empty one
+    release_spec       Release files: one model, several recipes, and the quality gates that each result has to pass
+    run_work           Forecast the work of a run from headers alone: bytes read and written, and operations
+    size_target        Target sizes of mixed-precision allocation
+    source_views       The model that is planned, in three consecutive views
+    typed_quantities   Parse quantities that users type: numbers of tokens, bytes, rates and prices
+    weight_traffic     Count the bytes of weights of a planned model: in memory, and read by one decoding step
 """

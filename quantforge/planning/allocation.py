@@ -1,12 +1,12 @@
-"""Allocation: which scheme each group of linears gets, so that a model of a given size loses least.
+"""Mixed-precision allocation: choose a scheme per group of linears to lose the least at a given model size.
 
-Three steps follow one another. Candidates are schemes that the format holds and the engine loads (`search_of`); each is
-planned alone, which tells sizes and refuses what does not fit, and a choice in which they take turns is planned before
-anything is measured, because formats and engines may take each of two schemes and no model that has both. Then
-`quantforge.api.allocate` measures what each costs each linear. `solve` chooses: every group has some options, each
-with its bytes and its loss (nats that its error costs at the output of the model, which add up); options that a mixture
-of two others beats in both are dropped, and the rest is a multiple-choice knapsack, solved exactly by dynamic
-programming over bytes.
+There are three steps. `plan_search` collects the candidate schemes (those that the format can store and the engine can
+load), plans each of them alone to learn its size, and plans one artificial mixture of all of them, because a format or
+an engine may accept each of two schemes but not both in one model. `quantforge.api.allocate` then measures the error of
+each candidate in each linear. Last, `solve_knapsack` chooses: every group of linears has one option per candidate, with
+its bytes and its loss in nats (the divergence that its error causes at the output of the model; losses add up). Options
+that lie above the convex hull of bytes and loss are dropped; the rest is a multiple-choice knapsack problem, which
+dynamic programming over bytes solves exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from quantforge.arguments import as_list
-from quantforge.artifacts.manifest import small_files
+from quantforge.artifacts.manifest import digest_small_files
 from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
 from quantforge.files.hub import resolve
@@ -32,15 +32,15 @@ from quantforge.formats.open_model import open_model
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import ALIASES, parse
 from quantforge.planning import naming
-from quantforge.planning.format_choice import chosen_format
+from quantforge.planning.format_choice import choose_format
 from quantforge.planning.gradient_options import quantized_linears, refuse_guide
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.size_target import (
-    AskedSize,
+    SizeRequest,
     SizeTarget,
-    budget_of,
     parse_target,
+    size_budget,
     size_like,
 )
 from quantforge.planning.source_views import source_as_read, without_dropped_heads
@@ -49,11 +49,11 @@ from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe, Rule
 from quantforge.settings import Settings
 
-# Steps of the bytes that options differ by: what is rounded up of each option is less than one of them.
-STEPS = 1 << 15
-CURVE_POINTS = 33
-EVERY = "re:.*"  # every linear of blocks: a scheme alone would be a mixture in GGUF
-_ANY = "{}"
+# Resolution of the knapsack: the size of each option, above the smallest, is rounded up to one of so many steps.
+KNAPSACK_STEPS = 1 << 15
+PARETO_POINTS = 33
+ALL_LINEARS = "re:.*"  # a pattern: GGUF would read a scheme without rules as a mixture
+_EXPERT_NUMBER = "{}"
 
 
 # ---- the search
@@ -61,324 +61,383 @@ _ANY = "{}"
 
 @dataclass(frozen=True)
 class MixtureSearch:
-    """A search that can begin, as far as headers tell.
+    """A planned search for the best mixture of schemes: everything that headers tell before errors are measured.
 
     Attributes:
-        asked: the size.
+        request: the requested size, candidates and recipe.
         source: the model as `quantize` would read it.
-        before: its small files, by name: size and digest.
-        settings: how it runs, with the files that the recipe cites.
-        wanted: what is asked for beside the size, with its format.
-        target: the size.
-        plans: of each candidate alone, by its scheme.
-        left_out: which usual schemes are no candidates, and why.
-        groups: the linears that get one scheme, by canonical name.
-        planned: returns the plan of a scheme for all of these, with rules before it, called by the size.
+        small_files: bytes and digest of each small file of the model (configuration, tokenizer), by name.
+        settings: settings of the run, with the local paths of the files that the recipe names.
+        recipe: the requested recipe, with its format.
+        target: the target size.
+        candidate_plans: the plan of the model with one candidate for all linears, by scheme.
+        excluded: default schemes that are not candidates, each with the reason.
+        groups: canonical names of the linears that have to share a scheme, one tuple for each group.
+        plan_with: callable that returns the plan for a base scheme and rules that take precedence over it.
     """
 
-    asked: AskedSize
+    request: SizeRequest
     source: Checkpoint
-    before: Mapping[str, Any]
+    small_files: Mapping[str, Any]
     settings: Settings
-    wanted: Recipe
+    recipe: Recipe
     target: SizeTarget
-    plans: Mapping[str, Planned]
-    left_out: Mapping[str, str]
+    candidate_plans: Mapping[str, Planned]
+    excluded: Mapping[str, str]
     groups: tuple[tuple[str, ...], ...]
-    planned: Callable[..., Planned]
+    plan_with: Callable[..., Planned]
 
     @cached_property
-    def first(self) -> Planned:
+    def first_plan(self) -> Planned:
         """Return the plan of the first candidate."""
-        return next(iter(self.plans.values()))
+        return next(iter(self.candidate_plans.values()))
 
     @cached_property
-    def tables(self) -> Mapping[str, Mapping[str, TensorPlan]]:
-        """Return the plan of every linear of blocks under each candidate."""
+    def tensor_plans(self) -> Mapping[str, Mapping[str, TensorPlan]]:
+        """Return the tensor plan of every linear of the blocks, by candidate and canonical name."""
         return {
             name: quantized_linears(one.plan.tensors, one.model_layout)
-            for name, one in self.plans.items()
+            for name, one in self.candidate_plans.items()
         }
 
     @cached_property
     def linears(self) -> Mapping[str, TensorPlan]:
-        """Return the plan of every linear of blocks under the first candidate."""
-        return next(iter(self.tables.values()))
+        """Return the tensor plan of every linear of the blocks under the first candidate."""
+        return next(iter(self.tensor_plans.values()))
 
     @cached_property
-    def weights(self) -> Mapping[str, int]:
-        """Return how many weights each linear has."""
+    def weight_counts(self) -> Mapping[str, int]:
+        """Return the number of weights of each linear."""
         return {name: math.prod(one.shape) for name, one in self.linears.items()}
 
     @cached_property
-    def room(self) -> int:
-        """Return the bytes that the size leaves for the linears.
+    def linear_budget(self) -> int:
+        """Return the number of bytes that the target size leaves for the linears.
 
         Raises:
-            RefusedError: the target is below the smallest choice or above the largest.
+            RefusedError: the target is smaller than the smallest mixture or larger than the largest one.
         """
-        sizes = [[self._bytes(group, name) for name in self.plans] for group in self.groups]
-        least, most = sum(map(min, sizes)), sum(map(max, sizes))
-        budget = budget_of(self.target, self.first)
-        if not least <= budget.room <= most:
-            small = budget.room < least
-            side = "below the smallest" if small else "above the largest"
-            among = f"{', '.join(self.plans)}{why_not_candidates(self.left_out)}"
-            largest = max(zip(map(sum, zip(*sizes, strict=True)), self.plans, strict=True))[1]
-            more = (
+        group_sizes = [
+            [self._group_bytes(group, name) for name in self.candidate_plans]
+            for group in self.groups
+        ]
+        least, most = sum(map(min, group_sizes)), sum(map(max, group_sizes))
+        budget = size_budget(self.target, self.first_plan)
+        if not least <= budget.linear_bytes <= most:
+            too_small = budget.linear_bytes < least
+            side = "below the smallest" if too_small else "above the largest"
+            names_of_candidates = (
+                f"{', '.join(self.candidate_plans)}{exclusion_note(self.excluded)}"
+            )
+            largest = max(
+                zip(map(sum, zip(*group_sizes, strict=True)), self.candidate_plans, strict=True)
+            )[1]
+            detail = (
                 budget.memory_parts(least)
-                if small
+                if too_small
                 else f"; {largest} for all of it fits without a size"
             )
             raise RefusedError(
-                f"{self.target.text}: it is {side} choice of the candidates {among}",
-                f"{budget.reach(least, most)}{more}",
+                f"{self.target.text}: it is {side} choice of the candidates {names_of_candidates}",
+                f"{budget.possible_range(least, most)}{detail}",
             )
-        return budget.room
+        return budget.linear_bytes
 
-    def check_mixed(self) -> None:
-        """Refuse candidates that the format or the engine takes one at a time, but not together."""
-        names, engine = [*self.plans], self.wanted.engine
-        turns = itertools.islice(itertools.cycle(names), len(self.groups))
-        every = Mixture(0.0, tuple(Option(name, 0, 0.0) for name in turns))
+    def check_mixture_allowed(self) -> None:
+        """Refuse candidates that the format or the engine accepts alone but not together in one model."""
+        names, engine = [*self.candidate_plans], self.recipe.engine
+        alternating = itertools.islice(itertools.cycle(names), len(self.groups))
+        mixture = Mixture(0.0, tuple(Option(name, 0, 0.0) for name in alternating))
         try:
-            self.planned(names[0], *self._rules(names[0], every))
+            self.plan_with(names[0], *self._rules_for(names[0], mixture))
         except RefusedError as error:
-            said = f"no mixture of {', '.join(names)}: {error.message}"
+            message = f"no mixture of {', '.join(names)}: {error.message}"
             if engine is None:
-                raise RefusedError(said, error.hint) from error
-            raise RefusedError(f"--for {engine}: {said}", _one_width(engine)) from error
+                raise RefusedError(message, error.hint) from error
+            raise RefusedError(f"--for {engine}: {message}", _single_width_hint(engine)) from error
 
-    def found(self, nats: Mapping[str, Sequence[float]]) -> Allocated:
-        """Return the mixture that loses least; ``nats`` are of each linear under each candidate."""
-        options = self._options(nats)
-        mixture, final = self._best(options)
-        alone = {
-            name: mixture_of([one[place] for one in options])
-            for place, name in enumerate(self.plans)
+    def best_allocation(self, nats: Mapping[str, Sequence[float]]) -> Allocated:
+        """Return the mixture with the lowest loss that fits the target size.
+
+        Args:
+            nats: for each linear, the measured loss under each candidate, in the order of the candidates.
+        """
+        options = self._group_options(nats)
+        mixture, planned = self._solve_within_budget(options)
+        uniform = {
+            name: make_mixture([option[index] for option in options])
+            for index, name in enumerate(self.candidate_plans)
         }
         return Allocated(
-            recipe=self._recipe(mixture),
-            target=self.asked.text,
-            nbytes=final.plan.output_bytes,
-            bits=self._bits(mixture),
+            recipe=self._mixture_recipe(mixture),
+            target=self.request.text,
+            nbytes=planned.plan.output_bytes,
+            bits=self._bits_per_weight(mixture),
             nats=mixture.nats,
             groups=self.groups,
-            chosen=tuple(one.scheme for one in mixture.chosen),
-            shares=self._shares(mixture),
-            uniform={n: (self._files(one), self._bits(one), one.nats) for n, one in alone.items()},
-            front=tuple((self._files(one), one.nats) for one in best_mixtures(options)),
-            left_out=self.left_out,
-            engines=final.plan.engines,
+            chosen=tuple(option.scheme for option in mixture.chosen),
+            shares=self._weights_by_scheme(mixture),
+            uniform={
+                n: (self._file_bytes(option), self._bits_per_weight(option), option.nats)
+                for n, option in uniform.items()
+            },
+            front=tuple(
+                (self._file_bytes(option), option.nats) for option in pareto_mixtures(options)
+            ),
+            left_out=self.excluded,
+            engines=planned.plan.engines,
         )
 
-    def likely(self, first: Sequence[str] = (), measured: int = 0) -> tuple[Recipe, Planned]:
-        """Return a mixture of the size that is asked for, and its plan, before anything is measured.
+    def estimate_mixture(
+        self, notes_before: Sequence[str] = (), measured: int = 0
+    ) -> tuple[Recipe, Planned]:
+        """Return a mixture of the requested size and its plan before anything is measured.
 
-        ``first`` and ``measured`` are as of `make_plan`.
+        The error of every linear is assumed to fall to a quarter with each additional bit.
 
-        Errors are taken to be a quarter with each bit more, everywhere alike.
+        Args:
+            notes_before: as in `make_plan`.
+            measured: as in `make_plan`.
         """
         nats = {
             linear: [
-                weights * 4.0 ** (-8 * one[linear].output_bytes / weights)
-                for one in self.tables.values()
+                count * 4.0 ** (-8 * plans[linear].output_bytes / count)
+                for plans in self.tensor_plans.values()
             ]
-            for linear, weights in self.weights.items()
+            for linear, count in self.weight_counts.items()
         }
-        mixture, final = self._best(self._options(nats), first, measured)
-        return self._recipe(mixture), final
+        mixture, planned = self._solve_within_budget(
+            self._group_options(nats), notes_before, measured
+        )
+        return self._mixture_recipe(mixture), planned
 
-    def likely_plan(self) -> Planned:
-        """Return the plan of a mixture of that size, with a note on what is measured first."""
-        rows, names = self.wanted.calibration, [*self.plans]
+    def estimate_plan(self) -> Planned:
+        """Return the plan of an estimated mixture of the target size, with a note on what will be measured first."""
+        rows, names = self.recipe.calibration, [*self.candidate_plans]
         note = (
             f"measured first: what each of {len(names)} schemes ({', '.join(names)}) costs each of"
             f" {len(self.groups)} groups of linears, on {rows.samples:,} rows of {rows.length:,} tokens,"
             " forward and backward; which gets which is found then, and with it which engines load it: this is another"
             " mixture of that size"
         )
-        return self.likely((note,), len(names))[1]
+        return self.estimate_mixture((note,), len(names))[1]
 
-    def _best(
+    def _solve_within_budget(
         self,
         options: Sequence[Sequence[Option]],
-        first: Sequence[str] = (),
+        notes_before: Sequence[str] = (),
         measured: int = 0,
     ) -> tuple[Mixture, Planned]:
-        """Return the best choice and its plan; its files, rules in their headers included, are no larger than asked."""
-        room = self.room
+        """Return the best mixture whose files, metadata included, are within the target size, and its plan."""
+        budget = self.linear_budget
         while True:
-            mixture = solve(options, room)
-            base = self._base(mixture)
-            found = self.planned(base, *self._rules(base, mixture), first=first, measured=measured)
-            over = found.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
-            if over <= 0:
-                return mixture, found
-            room -= math.ceil(over)
+            mixture = solve_knapsack(options, budget)
+            base = self._most_used_scheme(mixture)
+            planned = self.plan_with(
+                base, *self._rules_for(base, mixture), notes_before=notes_before, measured=measured
+            )
+            excess = planned.plan.output_bytes - self.target.nbytes if self.target.of_files else 0
+            if excess <= 0:
+                return mixture, planned
+            budget -= math.ceil(excess)
 
-    def _options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
-        """Return the options of each group; ``nats`` are those of each linear under each candidate."""
+    def _group_options(self, nats: Mapping[str, Sequence[float]]) -> list[list[Option]]:
+        """Return the options of each group, given the loss of each linear under each candidate."""
         return [
             [
                 Option(
                     name,
-                    self._bytes(group, name),
-                    math.fsum(nats[linear][place] for linear in group),
+                    self._group_bytes(group, name),
+                    math.fsum(nats[linear][index] for linear in group),
                 )
-                for place, name in enumerate(self.plans)
+                for index, name in enumerate(self.candidate_plans)
             ]
             for group in self.groups
         ]
 
-    def _recipe(self, mixture: Mixture) -> Recipe:
-        base = self._base(mixture)
-        rules = (*self._rules(base, mixture), Rule(EVERY, base))
-        return replace(self.wanted, scheme=base, rules=rules)
+    def _mixture_recipe(self, mixture: Mixture) -> Recipe:
+        base = self._most_used_scheme(mixture)
+        rules = (*self._rules_for(base, mixture), Rule(ALL_LINEARS, base))
+        return replace(self.recipe, scheme=base, rules=rules)
 
-    def _base(self, mixture: Mixture) -> str:
+    def _most_used_scheme(self, mixture: Mixture) -> str:
         """Return the scheme that most weights get."""
-        shares = self._shares(mixture)
-        return max(shares, key=lambda scheme: (shares[scheme], scheme))
+        counts = self._weights_by_scheme(mixture)
+        return max(counts, key=lambda scheme: (counts[scheme], scheme))
 
-    def _rules(self, base: str, mixture: Mixture) -> tuple[Rule, ...]:
-        """Return rules for the linears whose scheme is not ``base``."""
+    def _rules_for(self, base: str, mixture: Mixture) -> tuple[Rule, ...]:
+        """Return rules for the linears whose scheme differs from ``base``."""
         schemes = {
-            name: one.scheme
-            for one, group in zip(mixture.chosen, self.groups, strict=True)
+            name: option.scheme
+            for option, group in zip(mixture.chosen, self.groups, strict=True)
             for name in group
-            if one.scheme != base
+            if option.scheme != base
         }
-        model_layout, linears = self.first.model_layout, self.linears
-        places = {}
+        model_layout, linears = self.first_plan.model_layout, self.linears
+        name_parts = {}
         for name in schemes:
             block = model_layout.block_name(linears[name].block)
-            before, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
-            after = re.escape(_kind(name.removeprefix(block), linears[name].expert))
-            places[name] = (re.escape(before), number, after.replace(re.escape(_ANY), "[0-9]+"))
-        return tuple(Rule(*rule) for rule in patterns_of(schemes, places))
+            prefix, number = block[: block.rindex(".") + 1], block.rpartition(".")[2]
+            suffix = re.escape(_expert_template(name.removeprefix(block), linears[name].expert))
+            name_parts[name] = (
+                re.escape(prefix),
+                number,
+                suffix.replace(re.escape(_EXPERT_NUMBER), "[0-9]+"),
+            )
+        return tuple(Rule(*rule) for rule in build_rule_patterns(schemes, name_parts))
 
-    def _shares(self, mixture: Mixture) -> dict[str, int]:
-        """Return how many weights each scheme gets."""
-        shares: dict[str, int] = {}
-        for one, group in zip(mixture.chosen, self.groups, strict=True):
-            count = sum(self.weights[name] for name in group)
-            shares[one.scheme] = shares.get(one.scheme, 0) + count
-        return shares
+    def _weights_by_scheme(self, mixture: Mixture) -> dict[str, int]:
+        """Return the number of weights that each scheme gets."""
+        counts: dict[str, int] = {}
+        for option, group in zip(mixture.chosen, self.groups, strict=True):
+            count = sum(self.weight_counts[name] for name in group)
+            counts[option.scheme] = counts.get(option.scheme, 0) + count
+        return counts
 
-    def _bytes(self, group: Sequence[str], scheme: str) -> int:
-        """Return the bytes of a group under a candidate."""
-        return sum(self.tables[scheme][name].output_bytes for name in group)
+    def _group_bytes(self, group: Sequence[str], scheme: str) -> int:
+        """Return the bytes of a group of linears under a candidate."""
+        return sum(self.tensor_plans[scheme][name].output_bytes for name in group)
 
-    def _files(self, mixture: Mixture) -> int:
-        """Return the bytes of all weight files."""
+    def _file_bytes(self, mixture: Mixture) -> int:
+        """Return the bytes of all weight files of the result under a mixture."""
         first = sum(one.output_bytes for one in self.linears.values())
-        return self.first.plan.output_bytes - first + mixture.nbytes
+        return self.first_plan.plan.output_bytes - first + mixture.nbytes
 
-    def _bits(self, mixture: Mixture) -> float:
-        """Return bits per weight inside of blocks."""
-        return 8 * mixture.nbytes / sum(self.weights.values())
+    def _bits_per_weight(self, mixture: Mixture) -> float:
+        """Return the bits per weight inside the blocks under a mixture."""
+        return 8 * mixture.nbytes / sum(self.weight_counts.values())
 
 
-def search_of(
-    model: str | Path, asked: AskedSize, settings: Settings, out: Path | None
+def plan_search(
+    model: str | Path, request: SizeRequest, settings: Settings, out: Path | None
 ) -> MixtureSearch:
-    """Plan a search, and refuse what headers tell to be impossible.
+    """Plan the search for a mixture, refusing from headers alone what cannot work.
 
     Args:
-        model: as of `quantize`.
-        asked: the size, and what is wanted beside it.
-        settings: how it runs.
-        out: of a result that is to be made at once: its name may decide the format.
+        model: the model, as `quantize` takes it.
+        request: the requested size, candidates and recipe.
+        settings: settings of the run.
+        out: path of a result that is written right after the search, if any; its name may decide the format.
 
     Raises:
-        UsageError: the target is no size.
-        RefusedError: it is out of reach, or of another model; the format or the engine takes no mixture.
+        UsageError: the target is not a size.
+        RefusedError: the target is out of reach or belongs to another model, or the format or engine takes no mixtures.
     """
-    other, recipe = None, asked.recipe
-    if asked.like is not None:
-        other = open_model(resolve(str(asked.like), settings.offline))
+    reference_model, recipe = None, request.recipe
+    if request.like is not None:
+        reference_model = open_model(resolve(str(request.like), settings.offline))
         if not (recipe.format or recipe.engine):
-            recipe = replace(recipe, format=GGUF if other.path.is_file() else "")
+            recipe = replace(recipe, format=GGUF if reference_model.path.is_file() else "")
     target = None
-    if asked.target is not None:
-        target = parse_target(asked.target, settings.serving.cache, recipe.tensor_parallel)
-    read, own = strip_local_paths(chosen_format(recipe, out)[0], settings)
-    key = read.format
+    if request.target is not None:
+        target = parse_target(request.target, settings.serving.cache, recipe.tensor_parallel)
+    chosen_recipe, run_settings = strip_local_paths(choose_format(recipe, out)[0], settings)
+    key = chosen_recipe.format
     opened = open_model(resolve(str(model), settings.offline))
-    source = without_dropped_heads(source_as_read(opened, read, None, own), read)
-    name = naming.sized(source, read.method, key, naming.word_for(asked.target, asked.like))
+    source = without_dropped_heads(
+        source_as_read(opened, chosen_recipe, None, run_settings), chosen_recipe
+    )
+    name = naming.name_for_size(
+        source, chosen_recipe.method, key, naming.size_label(request.target, request.like)
+    )
 
-    def planned(scheme: str, *rules: Rule, first: Sequence[str] = (), measured: int = 0) -> Planned:
-        wanted = replace(read, scheme=scheme, rules=(*rules, Rule(EVERY, scheme)))
-        return make_plan(wanted, source, None, own, name=name, first=first, measured=measured)
+    def plan_with(
+        scheme: str, *rules: Rule, notes_before: Sequence[str] = (), measured: int = 0
+    ) -> Planned:
+        recipe_with_rules = replace(
+            chosen_recipe, scheme=scheme, rules=(*rules, Rule(ALL_LINEARS, scheme))
+        )
+        return make_plan(
+            recipe_with_rules,
+            source,
+            None,
+            run_settings,
+            name=name,
+            notes_before=notes_before,
+            measured=measured,
+        )
 
-    typed = as_list(asked.candidates)
-    given = [(name,) for one in typed for name in str(one).split(",") if name]
-    together = key != GGUF  # what engines join gets one scheme: linears of an input, experts
+    candidate_texts = as_list(request.candidates)
+    given = [(name,) for text in candidate_texts for name in str(text).split(",") if name]
+    join_linears = (
+        key != GGUF
+    )  # engines load the linears of one input, and all experts, as one matrix: one scheme
     plans, left_out = plan_candidates(
         source,
-        planned,
-        given or usual_schemes(key),
-        read.engine,
-        given=bool(given),
-        together=together,
+        plan_with,
+        given or default_candidates(key),
+        chosen_recipe.engine,
+        explicit=bool(given),
+        join_linears=join_linears,
     )
-    first = plans[next(iter(plans))]
-    if other is not None:
-        target = size_like(other, first.model_layout)
+    first_plan = plans[next(iter(plans))]
+    if reference_model is not None:
+        target = size_like(reference_model, first_plan.model_layout)
     assert target is not None
-    # An engine that the format does not list loads none of its mixtures: `check_mixed` says so.
-    loader = load_format(key).INFO.engines.get(read.engine or "")
-    alike = loader is not None and bool(loader.mixed_experts)
+    # An engine that the format does not list cannot load its mixtures: `check_mixture_allowed` says so.
+    engine_rules = load_format(key).INFO.engines.get(chosen_recipe.engine or "")
+    experts_share_scheme = engine_rules is not None and bool(engine_rules.mixed_experts)
     groups: dict[object, list[str]] = {}
-    for linear, tensor in quantized_linears(first.plan.tensors, first.model_layout).items():
-        groups.setdefault(_group(linear, tensor, together, alike), []).append(linear)
+    for linear, tensor in quantized_linears(
+        first_plan.plan.tensors, first_plan.model_layout
+    ).items():
+        groups.setdefault(
+            _group_key(linear, tensor, join_linears, experts_share_scheme), []
+        ).append(linear)
     search = MixtureSearch(
-        asked,
+        request,
         source,
-        small_files(source),
-        own,
+        digest_small_files(source),
+        run_settings,
         replace(recipe, format=key),
         target,
         plans,
         left_out,
         tuple(map(tuple, groups.values())),
-        planned,
+        plan_with,
     )
-    search.room  # noqa: B018 - refuses a size that is out of reach
-    search.check_mixed()
+    search.linear_budget  # noqa: B018 - refuses a size that is out of reach
+    search.check_mixture_allowed()
     return search
 
 
-def usual_schemes(key: str) -> list[Sequence[str]]:
-    """Return the schemes of whole bits: the one with a name of its own, else what ``--bits`` means in a format."""
-    found: list[Sequence[str]] = []
+def default_candidates(key: str) -> list[Sequence[str]]:
+    """Return the texts of the default scheme of each whole bit width in a format, an alias first where one exists."""
+    candidates: list[Sequence[str]] = []
     for bits in INTEGER_BITS:
-        named = ALIASES.get(f"W{bits}A16") if key != GGUF else None
+        alias = ALIASES.get(f"W{bits}A16") if key != GGUF else None
         try:
             default = load_format(key).default_scheme(bits)
         except QuantForgeError:  # it has no such width
             continue
-        found.append((named, default) if named and named != default else (default,))
-    return found
+        candidates.append((alias, default) if alias and alias != default else (default,))
+    return candidates
 
 
 def plan_candidates(
     source: Checkpoint,
-    planned: Callable[[str], Planned],
+    plan_with: Callable[[str], Planned],
     candidates: Sequence[Sequence[str]],
     engine: str | None,
     *,
-    given: bool,
-    together: bool,
+    explicit: bool,
+    join_linears: bool,
 ) -> tuple[dict[str, Planned], dict[str, str]]:
-    """Return a plan for the first scheme that has one of each candidate, and why others are left out.
+    """Plan the model under each candidate scheme.
 
-    A candidate that is ``given`` has to have one. ``together``: linears of a shared input get one scheme.
+    Args:
+        source: the model as it is read.
+        plan_with: returns the plan for one scheme.
+        candidates: for each candidate, alternative texts of a scheme; the first one that can be planned is taken.
+        engine: the engine that has to load the result, or None.
+        explicit: whether the user named the candidates: then each of them has to be possible.
+        join_linears: whether linears that read the same input have to share a scheme.
+
+    Returns:
+        The plans by scheme, and the reason for each candidate that was excluded.
     """
     plans: dict[str, Planned] = {}
-    left_out: dict[str, str] = {}
+    excluded: dict[str, str] = {}
     for texts in candidates:
         for text in texts:
             if text == KEEP:
@@ -388,30 +447,32 @@ def plan_candidates(
                 )
             try:
                 name = str(parse(text))
-                found = planned(name)
+                planned = plan_with(name)
             except QuantForgeError as error:
-                if given and engine and isinstance(error, RefusedError):
+                if explicit and engine and isinstance(error, RefusedError):
                     hint = f"leave it out; without --candidates those that {engine} loads are taken"
                     raise RefusedError(f"--candidates {text}: {error.message}", hint) from error
-                if given:
+                if explicit:
                     raise
-                left_out[text] = error.message
+                excluded[text] = error.message
                 continue
             schemes = [
-                one.scheme
-                for one in quantized_linears(found.plan.tensors, found.model_layout).values()
+                tensor.scheme
+                for tensor in quantized_linears(planned.plan.tensors, planned.model_layout).values()
             ]
-            if not together and any(one and one.weight.joint for one in schemes):
-                # Matrices that share parameters may get others, and errors would not add up.
+            if not join_linears and any(tensor and tensor.weight.is_joint for tensor in schemes):
+                # Joined matrices share parameters, so their measured errors would not add up.
                 raise UsageError(
                     f"--candidates {name}: matrices share its parameters",
                     "a scheme by rows or groups",
                 )
-            plans[name] = replace(found, model_layout=drop_tied_copy(found.model_layout, source))
-            left_out = {other: why for other, why in left_out.items() if other not in texts}
+            plans[name] = replace(
+                planned, model_layout=drop_tied_copy(planned.model_layout, source)
+            )
+            excluded = {other: reason for other, reason in excluded.items() if other not in texts}
             break
     if len(plans) < 2:
-        _refuse_few([*plans], left_out, engine)
+        _refuse_few([*plans], excluded, engine)
     first = next(iter(plans.values()))
     refuse_guide(
         1,
@@ -422,36 +483,36 @@ def plan_candidates(
         "one width for all: quantforge quantize MODEL --bits 4",
     )
     linears = quantized_linears(first.plan.tensors, first.model_layout).keys()
-    for name, one in plans.items():
-        if quantized_linears(one.plan.tensors, one.model_layout).keys() != linears:
+    for name, planned in plans.items():
+        if quantized_linears(planned.plan.tensors, planned.model_layout).keys() != linears:
             raise RefusedError(
                 f"{name}: it rounds other linears than the other candidates", "leave it out"
             )
-    return plans, left_out
+    return plans, excluded
 
 
-def _refuse_few(names: Sequence[str], left_out: Mapping[str, str], engine: str | None) -> NoReturn:
-    """Refuse candidates among which there is nothing to choose."""
-    said = f"fewer than two candidates: {', '.join(names) or 'none'}"
-    if engine and left_out:
+def _refuse_few(names: Sequence[str], excluded: Mapping[str, str], engine: str | None) -> NoReturn:
+    """Raise the error for fewer than two candidates."""
+    message = f"fewer than two candidates: {', '.join(names) or 'none'}"
+    if engine and excluded:
         raise RefusedError(
-            f"--for {engine}: {said}{why_not_candidates(left_out)}", _one_width(engine)
+            f"--for {engine}: {message}{exclusion_note(excluded)}", _single_width_hint(engine)
         )
-    more = "name more schemes: --candidates int3:g128:sym,int4:g128:sym"
-    raise UsageError(said, next(iter(left_out.values()), more))
+    example = "name more schemes: --candidates int3:g128:sym,int4:g128:sym"
+    raise UsageError(message, next(iter(excluded.values()), example))
 
 
-def _one_width(engine: str) -> str:
+def _single_width_hint(engine: str) -> str:
     return f"one width for all: quantforge quantize MODEL --for {engine}"
 
 
-def why_not_candidates(left_out: Mapping[str, str]) -> str:
-    """Return the end of a sentence that names the candidates: which is none, and why."""
-    if not left_out:
+def exclusion_note(excluded: Mapping[str, str]) -> str:
+    """Return the end of a message that lists the candidates: which scheme was excluded and why; "" if none was."""
+    if not excluded:
         return ""
-    name, why = next(iter(left_out.items()))
-    more = f" (and {len(left_out) - 1} more)" if len(left_out) > 1 else ""
-    return f"; {name} is none: {why}{more}"
+    name, reason = next(iter(excluded.items()))
+    more = f" (and {len(excluded) - 1} more)" if len(excluded) > 1 else ""
+    return f"; {name} is none: {reason}{more}"
 
 
 # ---- the knapsack
@@ -459,7 +520,7 @@ def why_not_candidates(left_out: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """Scheme for a group of linears: the bytes that it counts, and what its error costs in nats per token."""
+    """One scheme for a group of linears: its bytes, and its loss in nats per token."""
 
     scheme: str
     nbytes: int
@@ -468,7 +529,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Choice of an option for every group, with its nats."""
+    """One option for every group of linears, with the total loss in nats per token."""
 
     nats: float
     chosen: tuple[Option, ...]
@@ -479,107 +540,115 @@ class Mixture:
         return sum(option.nbytes for option in self.chosen)
 
 
-def _group(name: str, tensor: TensorPlan, together: bool, alike: bool) -> object:
-    """Return what tells the linears that get one scheme: engines compute the experts of a layer in one product.
+def _group_key(
+    name: str, tensor: TensorPlan, join_linears: bool, experts_share_scheme: bool
+) -> object:
+    """Return the key of the group that a linear belongs to: linears with equal keys get the same scheme.
 
-    A GGUF file holds each of their matrices in one tensor.
+    Engines compute the experts of a layer in one product, and a GGUF file stores each matrix of all experts as one
+    tensor.
     """
     if tensor.expert >= 0:
-        return -1 if alike else tensor.block, "" if together else _kind(name, tensor.expert)
-    return (tensor.block, tensor.shared) if together and tensor.shared else name
+        return (
+            -1 if experts_share_scheme else tensor.block,
+            "" if join_linears else _expert_template(name, tensor.expert),
+        )
+    return (tensor.block, tensor.shared) if join_linears and tensor.shared else name
 
 
-def _kind(name: str, expert: int) -> str:
-    """Return the name of a linear of an expert with `_ANY` for the number of the expert; others as they are."""
-    before, number, behind = name.rpartition(f".{expert}.") if expert >= 0 else (name, "", "")
-    return f"{before}.{_ANY}.{behind}" if number else name
+def _expert_template(name: str, expert: int) -> str:
+    """Return the name of an expert's linear with a placeholder for the expert's index; other names unchanged."""
+    prefix, number, suffix = name.rpartition(f".{expert}.") if expert >= 0 else (name, "", "")
+    return f"{prefix}.{_EXPERT_NUMBER}.{suffix}" if number else name
 
 
-def patterns_of(
-    schemes: Mapping[str, str], places: Mapping[str, tuple[str, str, str]]
+def build_rule_patterns(
+    schemes: Mapping[str, str], name_parts: Mapping[str, tuple[str, str, str]]
 ) -> list[tuple[str, str]]:
-    """Return rules ``(pattern, scheme)`` that give linears their schemes: one for each kind of linear and scheme.
+    """Return rules ``(pattern, scheme)`` that give linears their schemes, one for each kind of linear and scheme.
 
     Args:
-        schemes: of linears, by canonical name.
-        places: of each, a pattern for what stands before the number of its block, this number, and one for the rest.
+        schemes: the scheme of each linear, by canonical name.
+        name_parts: for each linear, a pattern for its name up to the block index, the index, and a pattern for the
+            rest.
     """
-    together: dict[tuple[str, str, str], dict[str, None]] = {}
+    block_indices: dict[tuple[str, str, str], dict[str, None]] = {}
     for name, scheme in schemes.items():
-        before, number, behind = places[name]
-        together.setdefault((before, behind, scheme), {})[number] = None
+        prefix, number, suffix = name_parts[name]
+        block_indices.setdefault((prefix, suffix, scheme), {})[number] = None
     return [
-        (f"re:{before}({'|'.join(numbers)}){behind}", scheme)
-        for (before, behind, scheme), numbers in together.items()
+        (f"re:{prefix}({'|'.join(numbers)}){suffix}", scheme)
+        for (prefix, suffix, scheme), numbers in block_indices.items()
     ]
 
 
-def solve(groups: Sequence[Sequence[Option]], room: int) -> Mixture:
-    """Return the options of all groups with the least sum of nats whose bytes are at most ``room``.
+def solve_knapsack(groups: Sequence[Sequence[Option]], budget: int) -> Mixture:
+    """Return the options, one for each group, with the lowest total loss whose bytes are at most ``budget``.
 
-    Of equal sums the one with fewer bytes wins, then the earlier options of earlier groups.
+    Ties are broken by fewer bytes, then by earlier options of earlier groups.
 
     Raises:
-        RefusedError: even the smallest options take more.
+        RefusedError: even the smallest options exceed the budget.
     """
     import numpy as np
 
-    hulls = [_hull(options) for options in groups]
-    least = sum(options[0].nbytes for options in hulls)
-    if least > room:
+    hulls = [_convex_hull(options) for options in groups]
+    smallest = sum(options[0].nbytes for options in hulls)
+    if smallest > budget:
         raise RefusedError(
-            f"the smallest options take {least:,} bytes of {room:,}", "a larger target"
+            f"the smallest options take {smallest:,} bytes of {budget:,}", "a larger target"
         )
-    spread = sum(options[-1].nbytes for options in hulls) - least
-    unit = max(1, -(-min(room - least, spread) // STEPS))
-    width = min(room - least, spread) // unit + 1
+    spread = sum(options[-1].nbytes for options in hulls) - smallest
+    step = max(1, -(-min(budget - smallest, spread) // KNAPSACK_STEPS))
+    width = min(budget - smallest, spread) // step + 1
     best = np.zeros(width)
     picks = np.zeros((len(hulls), width), dtype=np.int8)
-    for number, options in enumerate(hulls):
+    for group, options in enumerate(hulls):
         sums = np.full((len(options), width), np.inf)
-        for place, option in enumerate(options):
-            more = -(-(option.nbytes - options[0].nbytes) // unit)
-            if more < width:
-                sums[place, more:] = best[: width - more] + option.nats
-        picks[number] = sums.argmin(0)
+        for index, option in enumerate(options):
+            extra_steps = -(-(option.nbytes - options[0].nbytes) // step)
+            if extra_steps < width:
+                sums[index, extra_steps:] = best[: width - extra_steps] + option.nats
+        picks[group] = sums.argmin(0)
         best = sums.min(0)
-    left = int(best.argmin())
+    position = int(best.argmin())
     chosen: list[Option] = []
     for options, row in zip(reversed(hulls), picks[::-1], strict=True):
-        option = options[int(row[left])]
-        left -= -(-(option.nbytes - options[0].nbytes) // unit)
+        option = options[int(row[position])]
+        position -= -(-(option.nbytes - options[0].nbytes) // step)
         chosen.append(option)
-    return mixture_of(chosen[::-1])
+    return make_mixture(chosen[::-1])
 
 
-def mixture_of(chosen: Sequence[Option]) -> Mixture:
-    """Return a choice with its sum of nats."""
+def make_mixture(chosen: Sequence[Option]) -> Mixture:
+    """Return the mixture of some options, with the sum of their losses."""
     return Mixture(math.fsum(option.nats for option in chosen), tuple(chosen))
 
 
-def best_mixtures(groups: Sequence[Sequence[Option]]) -> list[Mixture]:
-    """Return the best choices from the least size to the most; each loses less than the one before."""
+def pareto_mixtures(groups: Sequence[Sequence[Option]]) -> list[Mixture]:
+    """Return the best mixtures from the smallest size to the largest, each with less loss than the one before."""
     least, most = (
-        sum(pick(one.nbytes for one in options) for options in groups) for pick in (min, max)
+        sum(extreme(option.nbytes for option in options) for options in groups)
+        for extreme in (min, max)
     )
-    found: list[Mixture] = []
-    for number in range(CURVE_POINTS):
-        one = solve(groups, least + (most - least) * number // (CURVE_POINTS - 1))
-        if not found or one.nats < found[-1].nats:
-            found.append(one)
-    return found
+    mixtures: list[Mixture] = []
+    for point in range(PARETO_POINTS):
+        mixture = solve_knapsack(groups, least + (most - least) * point // (PARETO_POINTS - 1))
+        if not mixtures or mixture.nats < mixtures[-1].nats:
+            mixtures.append(mixture)
+    return mixtures
 
 
-def _hull(options: Sequence[Option]) -> list[Option]:
-    """Return the options that no mixture of two others beats, by growing bytes."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda one: (one.nbytes, one.nats)):
-        if kept and option.nats >= kept[-1].nats:
+def _convex_hull(options: Sequence[Option]) -> list[Option]:
+    """Return the options on the lower convex hull of bytes and loss, by increasing bytes."""
+    hull: list[Option] = []
+    for option in sorted(options, key=lambda candidate: (candidate.nbytes, candidate.nats)):
+        if hull and option.nats >= hull[-1].nats:
             continue
-        while len(kept) > 1 and _slope(kept[-2], kept[-1]) >= _slope(kept[-2], option):
-            kept.pop()
-        kept.append(option)
-    return kept
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], option):
+            hull.pop()
+        hull.append(option)
+    return hull
 
 
 def _slope(first: Option, second: Option) -> float:
@@ -591,21 +660,21 @@ def _slope(first: Option, second: Option) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Allocated:
-    """Outcome of an allocation.
+    """The result of an allocation: a recipe that gives every linear its scheme.
 
     Attributes:
-        recipe: gives every linear its scheme.
-        target: as it was asked for.
-        nbytes: of all weight files of the result, as planned.
-        bits: bits per weight inside of the blocks.
-        nats: of divergence per token that the errors inside of blocks are expected to cause.
-        groups: the linears of each group.
-        chosen: of each group, its scheme.
-        shares: weights that each scheme gets.
-        uniform: bytes, bits and nats of each candidate alone, by its scheme.
-        front: bytes and nats of the best choices from the least size to the most.
-        left_out: candidates that the format does not hold or the engine does not load, and why.
-        engines: which of them load what the recipe makes.
+        recipe: the recipe.
+        target: the target size as it was typed.
+        nbytes: planned bytes of all weight files of the result.
+        bits: bits per weight inside the blocks.
+        nats: expected KL divergence per token, in nats, caused by the errors inside the blocks.
+        groups: canonical names of the linears of each group.
+        chosen: the scheme of each group.
+        shares: number of weights that each scheme gets.
+        uniform: bytes, bits per weight and nats of each candidate used for all linears, by scheme.
+        front: bytes and nats of the best mixtures, from the smallest to the largest.
+        left_out: schemes that the format cannot store or the engine cannot load, each with the reason.
+        engines: for each engine, whether it loads the result.
     """
 
     recipe: Recipe
@@ -622,12 +691,12 @@ class Allocated:
     engines: tuple[EngineVerdict, ...]
 
     def written(self) -> bytes:
-        """Return the recipe as a file, behind a line on what it makes, in the figures that `quantize` ends with."""
+        """Return the recipe as a TOML file, after a comment line with its planned bits per weight and size."""
         planned = f"{self.bits:.3f} bits per weight in blocks, files {size(self.nbytes)}"
         return f"# planned: {planned}\n\n{self.recipe.to_toml()}".encode()
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the allocation as plain data for JSON."""
         return {
             "target": self.target,
             "bytes": self.nbytes,

@@ -1,7 +1,8 @@
-"""Calibration rows: what a run gets where it asks the builtin text for more than that has.
+"""Calibration rows: how many there will be, how many hold random tokens, and which requests are refused or noted.
 
-Other texts are refused when they are too short. The builtin text is the default, as 128 rows are: that asks for as many
-as there are, up to 128. Whoever asks for another number, or for a part of a mixture, is told when fewer come.
+A text that is too short for the requested rows is refused. The builtin text is an exception: with the default number of
+rows (128), as many are taken as it has. A user who asks for another number, or for a part of a mixture, gets an event
+if there are fewer.
 """
 
 from __future__ import annotations
@@ -17,52 +18,57 @@ from quantforge.architectures.match import ModelLayout, Role, require_declaratio
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
 from quantforge.formats.open_model import tokenizer_directory
-from quantforge.planning.peak_memory import RunSizes, whole_model
+from quantforge.planning.peak_memory import RunSizes, whole_model_bytes
 from quantforge.plans import TensorPlan
 from quantforge.quantizers import GPTQ
 from quantforge.recipe import CalibrationOptions, Recipe
 
-RANDOM_ROWS = 1 / 16
+DEFAULT_RANDOM_SHARE = 1 / 16
 
 
-def few_rows(options: CalibrationOptions, given: int, asked: int) -> str:
-    """Return what there is to say of ``given`` rows where ``asked`` were to come, "" where that is as asked."""
-    if given >= asked or _takes_what_there_is(options):
+def missing_rows_message(options: CalibrationOptions, available: int, requested: int) -> str:
+    """Return a message if there are fewer rows than requested, else ""."""
+    if available >= requested or _accepts_fewer_rows(options):
         return ""
     return (
-        f"{given} rows of {options.length} tokens, {asked} asked for: the builtin text has no more; "
-        f"--samples {given}, or --calibration FILE with more text"
+        f"{available} rows of {options.length} tokens, {requested} asked for: the builtin text has no more; "
+        f"--samples {available}, or --calibration FILE with more text"
     )
 
 
-def random_share(recipe: Recipe, words: Sequence[str], tensors: Sequence[TensorPlan]) -> float:
-    """Return the share of the rows whose tokens are drawn at random (`quantforge_calibration.sampler`).
+def random_row_share(
+    recipe: Recipe, method_words: Sequence[str], tensors: Sequence[TensorPlan]
+) -> float:
+    """Return the share of calibration rows whose tokens are drawn at random (`quantforge_calibration.sampler`).
 
-    Where none is named, error feedback takes `RANDOM_ROWS`: it relies on how activations go together. Nothing else is
-    measured to gain, and static scales of inputs would have to hold what no text holds. Nor is what no text has to
-    count where the rows decide which experts are left out, or the scales of a cache.
+    By default, only error feedback (GPTQ) uses random rows: it depends on correlations between activations. Other
+    methods were not measured to gain from them, and static activation ranges would have to cover values that no text
+    causes. There are no random rows either if the rows decide which experts are pruned or measure the scales of a KV
+    cache.
 
     Args:
-        recipe: of the result.
-        words: the transforms and the rounder.
-        tensors: what becomes of each.
+        recipe: recipe of the result.
+        method_words: names of the transforms and of the rounder, in order.
+        tensors: plans of all tensors.
     """
     options = recipe.calibration
     if options.random is not None:
         return options.random
     inputs = (tensor.scheme.input for tensor in tensors if tensor.scheme is not None)
-    measured = any(one is not None and one.measured for one in inputs)
-    counted = recipe.prune_experts or recipe.kv_cache != "none"
-    elsewhere = words[-1] != GPTQ or measured or counted or options.importance_file
-    return 0.0 if elsewhere else RANDOM_ROWS
+    static_inputs = any(activation is not None and activation.measured for activation in inputs)
+    measures_text = recipe.prune_experts or recipe.kv_cache != "none"
+    text_only = (
+        method_words[-1] != GPTQ or static_inputs or measures_text or options.importance_file
+    )
+    return 0.0 if text_only else DEFAULT_RANDOM_SHARE
 
 
-def own_text(run: RunSizes, model_layout: ModelLayout) -> tuple[str, ...]:
-    """Say what it costs to let the model write its calibration text."""
+def self_generated_note(run: RunSizes, model_layout: ModelLayout) -> tuple[str, ...]:
+    """Return a note on the cost of calibration text that the model generates itself; none for other text."""
     if not run.needs or not run.calibration.writes_own_text:
         return ()
     tokens = run.calibration.samples * run.calibration.length
-    size = whole_model(model_layout)
+    size = whole_model_bytes(model_layout)
     return (
         f"calibration 'self': the model writes up to {tokens:,} tokens one at a time, with all of its weights"
         f" in memory as float32 ({size:,} bytes)",
@@ -70,28 +76,34 @@ def own_text(run: RunSizes, model_layout: ModelLayout) -> tuple[str, ...]:
 
 
 def check_length(options: CalibrationOptions, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Refuse rows that are longer than a model has positions; of the default length a note says it.
+    """Refuse calibration rows longer than the model's maximum position; only note it if the length is the default.
 
     Raises:
-        InputError: the length was asked for.
+        InputError: the user asked for that length.
     """
     positions = positions_in(config)
     if options.length <= positions:
         return ()
-    said = f"rows of {options.length} tokens, the model has {positions} positions"
+    message = f"rows of {options.length} tokens, the model has {positions} positions"
     if options.length != CalibrationOptions().length:
-        raise InputError(f"calibration: {said}", f"--length {positions}, or fewer")
-    return (f"calibration: {said}; --length {positions} stays within them",)
+        raise InputError(f"calibration: {message}", f"--length {positions}, or fewer")
+    return (f"calibration: {message}; --length {positions} stays within them",)
 
 
-@lru_cache(maxsize=64)  # by the digests that the options hold: a search plans for many candidates
-def check_source(
-    options: CalibrationOptions, place: str, model: Path, vocabulary: int | None = None
+@lru_cache(maxsize=64)  # a search plans many candidates; the options hold digests of the text
+def check_calibration_text(
+    options: CalibrationOptions, source: str, model: Path, vocabulary: int | None = None
 ) -> None:
-    """Refuse a calibration text that a run would refuse at its start; arguments are as of `calibrate`.
+    """Refuse a calibration text that a run would refuse at its start.
+
+    Args:
+        options: the calibration options.
+        source: local path of the text; "" takes the one in the options.
+        model: path of the model, whose tokenizer is used.
+        vocabulary: number of rows of the embedding, if known.
 
     Raises:
-        InputError: the source is missing, malformed or too short, or the model has no tokenizer.
+        InputError: the text is missing, malformed or too short, or the model has no tokenizer.
     """
     from quantforge_calibration import SourceError
     from quantforge_calibration.row_count import check_rows  # tokenizers, as below
@@ -99,7 +111,7 @@ def check_source(
     try:
         with tokenizer_directory(model) as (folder, _):
             check_rows(
-                place or options.source,
+                source or options.source,
                 folder,
                 options.samples,
                 options.length,
@@ -110,82 +122,94 @@ def check_source(
         raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
-@lru_cache(maxsize=64)  # as `check_source`
-def named_image(options: CalibrationOptions, place: str) -> str | None:
-    """Return where a calibration text first names an image, None where it names none; ``place`` is as of `calibrate`.
+@lru_cache(maxsize=64)  # as `check_calibration_text`
+def first_image_reference(options: CalibrationOptions, source: str) -> str | None:
+    """Return where a calibration text first refers to an image, or None if it does not.
+
+    Args:
+        options: the calibration options.
+        source: local path of the text; "" takes the one in the options.
 
     Raises:
-        InputError: the source is missing or malformed.
+        InputError: the text is missing or malformed.
     """
     from quantforge_calibration import SourceError, parse_sources
     from quantforge_calibration.image_documents import first_image
 
     try:
-        found = (first_image(part) for part in parse_sources(place or options.source))
-        return next((place for place in found if place is not None), None)
+        references = (first_image(part) for part in parse_sources(source or options.source))
+        return next((reference for reference in references if reference is not None), None)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
 
 
-def check_towers(named: str | None, config: Mapping[str, Any]) -> None:
-    """Refuse rows that name an image, and where, for a model that reads none.
+def check_image_support(reference: str | None, config: Mapping[str, Any]) -> None:
+    """Refuse calibration rows with images for a model that has no vision tower.
+
+    Args:
+        reference: where the text refers to an image; None if it does not.
+        config: configuration of the model.
 
     Raises:
-        InputError: the configuration has no other tower.
+        InputError: the model cannot read images.
     """
-    if named is not None and not has_towers(config):
+    if reference is not None and not has_towers(config):
         raise InputError(
-            f"calibration: {named} names an image, and {config.get('model_type')} has no tower that reads any",
+            f"calibration: {reference} names an image, and {config.get('model_type')} has no tower that reads any",
             "rows without `image` and `images`, or the whole model in the place of its text tower",
         )
 
 
-def with_images(
+def add_image_memory(
     peak: int, model_layout: ModelLayout, options: CalibrationOptions, *, in_memory: bool
 ) -> tuple[int, str]:
-    """Return the peak of a run whose rows have images, and what a plan says of them.
+    """Add the memory of calibration rows with images to a predicted peak; return the new peak and a note.
 
-    Beside what text takes, each row keeps what its text tower is given: states and masks.
+    For each row the inputs of the text model (embeddings and attention masks) are kept in addition.
     """
     _, sizes = require_declarations(model_layout)
-    towers = 4 * sum(
+    tower_bytes = 4 * sum(
         math.prod(tensor.header.shape)
         for tensor in model_layout.tensors
         if tensor.role is Role.FOREIGN
     )
     rows, length = options.samples if in_memory else options.micro_batch, options.length
-    kept = rows * length * (4 * sizes.hidden + 2 * length)
-    embedded = 4 * sizes.hidden * (min(sizes.vocab, options.samples * length) + rows * length)
+    input_bytes = rows * length * (4 * sizes.hidden + 2 * length)
+    embedding_bytes = (
+        4 * sizes.hidden * (min(sizes.vocab, options.samples * length) + rows * length)
+    )
     note = (
-        f"calibration: rows with images; {towers:,} bytes of towers, as float32, run once for each row,"
+        f"calibration: rows with images; {tower_bytes:,} bytes of towers, as float32, run once for each row,"
         " and their time and their activations are not in the forecast"
     )
-    return max(peak + kept, towers + embedded + kept), note
+    return max(peak + input_bytes, tower_bytes + embedding_bytes + input_bytes), note
 
 
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
-    """Return the notes of a plan on rows of random tokens, and on rows that will not come if that is known."""
-    drawn: tuple[str, ...] = ()
+    """Return notes on random calibration rows, and on rows that the builtin text is known to lack."""
+    random_note: tuple[str, ...] = ()
     if options.random:
-        drawn = (f"calibration: {options.random:.4g} of the rows hold random tokens, not text",)
-    if options.source != CalibrationOptions().source or _takes_what_there_is(options):
-        return drawn
-    there = _builtin_rows(options, model)
-    said = "" if there is None else few_rows(options, there, options.samples)
-    return (*drawn, f"calibration: {said}") if said else drawn
+        random_note = (
+            f"calibration: {options.random:.4g} of the rows hold random tokens, not text",
+        )
+    if options.source != CalibrationOptions().source or _accepts_fewer_rows(options):
+        return random_note
+    available = _count_builtin_rows(options, model)
+    message = "" if available is None else missing_rows_message(options, available, options.samples)
+    return (*random_note, f"calibration: {message}") if message else random_note
 
 
-def coming_rows(options: CalibrationOptions, model: Path) -> int:
-    """Return how many rows a run observes, 0 where only it knows: of a mixture, or of a file of importance."""
+def expected_rows(options: CalibrationOptions, model: Path) -> int:
+    """Return the number of rows that a run will observe; 0 if unknown (a mixture of texts, an importance file)."""
     if options.importance_file or "," in options.source or "=" in options.source:
         return 0
     if options.source != CalibrationOptions().source:
         return options.samples  # or it is refused
-    return _builtin_rows(options, model) or 0
+    return _count_builtin_rows(options, model) or 0
 
 
-def _builtin_rows(options: CalibrationOptions, model: Path) -> int | None:
-    """Return how many of the rows the builtin text gives, None where only the run can say what is wrong."""
+def _count_builtin_rows(options: CalibrationOptions, model: Path) -> int | None:
+    """Return how many of the requested rows the builtin text has; None if that cannot be determined."""
     from quantforge_calibration import SourceError
     from quantforge_calibration.row_count import (
         builtin_rows,
@@ -198,6 +222,6 @@ def _builtin_rows(options: CalibrationOptions, model: Path) -> int | None:
         return None
 
 
-def _takes_what_there_is(options: CalibrationOptions) -> bool:
-    usual = CalibrationOptions()
-    return (options.source, options.samples) == (usual.source, usual.samples)
+def _accepts_fewer_rows(options: CalibrationOptions) -> bool:
+    defaults = CalibrationOptions()
+    return (options.source, options.samples) == (defaults.source, defaults.samples)

@@ -1,16 +1,17 @@
-"""Capacity: whether a planned result fits beside its cache, how fast it can decode at best, and what a token costs.
+"""Capacity planning: whether a quantized model and its KV cache fit on a GPU, its roofline speed and cost.
 
-Attention of a usual kind keeps 2 x heads x width numbers of every token and layer; layers with a window those of its
-tokens alone, latent attention one narrow vector, delta nets and state spaces a state that does not grow. What a layer
-keeps is declared with its kind (`quantforge.architectures.layer_kind`).
+Standard attention caches 2 x heads x head dimension numbers per token and layer. Layers with a sliding window cache
+only the tokens of the window, latent attention (MLA) one narrow vector per token, and linear-attention and state-space
+layers a state of fixed size. What a layer caches is declared with its kind (`quantforge.architectures.layer_kind`).
 
-With ``w`` bytes of weights that a step reads, ``c`` bytes of cache of each of ``b`` sequences, and ``p`` weights that a
-token is multiplied by, a step of decoding, which makes one token of every sequence, takes at least
+Let ``w`` be the bytes of weights that a decoding step reads, ``c`` the bytes of cache of each of ``b`` sequences, and
+``p`` the number of weights that a token is multiplied by. A step produces one token of every sequence and takes at
+least
 
     max((w + b c) / bandwidth, 2 p b / compute)
 
-the roofline: every byte is read once, every product computed once, and nothing else takes time. No engine is faster;
-how near one comes is measured, never computed.
+This is the roofline model: every byte is read once, every product is computed once, and nothing else takes time. No
+engine can be faster; how close an engine comes has to be measured.
 """
 
 from __future__ import annotations
@@ -23,25 +24,33 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS, VALUES, LayerState, StateType
 from quantforge.architectures.match import ModelLayout
 from quantforge.arguments import strict_fields
-from quantforge.cache_kinds import PLAIN, kinds_of
+from quantforge.cache_kinds import PLAIN, parse_cache_kind
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.planning.gpu_cards import Card
 from quantforge.planning.weight_traffic import WeightTraffic, weight_traffic
 from quantforge.plans import Plan
 from quantforge_kernels import kv_row_layout
 
-MARGIN = 0.9  # of the memory: the rest is for code, graphs and the allocator
-CHUNK = 2048  # tokens of a step that reads a prompt, at least
-CONTEXT = 4096  # tokens, where nothing is said and the model has as many positions
-MOST = 1 << 30  # tokens or sequences that are asked for
-ACTIVATION, FLOAT32 = 2, 4  # bytes
+USABLE_MEMORY_SHARE = 0.9  # the rest is left for code, CUDA graphs and the allocator
+PREFILL_CHUNK = 2048  # minimum number of prompt tokens that a prefill step processes
+DEFAULT_CONTEXT = 4096  # tokens, if none is given and the model has as many positions
+MAX_COUNT = 1 << 30  # upper limit of requested tokens or sequences
+ACTIVATION_BYTES, FLOAT32_BYTES = 2, 4  # of one number
 _MILLION, _HOUR = 1e6, 3600
-RowBytes = Callable[[int, str], float]  # of a row of so many channels of a part, see `LayerState`
+RowBytes = Callable[
+    [int, str], float
+]  # bytes of a cache row, by its width and by `LayerState.part`
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """Bytes of one layer: of each of the last ``window`` tokens (0: of all), and of a sequence whatever its length."""
+    """Cache bytes of one layer and one sequence.
+
+    Attributes:
+        token_bytes: bytes for each cached token.
+        window: maximum number of cached tokens; 0 if there is no limit.
+        fixed_bytes: bytes that do not depend on the length of the sequence.
+    """
 
     token_bytes: float
     window: int
@@ -56,12 +65,12 @@ class CacheSize:
 
     @property
     def token_bytes(self) -> float:
-        """Return the bytes of a token as long as every window has room."""
+        """Return the bytes of each token while no sliding window is full."""
         return sum(layer.token_bytes for layer in self.layers)
 
     @property
-    def lasting_token_bytes(self) -> float:
-        """Return the bytes by which a token makes the cache larger once all windows are full."""
+    def token_bytes_after_windows(self) -> float:
+        """Return the bytes of each additional token once all sliding windows are full."""
         return sum(layer.token_bytes for layer in self.layers if not layer.window)
 
     @property
@@ -70,22 +79,25 @@ class CacheSize:
         return sum(layer.fixed_bytes for layer in self.layers)
 
     def sequence_bytes(self, tokens: int) -> float:
-        """Return the bytes of a sequence of so many tokens."""
+        """Return the bytes of a sequence with the given number of tokens."""
         return self.fixed_bytes + sum(
             layer.token_bytes * (min(tokens, layer.window) if layer.window else tokens)
             for layer in self.layers
         )
 
 
-def rows_of(kind: str) -> RowBytes:
-    """Return the bytes of a row of channels in a cache of this runtime, scales included.
+def cache_row_bytes(kind: str) -> RowBytes:
+    """Return a function that computes the bytes of one row of this runtime's KV cache, scales included.
+
+    Args:
+        kind: type of the cache, see `quantforge.cache_kinds`.
 
     Raises:
-        UsageError: no such kind of cache.
-        RefusedError: by the function that is returned: a row is neither of keys nor of values, which are stored
-            differently.
+        UsageError: there is no such type of cache.
+        RefusedError: (by the returned function) a layer caches one vector for keys and values together, and the cache
+            stores keys and values differently.
     """
-    keys, values = kinds_of(kind)
+    keys, values = parse_cache_kind(kind)
 
     def row(width: int, part: str) -> float:
         if part not in {KEYS, VALUES} and keys != values:
@@ -93,21 +105,22 @@ def rows_of(kind: str) -> RowBytes:
                 f"--cache {kind}: a layer keeps one vector for keys and values together",
                 "one word for both",
             )
-        return kv_row_layout.row_bytes(width, values if part == VALUES else keys, ACTIVATION)
+        return kv_row_layout.row_bytes(width, values if part == VALUES else keys, ACTIVATION_BYTES)
 
     return row
 
 
-def cache_size(model_layout: ModelLayout, row: RowBytes, devices: int = 1) -> CacheSize:
-    """Return what one device holds of a sequence of a model.
+def cache_size(model_layout: ModelLayout, row_bytes: RowBytes, devices: int = 1) -> CacheSize:
+    """Return the size of the cache of one sequence on one device.
 
     Args:
         model_layout: the model.
-        row: bytes of a row of channels, see `rows_of`.
-        devices: that share the model by tensors: each holds its share of the heads, one at least, and all of a latent.
+        row_bytes: returns the bytes of one cache row, see `cache_row_bytes`.
+        devices: number of tensor-parallel devices: each holds its share of the heads, at least one, and every latent
+            vector in full.
 
     Raises:
-        InputError: what the layers of the family keep is not declared.
+        InputError: what the layers of the model's family cache is not declared.
     """
     family, sizes = model_layout.architecture, model_layout.dimensions
     kinds = [kind.states for kind in model_layout.layers]
@@ -119,38 +132,40 @@ def cache_size(model_layout: ModelLayout, row: RowBytes, devices: int = 1) -> Ca
     layers = []
     windows = family.windows.of_layers(model_layout.config, len(kinds))
     for states, window in zip(kinds, windows, strict=True):
-        sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence whatever its length
+        byte_sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence of any length
         for state in states or ():
-            sums[state.each_token] += _bytes(state, sizes, row, devices)
-        layers.append(LayerCache(sums[True], window, sums[False]))
+            byte_sums[state.each_token] += _state_bytes(state, sizes, row_bytes, devices)
+        layers.append(LayerCache(byte_sums[True], window, byte_sums[False]))
     return CacheSize(tuple(layers))
 
 
-def _bytes(state: LayerState, sizes: Dimensions, row: RowBytes, devices: int) -> float:
-    """Return the bytes of a state on one device."""
+def _state_bytes(state: LayerState, sizes: Dimensions, row_bytes: RowBytes, devices: int) -> float:
+    """Return the bytes of one cached state on one device."""
     rows, width = sizes.size(state.rows), sizes.size(state.width)
     if state.shared:
         heads = sizes.size(state.shared)
         rows = rows // heads * -(-heads // devices)
     if state.held is StateType.CACHE:
-        return rows * row(width, state.part)
-    return rows * width * (ACTIVATION if state.held is StateType.ACTIVATIONS else FLOAT32)
+        return rows * row_bytes(width, state.part)
+    return (
+        rows * width * (ACTIVATION_BYTES if state.held is StateType.ACTIVATIONS else FLOAT32_BYTES)
+    )
 
 
 @strict_fields
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Load that is planned for.
+    """Serving load to plan for.
 
     Attributes:
-        context: tokens of a sequence, those of the prompt and of the answer; 0 is `CONTEXT`, or the positions that the
-            model has.
-        batch: sequences at a time.
-        cache: type of the cache, see `quantforge.cache_kinds`.
-        devices: that share the model by tensors.
+        context: tokens of a sequence, prompt and completion together; 0 for the smaller of `DEFAULT_CONTEXT` and the
+            model's maximum position.
+        batch: number of concurrent sequences.
+        cache: type of the KV cache, see `quantforge.cache_kinds`.
+        devices: number of tensor-parallel devices.
 
     Raises:
-        UsageError: a number is out of range, or there is no such type.
+        UsageError: a number is out of range, or there is no such type of cache.
     """
 
     context: int = 0
@@ -164,24 +179,26 @@ class Load:
             ("batch", self.batch),
             ("tensor-parallel", self.devices),
         ):
-            if type(value) is not int or not (name != "context") <= value <= MOST:
-                raise UsageError(f"--{name} {value}: out of range", f"a number from 1 to {MOST}")
-        rows_of(self.cache)
+            if type(value) is not int or not (name != "context") <= value <= MAX_COUNT:
+                raise UsageError(
+                    f"--{name} {value}: out of range", f"a number from 1 to {MAX_COUNT}"
+                )
+        cache_row_bytes(self.cache)
 
 
 @dataclass(frozen=True, slots=True)
-class OnCard:
-    """A load on one kind of device.
+class CardCapacity:
+    """A serving load on one kind of GPU.
 
     Attributes:
-        name: of the card, or "given".
-        card: the device.
-        fits: whether all of it has room in `MARGIN` of the memory of every device.
-        largest_batch: sequences of the context that would, 0 for none.
-        largest_context: tokens of every sequence that would, as far as the model has positions; 0 for none.
-        seconds_per_token: of each sequence, by the roofline; None where the card states no bandwidth.
-        tokens_per_second: of all sequences together, by the roofline.
-        bound: what the roofline is bound by: ``bandwidth`` or ``compute``.
+        name: name of the GPU, or "given" if the user specified its figures.
+        card: its memory, bandwidth and compute.
+        fits: whether everything fits into `USABLE_MEMORY_SHARE` of each device's memory.
+        largest_batch: largest number of sequences of this context that fits; 0 if not even one fits.
+        largest_context: largest context of all sequences that fits, up to the model's maximum position; 0 if none fits.
+        seconds_per_token: roofline time of a decoding step; None if the bandwidth is unknown.
+        tokens_per_second: roofline throughput of all sequences together.
+        bound: what limits the roofline: ``bandwidth`` or ``compute``.
         cost_per_million: price of a million tokens; None without a price.
     """
 
@@ -198,17 +215,15 @@ class OnCard:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A planned result under a load; bytes are of one device.
+    """Memory and roofline figures of a planned model under a serving load; bytes are those of one device.
 
     Attributes:
-        load: what is planned for.
-        positions: that the model has.
-        weights_bytes: of all weights.
-        cache: of one sequence.
-        activation_bytes: of a step.
-        traffic: the weights as they are read, on all devices together.
+        load: the serving load.
+        positions: maximum position of the model.
+        traffic: bytes of weights held and read, on all devices together.
+        cache: size of the cache of one sequence.
         vocabulary: number of logits of a token.
-        hidden: width of the residuals.
+        hidden: hidden size of the model.
     """
 
     load: Load
@@ -225,49 +240,56 @@ class Capacity:
 
     @property
     def cache_bytes(self) -> float:
-        """Return the bytes of the cache of all sequences on one device."""
+        """Return the cache bytes of all sequences on one device."""
         return self.load.batch * self.cache.sequence_bytes(self.load.context)
 
     def activation_bytes(self, batch: int | None = None) -> float:
-        """Return the bytes of a step: at the widest place of a block, and logits of every sequence in float32."""
+        """Return the activation bytes of a step: the widest point of a block, and float32 logits of every sequence."""
         batch = batch or self.load.batch
-        wide = 2 * self.hidden + self.traffic.widest / self.load.devices
-        return ACTIVATION * max(batch, CHUNK) * wide + FLOAT32 * batch * self.vocabulary
+        width = 2 * self.hidden + self.traffic.widest / self.load.devices
+        return (
+            ACTIVATION_BYTES * max(batch, PREFILL_CHUNK) * width
+            + FLOAT32_BYTES * batch * self.vocabulary
+        )
 
     def needed(self, batch: int | None = None, context: int | None = None) -> float:
-        """Return the bytes that one device needs, in all."""
+        """Return the total bytes that one device needs."""
         batch, context = batch or self.load.batch, context or self.load.context
-        kept = batch * self.cache.sequence_bytes(context)
-        return self.weights_bytes + kept + self.activation_bytes(batch)
+        cache_bytes = batch * self.cache.sequence_bytes(context)
+        return self.weights_bytes + cache_bytes + self.activation_bytes(batch)
 
     def step_bytes(self) -> float:
-        """Return the bytes that a step of decoding reads on one device, at the whole context."""
+        """Return the bytes that a decoding step reads on one device with all sequences at full context."""
         weights = self.traffic.step_bytes(self.load.batch) / self.load.devices
         return weights + self.cache_bytes
 
-    def on(self, name: str, card: Card, price: float | None = None) -> OnCard:
-        """Return the load on a kind of device.
+    def on(self, name: str, card: Card, price: float | None = None) -> CardCapacity:
+        """Return the capacity and the roofline on one kind of GPU.
 
         Args:
-            name: of the card.
-            card: the device.
-            price: of all devices for an hour.
+            name: name of the GPU.
+            card: its memory, bandwidth and compute.
+            price: price of all devices for an hour, or None.
         """
-        load, room = self.load, MARGIN * card.memory
+        load, usable_bytes = self.load, USABLE_MEMORY_SHARE * card.memory
         seconds, bound = None, ""
         if card.bandwidth:
-            reads = self.step_bytes() / card.bandwidth
-            products = 2 * self.traffic.token_weights * load.batch / load.devices
-            computes = products / card.compute if card.compute else 0.0
-            seconds = max(reads, computes)
-            bound = "compute" if computes > reads else "bandwidth"
+            read_seconds = self.step_bytes() / card.bandwidth
+            operations = 2 * self.traffic.token_weights * load.batch / load.devices
+            compute_seconds = operations / card.compute if card.compute else 0.0
+            seconds = max(read_seconds, compute_seconds)
+            bound = "compute" if compute_seconds > read_seconds else "bandwidth"
         rate = load.batch / seconds if seconds else None
-        return OnCard(
+        return CardCapacity(
             name=name,
             card=card,
-            fits=bool(card.memory) and self.needed() <= room,
-            largest_batch=_largest(lambda n: self.needed(batch=n) <= room, MOST),
-            largest_context=_largest(lambda n: self.needed(context=n) <= room, self.positions),
+            fits=bool(card.memory) and self.needed() <= usable_bytes,
+            largest_batch=_largest_fitting(
+                lambda n: self.needed(batch=n) <= usable_bytes, MAX_COUNT
+            ),
+            largest_context=_largest_fitting(
+                lambda n: self.needed(context=n) <= usable_bytes, self.positions
+            ),
             seconds_per_token=seconds,
             tokens_per_second=rate,
             bound=bound,
@@ -278,21 +300,21 @@ class Capacity:
 
 
 def capacity(plan: Plan, model_layout: ModelLayout, load: Load) -> Capacity:
-    """Return a planned result under a load.
+    """Return the memory and roofline figures of a planned model under a serving load.
 
     Args:
-        plan: of the result.
-        model_layout: the model.
-        load: what is planned for.
+        plan: plan of the model.
+        model_layout: the source model.
+        load: the serving load.
 
     Raises:
-        UsageError: no such type of cache, or more tokens than the model has positions.
-        InputError: what the layers of the family keep is not declared, or its sizes are not known.
+        UsageError: there is no such type of cache, or the context exceeds the model's maximum position.
+        InputError: what the layers of the model's family cache is not declared, or its dimensions are unknown.
     """
-    cache = cache_size(model_layout, rows_of(load.cache), load.devices)
+    cache = cache_size(model_layout, cache_row_bytes(load.cache), load.devices)
     sizes = model_layout.dimensions
     assert sizes is not None  # as `cache_size` has seen
-    load = replace(load, context=load.context or min(CONTEXT, sizes.positions))
+    load = replace(load, context=load.context or min(DEFAULT_CONTEXT, sizes.positions))
     if load.context > sizes.positions:
         raise UsageError(
             f"--context {load.context}: the model has {sizes.positions} positions",
@@ -302,6 +324,6 @@ def capacity(plan: Plan, model_layout: ModelLayout, load: Load) -> Capacity:
     return Capacity(load, sizes.positions, traffic, cache, sizes.vocab, sizes.hidden)
 
 
-def _largest(fits: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to ``most`` that fits, 0 for none; what fits does so with less."""
+def _largest_fitting(fits: Callable[[int], bool], most: int) -> int:
+    """Return the largest number up to ``most`` that fits, 0 if none does; ``fits`` has to be monotonic."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))

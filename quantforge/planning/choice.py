@@ -1,18 +1,18 @@
-"""The one order of decision: what becomes of a tensor, whatever a format calls its schemes.
+"""The order in which rules, options and defaults decide the scheme of each tensor, for every format.
 
-An ignore or a rule decides first, then ``--head`` and ``--embedding``, then the default of the format; what was decided
-is replaced by something near it, as an event, where a shape cannot hold it; what has no place at all stays as it is.
-A format only says in its own terms what a scheme is, what its default is, and what takes the place of what does not fit
-(`Terms`). Most engines load the linears that read one activation as one matrix: where they do, a rule for one of them
-decides for all.
+An ignore pattern or a rule decides first, then ``--head`` and ``--embedding``, then the default of the format. If the
+shape of a tensor cannot hold the chosen scheme, a similar one is substituted and recorded as an event; if there is
+none, the tensor stays unquantized. A format only defines what a scheme means in its files, what its default is, and
+what replaces a scheme that does not fit (`FormatSchemes`). Most engines load linears that read the same activation (q,
+k, v) as one matrix: there a rule for one of them decides for all.
 
-A pattern of a rule is a name (``lm_head``), the end of one at a dot (``mlp.down_proj``), a glob (``*.layers.0.*``) or a
-regular expression that matches the whole name (``re:...``). Ignores come first, then rules in their order; the first
-that matches decides. A rule that means layers inside of the blocks does not reach the output projection and the
-embedding, which most engines cannot load quantized: those have to be meant by a rule of their own. A pattern that
-matches nothing is an error: a typo must not silently quantize what was to be kept. So is one that gives a scheme to
-nothing but what is never rounded, routers and experts that are stored as one tensor; where it means others too,
-`Rules.notes` say so.
+The pattern of a rule is a full name (``lm_head``), the end of a name after a dot (``mlp.down_proj``), a glob
+(``*.layers.0.*``) or a regular expression that matches the whole name (``re:...``). Ignore patterns come first, then
+rules in their order; the first match decides. A rule that matches linears inside the blocks does not apply to the
+output projection and the embedding, which most engines cannot load quantized: these need a rule of their own. A pattern
+that matches nothing is an error, because a typo must not silently quantize a tensor that the user wanted to keep. It is
+also an error if a rule with a scheme only matches tensors that are never quantized (routers, experts stored as one
+tensor); if it matches others too, `RecipeRules.notes` tells.
 """
 
 from __future__ import annotations
@@ -35,85 +35,97 @@ from quantforge.notation import parse_layer
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme
 
-QUANTIZABLE = ("F32", "F16", "BF16")  # types of source tensors
-AnyScheme = TypeVar(
-    "AnyScheme"
-)  # by which a format stores a tensor: a `LayerScheme`, or the name of a type of ggml
-_INNER = frozenset({Role.LINEAR})
-_OUTER = frozenset({Role.HEAD, Role.EMBEDDING})
-_KEPT = frozenset({Role.FOREIGN, Role.OTHER})  # an ignore may name what is kept anyway
-_NEVER = "routers and experts that are stored as one tensor stay as they are"
+QUANTIZABLE = ("F32", "F16", "BF16")  # dtypes of source tensors
+AnyScheme = TypeVar("AnyScheme")  # how a format names a scheme: a `LayerScheme`, or a ggml type
+_BLOCK_ROLES = frozenset({Role.LINEAR})
+_OUTER_ROLES = frozenset({Role.HEAD, Role.EMBEDDING})
+_UNQUANTIZED_ROLES = frozenset({Role.FOREIGN, Role.OTHER})  # an ignore pattern may match them
+_NEVER_QUANTIZED = "routers and experts that are stored as one tensor stay as they are"
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """Decision of a rule on a layer: a scheme, or None to keep it; and the rule as text."""
+class RequestedScheme:
+    """The scheme that a rule or an option gives to a tensor (None to keep it), and the rule as text."""
 
     scheme: LayerScheme | None
     rule: str
 
 
 @dataclass(frozen=True, slots=True)
-class _Rule:
+class _CheckedRule:
     pattern: str
-    choice: Choice
-    roles: frozenset[Role]  # what it reaches
+    request: RequestedScheme
+    roles: frozenset[Role]  # roles of the tensors that it applies to
 
 
-class Rules:
-    """The ignores and rules of a recipe, checked against the layers of a model.
+class RecipeRules:
+    """The ignore patterns and rules of a recipe, checked against the tensors of a model.
+
+    Attributes:
+        notes: notes on rules that also match tensors that are never quantized.
 
     Raises:
-        InputError: a pattern matches no layer (the nearest name is given) or is malformed, or a scheme is none.
+        InputError: a pattern is malformed or matches no layer (the nearest name is suggested), or a scheme is invalid.
     """
 
-    def __init__(self, wanted: Recipe, tensors: Sequence[MatchedTensor]) -> None:
-        stated = [(pattern, Choice(None, f"ignore {pattern}")) for pattern in wanted.ignore]
-        for rule in wanted.rules:
+    def __init__(self, recipe: Recipe, tensors: Sequence[MatchedTensor]) -> None:
+        requested = [
+            (pattern, RequestedScheme(None, f"ignore {pattern}")) for pattern in recipe.ignore
+        ]
+        for rule in recipe.rules:
             scheme = None if rule.scheme == KEEP else parse_layer(rule.scheme)
-            stated.append((rule.match, Choice(scheme, f"rule {rule.match}={rule.scheme}")))
+            requested.append(
+                (rule.match, RequestedScheme(scheme, f"rule {rule.match}={rule.scheme}"))
+            )
         self._rules = [
-            _Rule(pattern, choice, _reach(pattern, choice, tensors)) for pattern, choice in stated
+            _CheckedRule(pattern, request, _matched_roles(pattern, request, tensors))
+            for pattern, request in requested
         ]
         self.notes = tuple(
-            f"{choice.rule} also means {_listed(missed)}: {_NEVER}"
-            for pattern, choice in stated
-            if choice.scheme is not None and (missed := _out_of_reach(pattern, tensors))
+            f"{request.rule} also means {_first_and_count(names)}: {_NEVER_QUANTIZED}"
+            for pattern, request in requested
+            if request.scheme is not None and (names := _never_quantized_names(pattern, tensors))
         )
 
-    def choose(self, tensor: MatchedTensor) -> Choice | None:
-        """Return the first rule that matches a layer, or None."""
+    def first_match(self, tensor: MatchedTensor) -> RequestedScheme | None:
+        """Return the request of the first rule that matches a tensor, or None if no rule does."""
         for rule in self._rules:
             if tensor.role in rule.roles and matches(rule.pattern, tensor):
-                return rule.choice
+                return rule.request
         return None
 
 
-def _reach(pattern: str, choice: Choice, tensors: Sequence[MatchedTensor]) -> frozenset[Role]:
-    allowed = _INNER | _OUTER | (_KEPT if choice.scheme is None else frozenset())
-    layers = [tensor for tensor in tensors if tensor.role in allowed]
+def _matched_roles(
+    pattern: str, request: RequestedScheme, tensors: Sequence[MatchedTensor]
+) -> frozenset[Role]:
+    matchable = (
+        _BLOCK_ROLES
+        | _OUTER_ROLES
+        | (_UNQUANTIZED_ROLES if request.scheme is None else frozenset())
+    )
+    layers = [tensor for tensor in tensors if tensor.role in matchable]
     roles = {tensor.role for tensor in layers if matches(pattern, tensor)}
-    if not roles and (missed := _out_of_reach(pattern, tensors)):
+    if not roles and (never_quantized := _never_quantized_names(pattern, tensors)):
         raise InputError(
-            f"pattern '{pattern}' matches no layer that can be rounded, but {_listed(missed)}",
-            f"{_NEVER}: drop the rule",
-            tensor=missed[0],
+            f"pattern '{pattern}' matches no layer that can be rounded, but {_first_and_count(never_quantized)}",
+            f"{_NEVER_QUANTIZED}: drop the rule",
+            tensor=never_quantized[0],
         )
     if not roles:
         names = {tensor.name.removesuffix(".weight") for tensor in layers}
-        leaves = {name.rpartition(".")[2] for name in names}
-        here = name_from_gguf(pattern, sorted(names))
+        last_parts = {name.rpartition(".")[2] for name in names}
+        name_in_model = name_from_gguf(pattern, sorted(names))
         raise InputError(
             f"pattern '{pattern}' matches no layer",
-            f"that is a name of llama.cpp's files: here it is {here}"
-            if here
-            else nearest(pattern.removeprefix("re:"), names | leaves),
+            f"that is a name of llama.cpp's files: here it is {name_in_model}"
+            if name_in_model
+            else nearest(pattern.removeprefix("re:"), names | last_parts),
         )
-    return _INNER if choice.scheme and roles & _INNER else frozenset(roles)
+    return _BLOCK_ROLES if request.scheme and roles & _BLOCK_ROLES else frozenset(roles)
 
 
-def _out_of_reach(pattern: str, tensors: Sequence[MatchedTensor]) -> list[str]:
-    """Return names of matrices, or stacks of them, inside of blocks that a pattern means but no rule reaches."""
+def _never_quantized_names(pattern: str, tensors: Sequence[MatchedTensor]) -> list[str]:
+    """Return names of matrices in the blocks that a pattern matches but that are never quantized."""
     return [
         tensor.header.name
         for tensor in tensors
@@ -122,16 +134,16 @@ def _out_of_reach(pattern: str, tensors: Sequence[MatchedTensor]) -> list[str]:
     ]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _first_and_count(names: Sequence[str]) -> str:
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}"
 
 
 def matches(pattern: str, tensor: MatchedTensor) -> bool:
-    """Return whether a pattern means a layer, by its canonical or its stored name.
+    """Return whether a pattern matches a tensor, by its canonical name or its name in the files.
 
     Raises:
-        InputError: the pattern is no regular expression, or takes too long.
+        InputError: the pattern is not a valid regular expression, or takes too long.
     """
     if len(pattern) > patterns.MAX_PATTERN_LENGTH:
         raise InputError(f"pattern '{pattern[:100]}...': {len(pattern)} characters")
@@ -152,138 +164,154 @@ def matches(pattern: str, tensor: MatchedTensor) -> bool:
 
 @lru_cache(maxsize=1 << 14)
 def _glob(pattern: str) -> re.Pattern[str]:
-    """Return a compiled glob; `fnmatch` keeps 256, and recipes name hundreds of layers for every tensor."""
+    """Compile a glob pattern; unlike `fnmatch`, which caches 256, cache the hundreds of names that recipes hold."""
     return re.compile(fnmatch.translate(pattern))
 
 
 @dataclass(frozen=True, slots=True)
-class Decision(Generic[AnyScheme]):
-    """Scheme of a tensor, and the rule that gave it."""
+class ChosenScheme(Generic[AnyScheme]):
+    """The scheme of a tensor in the terms of its format, and the rule that chose it."""
 
     scheme: AnyScheme
     rule: str
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted(Generic[AnyScheme]):
-    """Scheme that a tensor's shape can hold; where it is another than was decided: what changed, and why."""
+class FittedScheme(Generic[AnyScheme]):
+    """The scheme that the shape of a tensor can hold.
+
+    Attributes:
+        scheme: the scheme itself, or its substitute.
+        change: what was substituted, as text; "" if nothing was.
+        reason: why it was substituted; "" if it was not.
+    """
 
     scheme: AnyScheme
     change: str = ""
     reason: str = ""
 
 
-class Terms(ABC, Generic[AnyScheme]):
-    """Schemes of one format for the tensors of one model."""
+class FormatSchemes(ABC, Generic[AnyScheme]):
+    """Schemes of one format for the tensors of one model; subclasses define them for a kind of format."""
 
     @abstractmethod
-    def stated(self, tensor: MatchedTensor, choice: Choice) -> AnyScheme:
-        """Return the scheme that a choice asks for; raise `RefusedError` where the format has none."""
+    def from_request(self, tensor: MatchedTensor, choice: RequestedScheme) -> AnyScheme:
+        """Convert a requested scheme to the format; raise `RefusedError` if the format has no such scheme."""
 
     @abstractmethod
-    def default(self, tensor: MatchedTensor) -> Decision[AnyScheme]:
-        """Return what becomes of a tensor of which nothing is said."""
+    def default(self, tensor: MatchedTensor) -> ChosenScheme[AnyScheme]:
+        """Return the default scheme of a tensor that no rule or option names."""
 
     @abstractmethod
-    def fitted(self, tensor: MatchedTensor, scheme: AnyScheme) -> Fitted[AnyScheme]:
-        """Return the scheme, or its substitute; raise `RefusedError` where there is none."""
+    def fit_to_shape(self, tensor: MatchedTensor, scheme: AnyScheme) -> FittedScheme[AnyScheme]:
+        """Return the scheme or a substitute that the tensor's shape can hold; raise `RefusedError` if there is none."""
 
     @abstractmethod
-    def left(self, tensor: MatchedTensor, scheme: AnyScheme) -> Fitted[AnyScheme] | None:
-        """Return what a tensor stays as that has no place in the files for its shape alone, None where it has one."""
+    def unquantized_fallback(
+        self, tensor: MatchedTensor, scheme: AnyScheme
+    ) -> FittedScheme[AnyScheme] | None:
+        """Return how a tensor is kept if its shape alone prevents the scheme; None if it can be quantized."""
 
 
-class Choices(Generic[AnyScheme]):
-    """Decisions on the tensors of one model, and what is to be told about them.
+class SchemeChooser(Generic[AnyScheme]):
+    """Chooses the scheme of every tensor of one model from rules, options and the defaults of the format.
 
     Args:
-        wanted: what the recipe says.
-        tensors: all that may be written.
-        terms: the schemes of the format.
-        together: whether a rule for one of the linears that read an activation decides for all of them.
+        recipe: the recipe with rules, ``head`` and ``embedding``.
+        tensors: all tensors that may be written.
+        format_schemes: the schemes of the format.
+        join_linears: whether a rule for one of the linears that read the same activation decides for all of them.
+
+    Attributes:
+        notes: notes of the rules.
+        substitutions: events for the schemes that were substituted so far.
 
     Raises:
-        InputError: as `Rules`, or the head or the embedding that something is wanted for is not there.
+        InputError: as `RecipeRules`, or a scheme is requested for a head or an embedding that the model does not have.
     """
 
     def __init__(
         self,
-        wanted: Recipe,
+        recipe: Recipe,
         tensors: Sequence[MatchedTensor],
-        terms: Terms[AnyScheme],
+        format_schemes: FormatSchemes[AnyScheme],
         *,
-        together: bool,
+        join_linears: bool,
     ) -> None:
-        self._terms = terms
-        self._rules = Rules(wanted, tensors)
+        self._schemes = format_schemes
+        self._rules = RecipeRules(recipe, tensors)
         self.notes = self._rules.notes
         self.substitutions: list[Event] = []
-        head = "" if wanted.head == KEEP else wanted.head
-        self._outside = {Role.HEAD: head, Role.EMBEDDING: wanted.embedding}
+        head = "" if recipe.head == KEEP else recipe.head
+        self._outer_schemes = {Role.HEAD: head, Role.EMBEDDING: recipe.embedding}
         roles = {tensor.role for tensor in tensors}
-        for role, text in self._outside.items():
+        for role, text in self._outer_schemes.items():
             if text not in {"", KEEP} and role not in roles:
                 raise InputError(
                     f"--{role.value} {text}: the model has no {role.value} that could be told by its name",
                     f"drop --{role.value}",
                 )
-        self._weights = sum(
+        self._linear_weights = sum(
             math.prod(tensor.header.shape) for tensor in tensors if tensor.role is Role.LINEAR
         )
-        self._siblings: dict[str, list[MatchedTensor]] = {}
-        for tensor in tensors if together else ():
+        self._joined_linears: dict[str, list[MatchedTensor]] = {}
+        for tensor in tensors if join_linears else ():
             if tensor.shared and tensor.role is Role.LINEAR:
-                self._siblings.setdefault(tensor.shared, []).append(tensor)
+                self._joined_linears.setdefault(tensor.shared, []).append(tensor)
 
-    def decided(self, tensor: MatchedTensor) -> Decision[AnyScheme]:
-        """Decide on a tensor; a substitution is noted."""
-        choice = self._asked(tensor)
-        chosen = self._wanted(tensor, choice)
-        # what is asked for by name is rounded or refused
-        left = self._left(tensor, chosen) if choice is None else None
-        fitted = left or self._terms.fitted(tensor, chosen.scheme)
+    def choose(self, tensor: MatchedTensor) -> ChosenScheme[AnyScheme]:
+        """Choose the scheme of a tensor, recording an event if it is substituted."""
+        request = self._request(tensor)
+        chosen = self._scheme_for(tensor, request)
+        # a tensor that was requested by name is quantized or refused
+        fallback = self._shape_fallback(tensor, chosen) if request is None else None
+        fitted = fallback or self._schemes.fit_to_shape(tensor, chosen.scheme)
         if not fitted.reason:
-            return Decision(fitted.scheme, chosen.rule)
+            return ChosenScheme(fitted.scheme, chosen.rule)
         detail = f"{fitted.change}: {fitted.reason}"
         self.substitutions.append(Event("substitution", tensor.header.name, detail))
-        return Decision(fitted.scheme, f"{chosen.rule}; substituted: {fitted.reason}")
+        return ChosenScheme(fitted.scheme, f"{chosen.rule}; substituted: {fitted.reason}")
 
-    def _left(self, tensor: MatchedTensor, chosen: Decision[AnyScheme]) -> Fitted[AnyScheme] | None:
-        """Return what a tensor stays as where its shape, or that of one joined with it, has no place in the files.
+    def _shape_fallback(
+        self, tensor: MatchedTensor, chosen: ChosenScheme[AnyScheme]
+    ) -> FittedScheme[AnyScheme] | None:
+        """Return how a tensor is kept if its shape, or that of a linear joined with it, cannot hold the scheme.
 
-        None where it is rounded.
+        None if all of them can be quantized.
         """
-        for other in self._siblings.get(tensor.shared, (tensor,)):
-            found = self._terms.left(other, chosen.scheme)
+        for other in self._joined_linears.get(tensor.shared, (tensor,)):
+            found = self._schemes.unquantized_fallback(other, chosen.scheme)
             if found is not None:
                 beside = "" if other is tensor else f"{other.header.name}: "
-                share = math.prod(tensor.header.shape) / self._weights
+                share = math.prod(tensor.header.shape) / self._linear_weights
                 return replace(found, reason=f"{beside}{found.reason} ({share:.2%} of its linears)")
         return None
 
-    def chosen(self, tensor: MatchedTensor) -> Decision[AnyScheme]:
-        """Return what is wanted for a tensor, whether its shape can hold it or not."""
-        return self._wanted(tensor, self._asked(tensor))
+    def choose_ignoring_shape(self, tensor: MatchedTensor) -> ChosenScheme[AnyScheme]:
+        """Return the scheme that rules and defaults choose for a tensor, whether its shape can hold it or not."""
+        return self._scheme_for(tensor, self._request(tensor))
 
-    def _asked(self, tensor: MatchedTensor) -> Choice | None:
-        """Return what a rule says of a tensor, else ``--head`` or ``--embedding``."""
-        wanted = self._outside.get(tensor.role, "")
-        if (ruled := self._ruled(tensor)) is not None or not wanted:
+    def _request(self, tensor: MatchedTensor) -> RequestedScheme | None:
+        """Return what a rule requests for a tensor, else what ``--head`` or ``--embedding`` does."""
+        wanted = self._outer_schemes.get(tensor.role, "")
+        if (ruled := self._rule_request(tensor)) is not None or not wanted:
             return ruled
         scheme = None if wanted == KEEP else parse_layer(wanted)
-        return Choice(scheme, f"--{tensor.role.value} {wanted}")
+        return RequestedScheme(scheme, f"--{tensor.role.value} {wanted}")
 
-    def _wanted(self, tensor: MatchedTensor, choice: Choice | None) -> Decision[AnyScheme]:
+    def _scheme_for(
+        self, tensor: MatchedTensor, choice: RequestedScheme | None
+    ) -> ChosenScheme[AnyScheme]:
         if choice is None:
-            return self._terms.default(tensor)
-        return Decision(self._terms.stated(tensor, choice), choice.rule)
+            return self._schemes.default(tensor)
+        return ChosenScheme(self._schemes.from_request(tensor, choice), choice.rule)
 
-    def _ruled(self, tensor: MatchedTensor) -> Choice | None:
-        """Return what a rule says of a tensor, or of another one that engines join with it."""
+    def _rule_request(self, tensor: MatchedTensor) -> RequestedScheme | None:
+        """Return what a rule requests for a tensor, or for a linear that engines join with it."""
         found = {
             other.header.name: choice
-            for other in self._siblings.get(tensor.shared, (tensor,))
-            if (choice := self._rules.choose(other)) is not None
+            for other in self._joined_linears.get(tensor.shared, (tensor,))
+            if (choice := self._rules.first_match(other)) is not None
         }
         if len({choice.scheme for choice in found.values()}) > 1:
             raise InputError(
@@ -293,4 +321,6 @@ class Choices(Generic[AnyScheme]):
         if not found or tensor.header.name in found:
             return found.get(tensor.header.name)
         name, choice = next(iter(found.items()))
-        return Choice(choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}")
+        return RequestedScheme(
+            choice.scheme, f"{choice.rule}, tied to {name.removesuffix('.weight')}"
+        )

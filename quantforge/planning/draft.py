@@ -1,4 +1,4 @@
-"""What becomes of every tensor of a model, before its files are laid out."""
+"""A plan before its files are laid out: what becomes of every tensor of a model."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from quantforge.files.writer import file_plans, plan_shards
 from quantforge.plans import EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
 
-SHARD_BYTES = 5_000_000_000  # of a safetensors file, unless the recipe says otherwise
+SHARD_BYTES = 5_000_000_000  # maximum size of a safetensors file by default
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
-    """Actions on all tensors of a model, before its files are laid out; fields as of `Plan`.
+class PartialPlan:
+    """The actions on all tensors of a model, before the result's files are laid out; fields as in `Plan`.
 
     Attributes:
-        label: what the format calls the whole: the mixture of a GGUF file, else its key.
+        label: what the format calls the whole model: the mixture of a GGUF file, else the key of the format.
     """
 
     tensors: tuple[TensorPlan, ...]
@@ -29,6 +29,6 @@ class Draft:
     label: str = ""
 
     def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
-        """Return the files of the result, which state the recipe where the format does."""
+        """Return the files of the result; formats that store the recipe get it from here."""
         outputs = [item for tensor in self.tensors for item in tensor.outputs]
         return file_plans(plan_shards(outputs, recipe.max_shard_bytes or SHARD_BYTES))

@@ -1,18 +1,18 @@
-"""Method and effort: what a recipe leaves open, and what is set for it.
+"""Default method and effort: choose what a recipe leaves open, and the settings of an effort level.
 
-Where no method is named, it is the one that measured best, or plain rounding with the reason. Below 8 bits calibration
-pays. Among integers AWQ before GPTQ is as good as GPTQ alone on well-behaved weights, and 2.6 times better on a model
-with outliers in its activations (``docs/results/quality.md``); of other grids GPTQ is what was measured
-(``docs/results/low-precision.md``, ``docs/results/gguf.md``). At 8 bits any method loses next to nothing.
+Where no method is named, the one that measured best is chosen, or plain rounding (RTN), with the reason. Calibration
+pays below 8 bits. For integer grids, AWQ followed by GPTQ is as good as GPTQ alone on well-behaved weights and 2.6
+times better on a model with outliers in its activations (``docs/results/quality.md``); for other grids GPTQ was
+measured (``docs/results/low-precision.md``, ``docs/results/gguf.md``). At 8 bits any method loses next to nothing.
 
-Effort is the one option that trades time for quality. A level sets keys of the recipe that have their defaults; what a
-recipe or an option names otherwise stays. What is not possible for a model, a method or a format is left out with the
-reason, in the words of the refusal that it would meet. What is set stands in the recipe of the plan, so that planning
-that recipe again sets nothing more.
+Effort is the one option that trades time for quality. A level sets keys of the recipe that still have their defaults;
+values that a recipe or an option names are not changed. What a model, method or format does not support is left out
+with the reason of the refusal. The settings are written into the plan's recipe, so that planning that recipe again does
+not set anything more.
 
-All defaults of ``gptq`` at a glance: ``tune``, ``guide`` and ``calibration.samples`` are set by effort (`SETS`),
-``calibration.random`` is a share of rows with random tokens (`calibration_rows.random_share`), ``gptq.refine`` and
-``gptq.damping`` are constants (`GptqOptions`), and passes and shrinkage are those of the grid (`Grid`).
+All defaults of ``gptq``: effort sets ``tune``, ``guide`` and ``calibration.samples`` (`EFFORT_SETTINGS`),
+``calibration.random`` is a share of rows with random tokens (`calibration_rows.random_row_share`), ``gptq.refine`` and
+``gptq.damping`` are constants (`GptqOptions`), and passes and shrinkage belong to the grid (`Grid`).
 """
 
 from __future__ import annotations
@@ -43,65 +43,70 @@ from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
 if TYPE_CHECKING:
     from quantforge.files.reader import Checkpoint
 
-LOW = "low"  # the level that rounds plainly where no method is named
-# By level: keys of a recipe, and what they are set to. Those of a method's table are for methods that have the word.
-SETS: Mapping[str, Mapping[str, int]] = {
-    LOW: {"calibration.samples": 32},
+LOW_EFFORT = "low"  # the level that takes plain rounding as the default method
+# By level: the keys of a recipe that it sets. Keys of a method's table only apply if the recipe's method contains it.
+EFFORT_SETTINGS: Mapping[str, Mapping[str, int]] = {
+    LOW_EFFORT: {"calibration.samples": 32},
     "medium": {"tune": 1},
     "high": {"guide": 1, "tune": 4, "gptq.runs": 4},
 }
-DEFAULTS = Recipe()
-# Where the default level tunes: schemes of few bits lose most, few rows teach little (``docs/results/quality.md``), and
-# the codes of a block, which are in memory, take seven bytes each.
-TUNED_BITS, TUNED_ROWS, TUNED_WEIGHTS = 4, 64, 1 << 30
-NEARLY_LOSSLESS = 8  # bits: with as many, any method loses next to nothing
+DEFAULT_RECIPE = Recipe()
+# Limits within which the default level tunes: schemes of few bits lose most, few rows give little signal
+# (``docs/results/quality.md``), and the codes of a block, which are held in memory, take seven bytes each.
+MAX_TUNED_BITS, MIN_TUNING_ROWS, MAX_TUNED_BLOCK_WEIGHTS = 4, 64, 1 << 30
+NEARLY_LOSSLESS_BITS = 8  # any method loses next to nothing
 
 
-def chosen_method(
-    recipe: Recipe, form: Format, checkpoint: Checkpoint, model_layout: ModelLayout
+def choose_method(
+    recipe: Recipe, file_format: Format, checkpoint: Checkpoint, model_layout: ModelLayout
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the method for a recipe that names none, and notes on the choice."""
-    grids = _schemes_of(recipe, form)
-    if not grids:  # a mere conversion
+    """Choose the method for a recipe that names none; return it with notes on the choice."""
+    schemes = _requested_schemes(recipe, file_format)
+    if not schemes:  # nothing is quantized
         return RTN, ()
-    method, reason = RTN, _method_obstacle(grids, recipe, checkpoint, model_layout)
+    method, reason = RTN, _method_obstacle(schemes, recipe, checkpoint, model_layout)
     if not reason:
-        method = AWQ_GPTQ if _absorbs(model_layout) and all(map(_is_integer, grids)) else GPTQ
+        method = (
+            AWQ_GPTQ if _can_fold_scales(model_layout) and all(map(_is_integer, schemes)) else GPTQ
+        )
         reason = f"what measured best; --method {RTN} is faster, and worse"
     return method, (choice(f"--method {method}: {reason}"),)
 
 
 def _method_obstacle(
-    grids: Sequence[Scheme],
+    schemes: Sequence[Scheme],
     recipe: Recipe,
     checkpoint: Checkpoint,
     model_layout: ModelLayout,
 ) -> str:
-    """Return why nothing but plain rounding comes into question, "" where something does."""
-    if min(scheme.weight_bits for scheme in grids) >= NEARLY_LOSSLESS:
-        return f"{NEARLY_LOSSLESS} bits lose next to nothing, whatever the method"
-    if recipe.effort == LOW:
-        return f"--effort {LOW}, it is the fastest"
+    """Return why only plain rounding is possible or worth it, "" if calibration is."""
+    if min(scheme.weight_bits for scheme in schemes) >= NEARLY_LOSSLESS_BITS:
+        return f"{NEARLY_LOSSLESS_BITS} bits lose next to nothing, whatever the method"
+    if recipe.effort == LOW_EFFORT:
+        return f"--effort {LOW_EFFORT}, it is the fastest"
     if recipe.calibration.source == NO_DATA:
         return f"nothing is calibrated (--calibration {NO_DATA})"
     if recipe.calibration.importance_file is not None:
         return "an importance matrix holds what plain rounding asks for, and no more"
-    if recipe.scales != DEFAULTS.scales:
+    if recipe.scales != DEFAULT_RECIPE.scales:
         return f"--scales {recipe.scales} looks at the weights alone"
     if model_layout.architecture is None:
         undeclared = f"not declared; --method {AWQ_GPTQ} derives what reads the same activation"
         return f"{model_layout.model_type} is {'no model: it reads no text' if model_layout.draft else undeclared}"
-    if not any(_is_text(path.name) for path in checkpoint.side_files) and checkpoint.path.is_dir():
+    if (
+        not any(_is_tokenizer_file(path.name) for path in checkpoint.side_files)
+        and checkpoint.path.is_dir()
+    ):
         return "there is no tokenizer, and so no calibration text"
     return ""
 
 
-def _is_text(name: str) -> bool:
+def _is_tokenizer_file(name: str) -> bool:
     roles = (role for pattern, role in CARRIED.items() if fnmatch.fnmatchcase(name, pattern))
     return next(roles, None) in {TOKENIZER, VOCABULARY}
 
 
-def _absorbs(model_layout: ModelLayout) -> bool:
+def _can_fold_scales(model_layout: ModelLayout) -> bool:
     kinds = model_layout.architecture.kinds if model_layout.architecture else ()
     return any(shared.scale_fold is not None for kind in kinds for shared in kind.inputs)
 
@@ -110,111 +115,117 @@ def _is_integer(scheme: Scheme) -> bool:
     return scheme.integer and scheme.zero is not Zero.MIN
 
 
-def _schemes_of(wanted: Recipe, form: Format) -> list[Scheme]:
-    """Return the schemes of weights that a recipe names: that of all linears, and those of its rules."""
-    if form.KEY == GGUF and wanted.scheme is None:
-        label = (
-            wanted.type or mixture.MIXTURE_BY_BITS.get(wanted.bits or form.DEFAULT_BITS, "")
+def _requested_schemes(recipe: Recipe, file_format: Format) -> list[Scheme]:
+    """Return the weight schemes that a recipe names: that of all linears, and those of its rules and options."""
+    if file_format.KEY == GGUF and recipe.scheme is None:
+        mixture_name = (
+            recipe.type or mixture.MIXTURE_BY_BITS.get(recipe.bits or file_format.DEFAULT_BITS, "")
         ).upper()
-        grid = mixture.MIXTURES.get(label, (0, ""))[1].lower()
-        named = [grid] if grid in GRIDS else []
+        grid = mixture.MIXTURES.get(mixture_name, (0, ""))[1].lower()
+        texts = [grid] if grid in GRIDS else []
     else:
-        named = [base_scheme(form, wanted)]
-    named += [wanted.head, wanted.embedding, *(rule.scheme for rule in wanted.rules)]
-    return [parse_layer(text).weight for text in named if text not in ("", KEEP)]
+        texts = [base_scheme(file_format, recipe)]
+    texts += [recipe.head, recipe.embedding, *(rule.scheme for rule in recipe.rules)]
+    return [parse_layer(text).weight for text in texts if text not in ("", KEEP)]
 
 
-class Asked(NamedTuple):
-    """Part of a draft that decides what effort can set.
+class EffortContext(NamedTuple):
+    """What decides which settings an effort level can apply.
 
     Attributes:
-        words: the transforms and the rounder.
-        tensors: of the draft.
+        method_words: names of the transforms and of the rounder, in order.
+        tensors: plans of all tensors.
         model_layout: the model.
-        needs: the statistics that are observed.
+        needs: statistics that calibration observes.
     """
 
-    words: tuple[str, ...]
+    method_words: tuple[str, ...]
     tensors: Sequence[TensorPlan]
     model_layout: ModelLayout
     needs: frozenset[Statistic]
 
     def refuse(self, recipe: Recipe) -> None:
-        """Refuse a guide or tuning that these cannot take; errors as `refuse_guide` and `refuse_tune`."""
+        """Refuse a guide or tuning that the model does not support; errors as `refuse_guide` and `refuse_tune`."""
         if recipe.guide:
-            everyone = recipe.calibration.experts == "all"
+            all_tokens = recipe.calibration.experts == "all"
             refuse_guide(
-                recipe.guide, self.words, self.tensors, self.model_layout, everyone=everyone
+                recipe.guide,
+                self.method_words,
+                self.tensors,
+                self.model_layout,
+                every_expert=all_tokens,
             )
         if recipe.tune:
             rows = recipe.calibration.samples
             refuse_tune(
-                recipe.tune, self.words, recipe.format, self.tensors, self.model_layout, rows
+                recipe.tune, self.method_words, recipe.format, self.tensors, self.model_layout, rows
             )
 
 
-def apply_effort(recipe: Recipe, asked: Asked) -> tuple[Recipe, tuple[str, ...]]:
-    """Return the recipe with what its effort sets, and a note on it; the default level says only what it sets.
+def apply_effort(recipe: Recipe, context: EffortContext) -> tuple[Recipe, tuple[str, ...]]:
+    """Return the recipe with the settings of its effort level, and a note on them.
+
+    The default level only notes what it changes.
 
     Raises:
-        QuantForgeError: a guide or tuning that is asked for by name is not possible.
+        QuantForgeError: a guide or tuning that the user named is not possible.
     """
-    asked.refuse(recipe)
-    done: list[str] = []
+    context.refuse(recipe)
+    applied: list[str] = []
     left_out: list[str] = []
-    named: list[str] = []
-    off: list[str] = []
-    for key, value in SETS[recipe.effort].items():
-        if attrgetter(key)(recipe) != attrgetter(key)(DEFAULTS):
-            (named if attrgetter(key)(recipe) else off).append(key)
-        elif reason := _key_obstacle(key, value, recipe, asked):
+    already_set: list[str] = []
+    switched_off: list[str] = []
+    for key, value in EFFORT_SETTINGS[recipe.effort].items():
+        if attrgetter(key)(recipe) != attrgetter(key)(DEFAULT_RECIPE):
+            (already_set if attrgetter(key)(recipe) else switched_off).append(key)
+        elif reason := _setting_obstacle(key, value, recipe, context):
             left_out.append(f"{key} = {value} ({reason})")
         else:
-            recipe = _with(recipe, key, value)
-            done.append(f"{key} = {value}")
+            recipe = _with_key(recipe, key, value)
+            applied.append(f"{key} = {value}")
     recipe = replace(recipe, guide=recipe.guide or 0, tune=recipe.tune or 0)
-    if recipe.effort == DEFAULTS.effort:
+    if recipe.effort == DEFAULT_RECIPE.effort:
         faster = "; --tune 0 is faster, and worse"
-        return recipe, (choice(f"{', '.join(done)}: --effort {recipe.effort}{faster}"),) * bool(
-            done
+        return recipe, (choice(f"{', '.join(applied)}: --effort {recipe.effort}{faster}"),) * bool(
+            applied
         )
-    said = f"{', '.join(done) or 'nothing'}: --effort {recipe.effort}"
-    if named:
-        said += f"; named already: {', '.join(named)}"
-    if off:
-        said += f"; switched off: {', '.join(off)}"
-    return recipe, (choice(f"{said}; left out: {'; '.join(left_out)}" if left_out else said),)
+    message = f"{', '.join(applied) or 'nothing'}: --effort {recipe.effort}"
+    if already_set:
+        message += f"; named already: {', '.join(already_set)}"
+    if switched_off:
+        message += f"; switched off: {', '.join(switched_off)}"
+    return recipe, (choice(f"{message}; left out: {'; '.join(left_out)}" if left_out else message),)
 
 
-def _with(recipe: Recipe, key: str, value: int) -> Recipe:
-    """Return a recipe with another value of a key, ``gptq.refine`` for instance."""
+def _with_key(recipe: Recipe, key: str, value: int) -> Recipe:
+    """Return a recipe with a new value of a dotted key, such as ``gptq.refine``."""
     table, _, name = key.rpartition(".")
     changed: Any = replace(getattr(recipe, table), **{name: value}) if table else value
     return replace(recipe, **{table or name: changed})
 
 
-def _key_obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
-    """Return why a key is not set, "" where it is."""
+def _setting_obstacle(key: str, value: int, recipe: Recipe, context: EffortContext) -> str:
+    """Return why a level cannot set a key, "" if it can."""
     if key == "calibration.samples":
         if recipe.calibration.source.startswith(IMATRIX):
             return "importance is read from a file"
-        return "" if asked.needs else "nothing is calibrated"
+        return "" if context.needs else "nothing is calibrated"
     if (
         key == "tune"
-        and recipe.effort == DEFAULTS.effort
-        and (reason := _gains_little(recipe, asked))
+        and recipe.effort == DEFAULT_RECIPE.effort
+        and (reason := _tuning_obstacle(recipe, context))
     ):
         return reason
-    word, inside, _ = key.partition(".")
-    if inside and word not in asked.words:
-        return f"of {word} alone, the method is {'+'.join(asked.words)}"
-    if inside:
-        return _no_runs(value, recipe, asked.tensors)
+    method_word, option, _ = key.partition(".")
+    if option and method_word not in context.method_words:
+        return f"of {method_word} alone, the method is {'+'.join(context.method_words)}"
+    if option:
+        return _gptq_runs_obstacle(value, recipe, context.tensors)
     try:
-        asked.refuse(_with(recipe, key, value))
+        context.refuse(_with_key(recipe, key, value))
     except QuantForgeError as error:
         return error.message.removeprefix(f"--{key} {value}: ")
-    family = asked.model_layout.architecture
+    family = context.model_layout.architecture
     if family is not None and family.replayed:
         return (
             "blocks read more than the hidden states, and maybe of earlier blocks: name it to try"
@@ -222,24 +233,28 @@ def _key_obstacle(key: str, value: int, recipe: Recipe, asked: Asked) -> str:
     return ""
 
 
-def _gains_little(recipe: Recipe, asked: Asked) -> str:
-    """Return why tuning is not worth its time or memory, or not known to work, "" where it is."""
-    if asked.model_layout.architecture is None or asked.model_layout.architecture.derived:
+def _tuning_obstacle(recipe: Recipe, context: EffortContext) -> str:
+    """Return why tuning is not worth its time or memory, or not known to work, "" if it is."""
+    if context.model_layout.architecture is None or context.model_layout.architecture.derived:
         return "what blocks read was derived"
-    if recipe.calibration.samples < TUNED_ROWS:
-        return f"fewer than {TUNED_ROWS} rows teach little"
-    linears = quantized_linears(asked.tensors, asked.model_layout).values()
-    bits = [one.scheme.weight.weight_bits for one in linears if one.scheme is not None]
-    if min(bits, default=0) > TUNED_BITS:
-        return f"more than {TUNED_BITS} bits lose little"
+    if recipe.calibration.samples < MIN_TUNING_ROWS:
+        return f"fewer than {MIN_TUNING_ROWS} rows teach little"
+    linears = quantized_linears(context.tensors, context.model_layout).values()
+    bits = [linear.scheme.weight.weight_bits for linear in linears if linear.scheme is not None]
+    if min(bits, default=0) > MAX_TUNED_BITS:
+        return f"more than {MAX_TUNED_BITS} bits lose little"
     weights: Counter[int] = Counter()
-    for one in linears:
-        weights[one.block] += math.prod(one.shape)
-    return "" if max(weights.values(), default=0) <= TUNED_WEIGHTS else "blocks are too large"
+    for linear in linears:
+        weights[linear.block] += math.prod(linear.shape)
+    return (
+        ""
+        if max(weights.values(), default=0) <= MAX_TUNED_BLOCK_WEIGHTS
+        else "blocks are too large"
+    )
 
 
-def _no_runs(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
-    if recipe.scales != DEFAULTS.scales:
+def _gptq_runs_obstacle(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
+    if recipe.scales != DEFAULT_RECIPE.scales:
         return "scales are fitted again only where they are searched for"
     schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.block >= 0]
     if not schemes:

@@ -1,9 +1,10 @@
-"""Embedding and head of a plan: their share of the bytes, and the option that makes them smaller.
+"""Quantization of embedding and head: their share of the bytes, and when the embedding is quantized by default.
 
-What lies outside of the blocks stays in 16 bits unless that is asked for, and is most of a small model with a large
-vocabulary. With ``--bits 4`` or fewer, and over a third of the bytes outside, the embedding is rounded to 8 bits where
-that makes the result smaller and every engine that would load it still does; where not, a note says what it would cost.
-Where the head is the embedding and the engine multiplies by its codes, it is rounded as the format's own tool does.
+Tensors outside the blocks stay in 16 bits unless requested otherwise, and are most of a small model with a large
+vocabulary. With ``--bits 4`` or fewer, and if they take over a third of the bytes, the embedding is quantized to 8 bits
+if that makes the result smaller and every engine that would load it still does; else a note tells what it would cost.
+If the head is tied to the embedding and the engine multiplies by its codes, it is quantized as the format's own tool
+does.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from quantforge.plans import FilePlan, Note, NoteKind, StoredTensor, TensorPlan,
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
-    from quantforge.planning.draft import Draft
+    from quantforge.planning.draft import PartialPlan
 
-LARGE = 1 / 3  # of the bytes
-NARROW = 4  # bits
-_ROWS = "int8:row"
-_OUTER = (Role.EMBEDDING, Role.HEAD)
-
-
-def tied_rule(form: Format) -> str:
-    """Return the rule by which an embedding that is the head too is rounded."""
-    return f"tied embedding, as {form.INFO.tied_embedding_reference}"
+LARGE_SHARE = 1 / 3  # of the result's bytes
+FEW_BITS = 4  # bits
+_INT8_PER_ROW = "int8:row"
+_OUTER_ROLES = (Role.EMBEDDING, Role.HEAD)
 
 
-def rounded_words(tensor: TensorPlan) -> str:
-    """Return what is said of an embedding that is rounded: its sizes, by which rule, and how to keep it."""
+def tied_rule(file_format: Format) -> str:
+    """Return the rule text of an embedding that is quantized because the head is tied to it."""
+    return f"tied embedding, as {file_format.INFO.tied_embedding_reference}"
+
+
+def embedding_note(tensor: TensorPlan) -> str:
+    """Return a note on a quantized embedding: sizes before and after, the rule, and how to keep it."""
     before = StoredTensor(tensor.name, tensor.dtype, tensor.shape).nbytes
     return (
         f"{tensor.dtype}, {size(before)} -> {tensor.scheme}, {size(tensor.output_bytes)} ({tensor.rule});"
@@ -42,98 +43,108 @@ def rounded_words(tensor: TensorPlan) -> str:
     )
 
 
-def check_not_quantized(name: str, asked: str) -> None:
-    """Raise `UsageError` where another scheme is asked for an embedding that has codes already."""
-    if asked not in {"", KEEP}:
+def check_not_quantized(name: str, requested: str) -> None:
+    """Raise `UsageError` if a scheme is requested for an embedding that is already quantized."""
+    if requested not in {"", KEEP}:
         raise UsageError(
-            f"--embedding {asked}: {name} is quantized already, and an export keeps its numbers",
+            f"--embedding {requested}: {name} is quantized already, and an export keeps its numbers",
             "drop --embedding, or quantize the original model",
         )
 
 
-def chosen_embedding(
+def choose_embedding(
     form: Format,
     recipe: Recipe,
-    draft: Draft,
+    partial_plan: PartialPlan,
     nbytes: int,
     model_layout: ModelLayout,
-    drafted: Callable[[Recipe], Draft],
-) -> tuple[Recipe, Draft, Note]:
-    """Choose the scheme of the embedding: as asked for, or in 8 bits beside few.
+    plan_tensors: Callable[[Recipe], PartialPlan],
+) -> tuple[Recipe, PartialPlan, Note]:
+    """Choose the scheme of the embedding: the requested one, or 8 bits in a model of few bits.
 
     Args:
         form: the format of the result.
-        recipe: how tensors are to be stored.
-        draft: by that recipe.
-        nbytes: of its files.
+        recipe: the requested recipe.
+        partial_plan: plan by that recipe.
+        nbytes: bytes of its files.
         model_layout: the model.
-        drafted: returns the draft by a recipe with another scheme of the embedding.
+        plan_tensors: returns the plan by a recipe with another scheme of the embedding.
 
     Returns:
-        The recipe with that scheme, or ``recipe`` itself; its draft; and a note.
+        The recipe with that scheme, or ``recipe`` itself; its plan; and a note.
     """
-    part = _outer_bytes(draft, model_layout) / max(nbytes, 1)
-    share = f"embedding and head: {part:.0%} of the bytes"
-    quantized = any(item.scheme for item in draft.tensors)
-    if part <= LARGE or recipe.embedding or model_layout.draft or not quantized:
-        return recipe, draft, Note(share, NoteKind.EMBEDDING)
-    loaded = {verdict.engine for verdict in draft.engines if verdict.loads is not False}
-    narrow = recipe.bits is not None and recipe.bits <= NARROW
-    lost: tuple[str, str] | None = None
-    for lean_recipe, lean, saved_bytes in _smaller(form, recipe, nbytes, drafted):
-        scheme = lean_recipe.embedding
-        missing = loaded - {
-            verdict.engine for verdict in lean.engines if verdict.loads is not False
+    outer_share = _outer_bytes(partial_plan, model_layout) / max(nbytes, 1)
+    share = f"embedding and head: {outer_share:.0%} of the bytes"
+    quantized = any(item.scheme for item in partial_plan.tensors)
+    if outer_share <= LARGE_SHARE or recipe.embedding or model_layout.draft or not quantized:
+        return recipe, partial_plan, Note(share, NoteKind.EMBEDDING)
+    loading_engines = {
+        verdict.engine for verdict in partial_plan.engines if verdict.loads is not False
+    }
+    few_bits = recipe.bits is not None and recipe.bits <= FEW_BITS
+    alternative: tuple[str, str] | None = None
+    for smaller_recipe, smaller_plan, saved_bytes in _smaller_recipes(
+        form, recipe, nbytes, plan_tensors
+    ):
+        scheme = smaller_recipe.embedding
+        missing = loading_engines - {
+            verdict.engine for verdict in smaller_plan.engines if verdict.loads is not False
         }
         saved = f"{saved_bytes:,} bytes less"
         if missing:
-            which = ", ".join(sorted(missing))
-            lost = lost or (scheme, f"{saved}, but then {which} would not load it")
-        elif narrow:
+            engines = ", ".join(sorted(missing))
+            alternative = alternative or (scheme, f"{saved}, but then {engines} would not load it")
+        elif few_bits:
             reason = f"{share} without it, {saved}; --embedding keep leaves it"
-            return lean_recipe, lean, choice(f"--embedding {scheme}: {reason}")
+            return smaller_recipe, smaller_plan, choice(f"--embedding {scheme}: {reason}")
         else:
             return (
                 recipe,
-                draft,
+                partial_plan,
                 Note(f"{share}; --embedding {scheme} takes {saved}", NoteKind.EMBEDDING),
             )
-    if lost:
+    if alternative:
         return (
             recipe,
-            draft,
-            Note(f"{share}; --embedding {lost[0]} takes {lost[1]}", NoteKind.EMBEDDING),
+            partial_plan,
+            Note(
+                f"{share}; --embedding {alternative[0]} takes {alternative[1]}", NoteKind.EMBEDDING
+            ),
         )
     unties = model_layout.tied and not form.INFO.quantizes_tied_embedding
-    tied = ": the head is tied to it, and would be stored on its own" if unties else ""
+    tied_note = ": the head is tied to it, and would be stored on its own" if unties else ""
     return (
         recipe,
-        draft,
-        Note(f"{share}; no --embedding makes {form.KEY} files smaller{tied}", NoteKind.EMBEDDING),
+        partial_plan,
+        Note(
+            f"{share}; no --embedding makes {form.KEY} files smaller{tied_note}", NoteKind.EMBEDDING
+        ),
     )
 
 
-def _smaller(
-    form: Format, recipe: Recipe, nbytes: int, drafted: Callable[[Recipe], Draft]
-) -> Iterator[tuple[Recipe, Draft, int]]:
-    """Yield recipes whose scheme of the embedding makes a result smaller than ``nbytes``, their draft and the gain."""
-    for bits in (0, 8, NARROW):
+def _smaller_recipes(
+    form: Format, recipe: Recipe, nbytes: int, plan_tensors: Callable[[Recipe], PartialPlan]
+) -> Iterator[tuple[Recipe, PartialPlan, int]]:
+    """Yield recipes with a scheme of the embedding that makes the result smaller, their plans and the bytes saved."""
+    for bits in (0, 8, FEW_BITS):
         try:
-            lean_recipe = replace(recipe, embedding=form.default_scheme(bits) if bits else _ROWS)
-            lean = drafted(lean_recipe)
-        except QuantForgeError:  # the format does not hold it
+            smaller_recipe = replace(
+                recipe, embedding=form.default_scheme(bits) if bits else _INT8_PER_ROW
+            )
+            smaller_plan = plan_tensors(smaller_recipe)
+        except QuantForgeError:  # the format cannot hold it
             continue
-        saved = nbytes - bytes_of(lean.files(lean_recipe))
+        saved = nbytes - total_file_bytes(smaller_plan.files(smaller_recipe))
         if saved > 0:
-            yield lean_recipe, lean, saved
+            yield smaller_recipe, smaller_plan, saved
 
 
-def _outer_bytes(draft: Draft, model_layout: ModelLayout) -> int:
-    """Return the bytes of a result that embedding and head take."""
-    names = {tensor.header.name for tensor in model_layout.tensors if tensor.role in _OUTER}
-    return sum(item.output_bytes for item in draft.tensors if item.name in names)
+def _outer_bytes(partial_plan: PartialPlan, model_layout: ModelLayout) -> int:
+    """Return the bytes that embedding and head take in the result."""
+    names = {tensor.header.name for tensor in model_layout.tensors if tensor.role in _OUTER_ROLES}
+    return sum(item.output_bytes for item in partial_plan.tensors if item.name in names)
 
 
-def bytes_of(files: Sequence[FilePlan]) -> int:
-    """Return the bytes of files."""
+def total_file_bytes(files: Sequence[FilePlan]) -> int:
+    """Return the total size of planned files in bytes."""
     return sum(file.size for file in files)

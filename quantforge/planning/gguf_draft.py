@@ -1,9 +1,9 @@
-"""The plan of a GGUF file: a name, a type and a place for every tensor, and all of the header.
+"""Plan a GGUF file: the name, type and position of every tensor, and the metadata.
 
-The order of decision is that of `choice`. A mixture (``Q4_K_M``) gives every tensor its type; ``--scheme`` gives one
-grid to all linears, and Q6_K to what lies outside of the blocks. A type whose blocks do not divide the rows of a tensor
-is replaced as llama.cpp replaces it. What is F32 in every mixture (norms, biases, routers) is so whatever rules say.
-The experts of a layer are one tensor of the file.
+Schemes are chosen in the order of `choice`. A mixture (``Q4_K_M``) gives every tensor its type; ``--scheme`` gives one
+grid to all linears, and Q6_K to tensors outside the blocks. A type whose block size does not divide the rows of a
+tensor is replaced as llama.cpp replaces it. Tensors that are F32 in every mixture (norms, biases, routers) stay F32
+whatever rules say. The experts of a layer become one tensor of the file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.architectures import architecture_of
 from quantforge.architectures.configuration import SAME
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
-from quantforge.artifacts.manifest import adapter_name, experts_word
+from quantforge.artifacts.manifest import adapter_name, kept_experts_word
 from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
@@ -40,12 +40,19 @@ from quantforge.formats.gguf.vocabulary import (
 from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
-from quantforge.planning.calibration_rows import coming_rows
-from quantforge.planning.choice import QUANTIZABLE, Choice, Choices, Decision, Fitted, Terms
-from quantforge.planning.draft import Draft
+from quantforge.planning.calibration_rows import expected_rows
+from quantforge.planning.choice import (
+    QUANTIZABLE,
+    ChosenScheme,
+    FittedScheme,
+    FormatSchemes,
+    RequestedScheme,
+    SchemeChooser,
+)
+from quantforge.planning.draft import PartialPlan
 from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
-from quantforge.planning.format_choice import holders
-from quantforge.planning.naming import first_recipe
+from quantforge.planning.format_choice import formats_holding
+from quantforge.planning.naming import original_recipe
 from quantforge.plans import Action, FilePlan, Note, NoteKind, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, Scheme
@@ -58,12 +65,12 @@ LANGUAGE_ONLY = (
 )
 UNREAD = "llama.cpp computes this family's files; `eval` and `verify` do not read them back"
 _EMBEDDING, _OUTPUT = "token_embd.weight", "output.weight"
-_OUTSIDE = {*mixture.EMBEDDING_TENSORS, _OUTPUT}
+_OUTER_NAMES = {*mixture.EMBEDDING_TENSORS, _OUTPUT}
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One source tensor on its way: its name, shape and type in the file, and the rule by which it has that type."""
+    """One source tensor with its name, shape and type in the GGUF file, and the rule that chose the type."""
 
     tensor: MatchedTensor
     named: GgufName
@@ -73,23 +80,23 @@ class FileTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class GgufDraft(Draft):
-    """Draft of a GGUF file, or of numbered parts of one.
+class PartialGgufPlan(PartialPlan):
+    """Partial plan of a GGUF file or of its numbered parts.
 
     Attributes:
-        table: the tensors of the file, in its order.
-        keys: returns the metadata, which states the recipe.
+        table: tensors of the file, in file order.
+        keys: returns the metadata for a recipe, which is stored in it.
     """
 
     table: tuple[GgufTensor, ...] = ()
     keys: Callable[[Recipe], Metadata] = lambda _: {}
 
     def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
-        """Return one file, or files of at most ``max_shard_bytes`` of data each, of which the first has all keys."""
+        """Return one file, or parts of at most ``max_shard_bytes`` of data, the first of which has all metadata."""
         parts: list[list[GgufTensor]] = [[]]
-        filled, most = 0, recipe.max_shard_bytes
+        filled, limit = 0, recipe.max_shard_bytes
         for tensor in self.table:
-            if most is not None and parts[-1] and filled + tensor.nbytes > most:
+            if limit is not None and parts[-1] and filled + tensor.nbytes > limit:
                 parts.append([])
                 filled = 0
             parts[-1].append(tensor)
@@ -112,141 +119,153 @@ class GgufDraft(Draft):
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """Contents of the file of a model, before their types are chosen.
+    """Contents of a GGUF file before the types of its tensors are chosen.
 
     Attributes:
         checkpoint: the source.
         model_layout: its tensors.
-        kept: those that the file holds.
+        written: the tensors that are written.
         named: their names in the file, by canonical name.
-        parameters: what the configuration becomes.
-        shape: what mixtures look at beside the tensors.
+        parameters: metadata made from the configuration.
+        shape: the model's dimensions that mixtures depend on.
     """
 
     checkpoint: Checkpoint
     model_layout: ModelLayout
-    kept: Sequence[MatchedTensor]
+    written: Sequence[MatchedTensor]
     named: Mapping[str, GgufName]
     parameters: HyperParameters
     shape: mixture.ModelShape
 
 
-def draft_gguf(
+def plan_gguf_tensors(
     recipe: Recipe,
     checkpoint: Checkpoint,
     model_layout: ModelLayout,
     *,
     observed: bool,
     tower: ProjectorFile | None,
-) -> GgufDraft:
-    """Decide on every tensor of a GGUF file that is rounded into the types of a mixture, or of one scheme.
+) -> PartialGgufPlan:
+    """Plan every tensor of a GGUF file that is quantized into the types of a mixture, or of one scheme.
 
     Args:
         recipe: its type or scheme, and rules.
         checkpoint: the source.
         model_layout: its tensors.
         observed: whether the importance of columns will be known.
-        tower: of pictures, which is written into a file of its own beside this one.
+        tower: the file of the vision tower that is written next to this one, or None.
 
     Raises:
-        RefusedError: a family, configuration, tokenizer or scheme that GGUF does not hold.
-        InputError: the vocabulary and the embedding do not fit each other, or a pattern matches nothing.
+        RefusedError: GGUF cannot hold the family, configuration, tokenizer or a scheme.
+        InputError: vocabulary and embedding do not match, or a pattern matches nothing.
     """
     contents = _contents(checkpoint, model_layout, observed=observed)
-    types = MixtureTypes(recipe, contents.named, contents.kept, contents.shape)
-    linears = sum(tensor.role is Role.LINEAR for tensor in contents.kept)
+    types = MixtureTypes(recipe, contents.named, contents.written, contents.shape)
+    linears = sum(tensor.role is Role.LINEAR for tensor in contents.written)
 
-    def made_by(recipe: Recipe) -> Metadata:
+    def recipe_metadata(recipe: Recipe) -> Metadata:
         text = recipe.calibration
         if not observed:
             return provenance_keys(recipe, "", 0, 0)
-        return provenance_keys(recipe, text.source, linears, coming_rows(text, checkpoint.path))
+        return provenance_keys(recipe, text.source, linears, expected_rows(text, checkpoint.path))
 
-    return _draft(recipe, contents, types, made_by, tower)
+    return _plan_file(recipe, contents, types, recipe_metadata, tower)
 
 
-def draft_gguf_export(
+def plan_gguf_export(
     recipe: Recipe,
     checkpoint: Checkpoint,
     model_layout: ModelLayout,
     schemes: Mapping[str, Scheme],
     tower: ProjectorFile | None,
-) -> GgufDraft:
-    """Decide on every tensor of a GGUF file that takes over codes: whatever has none keeps its type.
+) -> PartialGgufPlan:
+    """Plan every tensor of a GGUF file that reuses the codes of a quantized source; other tensors keep their type.
 
     Args:
-        recipe: how the embedding is rounded, and the pre-tokenizer.
+        recipe: how the embedding is quantized, and the pre-tokenizer.
         checkpoint: the quantized source.
         model_layout: its tensors.
-        schemes: of each module that is quantized, in the terms of the file.
-        tower: as of `draft_gguf`, as the errors.
+        schemes: the scheme of each quantized module, in terms of GGUF.
+        tower: as in `plan_gguf_tensors`; so are the errors.
     """
     contents = _contents(checkpoint, model_layout, observed=False)
-    types = GivenTypes(schemes, tied=model_layout.tied)
-    wanted = Recipe(embedding=recipe.embedding, pre=recipe.pre)
+    types = SourceTypes(schemes, tied=model_layout.tied)
+    export_recipe = Recipe(embedding=recipe.embedding, pre=recipe.pre)
 
-    def made_by(_: Recipe) -> Metadata:
-        return provenance_keys(first_recipe(checkpoint), "", 0, 0)
+    def recipe_metadata(_: Recipe) -> Metadata:
+        return provenance_keys(original_recipe(checkpoint), "", 0, 0)
 
-    return _draft(wanted, contents, types, made_by, tower)
+    return _plan_file(export_recipe, contents, types, recipe_metadata, tower)
 
 
 def _contents(checkpoint: Checkpoint, model_layout: ModelLayout, *, observed: bool) -> _Contents:
     found = translate_parameters(_with_vision(model_layout.config, checkpoint.config))
-    kept, sizes = _written(model_layout), found.dimensions
-    named = gguf_names(found.family, sizes.layers, [tensor.name for tensor in kept])
+    written, sizes = _written_tensors(model_layout), found.dimensions
+    named = gguf_names(found.family, sizes.layers, [tensor.name for tensor in written])
     shape = mixture.ModelShape(sizes.layers, sizes.heads, sizes.kv_heads, found.experts, observed)
-    return _Contents(checkpoint, model_layout, kept, named, found, shape)
+    return _Contents(checkpoint, model_layout, written, named, found, shape)
 
 
-def _draft(
+def _plan_file(
     recipe: Recipe,
     contents: _Contents,
     types: FileTypes,
-    made_by: Callable[[Recipe], Metadata],
+    recipe_metadata: Callable[[Recipe], Metadata],
     tower: ProjectorFile | None,
-) -> GgufDraft:
-    """Return the draft of a file whose tensors get ``types``; ``made_by`` returns the keys that state the recipe."""
+) -> PartialGgufPlan:
+    """Return the partial plan of a file, given the types of its tensors and the metadata about the recipe."""
     checkpoint, model_layout, found = (
         contents.checkpoint,
         contents.model_layout,
         contents.parameters,
     )
-    kept, named, family = contents.kept, contents.named, contents.parameters.family
-    choices = Choices(_tied(recipe, model_layout, kept), kept, types, together=False)
-    targets = [_target(item, named[item.name], choices, family.squeezed) for item in kept]
-    types.check(targets)
-    rows = next(item.shape[0] for item in targets if item.named.name == _EMBEDDING)
-    tokens = _tokens(checkpoint, rows, model_layout.config, recipe.pre)
-    table = _tensor_table(targets, found)
-    weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(targets, types)
-    held = {tensor.name: (tensor.type, tensor.shape) for tensor in table}
-    kind = file_type(types.label, held, contents.shape)
+    written, named, family = contents.written, contents.named, contents.parameters.family
+    chooser = SchemeChooser(
+        _without_tied_head(recipe, model_layout, written), written, types, join_linears=False
+    )
+    file_tensors = [
+        _file_tensor(item, named[item.name], chooser, family.squeezed) for item in written
+    ]
+    types.check(file_tensors)
+    vocabulary_size = next(item.shape[0] for item in file_tensors if item.named.name == _EMBEDDING)
+    tokenizer = _file_vocabulary(checkpoint, vocabulary_size, model_layout.config, recipe.pre)
+    table = _tensor_table(file_tensors, found)
+    weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(file_tensors, types)
+    types_and_shapes = {tensor.name: (tensor.type, tensor.shape) for tensor in table}
+    file_type_id = file_type(types.label, types_and_shapes, contents.shape)
 
     def keys(recipe: Recipe) -> Metadata:
         return merge_keys(
             general_keys(
-                _name(checkpoint), family.arch, kind, weights, checkpoint.card, tokens.tokens
+                _model_name(checkpoint),
+                family.arch,
+                file_type_id,
+                weights,
+                checkpoint.card,
+                tokenizer.tokens,
             ),
             found.keys,
-            tokens.keys(),
-            made_by(recipe),
+            tokenizer.keys(),
+            recipe_metadata(recipe),
         )
 
-    return GgufDraft(
-        tensors=(*(_tensor_plan(item, found) for item in targets), *_dropped(model_layout, kept, tower)),
+    return PartialGgufPlan(
+        tensors=(
+            *(_tensor_plan(item, found) for item in file_tensors),
+            *_dropped_tensors(model_layout, written, tower),
+        ),
         engines=layer_verdicts(gguf.INFO.engines, ()),
         label=label,
-        substitutions=(*choices.substitutions, *found.events, *tokens.events),
+        substitutions=(*chooser.substitutions, *found.events, *tokenizer.events),
         notes=(
-            f"{label}: {_summary(targets)}",
-            *choices.notes,
-            *(_of_towers(checkpoint, tower) if len(model_layout.foreign) > len(model_layout.draft_heads) else ()),
+            f"{label}: {_type_counts(file_tensors)}",
+            *chooser.notes,
+            *(_tower_notes(checkpoint, tower) if len(model_layout.foreign) > len(model_layout.draft_heads) else ()),
             *([] if family.arch in model_type_by_arch() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
-            *tokens.notes,
+            *tokenizer.notes,
         ),
         late=tuple(
-            item.tensor.header.name for item in targets
+            item.tensor.header.name for item in file_tensors
             if item.named.name == _OUTPUT and item.type.lower() in GGML_BLOCKS
         ),
         table=tuple(table),
@@ -255,103 +274,113 @@ def _draft(
 
 
 def _with_vision(text: Mapping[str, Any], whole: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of a decoder under the name of the whole, with that of its tower: keys depend on it."""
+    """Return a decoder's configuration with the model type and vision tower of the whole model, for metadata."""
     vision = whole.get("vision_config")
     if not isinstance(vision, Mapping):
         return text
-    known = text if architecture_of(text) is not None else whole
+    declared = text if architecture_of(text) is not None else whole
     causal = whole.get("is_causal", True) and text.get("is_causal", True)
-    own = {"model_type": known.get("model_type"), "vision_config": vision, "is_causal": causal}
-    return {**text, **own}
+    whole_keys = {
+        "model_type": declared.get("model_type"),
+        "vision_config": vision,
+        "is_causal": causal,
+    }
+    return {**text, **whole_keys}
 
 
-def _of_towers(checkpoint: Checkpoint, tower: ProjectorFile | None) -> tuple[str, ...]:
-    """Return what is said of the towers of a model, which the file does not hold."""
+def _tower_notes(checkpoint: Checkpoint, tower: ProjectorFile | None) -> tuple[str, ...]:
+    """Return notes on the model's towers, which the file does not hold."""
     if tower is not None:
         return (f"{LANGUAGE_ONLY}; {OPTION} writes that of pictures, {size(tower.plan.size)}",)
     written = f", {OPTION} writes that of pictures" if has_projector(checkpoint.config) else ""
     return (LANGUAGE_ONLY + written,)
 
 
-def _tokens(
+def _file_vocabulary(
     checkpoint: Checkpoint, rows: int, config: Mapping[str, Any], pre: str | None
 ) -> CarriedVocabulary | Vocabulary:
-    """Return the vocabulary of a GGUF file, or of a directory's tokenizer, for an embedding of so many rows."""
+    """Return the vocabulary of the source, a GGUF file or a directory with a tokenizer, for ``rows`` embedding rows."""
     path = checkpoint.path
     if path.is_file():
         return carried_vocabulary(path, rows)
-    return vocabulary(path, rows, config, pre, _name(checkpoint))
+    return vocabulary(path, rows, config, pre, _model_name(checkpoint))
 
 
-def _name(checkpoint: Checkpoint) -> str:
-    """Return the model's own name, of its repository, directory, or file, with what became of all of it."""
+def _model_name(checkpoint: Checkpoint) -> str:
+    """Return the model's name (of its repository, directory or file) with merged adapters and kept experts."""
     path = checkpoint.path
     name = path.stem if path.is_file() else source_name(path)[0].rpartition("/")[2]
-    words = ((ADAPTER, adapter_name), (KEPT_EXPERTS, experts_word))
-    read = [word(said) for key, word in words if (said := checkpoint.facts.get(key)) is not None]
-    return "-".join((name, *read))
+    name_parts = ((ADAPTER, adapter_name), (KEPT_EXPERTS, kept_experts_word))
+    changes = [
+        name_part(fact)
+        for key, name_part in name_parts
+        if (fact := checkpoint.facts.get(key)) is not None
+    ]
+    return "-".join((name, *changes))
 
 
-def _written(model_layout: ModelLayout) -> list[MatchedTensor]:
-    """Return the tensors that the file holds: of the language model, a tied head once."""
-    kept = [tensor for tensor in model_layout.tensors if tensor.role is not Role.FOREIGN]
+def _written_tensors(model_layout: ModelLayout) -> list[MatchedTensor]:
+    """Return the tensors that the file holds: those of the language model, a tied head only once."""
+    written = [tensor for tensor in model_layout.tensors if tensor.role is not Role.FOREIGN]
     if model_layout.tied_twice and model_layout.architecture is not None:
         head = f"{model_layout.architecture.head}.weight"
-        kept = [tensor for tensor in kept if tensor.name != head]
-    return kept
+        written = [tensor for tensor in written if tensor.name != head]
+    return written
 
 
-def _dropped(
-    model_layout: ModelLayout, kept: Sequence[MatchedTensor], tower: ProjectorFile | None
+def _dropped_tensors(
+    model_layout: ModelLayout, written_tensors: Sequence[MatchedTensor], tower: ProjectorFile | None
 ) -> list[TensorPlan]:
-    """Return what is left out, and why."""
-    written = {tensor.header.name for tensor in kept}
+    """Return plans that drop the tensors that the file does not hold, with the reasons."""
+    written_names = {tensor.header.name for tensor in written_tensors}
     reasons = [*((item, f"dropped: {reason}") for item, reason in model_layout.dropped)]
     reasons += [
-        (tensor.header, _left_out(tensor))
+        (tensor.header, _drop_reason(tensor))
         for tensor in model_layout.tensors
-        if tensor.header.name not in written
+        if tensor.header.name not in written_names
     ]
-    beside = tower.tensors if tower is not None else {}
+    tower_tensors = tower.tensors if tower is not None else {}
     return [
         TensorPlan(
             item.name, item.dtype, item.shape, Action.DROP,
-            f"not of this file: {OPTION} writes it" if item.name in beside else rule,
+            f"not of this file: {OPTION} writes it" if item.name in tower_tensors else rule,
         )
         for item, rule in reasons
     ]  # fmt: skip
 
 
-def _left_out(tensor: MatchedTensor) -> str:
+def _drop_reason(tensor: MatchedTensor) -> str:
     if tensor.draft_head:
         return "predicts further tokens, for which these files have no place"
     return "of another tower" if tensor.role is Role.FOREIGN else SAME
 
 
-def _tied(wanted: Recipe, model_layout: ModelLayout, kept: Sequence[MatchedTensor]) -> Recipe:
-    """Return what is wanted of the tensors of a file, in which a tied head and the embedding are one.
+def _without_tied_head(
+    recipe: Recipe, model_layout: ModelLayout, written: Sequence[MatchedTensor]
+) -> Recipe:
+    """Return the recipe for a file in which a tied head and the embedding are one tensor.
 
     Raises:
-        InputError: another scheme is asked for the head than for the embedding.
+        InputError: the head and the embedding are to get different schemes.
     """
-    if not model_layout.tied or any(tensor.role is Role.HEAD for tensor in kept):
-        return wanted
-    if wanted.head not in {KEEP, wanted.embedding}:
+    if not model_layout.tied or any(tensor.role is Role.HEAD for tensor in written):
+        return recipe
+    if recipe.head not in {KEEP, recipe.embedding}:
         raise InputError(
-            f"--head {wanted.head}: the head is tied to the embedding, and a GGUF file holds both as one",
-            f"--embedding {wanted.head} for both, or drop --head",
+            f"--head {recipe.head}: the head is tied to the embedding, and a GGUF file holds both as one",
+            f"--embedding {recipe.head} for both, or drop --head",
         )
-    return replace(wanted, head=KEEP)
+    return replace(recipe, head=KEEP)
 
 
-def _label(targets: Sequence[FileTensor], types: FileTypes) -> str:
-    """Return the kind of a file: its mixture or type, or how many bits a weight has where rules mix others in."""
+def _label(file_tensors: Sequence[FileTensor], types: FileTypes) -> str:
+    """Return the label of a file: its mixture or type, or the bits per weight if rules mix other types in."""
     linears = [
-        item for item in targets
+        item for item in file_tensors
         if item.tensor.role is Role.LINEAR and item.type.lower() in GGML_BLOCKS
     ]  # fmt: skip
     if all(
-        item.type == mixture.fitting_type(types.meant(item.tensor), item.shape[-1])
+        item.type == mixture.fitting_type(types.labelled_type(item.tensor), item.shape[-1])
         for item in linears
     ):
         return types.label
@@ -362,62 +391,67 @@ def _label(targets: Sequence[FileTensor], types: FileTypes) -> str:
     return f"{mixture.MIXED_PREFIX}-{8 * nbytes / weights:.2f}bpw"
 
 
-def _summary(targets: Iterable[FileTensor]) -> str:
-    """Say how many tensors have which type."""
-    counts = Counter(item.type for item in targets)
+def _type_counts(file_tensors: Iterable[FileTensor]) -> str:
+    """Return how many tensors have each type, as text."""
+    counts = Counter(item.type for item in file_tensors)
     return ", ".join(f"{kind} x{count}" for kind, count in sorted(counts.items()))
 
 
-def _target(
-    tensor: MatchedTensor, named: GgufName, choices: Choices[str], squeezed: tuple[str, ...]
+def _file_tensor(
+    tensor: MatchedTensor,
+    file_name: GgufName,
+    chooser: SchemeChooser[str],
+    squeezed_suffixes: tuple[str, ...],
 ) -> FileTensor:
-    """Decide on the type of a tensor."""
+    """Choose the type of a source tensor."""
     *outer, last = file_shape(tensor)
-    shape = (*outer, last // (1 + len(named.others)))
-    if tensor.name.endswith(squeezed):
+    shape = (*outer, last // (1 + len(file_name.others)))
+    if tensor.name.endswith(squeezed_suffixes):
         shape = tuple(size for size in shape if size > 1)
     if tensor.header.dtype not in QUANTIZABLE:
         raise InputError(
             f"{tensor.header.name}: type {tensor.header.dtype} is not written to GGUF",
             f"written are {', '.join(QUANTIZABLE)}", tensor=tensor.header.name,
         )  # fmt: skip
-    if mixture.always_float32(named.name, len(shape)):
-        return FileTensor(tensor, named, shape, "F32", "F32 always")
-    decision = choices.decided(tensor)
-    return FileTensor(tensor, named, shape, decision.scheme, decision.rule)
+    if mixture.always_float32(file_name.name, len(shape)):
+        return FileTensor(tensor, file_name, shape, "F32", "F32 always")
+    decision = chooser.choose(tensor)
+    return FileTensor(tensor, file_name, shape, decision.scheme, decision.rule)
 
 
-class FileTypes(Terms[str]):
+class FileTypes(FormatSchemes[str]):
     """Types of the tensors of one file; ``label`` is the mixture, or the type that most of them have."""
 
     label: str
 
-    def check(self, targets: Sequence[FileTensor]) -> None:
-        """Raise `RefusedError` for types that cannot be made of this model."""
+    def check(self, file_tensors: Sequence[FileTensor]) -> None:
+        """Raise `RefusedError` for types that this model cannot have."""
 
-    def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
-        """Return the type that a scheme is; that of the source where nothing is to be rounded."""
-        if choice.scheme is None:
+    def from_request(self, tensor: MatchedTensor, request: RequestedScheme) -> str:
+        """Return the ggml type of a requested scheme, or the source's type if the tensor is kept."""
+        if request.scheme is None:
             return tensor.header.dtype
-        return type_of(choice.scheme, choice.rule)
+        return ggml_type_of(request.scheme, request.rule)
 
-    def meant(self, tensor: MatchedTensor) -> str:
-        """Return the type by which a file is of the kind that it is called after, before its blocks are fitted."""
+    def labelled_type(self, tensor: MatchedTensor) -> str:
+        """Return the type that a tensor has in an unmodified file of this label, before block sizes are checked."""
         return self.default(tensor).scheme
 
-    def fitted(self, tensor: MatchedTensor, form: str) -> Fitted[str]:
-        """Return the type, or the one that llama.cpp takes where its blocks do not divide the rows."""
+    def fit_to_shape(self, tensor: MatchedTensor, file_type: str) -> FittedScheme[str]:
+        """Return the type, or the one that llama.cpp substitutes if its block size does not divide the rows."""
         shape = file_shape(tensor)
-        given = mixture.fitting_type(form, shape[-1])
-        if given == form:
-            return Fitted(form)
-        nbytes = TYPES[given].row_bytes(shape[-1]) * math.prod(shape[:-1])
-        reason = f"{shape[-1]} columns are no multiple of {TYPES[form].columns}"
-        return Fitted(given, f"{form} -> {given}, {nbytes} bytes", reason)
+        fitting = mixture.fitting_type(file_type, shape[-1])
+        if fitting == file_type:
+            return FittedScheme(file_type)
+        nbytes = TYPES[fitting].row_bytes(shape[-1]) * math.prod(shape[:-1])
+        reason = f"{shape[-1]} columns are no multiple of {TYPES[file_type].columns}"
+        return FittedScheme(fitting, f"{file_type} -> {fitting}, {nbytes} bytes", reason)
 
-    def left(self, tensor: MatchedTensor, form: str) -> Fitted[str] | None:
-        """Return None: files of this kind hold every shape."""
-        del tensor, form
+    def unquantized_fallback(
+        self, tensor: MatchedTensor, file_type: str
+    ) -> FittedScheme[str] | None:
+        """Return None: GGUF files can hold every shape."""
+        del tensor, file_type
         return None
 
 
@@ -425,155 +459,165 @@ class MixtureTypes(FileTypes):
     """Types by a mixture, or by one scheme for all linears.
 
     Args:
-        wanted: what the recipe says.
-        names: of each tensor in the file, by its canonical name.
-        tensors: those that are written.
-        shape: of the model.
+        recipe: the recipe.
+        names: names of the tensors in the file, by canonical name.
+        tensors: the tensors that are written.
+        shape: the model's dimensions that mixtures depend on.
     """
 
     def __init__(
         self,
-        wanted: Recipe,
+        recipe: Recipe,
         names: Mapping[str, GgufName],
         tensors: Sequence[MatchedTensor],
         shape: mixture.ModelShape,
     ) -> None:
         self._names = names
         self._observed = shape.importance
-        self._one_scheme = wanted.scheme is not None
-        self.label = _asked_label(wanted)
+        self._one_scheme = recipe.scheme is not None
+        self.label = _requested_label(recipe)
         columns = {
-            named.name: file_shape(tensor)[-1]
+            file_name.name: file_shape(tensor)[-1]
             for tensor in tensors
             if not mixture.always_float32(
-                (named := names[tensor.name]).name, len(tensor.header.shape)
+                (file_name := names[tensor.name]).name, len(tensor.header.shape)
             )
         }
-        # Mixtures of the names of lattices are mostly of other types.
-        pure = self.label not in mixture.MIXTURES or self.label.lower() in LATTICES
-        if self._one_scheme and pure:
+        # A mixture that is named after a lattice type consists mostly of other types.
+        is_single_type = self.label not in mixture.MIXTURES or self.label.lower() in LATTICES
+        if self._one_scheme and is_single_type:
             self._types = dict.fromkeys(columns, self.label)
         else:
             self._types = mixture.assign_types(self.label, columns.items(), shape)
 
-    def check(self, targets: Sequence[FileTensor]) -> None:
-        """Refuse types that llama-quantize does not make without an importance; in the blocks alone it asks for one."""
-        needy = [
-            item for item in targets
-            if item.type.lower() in NEED_IMPORTANCE and item.named.name not in _OUTSIDE
+    def check(self, file_tensors: Sequence[FileTensor]) -> None:
+        """Refuse types in the blocks that llama-quantize does not make without an importance matrix."""
+        refused = [
+            item for item in file_tensors
+            if item.type.lower() in NEED_IMPORTANCE and item.named.name not in _OUTER_NAMES
         ]  # fmt: skip
-        if needy and not self._observed:
+        if refused and not self._observed:
             raise RefusedError(
-                f"{needy[0].tensor.name}: {needy[0].type} needs the importance of its columns,"
-                f" as do {len(needy) - 1} more tensors",
+                f"{refused[0].tensor.name}: {refused[0].type} needs the importance of its columns,"
+                f" as do {len(refused) - 1} more tensors",
                 "--calibration TEXT (or builtin), or --imatrix FILE",
-                tensor=needy[0].tensor.header.name,
+                tensor=refused[0].tensor.header.name,
             )
 
-    def default(self, tensor: MatchedTensor) -> Decision[str]:
-        """Return what the mixture says."""
+    def default(self, tensor: MatchedTensor) -> ChosenScheme[str]:
+        """Return the type by the mixture."""
         if self._one_scheme and tensor.role is not Role.LINEAR:
-            return Decision("Q6_K", "outside of the blocks")
+            return ChosenScheme("Q6_K", "outside of the blocks")
         name = self._names[tensor.name].name
         if name in mixture.UNQUANTIZED_TENSORS and self._types[name] not in mixture.FLOAT_TYPES:
-            return Decision(tensor.header.dtype, "kept in every mixture")
-        return Decision(self._types[name], self.label)
+            return ChosenScheme(tensor.header.dtype, "kept in every mixture")
+        return ChosenScheme(self._types[name], self.label)
 
 
-class GivenTypes(FileTypes):
-    """Types of a model that is quantized already, by the schemes of its modules; what else it has keeps its type.
+class SourceTypes(FileTypes):
+    """Types of an already quantized model, by the schemes of its modules; its other tensors keep their type.
 
-    An embedding that is the head too (``tied``) is rounded as in the mixture that the other types are of.
+    A tied embedding is quantized as in the mixture whose types the modules have.
+
+    Args:
+        given: scheme of each quantized module, by name.
+        tied: whether the head is tied to the embedding.
     """
 
     def __init__(self, given: Mapping[str, Scheme], *, tied: bool) -> None:
         self._tied = tied
         self._given = {
-            module: type_of(LayerScheme(scheme), module) for module, scheme in given.items()
+            module: ggml_type_of(LayerScheme(scheme), module) for module, scheme in given.items()
         }
         counted = list(self._given.values())
         self.label = max(sorted(set(counted)), key=counted.count)
 
-    def stated(self, tensor: MatchedTensor, choice: Choice) -> str:
-        """Return the type that is asked for the embedding; of one that has codes, theirs."""
+    def from_request(self, tensor: MatchedTensor, request: RequestedScheme) -> str:
+        """Return the type requested for the embedding, or that of its codes if it is quantized already."""
         given = self._given.get(tensor.header.name.removesuffix(".weight"))
         if given is None:
-            return super().stated(tensor, choice)
-        check_not_quantized(tensor.header.name, str(choice.scheme or KEEP))
+            return super().from_request(tensor, request)
+        check_not_quantized(tensor.header.name, str(request.scheme or KEEP))
         return given
 
-    def default(self, tensor: MatchedTensor) -> Decision[str]:
-        """Return the type that the tensor's codes have."""
+    def default(self, tensor: MatchedTensor) -> ChosenScheme[str]:
+        """Return the type that the tensor has in the source."""
         module = tensor.header.name.removesuffix(".weight")
         if module in self._given:
-            return Decision(self._given[module], "re-laid out")
+            return ChosenScheme(self._given[module], "re-laid out")
         if self._tied and tensor.role is Role.EMBEDDING:
             columns = tensor.header.shape[-1]
             kind = mixture.output_type(self.label, self.label, columns)
-            return Decision(mixture.fitting_type(kind, columns), tied_rule(gguf))
-        return Decision(tensor.header.dtype, "kept")
+            return ChosenScheme(mixture.fitting_type(kind, columns), tied_rule(gguf))
+        return ChosenScheme(tensor.header.dtype, "kept")
 
-    def meant(self, tensor: MatchedTensor) -> str:
-        """Return the type of most tensors."""
+    def labelled_type(self, tensor: MatchedTensor) -> str:
+        """Return the most frequent type."""
         del tensor
         return self.label
 
 
 def file_shape(tensor: MatchedTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor as linears have it in a file, ``[out, in]``."""
+    """Return the shape ``[out, in]`` of a tensor in the file."""
     shape = tensor.header.shape
     return shape[::-1] if tensor.transposed else shape
 
 
-def type_of(layer: LayerScheme, where: str) -> str:
-    """Return the type of ggml that a scheme is.
+def ggml_type_of(layer: LayerScheme, origin: str) -> str:
+    """Return the ggml type of a scheme.
 
     Raises:
-        RefusedError: there is none; the formats that hold it are named, or the nearest type.
+        RefusedError: there is none; the formats that can hold it are named, or the nearest type.
     """
     scheme = ggml_scheme(layer.weight)
     if scheme.grid not in GGML_BLOCKS or layer.input is not None:
-        others = holders(LayerScheme(scheme, layer.input))
+        other_formats = formats_holding(LayerScheme(scheme, layer.input))
         raise RefusedError(
-            f"{where}: {LayerScheme(scheme, layer.input)} is no type of a GGUF file",
-            f"--format {' or '.join(others)} holds it"
-            if others
+            f"{origin}: {LayerScheme(scheme, layer.input)} is no type of a GGUF file",
+            f"--format {' or '.join(other_formats)} holds it"
+            if other_formats
             else nearest(scheme.grid, GGML_BLOCKS),
         )
     return scheme.grid.upper()
 
 
-def _asked_label(wanted: Recipe) -> str:
-    """Return the name of the mixture, or the grid that all linears get."""
-    if wanted.type is not None:
-        if wanted.type.upper() not in mixture.MIXTURES:
-            hint = nearest(wanted.type.upper(), mixture.MIXTURES, mixture.TYPE_HINTS)
-            raise UnknownNameError(f"--type {wanted.type}: unknown", hint)
-        return wanted.type.upper()
-    if wanted.scheme is not None:
-        return type_of(LayerScheme(parse(wanted.scheme)), "--scheme")
-    bits = wanted.bits or 4
+def _requested_label(recipe: Recipe) -> str:
+    """Return the name of the requested mixture, or the type that all linears get."""
+    if recipe.type is not None:
+        if recipe.type.upper() not in mixture.MIXTURES:
+            hint = nearest(recipe.type.upper(), mixture.MIXTURES, mixture.TYPE_HINTS)
+            raise UnknownNameError(f"--type {recipe.type}: unknown", hint)
+        return recipe.type.upper()
+    if recipe.scheme is not None:
+        return ggml_type_of(LayerScheme(parse(recipe.scheme)), "--scheme")
+    bits = recipe.bits or 4
     if bits not in mixture.MIXTURE_BY_BITS:
         raise InputError(f"--bits {bits}: no mixture of that size", "2, 3, 4, 5, 6 or 8, or --type")
     return mixture.MIXTURE_BY_BITS[bits]
 
 
-def _tensor_table(targets: Iterable[FileTensor], found: HyperParameters) -> list[GgufTensor]:
-    """Return the tensor table in file order: experts stacked, computed tables added."""
+def _tensor_table(
+    file_tensors: Iterable[FileTensor], parameters: HyperParameters
+) -> list[GgufTensor]:
+    """Return the tensor table in file order, with stacked experts and computed tables (such as RoPE factors)."""
     stacks: dict[str, list[FileTensor]] = {}
-    for item in targets:
+    for item in file_tensors:
         stacks.setdefault(item.named.name, []).append(item)
-    tensors = list(found.computed)
+    tensors = list(parameters.computed)
     for name, items in stacks.items():
         first = items[0]
         if first.named.expert < 0:
-            given = (name, *first.named.others)
-            tensors += [GgufTensor(one, first.type, first.shape) for one in given]
+            stored_names = (name, *first.named.others)
+            tensors += [
+                GgufTensor(stored_name, first.type, first.shape) for stored_name in stored_names
+            ]
             continue
         experts = sorted(item.named.expert for item in items)
-        if experts != list(range(found.experts)) or {item.shape for item in items} != {first.shape}:
+        if experts != list(range(parameters.experts)) or {item.shape for item in items} != {
+            first.shape
+        }:
             raise InputError(
-                f"{name}: experts {experts[:8]} of {found.experts}, or their shapes differ",
+                f"{name}: experts {experts[:8]} of {parameters.experts}, or their shapes differ",
                 "a complete checkpoint holds every expert of every block",
                 tensor=first.tensor.header.name,
             )
@@ -581,13 +625,13 @@ def _tensor_table(targets: Iterable[FileTensor], found: HyperParameters) -> list
     return sorted(tensors, key=lambda tensor: mixture.file_order(tensor.name))
 
 
-def _tensor_plan(item: FileTensor, found: HyperParameters) -> TensorPlan:
-    """Return the plan of a source tensor: its place in the table, and what is done with its rows."""
-    tensor, family_heads = item.tensor, _heads(item, found)
-    shape = item.shape if item.named.expert < 0 else (found.experts, *item.shape)
-    pieces = 1 if item.named.expert < 0 else found.experts
-    own = GgufTensor(item.named.name, item.type, shape, pieces).outputs()
-    beside = [
+def _tensor_plan(item: FileTensor, parameters: HyperParameters) -> TensorPlan:
+    """Return the plan of a source tensor: its place in the tensor table, and how its rows are converted."""
+    tensor, family_heads = item.tensor, _reordered_heads(item, parameters)
+    shape = item.shape if item.named.expert < 0 else (parameters.experts, *item.shape)
+    pieces = 1 if item.named.expert < 0 else parameters.experts
+    outputs = GgufTensor(item.named.name, item.type, shape, pieces).outputs()
+    copies = [
         part
         for name in item.named.others
         for part in GgufTensor(name, item.type, shape, pieces).outputs()
@@ -600,25 +644,25 @@ def _tensor_plan(item: FileTensor, found: HyperParameters) -> TensorPlan:
         Action.QUANTIZE if grid in GGML_BLOCKS else Action.KEEP,
         item.rule,
         LayerScheme(parse(grid)) if grid in GGML_BLOCKS else None,
-        outputs=(own[max(item.named.expert, 0)], *beside),
+        outputs=(outputs[max(item.named.expert, 0)], *copies),
         block=tensor.block,
         shared=tensor.shared,
         transposed=tensor.transposed,
         heads=family_heads,
         by_rows=grid in GGML_BLOCKS and not tensor.transposed,
-        plus_one=found.family.norm_plus_one
+        plus_one=parameters.family.norm_plus_one
         and item.named.name.endswith("norm.weight")
-        and not tensor.name.endswith(found.family.plain_norms),
-        decay=tensor.name.endswith(found.family.decays),
+        and not tensor.name.endswith(parameters.family.plain_norms),
+        decay=tensor.name.endswith(parameters.family.decays),
         expert=tensor.expert,
     )
 
 
-def _heads(item: FileTensor, found: HyperParameters) -> int:
-    """Return the number of heads whose rows are reordered, 0 for none."""
-    if not found.family.interleaved:
+def _reordered_heads(item: FileTensor, parameters: HyperParameters) -> int:
+    """Return the number of heads whose rotary rows are reordered, 0 if none are."""
+    if not parameters.family.interleaved:
         return 0
     module = item.named.name.rpartition(".")[0]
     if module.endswith("attn_q"):
-        return found.dimensions.heads
-    return found.dimensions.kv_heads if module.endswith("attn_k") else 0
+        return parameters.dimensions.heads
+    return parameters.dimensions.kv_heads if module.endswith("attn_k") else 0

@@ -1,6 +1,6 @@
-"""Cards: memory, bandwidth and 16-bit matrix products of devices that models are served on, from makers' datasheets.
+"""GPUs: memory, bandwidth and 16-bit compute of the devices that models are served on, from the makers' datasheets.
 
-Gigabytes are decimal, as datasheets print them: what a driver shows may be a few per cent more, never less.
+Gigabytes are decimal, as datasheets print them: a driver may show a few per cent more, never less.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _ADA = "NVIDIA Ada GPU architecture, white paper, appendix A"
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One device.
+    """One kind of GPU.
 
     Attributes:
-        memory: bytes.
-        bandwidth: of that memory, bytes per second.
-        compute: floating-point operations per second of dense 16-bit matrix products; 0: not stated.
-        source: where its maker says so.
+        memory: bytes of memory.
+        bandwidth: memory bandwidth in bytes per second.
+        compute: dense 16-bit matrix products in floating-point operations per second; 0 if unknown.
+        source: where its maker states these figures.
     """
 
     memory: float
@@ -50,7 +50,7 @@ CARDS: Mapping[str, Card] = {
 
 
 def card_of(name: str) -> Card:
-    """Return a card by its name, in letters of either case, or raise `UsageError` naming the nearest."""
+    """Return a GPU by its name, ignoring case; raise `UsageError` with the nearest name if there is none."""
     if name.lower() not in CARDS:
         raise UsageError(f"--device-name {name}: no such card", nearest(name.lower(), CARDS))
     return CARDS[name.lower()]

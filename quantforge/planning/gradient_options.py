@@ -1,7 +1,7 @@
-"""What takes gradients in a plan: guided statistics and tuning, for which models, methods and formats, at what cost.
+"""Options that need gradients (``--guide``, ``--tune``): when they are possible and what they cost.
 
-The weights of all calibration tokens (`guidance.token_weights`) are in one file, in the order of the linears that
-`quantized_linears` lists.
+The weights of all calibration tokens (`guidance.token_weights`) are stored in one file, in the order of the linears
+that `quantized_linears` lists.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from quantforge.quantizers import AWQ_GPTQ, GPTQ
 from quantforge.quantizers.tuning import whole_model_epochs
 from quantforge.recipe import CalibrationOptions
 
-FLOAT = 4
-HINT = "leave --tune out"
-DENSE, MIXED = 5, 7  # forward passes that take as long as an epoch of tuning
+FLOAT_BYTES = 4
+NO_TUNE_HINT = "leave --tune out"
+DENSE_EPOCH_PASSES, EXPERT_EPOCH_PASSES = (
+    5,
+    7,
+)  # forward passes that take as long as one epoch of tuning
 
 
 def quantized_linears(
     tensors: Iterable[TensorPlan], model_layout: ModelLayout
 ) -> Mapping[str, TensorPlan]:
-    """Return the linears of blocks that are quantized, by canonical name, block after block."""
+    """Return the plans of the blocks' linears that are quantized, by canonical name, in the order of the blocks."""
     plans = {
         tensor.name: tensor for tensor in tensors if tensor.block >= 0 and tensor.scheme is not None
     }
@@ -37,176 +40,192 @@ def quantized_linears(
     }
 
 
-def learnable(
-    said: str, hint: str, tensors: Iterable[TensorPlan], model_layout: ModelLayout
+def linears_with_gradients(
+    option: str, hint: str, tensors: Iterable[TensorPlan], model_layout: ModelLayout
 ) -> Mapping[str, TensorPlan]:
-    """Return what `quantized_linears` does for an option that takes gradients.
+    """Return the quantized linears of the blocks for an option that needs their gradients.
 
     Args:
-        said: the option, in messages.
+        option: the option, for messages.
         hint: what to type instead.
-        tensors: of the draft.
+        tensors: plans of all tensors.
         model_layout: the model.
 
     Raises:
-        UsageError: there is none.
-        RefusedError: some are of experts that the model does not compute in stacks.
+        UsageError: no linear of a block is quantized.
+        RefusedError: some are experts that the model does not compute as one stack.
     """
     linears = quantized_linears(tensors, model_layout)
     if not linears:
-        raise UsageError(f"{said}: no matrix of a block is quantized", hint)
+        raise UsageError(f"{option}: no matrix of a block is quantized", hint)
     if any(
-        one.expert >= 0 and not model_layout.layers[one.block].stacks for one in linears.values()
+        tensor.expert >= 0 and not model_layout.layers[tensor.block].stacks
+        for tensor in linears.values()
     ):
         raise RefusedError(
-            f"{said}: the model has experts, which it computes otherwise than as one stack", hint
+            f"{option}: the model has experts, which it computes otherwise than as one stack", hint
         )
     return linears
 
 
-def disk_bytes(
+def guide_disk_bytes(
     strips: int,
     tensors: Sequence[TensorPlan],
     model_layout: ModelLayout,
     calibration: CalibrationOptions,
 ) -> int:
-    """Return the bytes that the backward pass of a guide takes on the disk.
+    """Return the disk space in bytes that the backward pass of a guide takes.
 
-    These are the file of weights, the hidden states in front of some blocks (`guidance.backward`) and of one
-    run of blocks between two of these, and the gradients.
+    It stores the file of token weights, the hidden states before some of the blocks (`guidance.backward`) and within
+    one run of blocks between two of these, and the gradients.
     """
     if model_layout.dimensions is None:
         return 0
-    tokens, step = calibration.samples * calibration.length, 1 + math.isqrt(model_layout.blocks - 1)
-    states = -(-model_layout.blocks // step) + step + 1
+    tokens, interval = (
+        calibration.samples * calibration.length,
+        1 + math.isqrt(model_layout.blocks - 1),
+    )
+    states = -(-model_layout.blocks // interval) + interval + 1
     linears = [tensor.expert >= 0 for tensor in quantized_linears(tensors, model_layout).values()]
     experts = sum(linears)
-    # With its weights lies the number of a token that is sent to an expert.
-    sent = expert_share(model_layout, tensors) * experts * (strips + 1) if experts else 0.0
+    # Experts store the index of each token that is sent to them along with its weights.
+    routed_width = expert_share(model_layout, tensors) * experts * (strips + 1) if experts else 0.0
     width = strips * (len(linears) - experts) + states * model_layout.dimensions.hidden
-    return FLOAT * math.ceil(tokens * (width + sent))
+    return FLOAT_BYTES * math.ceil(tokens * (width + routed_width))
 
 
-def guide_note(strips: int, calibration: CalibrationOptions, size: int) -> str:
-    """Say what a guide takes; ``size`` is its `disk_bytes`."""
+def guide_note(strips: int, calibration: CalibrationOptions, disk_bytes: int) -> str:
+    """Return a note on the cost of a guide, given the disk space that it takes (`guide_disk_bytes`)."""
     tokens = calibration.samples * calibration.length
     return (
         f"guide: a backward pass over {tokens:,} tokens first, {strips} Hessian(s) for each matrix;"
-        f" {size:,} bytes on the disk while it runs"
+        f" {disk_bytes:,} bytes on the disk while it runs"
     )
 
 
 def refuse_guide(
     strips: int,
-    words: tuple[str, ...],
+    method_words: tuple[str, ...],
     tensors: Iterable[TensorPlan],
     model_layout: ModelLayout,
     option: str = "",
     hint: str = "leave --guide out",
     *,
-    everyone: bool = False,
+    every_expert: bool = False,
 ) -> None:
-    """Refuse guided statistics where nothing takes them, or where gradients are not computed.
+    """Refuse guided statistics if the method does not use them or their gradients cannot be computed.
 
     Args:
-        strips: of output rows.
-        words: the transforms and the rounder.
-        tensors: of the draft.
+        strips: number of strips of output rows with a Hessian of their own.
+        method_words: names of the transforms and of the rounder, in order.
+        tensors: plans of all tensors.
         model_layout: the model.
-        option: what asks for it; ``--guide`` when left out.
+        option: the option that needs it, for messages; ``--guide`` if empty.
         hint: what to type instead.
-        everyone: whether every token passes every expert.
+        every_expert: whether every token passes through every expert.
 
     Raises:
-        UsageError: the method takes none, nothing of a block is quantized, a matrix has fewer rows than strips, or
-            tokens pass experts that the router does not send them to.
-        RefusedError: the model has experts that it does not compute in stacks.
+        UsageError: the method does not use them, no matrix of a block is quantized, a matrix has fewer rows than
+            strips, or tokens pass through experts that the router does not choose.
+        RefusedError: the model has experts that it does not compute as one stack.
     """
-    said = option or f"--guide {strips}"
-    if words[-1] != GPTQ:
+    label = option or f"--guide {strips}"
+    if method_words[-1] != GPTQ:
         raise UsageError(
-            f"{said}: --method {'+'.join(words)} does not take guided statistics",
+            f"{label}: --method {'+'.join(method_words)} does not take guided statistics",
             f"--method {GPTQ}, or {hint}",
         )
-    linears = learnable(said, hint, tensors, model_layout)
-    if everyone and any(tensor.expert >= 0 for tensor in linears.values()):
+    linears = linears_with_gradients(label, hint, tensors, model_layout)
+    if every_expert and any(tensor.expert >= 0 for tensor in linears.values()):
         raise UsageError(
-            f"{said}: --experts all sends every token through every expert, and only those that the router"
+            f"{label}: --experts all sends every token through every expert, and only those that the router"
             " sends have gradients",
             f"leave --experts out, or {hint}",
         )
     name = min(linears, key=lambda name: linears[name].matrix[0])
-    least = linears[name].matrix[0]
-    if strips > least:
-        raise UsageError(f"--guide {strips}: {name} has {least} rows", f"--guide {least} at most")
+    fewest_rows = linears[name].matrix[0]
+    if strips > fewest_rows:
+        raise UsageError(
+            f"--guide {strips}: {name} has {fewest_rows} rows", f"--guide {fewest_rows} at most"
+        )
 
 
 def epoch_passes(model_layout: ModelLayout) -> int:
-    """Return how many forward passes take as long as an epoch: blocks with experts run as far as these first."""
-    return MIXED if any(kind.stacks for kind in model_layout.layers) else DENSE
+    """Return how many forward passes take as long as one epoch of tuning (more for models with experts)."""
+    return (
+        EXPERT_EPOCH_PASSES
+        if any(kind.stacks for kind in model_layout.layers)
+        else DENSE_EPOCH_PASSES
+    )
 
 
 def tune_note(epochs: int, calibration: CalibrationOptions, model_layout: ModelLayout) -> str:
-    """Say what tuning takes."""
+    """Return a note on the cost of tuning."""
     tokens = calibration.samples * calibration.length
-    many, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
+    epoch_count, each = ("1 epoch", "") if epochs == 1 else (f"{epochs} epochs", "each ")
     passes = f"{each}about as long as {epoch_passes(model_layout)} forward passes"
-    whole = whole_model_epochs(epochs)
-    then = (
-        f"; then {whole} over the whole model, whose codes are in memory meanwhile" if whole else ""
+    joint_epochs = whole_model_epochs(epochs)
+    whole_model_note = (
+        f"; then {joint_epochs} over the whole model, whose codes are in memory meanwhile"
+        if joint_epochs
+        else ""
     )
-    codes = ", and six bytes more for each" if whole > 1 else ""
-    return f"tune: {many} over {tokens:,} tokens, {passes}: one block after block{then}{codes}"
+    memory_note = ", and six bytes more for each" if joint_epochs > 1 else ""
+    return f"tune: {epoch_count} over {tokens:,} tokens, {passes}: one block after block{whole_model_note}{memory_note}"
 
 
 def refuse_tune(
     epochs: int,
-    words: Sequence[str],
+    method_words: Sequence[str],
     key: str,
     tensors: Iterable[TensorPlan],
     model_layout: ModelLayout,
     rows: int,
 ) -> None:
-    """Refuse tuning where nothing can be tuned, or where it is not known how.
+    """Refuse tuning if there is nothing to tune, or no known way to do it.
 
     Args:
-        epochs: that are asked for.
-        words: the transforms and the rounder.
-        key: of the format.
-        tensors: of the draft.
+        epochs: requested number of epochs.
+        method_words: names of the transforms and of the rounder, in order.
+        key: key of the format.
+        tensors: plans of all tensors.
         model_layout: the model.
-        rows: of calibration text; one cannot be held out of itself.
+        rows: number of calibration rows, of which at least one is held out.
 
     Raises:
-        UsageError: the method or the format takes none, nothing of a block is quantized, or there is one row.
-        RefusedError: the model has experts that it does not compute in stacks, or a scheme has neither scales nor codes
-            that could be tuned.
+        UsageError: the method or the format does not support it, no matrix of a block is quantized, or there is one
+            row.
+        RefusedError: the model has experts that it does not compute as one stack, or a scheme has neither scales nor
+            codes that can be learned.
     """
-    said = f"--tune {epochs}"
-    if (method := "+".join(words)) not in {GPTQ, AWQ_GPTQ}:
+    option = f"--tune {epochs}"
+    if (method := "+".join(method_words)) not in {GPTQ, AWQ_GPTQ}:
         raise UsageError(
-            f"{said}: results of --method {method} are not tuned",
-            f"--method {GPTQ}, or {HINT}",
+            f"{option}: results of --method {method} are not tuned",
+            f"--method {GPTQ}, or {NO_TUNE_HINT}",
         )
     if not load_format(key).INFO.scales_are_tunable:
         raise UsageError(
-            f"{said}: the scales of {key} files are not tuned",
-            f"--format {DEFAULT_FORMAT}, or {HINT}",
+            f"{option}: the scales of {key} files are not tuned",
+            f"--format {DEFAULT_FORMAT}, or {NO_TUNE_HINT}",
         )
     if rows == 1:
-        raise UsageError(f"{said}: one calibration row", "--samples 8, or more")
-    for name, tensor in learnable(said, HINT, tensors, model_layout).items():
+        raise UsageError(f"{option}: one calibration row", "--samples 8, or more")
+    for name, tensor in linears_with_gradients(option, NO_TUNE_HINT, tensors, model_layout).items():
         assert tensor.scheme is not None
         scheme = tensor.scheme.weight
         if tensor.scheme.input is not None:
-            raise RefusedError(f"{said}: {name} reads rounded inputs ({tensor.scheme})", HINT)
-        if scheme.scaled or scheme.table:
-            continue
-        if scheme.in_powers:
             raise RefusedError(
-                f"{said}: the scales of {name} are powers of two, its codes floats ({scheme})", HINT
+                f"{option}: {name} reads rounded inputs ({tensor.scheme})", NO_TUNE_HINT
+            )
+        if scheme.has_learnable_scales or scheme.table:
+            continue
+        if scheme.has_power_of_two_scales:
+            raise RefusedError(
+                f"{option}: the scales of {name} are powers of two, its codes floats ({scheme})",
+                NO_TUNE_HINT,
             )
         raise RefusedError(
-            f"{said}: {name} has no scale for each group or row ({scheme})",
-            f"--scheme int4:g128:sym for instance, or {HINT}",
+            f"{option}: {name} has no scale for each group or row ({scheme})",
+            f"--scheme int4:g128:sym for instance, or {NO_TUNE_HINT}",
         )

@@ -1,7 +1,7 @@
-"""Importance from a file, compared with a plan by names and widths alone: a file of another model is found before work.
+"""Compare an importance file (imatrix) with a plan by names and widths, so that a file of another model is found early.
 
-Of the matrices inside of the blocks all should be there: embeddings and heads, of which llama-imatrix writes none, are
-left out of the count.
+All matrices inside the blocks should be in the file; embeddings and heads, which llama-imatrix does not write, are not
+counted.
 """
 
 from __future__ import annotations
@@ -19,113 +19,122 @@ from quantforge.formats.gguf.importance_file import check_structure
 from quantforge.packers.lattices import NEED_IMPORTANCE
 from quantforge.plans import Action, TensorPlan
 
-_LAYER = re.compile(r"blk\.(\d+)\.")
-_OUTER = frozenset({"token_embd.weight", "output.weight"})
-_OTHER = "it belongs to another model"
+_BLOCK_NUMBER = re.compile(r"blk\.(\d+)\.")
+_OUTER_NAMES = frozenset({"token_embd.weight", "output.weight"})
+_OTHER_MODEL_HINT = "it belongs to another model"
 
 
 def compare_importance(
     path: Path, tensors: Sequence[TensorPlan], model_layout: ModelLayout, model: str
 ) -> tuple[tuple[Event, ...], tuple[str, ...]]:
-    """Return what the importance in a file lacks, as an event, and what it has too much, as a note.
+    """Compare an importance file with a plan; return events for missing matrices and notes on superfluous ones.
 
     Args:
-        path: of the file.
-        tensors: of the plan.
+        path: path of the file.
+        tensors: plans of all tensors.
         model_layout: the model.
-        model: its place.
+        model: path of the model, for events.
 
     Raises:
-        InputError: the file is of another model: by layers that this one has not, by widths, or by all of its names.
-        RefusedError: the type of a tensor needs an importance, and the file has none.
+        InputError: the file belongs to another model: it has more layers, other widths, or none of the model's names.
+        RefusedError: a tensor's type needs importance that the file lacks.
     """
-    named = places(tensors, model_layout)
-    rounded = {
+    file_names = names_in_gguf(tensors, model_layout)
+    quantized = {
         tensor.name: tensor
         for tensor in tensors
-        if tensor.action is Action.QUANTIZE and tensor.name in named
+        if tensor.action is Action.QUANTIZE and tensor.name in file_names
     }
-    known = check_structure(path, values_of(rounded.values(), named))
-    _refuse_another(path, known, model_layout, {named[name].name for name in rounded})
-    lacking = [
+    known = check_structure(path, importance_sizes(quantized.values(), file_names))
+    _refuse_other_model(path, known, model_layout, {file_names[name].name for name in quantized})
+    missing = [
         tensor
-        for name, tensor in rounded.items()
-        if tensor.block >= 0 and named[name].name not in known
+        for name, tensor in quantized.items()
+        if tensor.block >= 0 and file_names[name].name not in known
     ]
-    blocks = sum(tensor.block >= 0 for tensor in rounded.values())
-    _refuse_needy(path, lacking, blocks, named)
+    blocks = sum(tensor.block >= 0 for tensor in quantized.values())
+    _refuse_missing_importance(path, missing, blocks, file_names)
     events, notes = [], []
-    if lacking:
-        said = f"--imatrix {path.name}: no importance for {len(lacking)} of {blocks} matrices: "
-        events.append(Event("importance-missing", model, said + _listed(lacking, named)))
-    places_of_all = {name for one in named.values() for name in (one.name, *one.others)}
-    strange = sorted({*known} - places_of_all - _OUTER)
-    if strange:
-        said = f"--imatrix {path.name}: {len(strange)} of its matrices are of no tensor of this model: "
-        notes.append(said + _first(strange))
+    if missing:
+        message = f"--imatrix {path.name}: no importance for {len(missing)} of {blocks} matrices: "
+        events.append(
+            Event("importance-missing", model, message + _file_names(missing, file_names))
+        )
+    all_names = {name for entry in file_names.values() for name in (entry.name, *entry.others)}
+    unknown = sorted({*known} - all_names - _OUTER_NAMES)
+    if unknown:
+        message = f"--imatrix {path.name}: {len(unknown)} of its matrices are of no tensor of this model: "
+        notes.append(message + _first_names(unknown))
     return tuple(events), tuple(notes)
 
 
-def places(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> dict[str, GgufName]:
-    """Return the places of matrices in a GGUF file by the names of the source.
+def names_in_gguf(tensors: Iterable[TensorPlan], model_layout: ModelLayout) -> dict[str, GgufName]:
+    """Return the names that matrices have in a GGUF file, by their names in the source.
 
     Raises:
         RefusedError: GGUF has no names for the family.
     """
     linears = {tensor.name for tensor in tensors if len(tensor.shape) == 2}
-    held = [tensor for tensor in model_layout.tensors if tensor.header.name in linears]
+    matrices = [tensor for tensor in model_layout.tensors if tensor.header.name in linears]
     found = gguf_names(
-        family_of(model_layout.config), model_layout.blocks, [tensor.name for tensor in held]
+        family_of(model_layout.config), model_layout.blocks, [tensor.name for tensor in matrices]
     )
-    return {tensor.header.name: found[tensor.name] for tensor in held}
+    return {tensor.header.name: found[tensor.name] for tensor in matrices}
 
 
-def values_of(tensors: Collection[TensorPlan], named: Mapping[str, GgufName]) -> dict[str, int]:
-    """Return how many values the importance of tensors has, by their names in a GGUF file; experts are stacked."""
-    matrices = Counter(place.name for place in named.values())
-    return {named[one.name].name: matrices[named[one.name].name] * one.matrix[1] for one in tensors}
+def importance_sizes(
+    tensors: Collection[TensorPlan], named: Mapping[str, GgufName]
+) -> dict[str, int]:
+    """Return the number of importance values of each matrix, by GGUF name; those of experts are stacked."""
+    matrices = Counter(entry.name for entry in named.values())
+    return {
+        named[tensor.name].name: matrices[named[tensor.name].name] * tensor.matrix[1]
+        for tensor in tensors
+    }
 
 
-def _refuse_another(
-    path: Path, known: Set[str], model_layout: ModelLayout, wanted: Set[str]
+def _refuse_other_model(
+    path: Path, known: Set[str], model_layout: ModelLayout, expected: Set[str]
 ) -> None:
-    numbers = [int(found[1]) + 1 for name in known if (found := _LAYER.match(name))]
+    numbers = [int(found[1]) + 1 for name in known if (found := _BLOCK_NUMBER.match(name))]
     layers = max(numbers, default=0)
     if layers > model_layout.blocks and not model_layout.draft_heads:
         raise InputError(
             f"--imatrix {path}: it has the importance of {layers} layers, the model has {model_layout.blocks}",
-            _OTHER,
+            _OTHER_MODEL_HINT,
             file=str(path),
         )
-    if not wanted & known:
+    if not expected & known:
         raise InputError(
-            f"--imatrix {path}: nothing of it concerns this model", _OTHER, file=str(path)
-        )
-
-
-def _refuse_needy(
-    path: Path, lacking: Sequence[TensorPlan], blocks: int, named: Mapping[str, GgufName]
-) -> None:
-    """Refuse types that llama-quantize does not make without an importance, where the file lacks it."""
-    needy = [one for one in lacking if _type(one).lower() in NEED_IMPORTANCE]
-    if needy:
-        raise RefusedError(
-            f"--imatrix {path}: no importance for {len(needy)} of {blocks} matrices whose types need it"
-            f" ({', '.join(sorted({_type(one) for one in needy}))}): {_listed(needy, named)}",
-            "an importance of this very model: without --imatrix the calibration text gives one",
-            tensor=needy[0].name,
+            f"--imatrix {path}: nothing of it concerns this model",
+            _OTHER_MODEL_HINT,
             file=str(path),
         )
 
 
-def _type(tensor: TensorPlan) -> str:
+def _refuse_missing_importance(
+    path: Path, missing: Sequence[TensorPlan], blocks: int, named: Mapping[str, GgufName]
+) -> None:
+    """Refuse types that llama-quantize does not make without importance, if the file lacks it."""
+    refused = [tensor for tensor in missing if _type_name(tensor).lower() in NEED_IMPORTANCE]
+    if refused:
+        raise RefusedError(
+            f"--imatrix {path}: no importance for {len(refused)} of {blocks} matrices whose types need it"
+            f" ({', '.join(sorted({_type_name(tensor) for tensor in refused}))}): {_file_names(refused, named)}",
+            "an importance of this very model: without --imatrix the calibration text gives one",
+            tensor=refused[0].name,
+            file=str(path),
+        )
+
+
+def _type_name(tensor: TensorPlan) -> str:
     return tensor.scheme.weight.grid.upper() if tensor.scheme else ""
 
 
-def _listed(tensors: Sequence[TensorPlan], named: Mapping[str, GgufName]) -> str:
-    return _first(list(dict.fromkeys(named[one.name].name for one in tensors)))
+def _file_names(tensors: Sequence[TensorPlan], named: Mapping[str, GgufName]) -> str:
+    return _first_names(list(dict.fromkeys(named[one.name].name for one in tensors)))
 
 
-def _first(found: Sequence[str]) -> str:
+def _first_names(found: Sequence[str]) -> str:
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
     return ", ".join(found[:3]) + more

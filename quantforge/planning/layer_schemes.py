@@ -1,10 +1,10 @@
-"""Schemes of linears in a format that stores module by module: the default, and finer ones where groups do not divide.
+"""Schemes of linears in formats that store a model module by module: defaults and substitutes.
 
-A scheme whose groups do not divide a row is replaced by the next smaller group of the same grid that does, at last by
-one scale per row; an unusual group that divides none of the rows that it was asked for is a mistake, and refused. In
-a format with one group size for the whole model, matrices that are asked for the same group get the largest one that
-divides all of them. A matrix in whose shape a format holds none of these is kept; a scheme that it holds in no shape is
-refused, with the formats that would.
+A scheme whose group size does not divide a row is replaced by the next smaller usual group size of the same grid that
+does, and at last by one scale per row. An unusual group size that divides no row at all is a mistake and is refused. In
+a format with one group size for the whole model, all matrices that are to have the same group size get the largest one
+that divides all of them. A matrix whose shape cannot hold any of these is kept; a scheme that the format cannot hold in
+any shape is refused, with the formats that can.
 """
 
 from __future__ import annotations
@@ -19,111 +19,117 @@ from quantforge.formats import KEEP, Compatibility, Format, Verdict
 from quantforge.formats.refusal_reasons import COMMON_GROUP_SIZES, summarize_names
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
-from quantforge.planning.choice import QUANTIZABLE, Choice, Decision, Fitted, Terms
+from quantforge.planning.choice import (
+    QUANTIZABLE,
+    ChosenScheme,
+    FittedScheme,
+    FormatSchemes,
+    RequestedScheme,
+)
 from quantforge.planning.embedding_choice import tied_rule
-from quantforge.planning.format_choice import base_scheme, holders
+from quantforge.planning.format_choice import base_scheme, formats_holding
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, Scheme
 
 Widths = Mapping[int, Sequence[str]]  # names of matrices by their input columns
-WHOLE = 1024  # a shape of multiples of it has a place wherever its scheme has one
-LEAST_COLUMNS = 8  # a word of codes: with fewer, scales take more than is saved
+DIVISIBLE_SIZE = 1024  # every usual group size and block divides its multiples
+LEAST_COLUMNS = 8  # one 32-bit word of codes: with fewer, scales take more than is saved
 
 
-class LayerSchemes(Terms[LayerScheme | None]):
+class LayerSchemes(FormatSchemes[LayerScheme | None]):
     """Schemes of a format for the linears of one model; None for a tensor that is kept.
 
     Args:
         file_format: the format.
-        wanted: what the recipe says.
-        model_dtype: F16, BF16 or F32: scales whose type is left open may follow it.
-        tied: whether the head is the embedding.
+        recipe: the recipe.
+        model_dtype: F16, BF16 or F32, which scales follow if their type is left open.
+        tied: whether the head is tied to the embedding.
     """
 
     def __init__(
-        self, file_format: Format, wanted: Recipe, model_dtype: str, *, tied: bool
+        self, file_format: Format, recipe: Recipe, model_dtype: str, *, tied: bool
     ) -> None:
         self._format, self._model_dtype = file_format, model_dtype
         self._rounds_embedding = tied and file_format.INFO.quantizes_tied_embedding
-        self._rounds_heads = wanted.mtp == "quantize"
-        self._scale = file_format.default_scale_type(model_dtype)
-        base = base_scheme(file_format, wanted)
+        self._rounds_heads = recipe.mtp == "quantize"
+        self._scale_type = file_format.default_scale_type(model_dtype)
+        base = base_scheme(file_format, recipe)
         self.base = None if base == KEEP else parse_layer(base)
-        self._asked: dict[
+        self._requested_shapes: dict[
             LayerScheme, list[tuple[int, int]]
-        ] = {}  # matrices by what they were to hold
-        self._judged: dict[
+        ] = {}  # shapes of matrices, by requested scheme
+        self._fits: dict[
             tuple[LayerScheme, tuple[int, int]], list[tuple[LayerScheme, Compatibility]]
-        ] = {}  # hundreds of thousands of experts have a handful of shapes
-        self._together: dict[int, Widths] = {}  # by the group that they are asked for
+        ] = {}  # cached: many thousands of experts share a few shapes
+        self._widths_by_group: dict[int, Widths] = {}  # by requested group size
 
     def share_groups(self, decisions: Iterable[tuple[MatchedTensor, LayerScheme | None]]) -> None:
-        """Give matrices that are asked for the same group one that divides all of them, where a file states only one.
+        """Give matrices with the same requested group size one size that divides all, if files store only one.
 
-        Matrices that no group divides are left out. Where no group divides all others, each gets its own, and the
-        mixture is refused later.
+        Matrices that no group size divides are left out. If no size divides all others, each gets its own, and the
+        mixture of sizes is refused later.
         """
         if not self._format.INFO.single_group_size:
             return
-        together: dict[int, dict[int, list[str]]] = {}
+        widths_by_group: dict[int, dict[int, list[str]]] = {}
         for tensor, layer in decisions:
             if (
                 layer is not None
                 and (group := _group(layer.weight))
                 and self._has_group(layer, tensor)
             ):
-                widths = together.setdefault(group, {})
+                widths = widths_by_group.setdefault(group, {})
                 widths.setdefault(_matrix(tensor)[1], []).append(tensor.header.name)
-        self._judged.clear()
-        self._together = {
+        self._fits.clear()
+        self._widths_by_group = {
             group: widths
-            for group, widths in together.items()
+            for group, widths in widths_by_group.items()
             if group in COMMON_GROUP_SIZES
-            or len(_odd(group, widths)) < len(widths)  # else `check_groups` refuses it
-            if any(not _odd(size, widths) for size in _sizes(group))
+            or len(_undivided(group, widths)) < len(widths)  # else `check_groups` refuses it
+            if any(not _undivided(size, widths) for size in _size_and_smaller(group))
         }
 
     def _has_group(self, layer: LayerScheme, tensor: MatchedTensor) -> bool:
-        """Return whether a matrix can have groups of the size that it is asked for, or smaller ones."""
+        """Return whether a matrix can have groups of the requested size or smaller."""
         return any(
-            _group(found.weight) and fit.verdict is not Verdict.IMPOSSIBLE
-            for found, fit in self._near(layer, _matrix(tensor))
+            _group(candidate.weight) and fit.verdict is not Verdict.IMPOSSIBLE
+            for candidate, fit in self._candidate_fits(layer, _matrix(tensor))
         )
 
-    def stated(self, tensor: MatchedTensor, choice: Choice) -> LayerScheme | None:
-        """Return the scheme as it is asked for."""
+    def from_request(self, tensor: MatchedTensor, request: RequestedScheme) -> LayerScheme | None:
+        """Return the requested scheme unchanged."""
         del tensor
-        return choice.scheme
+        return request.scheme
 
-    def default(self, tensor: MatchedTensor) -> Decision[LayerScheme | None]:
-        """Return the scheme of all linears, and of a tied embedding where the format rounds it; all else is kept."""
+    def default(self, tensor: MatchedTensor) -> ChosenScheme[LayerScheme | None]:
+        """Return the scheme of all linears (and of a tied embedding if the format quantizes it); keep all else."""
         if (
             tensor.role is Role.LINEAR
             and tensor.header.shape[not tensor.transposed] < LEAST_COLUMNS
         ):
-            return Decision(None, f"fewer than {LEAST_COLUMNS} input columns: kept")
+            return ChosenScheme(None, f"fewer than {LEAST_COLUMNS} input columns: kept")
         if tensor.role is Role.LINEAR:
-            return Decision(self.base, "default")
+            return ChosenScheme(self.base, "default")
         if tensor.role is Role.EMBEDDING and self._rounds_embedding:
-            return Decision(self.base, tied_rule(self._format))
+            return ChosenScheme(self.base, tied_rule(self._format))
         if tensor.draft_head:
             layer = self.base if self._rounds_heads and tensor.shared else None
-            return Decision(
+            return ChosenScheme(
                 layer, f"predicts further tokens: {'--mtp quantize' if layer else 'kept'}"
             )
-        return Decision(None, f"{tensor.role.value} kept")
+        return ChosenScheme(None, f"{tensor.role.value} kept")
 
-    def fitted(
+    def fit_to_shape(
         self, tensor: MatchedTensor, layer: LayerScheme | None
-    ) -> Fitted[LayerScheme | None]:
-        """Return the scheme with the type of its scales, or the next finer one that fits.
+    ) -> FittedScheme[LayerScheme | None]:
+        """Return the scheme with its scale type, or the next finer scheme that fits the tensor.
 
         Raises:
-            InputError: the tensor has a type that is not quantized.
-            RefusedError: the format holds neither; formats that do are named.
+            InputError: tensors of this dtype are not quantized.
+            RefusedError: the format can hold neither; formats that can are named.
         """
         if layer is None:
-            return Fitted(None)
+            return FittedScheme(None)
         if tensor.header.dtype not in QUANTIZABLE:
             raise InputError(
                 f"{tensor.header.name}: type {tensor.header.dtype} cannot be quantized",
@@ -131,33 +137,36 @@ class LayerSchemes(Terms[LayerScheme | None]):
                 tensor=tensor.header.name,
             )
         matrix = _matrix(tensor)
-        self._asked.setdefault(layer, []).append(matrix)
+        self._requested_shapes.setdefault(layer, []).append(matrix)
         reason = ""
-        for found, fit in self._near(layer, matrix):
+        for candidate, fit in self._candidate_fits(layer, matrix):
             if fit.verdict is not Verdict.IMPOSSIBLE:
-                change = f"{layer.weight} -> {found.weight}" if reason else ""
-                return Fitted(found, change, reason)
+                change = f"{layer.weight} -> {candidate.weight}" if reason else ""
+                return FittedScheme(candidate, change, reason)
             reason = reason or fit.reason
-        others = holders(layer, matrix, self._model_dtype)
-        whole = self._whole(layer, matrix)
-        if whole.verdict is Verdict.IMPOSSIBLE:  # whatever the shape
-            reason, others = whole.reason, others or holders(layer, None, self._model_dtype)
+        other_formats = formats_holding(layer, matrix, self._model_dtype)
+        any_shape_fit = self._fit_for_any_shape(layer, matrix)
+        if any_shape_fit.verdict is Verdict.IMPOSSIBLE:  # in every shape
+            reason, other_formats = (
+                any_shape_fit.reason,
+                other_formats or formats_holding(layer, None, self._model_dtype),
+            )
         module = tensor.header.name.removesuffix(".weight")
         raise RefusedError(
             f"{tensor.header.name}: {layer} does not fit {self._format.KEY}: {reason}",
-            f"--format {' or '.join(others)} holds it"
-            if others
+            f"--format {' or '.join(other_formats)} holds it"
+            if other_formats
             else f"add --ignore '{module}', or choose another scheme",
             tensor=tensor.header.name,
         )
 
     def check_groups(self) -> None:
-        """Refuse a group that divides the columns of no linear it was asked for, unless every recipe names such.
+        """Refuse an unusual group size that divides the columns of none of the linears that it was requested for.
 
         Raises:
-            UsageError: naming the groups that divide most.
+            UsageError: naming the group sizes that divide most.
         """
-        for layer, matrices in self._asked.items():
+        for layer, matrices in self._requested_shapes.items():
             group = layer.weight.granularity
             if not isinstance(group, PerGroup) or group.size in COMMON_GROUP_SIZES:
                 continue
@@ -170,74 +179,79 @@ class LayerSchemes(Terms[LayerScheme | None]):
             )
 
     def _groups_that_fit(self, layer: LayerScheme, matrices: Sequence[tuple[int, int]]) -> str:
-        """Return a hint that names the usual groups which most linears hold, or one scale for each row."""
+        """Return a hint that names the usual group sizes that most linears can have, or one scale per row."""
 
-        def held(size: int) -> int:
-            scheme = replace(layer.weight.with_scale(self._scale), granularity=PerGroup(size))
+        def count_fitting(size: int) -> int:
+            scheme = replace(layer.weight.with_scale(self._scale_type), granularity=PerGroup(size))
             fits = (self._check(scheme, layer.input, matrix).verdict for matrix in matrices)
             return sum(fit is not Verdict.IMPOSSIBLE for fit in fits)
 
-        counts = {size: held(size) for size in COMMON_GROUP_SIZES}
+        counts = {size: count_fitting(size) for size in COMMON_GROUP_SIZES}
         most = max(counts.values())
         fitting = [f"g{size}" for size, count in counts.items() if most and count == most]
         return (
             f"groups that fit: {', '.join(fitting)}" if fitting else "one scale for each row: row"
         )
 
-    def left(
+    def unquantized_fallback(
         self, tensor: MatchedTensor, layer: LayerScheme | None
-    ) -> Fitted[LayerScheme | None] | None:
-        """Return that a tensor is kept where the format holds its scheme, but nothing near it in this shape."""
+    ) -> FittedScheme[LayerScheme | None] | None:
+        """Return that a tensor is kept if the format holds its scheme, but nothing similar in this shape."""
         if layer is None or tensor.header.dtype not in QUANTIZABLE or len(tensor.header.shape) != 2:
             return None
         rows, columns = _matrix(tensor)
-        fits = [fit for _, fit in self._near(layer, (rows, columns))]
-        scheme = layer.weight.with_scale(self._scale)
+        fits = [fit for _, fit in self._candidate_fits(layer, (rows, columns))]
+        scheme = layer.weight.with_scale(self._scale_type)
         if (
             any(fit.verdict is not Verdict.IMPOSSIBLE for fit in fits)
-            or self._whole(layer, (rows, columns)).verdict is Verdict.IMPOSSIBLE
+            or self._fit_for_any_shape(layer, (rows, columns)).verdict is Verdict.IMPOSSIBLE
         ):
             return None
-        row = replace(scheme, granularity=Row())
-        by_row = self._format.INFO.single_group_size and self._check(
-            row, layer.input, (rows, columns)
+        row_scheme = replace(scheme, granularity=Row())
+        row_fit = self._format.INFO.single_group_size and self._check(
+            row_scheme, layer.input, (rows, columns)
         )
-        other = by_row and by_row.verdict is not Verdict.IMPOSSIBLE
-        hint = f"; --scheme {row.grid}:{row.granularity}:{row.zero} holds it, with one scale for each row of all"
-        return Fitted(None, f"{layer.weight} -> kept", fits[0].reason + (hint if other else ""))
+        row_fits = row_fit and row_fit.verdict is not Verdict.IMPOSSIBLE
+        text = f"{row_scheme.grid}:{row_scheme.granularity}:{row_scheme.zero}"
+        hint = f"; --scheme {text} holds it, with one scale for each row of all"
+        return FittedScheme(
+            None, f"{layer.weight} -> kept", fits[0].reason + (hint if row_fits else "")
+        )
 
-    def _whole(self, layer: LayerScheme, matrix: tuple[int, int]) -> Compatibility:
-        """Judge a scheme for the next larger shape that everything divides: what it says is not of the shape."""
-        step = math.lcm(WHOLE, _group(layer.weight) or 1)
+    def _fit_for_any_shape(self, layer: LayerScheme, matrix: tuple[int, int]) -> Compatibility:
+        """Judge a scheme for a larger shape that everything divides, to exclude the effect of the shape."""
+        step = math.lcm(DIVISIBLE_SIZE, _group(layer.weight) or 1)
         rows, columns = (-(-size // step) * step for size in matrix)
-        return self._check(layer.weight.with_scale(self._scale), layer.input, (rows, columns))
+        return self._check(layer.weight.with_scale(self._scale_type), layer.input, (rows, columns))
 
-    def _near(
+    def _candidate_fits(
         self, layer: LayerScheme, matrix: tuple[int, int]
     ) -> list[tuple[LayerScheme, Compatibility]]:
-        """Return the scheme and finer ones that a matrix may get, each with how it fits."""
-        found = self._judged.get((layer, matrix))
-        if found is None:
-            widths = self._together.get(_group(layer.weight), {})
-            found = [
+        """Return the scheme and finer substitutes for a matrix, each with how it fits."""
+        fits = self._fits.get((layer, matrix))
+        if fits is None:
+            widths = self._widths_by_group.get(_group(layer.weight), {})
+            fits = [
                 (LayerScheme(scheme, layer.input), self._fit(scheme, layer.input, matrix, widths))
-                for scheme in _candidates(layer.weight.with_scale(self._scale), matrix[1], widths)
+                for scheme in _candidates(
+                    layer.weight.with_scale(self._scale_type), matrix[1], widths
+                )
             ]
-            self._judged[layer, matrix] = found
-        return found
+            self._fits[layer, matrix] = fits
+        return fits
 
     def _fit(
         self,
         scheme: Scheme,
         activation: Activation | None,
         matrix: tuple[int, int],
-        together: Widths,
+        widths: Widths,
     ) -> Compatibility:
-        """Judge whether a matrix can have a scheme, and those that have to get the same group can too."""
+        """Judge whether a matrix can have a scheme, and so can all matrices that have to share its group size."""
         fit, size = self._check(scheme, activation, matrix), _group(scheme)
-        if fit.verdict is Verdict.IMPOSSIBLE or not (odd := _odd(size, together)):
+        if fit.verdict is Verdict.IMPOSSIBLE or not (undivided := _undivided(size, widths)):
             return fit
-        columns, names = next(iter(odd.items()))
+        columns, names = next(iter(undivided.items()))
         reason = (
             f"one group size for the whole model in {self._format.KEY}, and {columns} input columns"
         )
@@ -255,18 +269,21 @@ class LayerSchemes(Terms[LayerScheme | None]):
         return self._format.check_layer(LayerScheme(scheme, activation), matrix)
 
 
-def _candidates(scheme: Scheme, columns: int, together: Widths) -> list[Scheme]:
-    """Return the scheme, then smaller groups where its own do not divide the columns, then one scale per row.
+def _candidates(scheme: Scheme, columns: int, shared_widths: Widths) -> list[Scheme]:
+    """Return the scheme, then smaller groups if its own do not divide the columns, then one scale per row.
 
-    The columns are those of the matrix and of all that have to get the same group; these have no scale per row.
+    The columns are those of the matrix and of all matrices that have to share its group size; the latter get no scale
+    per row.
     """
-    found = [scheme]
-    if (group := _group(scheme)) and _odd(group, {columns: (), **together}):
-        if GRIDS[scheme.grid].free:
-            found += [replace(scheme, granularity=PerGroup(size)) for size in _sizes(group)[1:]]
-        if scheme.integer and not together:
-            found.append(replace(scheme, granularity=Row()))
-    return found
+    schemes = [scheme]
+    if (group := _group(scheme)) and _undivided(group, {columns: (), **shared_widths}):
+        if GRIDS[scheme.grid].has_parameters:
+            schemes += [
+                replace(scheme, granularity=PerGroup(size)) for size in _size_and_smaller(group)[1:]
+            ]
+        if scheme.integer and not shared_widths:
+            schemes.append(replace(scheme, granularity=Row()))
+    return schemes
 
 
 def _matrix(tensor: MatchedTensor) -> tuple[int, int]:
@@ -276,15 +293,15 @@ def _matrix(tensor: MatchedTensor) -> tuple[int, int]:
 
 
 def _group(scheme: Scheme) -> int:
-    """Return the columns of a group, 0 of a scheme without groups."""
+    """Return the group size of a scheme, 0 without groups."""
     return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else 0
 
 
-def _sizes(group: int) -> list[int]:
-    """Return a group size, then the usual ones that are smaller."""
+def _size_and_smaller(group: int) -> list[int]:
+    """Return a group size, then the usual sizes that are smaller."""
     return [group, *(size for size in COMMON_GROUP_SIZES if size < group)]
 
 
-def _odd(size: int, widths: Widths) -> dict[int, Sequence[str]]:
-    """Return the widths that groups of one size do not divide."""
+def _undivided(size: int, widths: Widths) -> dict[int, Sequence[str]]:
+    """Return the widths that a group size does not divide, with the names of their matrices."""
     return {columns: names for columns, names in widths.items() if columns % size}

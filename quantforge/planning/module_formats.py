@@ -1,12 +1,12 @@
-"""Planning for the formats that store a model module by module: which layer gets which scheme, and which files hold it.
+"""Plan results of formats that store a model module by module: the scheme of every tensor, and what is written for it.
 
-The order of decision is that of `choice`, the schemes are those of `layer_schemes`; linears that read one activation
-get one scheme, because engines load them as one matrix. A tied head is stored on its own as soon as it or the embedding
-is quantized, unless the engine multiplies by the codes of the embedding (`FormatInfo.rounds_tied_embedding`).
+`choice` has the order of decisions, `layer_schemes` the schemes; linears that read the same activation get one scheme,
+because engines load them as one matrix. A tied head is stored separately as soon as it or the embedding is quantized,
+unless the engine multiplies by the codes of the embedding (`FormatInfo.quantizes_tied_embedding`).
 
-Zeros (`sparse`) go into linears that stay as they are. They save bytes or time only where a format or a kernel leaves
-them out; no format here does, and the engine that did has given it up. So the result is a plain model, to be measured,
-or to be quantized by a second run (`rtn` keeps zeros).
+Sparsity (`sparse`) sets weights of otherwise unquantized linears to zero. Zeros save bytes or time only if a format or
+a kernel skips them; no format here does, and vLLM has removed the one that did. So the result is a plain model, to be
+evaluated, or to be quantized by a second run (`rtn` keeps zeros).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from quantforge.formats.compressed_tensors.linears import (
 )
 from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
-from quantforge.planning.choice import Choices
-from quantforge.planning.coverage import asked
-from quantforge.planning.draft import Draft
-from quantforge.planning.embedding_choice import rounded_words, tied_rule
+from quantforge.planning.choice import SchemeChooser
+from quantforge.planning.coverage import is_kept_by_user
+from quantforge.planning.draft import PartialPlan
+from quantforge.planning.embedding_choice import embedding_note, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.plans import Action, StoredTensor, TensorPlan, choice
 from quantforge.quantizers import is_sparse
@@ -42,42 +42,42 @@ from quantforge.scheme import LayerScheme
 if TYPE_CHECKING:
     from quantforge.files.reader import Checkpoint
 
-UNTIED = "the tied head is stored on its own: tie_word_embeddings becomes false"
-_NO_USE_OF_ZEROS = (
+UNTIED_NOTE = "the tied head is stored on its own: tie_word_embeddings becomes false"
+_ZEROS_SAVE_NOTHING = (
     "codes of zeros take as much room as others, and no engine skips them: vLLM removed its sparse kernels and their"
     " format in March 2026 (vllm-project/vllm, pull request 36799)"
 )
 
 
-def draft_by_module(
+def plan_module_tensors(
     checkpoint: Checkpoint,
     model_layout: ModelLayout,
     recipe: Recipe,
-) -> Draft:
-    """Return the draft of a result that is stored module by module.
+) -> PartialPlan:
+    """Return the partial plan of a result that is stored module by module.
 
     Raises:
-        InputError: nothing would be quantized, no linear can have zeros; or as `Choices`.
+        InputError: nothing would be quantized, no linear can be made sparse; or as `SchemeChooser`.
         UsageError: as `LayerSchemes.check_groups`.
         RefusedError: the format cannot hold a scheme or the mixture of them, or a block has no place for cache scales.
     """
-    form = load_format(recipe.format)
-    builder = _ModuleDraft(recipe, checkpoint, model_layout, form)
-    tensors = [*builder.tensors(), *_cache_scales(recipe.kv_cache, model_layout)]
+    file_format = load_format(recipe.format)
+    planner = _ModulePlanner(recipe, checkpoint, model_layout, file_format)
+    tensors = [*planner.tensors(), *_plan_cache_scales(recipe.kv_cache, model_layout)]
     if recipe.zeros is not None and not any(tensor.sparse for tensor in tensors):
         raise InputError(
             f"--sparsity {recipe.zeros}: no linear is left that could have it", "check --ignore"
         )
-    if builder.rounds and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
-        raise _nothing_quantized(form, builder.choices.substitutions)
+    if planner.quantizes and not any(tensor.action is Action.QUANTIZE for tensor in tensors):
+        raise _nothing_quantized(file_format, planner.chooser.substitutions)
     if recipe.engine == "transformers":
-        tensors = _turned(form, tensors)
+        tensors = _with_transposed_storage(file_format, tensors)
     layers = {
         tensor.name.removesuffix(".weight"): (tensor.scheme, tensor.matrix)
         for tensor in tensors
         if tensor.scheme is not None
     }
-    _refuse_mixture(form, layers)
+    _check_mixture(file_format, layers)
     family = model_layout.architecture
     model = ModelToLoad(
         layers,
@@ -85,7 +85,7 @@ def draft_by_module(
         transposed=family is not None and family.transposed,
         turned=any(tensor.turned for tensor in tensors),
         unstacked=family is not None and family.stacks_experts and not family.joins_experts,
-        embedding=builder.rounds_embedding,
+        embedding=planner.quantizes_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
         running=RUNNING in checkpoint.facts,
         unmapped=unmapped(
@@ -93,49 +93,49 @@ def draft_by_module(
         ),
         draft=model_layout.draft,
     )
-    return Draft(
+    return PartialPlan(
         tensors=tuple(tensors),
-        engines=engine_verdicts(form.INFO, model),
-        substitutions=(*builder.choices.substitutions, *builder.without_zeros),
+        engines=engine_verdicts(file_format.INFO, model),
+        substitutions=(*planner.chooser.substitutions, *planner.not_sparsified),
         notes=(
-            *builder.choices.notes,
-            *([UNTIED] if builder.unties else []),
+            *planner.chooser.notes,
+            *([UNTIED_NOTE] if planner.unties else []),
             *(
-                choice(f"{item.name}: {rounded_words(item)}")
+                choice(f"{item.name}: {embedding_note(item)}")
                 for item in tensors
-                if item.scheme and item.rule.startswith(tied_rule(form))
+                if item.scheme and item.rule.startswith(tied_rule(file_format))
             ),
         ),
         late=tuple(
-            tensor.name for tensor in tensors if tensor.scheme and tensor.name in builder.heads
+            tensor.name for tensor in tensors if tensor.scheme and tensor.name in planner.heads
         ),
-        untie=builder.unties,
-        label=form.KEY,
+        untie=planner.unties,
+        label=file_format.KEY,
     )
 
 
-def _nothing_quantized(form: Format, substitutions: Sequence[Event]) -> InputError:
-    """Return the error for a plan that keeps every layer: for their shapes, or because rules keep them."""
+def _nothing_quantized(file_format: Format, substitutions: Sequence[Event]) -> InputError:
+    """Return the error for a plan that keeps every layer, because of their shapes or because of rules."""
     if not substitutions:
         return InputError(
             "nothing would be quantized: --ignore, a rule or the recipe keeps every layer",
             "leave out the --ignore or the rule that keeps too much",
         )
     first = substitutions[0]
-    more = f", and {len(substitutions) - 1} more" if len(substitutions) > 1 else ""
+    count_note = f", and {len(substitutions) - 1} more" if len(substitutions) > 1 else ""
     return InputError(
-        f"nothing would be quantized: {form.KEY} cannot hold the shape of any matrix: "
-        f"{first.where}: {first.detail}{more}",
+        f"nothing would be quantized: {file_format.KEY} cannot hold the shape of any matrix: "
+        f"{first.where}: {first.detail}{count_note}",
         "--format compressed-tensors holds matrices of any shape with one scale per row: --scheme fp8:row, or int4:row",
     )
 
 
-def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
-    """Return the plans with linears stored as the model holds them, where it holds all that are rounded turned."""
-    rounded = [tensor for tensor in tensors if tensor.scheme is not None]
-    if not form.INFO.stores_transposed or not all(tensor.transposed for tensor in rounded):
+def _with_transposed_storage(file_format: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
+    """Return plans whose linears are stored transposed, as in the model, if all quantized ones can be."""
+    quantized = [tensor for tensor in tensors if tensor.scheme is not None]
+    if not file_format.INFO.stores_transposed or not all(tensor.transposed for tensor in quantized):
         return tensors
-    layers = {layer for tensor in rounded if (layer := tensor.scheme) is not None}
+    layers = {layer for tensor in quantized if (layer := tensor.scheme) is not None}
     if len(layers) > 1 or not all(map(can_store_transposed, layers)):
         return tensors
     return [
@@ -152,58 +152,70 @@ def _turned(form: Format, tensors: list[TensorPlan]) -> list[TensorPlan]:
     ]
 
 
-def _refuse_mixture(
-    form: Format, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
+def _check_mixture(
+    file_format: Format, layers: Mapping[str, tuple[LayerScheme, tuple[int, int]]]
 ) -> None:
-    fit = form.check_model(layers)
+    fit = file_format.check_model(layers)
     if fit.verdict is Verdict.IMPOSSIBLE:
         raise RefusedError(
-            f"{form.KEY} cannot hold this mixture: {fit.reason}",
+            f"{file_format.KEY} cannot hold this mixture: {fit.reason}",
             fit.nearest or "use one scheme, or --format compressed-tensors",
         )
 
 
-class _ModuleDraft:
-    """Builder that gives every tensor its plan, one shared input at a time."""
+class _ModulePlanner:
+    """Plans every tensor of a model for a format that stores it module by module.
+
+    Attributes:
+        chooser: chooses schemes by rules, options and defaults.
+        quantizes: whether the recipe has a scheme for linears.
+        quantizes_embedding: whether the embedding is quantized.
+        unties: whether a tied head is stored separately.
+        heads: names of head tensors.
+        not_sparsified: events for linears whose shape does not fit the sparsity pattern.
+    """
 
     def __init__(
-        self, wanted: Recipe, checkpoint: Checkpoint, model_layout: ModelLayout, form: Format
+        self, recipe: Recipe, checkpoint: Checkpoint, model_layout: ModelLayout, file_format: Format
     ) -> None:
-        self.model_layout, self.form = model_layout, form
-        self._zeros, self._method = wanted.zeros, wanted.method
-        self.without_zeros: list[Event] = []
+        self.model_layout, self.file_format = model_layout, file_format
+        self._sparsity, self._method = recipe.zeros, recipe.method
+        self.not_sparsified: list[Event] = []
         self._head = _tied_head(model_layout)
-        once = [self._head] if self._head and not model_layout.tied_twice else []
-        self._layers = [*model_layout.tensors, *once]
-        self._schemes = LayerSchemes(form, wanted, checkpoint.dtype, tied=model_layout.tied)
-        self.rounds = self._schemes.base is not None
-        self.choices = Choices(wanted, self._layers, self._schemes, together=True)
+        extra_head = [self._head] if self._head and not model_layout.tied_twice else []
+        self._layers = [*model_layout.tensors, *extra_head]
+        self._schemes = LayerSchemes(file_format, recipe, checkpoint.dtype, tied=model_layout.tied)
+        self.quantizes = self._schemes.base is not None
+        self.chooser = SchemeChooser(recipe, self._layers, self._schemes, join_linears=True)
         self._schemes.share_groups(
-            (item, self.choices.chosen(item).scheme) for item in self._layers
+            (tensor, self.chooser.choose_ignoring_shape(tensor).scheme) for tensor in self._layers
         )
-        self.heads = {item.header.name for item in self._layers if item.role is Role.HEAD}
-        rounded = {
+        self.heads = {tensor.header.name for tensor in self._layers if tensor.role is Role.HEAD}
+        outer_schemes = {
             tensor.role: scheme
             for tensor in self._layers
             if tensor.role in {Role.HEAD, Role.EMBEDDING}
-            and (scheme := self.choices.chosen(tensor).scheme)
+            and (scheme := self.chooser.choose_ignoring_shape(tensor).scheme)
         }
-        self.rounds_embedding = Role.EMBEDDING in rounded
+        self.quantizes_embedding = Role.EMBEDDING in outer_schemes
         # One tensor for both, unless the head is to have another scheme.
-        if form.INFO.quantizes_tied_embedding:
-            shared = rounded.get(Role.EMBEDDING)
-            self.unties = self._head is not None and rounded.get(Role.HEAD, shared) != shared
+        if file_format.INFO.quantizes_tied_embedding:
+            embedding_scheme = outer_schemes.get(Role.EMBEDDING)
+            self.unties = (
+                self._head is not None
+                and outer_schemes.get(Role.HEAD, embedding_scheme) != embedding_scheme
+            )
             return
-        if self.rounds_embedding and model_layout.tied and self._head is None:
-            embedding = next(item for item in self._layers if item.role is Role.EMBEDDING)
+        if self.quantizes_embedding and model_layout.tied and self._head is None:
+            embedding = next(tensor for tensor in self._layers if tensor.role is Role.EMBEDDING)
             raise RefusedError(
                 f"{embedding.header.name}: the head of this undeclared family is tied to it",
                 "keep the embedding",
             )
-        self.unties = self._head is not None and bool(rounded)
+        self.unties = self._head is not None and bool(outer_schemes)
 
     def tensors(self) -> list[TensorPlan]:
-        """Plan every tensor, and the head that a tied model has from now on if either is quantized."""
+        """Plan every tensor, including the separate head of a model that was tied, if it is quantized."""
         dropped = list(self.model_layout.dropped)
         layers = self._layers
         if self._head is not None and not self.unties:
@@ -221,58 +233,64 @@ class _ModuleDraft:
         ]
 
     def _plan(self, tensor: MatchedTensor) -> TensorPlan:
-        decision = self.choices.decided(tensor)
-        layer, header = decision.scheme, tensor.header
-        written: tuple[StoredTensor, ...] = (header,)
+        chosen = self.chooser.choose(tensor)
+        layer, header = chosen.scheme, tensor.header
+        outputs: tuple[StoredTensor, ...] = (header,)
         if layer is not None:
             first, second = header.shape
             matrix = (second, first) if tensor.transposed else (first, second)
-            written = self.form.packed_tensors(header.name.removesuffix(".weight"), layer, matrix)
+            outputs = self.file_format.packed_tensors(
+                header.name.removesuffix(".weight"), layer, matrix
+            )
         plan = TensorPlan(
             header.name,
             header.dtype,
             header.shape,
             Action.QUANTIZE if layer else Action.KEEP,
-            decision.rule,
+            chosen.rule,
             layer,
-            outputs=written,
+            outputs=outputs,
             block=tensor.block,
             shared=tensor.shared,
             transposed=tensor.transposed,
             expert=tensor.expert,
         )
         linear = tensor.block >= 0 and tensor.role is Role.LINEAR
-        return self._with_zeros(plan) if linear and layer is None and not asked(plan) else plan
+        return (
+            self._with_sparsity(plan)
+            if linear and layer is None and not is_kept_by_user(plan)
+            else plan
+        )
 
-    def _with_zeros(self, plan: TensorPlan) -> TensorPlan:
-        """Return the plan of a linear that gets zeros, if the recipe asks for them and their runs divide its rows."""
-        zeros = self._zeros
-        if zeros is None:
+    def _with_sparsity(self, plan: TensorPlan) -> TensorPlan:
+        """Return the plan of a linear that is made sparse, if the recipe asks for it and its shape allows it."""
+        sparsity = self._sparsity
+        if sparsity is None:
             return plan
-        if not zeros.fits(plan.matrix[1]):
-            detail = f"none: {plan.matrix[1]} input columns are no multiple of {zeros.run}"
-            self.without_zeros.append(Event("substitution", plan.name, detail))
+        if not sparsity.fits(plan.matrix[1]):
+            detail = f"none: {plan.matrix[1]} input columns are no multiple of {sparsity.run}"
+            self.not_sparsified.append(Event("substitution", plan.name, detail))
             return plan
-        return replace(plan, sparse=True, rule=f"{self._method}, sparsity {zeros}")
+        return replace(plan, sparse=True, rule=f"{self._method}, sparsity {sparsity}")
 
 
-def _cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
-    """Plan scales of the KV cache: tensors that the source does not have."""
+def _plan_cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
+    """Plan the scales of the KV cache, which are tensors that the source does not have."""
     dimensions = model_layout.dimensions
     if kind == kv_scales.NONE or dimensions is None:  # the latter is refused later
         return []
-    inside = f".{kv_scales.ATTENTION_MODULE}."
+    attention_part = f".{kv_scales.ATTENTION_MODULE}."
     attention = {
-        tensor.block: tensor.header.name.partition(inside)[0] + inside[:-1]
+        tensor.block: tensor.header.name.partition(attention_part)[0] + attention_part[:-1]
         for tensor in model_layout.tensors
-        if tensor.role is Role.LINEAR and inside in tensor.header.name
+        if tensor.role is Role.LINEAR and attention_part in tensor.header.name
     }
     if len(attention) < model_layout.blocks:
         raise RefusedError(
             f"--kv-cache {kind}: no {kv_scales.ATTENTION_MODULE} in every block of this family",
             "engines look for the scales there: drop --kv-cache",
         )
-    heads = _key_heads(model_layout, dimensions)
+    heads = _key_heads_by_layer(model_layout, dimensions)
     if 0 in heads:
         raise RefusedError(
             f"--kv-cache {kind}: block {heads.index(0)} reads keys and values of an earlier one, and has no scales",
@@ -298,21 +316,21 @@ def _cache_scales(kind: str, model_layout: ModelLayout) -> list[TensorPlan]:
     ]
 
 
-def _key_heads(model_layout: ModelLayout, sizes: Dimensions) -> list[int]:
-    """Return how many heads of keys every layer keeps, 0 where it reads those of another one."""
-    found = []
+def _key_heads_by_layer(model_layout: ModelLayout, sizes: Dimensions) -> list[int]:
+    """Return the number of key heads that every layer caches, 0 for a layer that reads those of another one."""
+    heads = []
     for kind in model_layout.layers:
         keys = next((state for state in kind.states or () if state.part == KEYS), None)
-        found.append(sizes.size(keys.rows) if keys else 0 if kind.states == () else sizes.kv_heads)
-    return found or [sizes.kv_heads] * model_layout.blocks
+        heads.append(sizes.size(keys.rows) if keys else 0 if kind.states == () else sizes.kv_heads)
+    return heads or [sizes.kv_heads] * model_layout.blocks
 
 
-def check_zeros(recipe: Recipe) -> None:
-    """Refuse zeros of which nothing would come.
+def check_sparsity(recipe: Recipe) -> None:
+    """Refuse a sparsity option that would have no effect.
 
     Raises:
-        UsageError: a method or a sparsity without the other, or another method beside it.
-        RefusedError: the format has nothing of them.
+        UsageError: a sparsity method without a sparsity or the reverse, or together with another method.
+        RefusedError: the format gains nothing from zeros.
     """
     method, pattern = recipe.method, recipe.zeros
     if not is_sparse(method):
@@ -331,13 +349,13 @@ def check_zeros(recipe: Recipe) -> None:
         )
     if recipe.format != PLAIN:
         raise RefusedError(
-            f"--sparsity {pattern} in {recipe.format}: {_NO_USE_OF_ZEROS}",
+            f"--sparsity {pattern} in {recipe.format}: {_ZEROS_SAVE_NOTHING}",
             f"--format {PLAIN}, to measure it by `eval`, or to quantize it by a second run",
         )
 
 
 def _tied_head(model_layout: ModelLayout) -> MatchedTensor | None:
-    """Return the head of a tied model, stored a second time or as it will be stored; None where none is tied."""
+    """Return the head of a tied model, as it is stored or would be stored separately; None if no head is tied."""
     architecture = model_layout.architecture
     if not model_layout.tied or architecture is None:
         return None
@@ -345,11 +363,11 @@ def _tied_head(model_layout: ModelLayout) -> MatchedTensor | None:
     if model_layout.tied_twice:
         return model_layout.by_name[name]
     embedding = model_layout.by_name[f"{architecture.embedding}.weight"]
-    places = (  # the prefix of the embedding, where it applies to the head too
+    stored_names = (  # with the prefix that the files give to the embedding
         prefix + name.removeprefix(canonical)
         for prefix, canonical in architecture.prefixes
         if name.startswith(canonical)
         and prefix + embedding.name.removeprefix(canonical) == embedding.header.name
     )
-    header = replace(embedding.header, name=next(places, name))
+    header = replace(embedding.header, name=next(stored_names, name))
     return replace(embedding, name=name, header=header, role=Role.HEAD)

@@ -1,7 +1,7 @@
-"""Statistics that calibration has to observe for a plan: of the method, of static ranges and of the KV cache.
+"""Statistics that calibration has to collect for a plan: for the method, for static ranges and for the KV cache.
 
-A recipe that observes and has nothing to observe is refused here, and so is one whose importance comes from a file that
-does not hold what the method asks for.
+Recipes that cannot be calibrated as they ask are refused here, including an importance file that does not have what the
+method needs.
 """
 
 from __future__ import annotations
@@ -14,102 +14,118 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.model.statistics import Statistic, statistics_for_inputs
 from quantforge.planning.peak_memory import spread_experts
-from quantforge.planning.weight_traffic import chosen_experts
+from quantforge.planning.weight_traffic import experts_per_token
 from quantforge.plans import Action
 from quantforge.quantizers import RTN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 
 if TYPE_CHECKING:
-    from quantforge.planning.draft import Draft
+    from quantforge.planning.draft import PartialPlan
 
-_RTN_ALONE = (RTN,)  # the words of a method that only rounds
+_RTN_ALONE = (RTN,)  # a method that only rounds to nearest
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What a recipe observes."""
+class NeededStatistics:
+    """Decides which statistics calibration collects for a recipe, and refuses impossible requests."""
 
     recipe: Recipe
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """Return the transforms and the rounder."""
+    def method_words(self) -> tuple[str, ...]:
+        """Return the names of the transforms and of the rounder, in order."""
         transforms, rounder = parse_method(self.recipe.method)
         return (*transforms, rounder)
 
     @property
     def needs_declarations(self) -> bool:
-        """Return whether the method or the KV cache has to know which linears read the same activation."""
-        return self.words != _RTN_ALONE or self.recipe.kv_cache != "none"
+        """Return whether the method or KV cache needs to know which linears read the same activation."""
+        return self.method_words != _RTN_ALONE or self.recipe.kv_cache != "none"
 
     @property
-    def declaring(self) -> str:
-        """Return what needs declarations, as `needs_architecture` takes it."""
-        return MEASURED if self.words == _RTN_ALONE else self.recipe.method
+    def declarations_needed_by(self) -> str:
+        """Return the name of what needs declarations, for `needs_architecture`."""
+        return MEASURED if self.method_words == _RTN_ALONE else self.recipe.method
 
     @property
-    def is_known(self) -> bool:
-        """Return whether the importance of columns is known from a file."""
+    def has_importance_file(self) -> bool:
+        """Return whether the importance of columns comes from a file."""
         return self.recipe.calibration.importance_file is not None
 
-    def of_method(self, model_layout: ModelLayout) -> frozenset[Statistic]:
-        """Return what the method needs to be observed, as far as this model and this recipe let it be.
+    def for_method(self, model_layout: ModelLayout) -> frozenset[Statistic]:
+        """Return the statistics that the method uses, as far as this model and recipe allow.
 
         Raises:
-            InputError: the family is not declared, and the method needs to know it.
-            UsageError: an importance matrix is given, and does not help.
+            InputError: the family is not declared, and the method needs its declaration.
+            UsageError: an importance file is given that the method cannot use.
         """
-        wanted = needs(self.recipe.method, importance=self.recipe.rounding.weighs)
+        needed = needs(self.recipe.method, importance=self.recipe.rounding.weighs)
         if model_layout.architecture is None:
-            if self.words != _RTN_ALONE:
+            if self.method_words != _RTN_ALONE:
                 raise needs_architecture(model_layout, self.recipe.method)
-            wanted = frozenset()  # nothing is known of activations
-        if self.words == _RTN_ALONE and (
-            self.is_known or self.recipe.calibration.source == NO_DATA
+            needed = frozenset()  # nothing is known of activations
+        if self.method_words == _RTN_ALONE and (
+            self.has_importance_file or self.recipe.calibration.source == NO_DATA
         ):
-            wanted = frozenset()  # importance is from a file, or all columns are alike
-        if self.is_known:
-            self._refuse_imatrix(wanted)
-        return wanted
+            needed = frozenset()  # importance is from a file, or all columns are alike
+        if self.has_importance_file:
+            self._refuse_imatrix(needed)
+        return needed
 
-    def of_draft(
-        self, model_layout: ModelLayout, draft: Draft, of_method: frozenset[Statistic]
+    def for_plan(
+        self,
+        model_layout: ModelLayout,
+        partial_plan: PartialPlan,
+        method_needs: frozenset[Statistic],
     ) -> frozenset[Statistic]:
-        """Return what has to be observed for a draft: what the method needs if anything is rounded, and ranges.
+        """Return the statistics to collect: those of the method if anything is quantized, and those of ranges.
+
+        Args:
+            model_layout: the model.
+            partial_plan: actions on all tensors.
+            method_needs: the result of `for_method`.
 
         Raises:
-            UsageError: the method has nothing to do or to see, an importance matrix helps nothing, or ggml's quantizer
+            UsageError: the method has nothing to do or no text, an importance file has no effect, or ggml's quantizer
                 does not know a type.
-            InputError: ranges are measured of a family that is not declared.
-            RefusedError: there is no text to measure them on; or each token would pass several experts whose inputs the
-                router weighs.
+            InputError: ranges have to be measured, and the family is not declared.
+            RefusedError: there is no text to measure ranges on, or tokens pass through several experts that read inputs
+                weighted by the router.
         """
-        observed = self._if_rounded(draft, of_method) | self._of_ranges(model_layout, draft)
-        chosen = chosen_experts(model_layout)
-        if (observed or self.recipe.prune_experts) and chosen > 1 and spread_experts(model_layout):
+        observed = self._if_quantized(partial_plan, method_needs) | self._for_ranges(
+            model_layout, partial_plan
+        )
+        routed_to = experts_per_token(model_layout)
+        if (
+            (observed or self.recipe.prune_experts)
+            and routed_to > 1
+            and spread_experts(model_layout)
+        ):
             raise RefusedError(
-                f"config.json: a token is sent to {chosen} experts (num_experts_per_tok), each of which reads what its"
-                " router has weighed: they are calibrated where a token has one",
+                f"config.json: a token is sent to {routed_to} experts (num_experts_per_tok), each of which reads what"
+                " its router has weighed: they are calibrated where a token has one",
                 "--method rtn --calibration none, which observes nothing",
             )
         return observed
 
-    def _if_rounded(self, draft: Draft, wanted: frozenset[Statistic]) -> frozenset[Statistic]:
-        """Return the ``wanted`` statistics if the draft rounds anything, else none."""
+    def _if_quantized(
+        self, partial_plan: PartialPlan, wanted: frozenset[Statistic]
+    ) -> frozenset[Statistic]:
+        """Return the ``wanted`` statistics if the plan quantizes anything, else none."""
         if self.recipe.scales == "reference":
-            self._refuse_reference(draft)
-        if not any(t.action is Action.QUANTIZE or t.sparse for t in draft.tensors):
-            if self.words != _RTN_ALONE:
+            self._refuse_reference(partial_plan)
+        if not any(t.action is Action.QUANTIZE or t.sparse for t in partial_plan.tensors):
+            if self.method_words != _RTN_ALONE:
                 raise UsageError(
-                    f"--method {self.recipe.method}: nothing is rounded in {draft.label}",
+                    f"--method {self.recipe.method}: nothing is rounded in {partial_plan.label}",
                     "leave --method out, or ask for fewer bits",
                 )
-            if self.is_known:
+            if self.has_importance_file:
                 raise UsageError(
-                    f"--imatrix: nothing is rounded in {draft.label}",
+                    f"--imatrix: nothing is rounded in {partial_plan.label}",
                     "leave --imatrix out, or ask for fewer bits",
                 )
-            return frozenset()  # a mere conversion
+            return frozenset()  # nothing is quantized
         if wanted and self.recipe.calibration.source == NO_DATA:
             raise UsageError(
                 f"--method {self.recipe.method} observes what the layers read, and --calibration is {NO_DATA}",
@@ -117,18 +133,20 @@ class Observation:
             )
         return wanted
 
-    def _of_ranges(self, model_layout: ModelLayout, draft: Draft) -> frozenset[Statistic]:
-        """Return what static ranges, outlier columns and the KV cache need, whatever the method needs."""
-        inputs = [tensor.scheme.input for tensor in draft.tensors if tensor.scheme]
-        wanted = (
+    def _for_ranges(
+        self, model_layout: ModelLayout, partial_plan: PartialPlan
+    ) -> frozenset[Statistic]:
+        """Return the statistics for static ranges, outlier columns and KV cache, whatever the method uses."""
+        inputs = [tensor.scheme.input for tensor in partial_plan.tensors if tensor.scheme]
+        needed = (
             statistics_for_inputs(inputs)
-            if any(item.measured for item in inputs if item)
+            if any(activation.measured for activation in inputs if activation)
             else frozenset()
         )
         if self.recipe.kv_cache != "none":
-            wanted |= {Statistic.CACHE}
-        if not wanted:
-            return wanted
+            needed |= {Statistic.CACHE}
+        if not needed:
+            return needed
         if model_layout.architecture is None:
             raise needs_architecture(model_layout, MEASURED)
         if self.recipe.calibration.source == NO_DATA:
@@ -137,10 +155,10 @@ class Observation:
                 "give a text to calibrate on, or take dynamic inputs (int8:row:sym+int8:token:dynamic)"
                 " and no --kv-cache",
             )
-        return wanted
+        return needed
 
     def _refuse_imatrix(self, wanted: frozenset[Statistic]) -> None:
-        """Refuse an importance matrix, a file of mean squares, for all but the search for scales of plain rounding."""
+        """Refuse an importance file (mean squares of inputs) for all but the scale search of plain rounding."""
         method, scales = self.recipe.method, self.recipe.scales
         if source_transforms(method):
             raise UsageError(
@@ -154,19 +172,19 @@ class Observation:
             )
         if wanted:
             raise UsageError(
-                f"--imatrix: {' and '.join(self._beside_rounding)} observes more of the inputs than the"
+                f"--imatrix: {' and '.join(self._words_without_rtn)} observes more of the inputs than the"
                 " mean squares that such a file holds",
                 "leave --imatrix out: the calibration text gives the importance too; or --method rtn",
             )
 
-    def _refuse_reference(self, draft: Draft) -> None:
-        """Refuse ggml's own quantizer for all but plain rounding into its own types."""
-        if self.words != _RTN_ALONE:
+    def _refuse_reference(self, partial_plan: PartialPlan) -> None:
+        """Refuse ggml's own quantizer for all but plain rounding into ggml's types."""
+        if self.method_words != _RTN_ALONE:
             raise UsageError(
-                f"--scales reference: llama.cpp rounds plainly, without {' or '.join(self._beside_rounding)}",
+                f"--scales reference: llama.cpp rounds plainly, without {' or '.join(self._words_without_rtn)}",
                 "--method rtn, or leave --scales out",
             )
-        schemes = (tensor.scheme.weight for tensor in draft.tensors if tensor.scheme)
+        schemes = (tensor.scheme.weight for tensor in partial_plan.tensors if tensor.scheme)
         unknown = next((scheme for scheme in schemes if scheme.grid not in GGML_BLOCKS), None)
         if unknown is not None:
             raise UsageError(
@@ -175,5 +193,5 @@ class Observation:
             )
 
     @property
-    def _beside_rounding(self) -> tuple[str, ...]:
-        return tuple(word for word in self.words if word not in _RTN_ALONE)
+    def _words_without_rtn(self) -> tuple[str, ...]:
+        return tuple(word for word in self.method_words if word not in _RTN_ALONE)

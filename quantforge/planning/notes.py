@@ -1,8 +1,8 @@
-"""Notes of a plan: what there is to say of the source, of heads that predict further tokens, of what is left behind.
+"""Notes of a plan: facts about the source, about draft heads (multi-token prediction), and files that are not copied.
 
-Code, pickles and stray files of a model directory are not carried, keys that make a loader run code are not acted on,
-and a licence that the source does not state is not made up. None of it makes the result worse, so none of it is an
-event.
+Code, pickles and stray files of a model directory are not copied, configuration keys that make a loader run code are
+ignored, and if the source states no licence, neither does the result. None of this makes the result worse, so none of
+it is an event.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.match import ModelLayout
-from quantforge.artifacts.card import carried_fields
+from quantforge.artifacts.card import source_card_fields
 from quantforge.artifacts.manifest import NAME as MANIFEST
 from quantforge.errors import RefusedError, UsageError
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS, ROTATION
@@ -25,11 +25,11 @@ from quantforge.recipe import Recipe
 from quantforge_calibration.chat_templates import FOLDER
 
 if TYPE_CHECKING:
-    from quantforge.planning.draft import Draft
+    from quantforge.planning.draft import PartialPlan
 
-# Changes of a whole source, by the subject of what is said of them.
-CHANGES = (ADAPTER, KEPT_EXPERTS, DROPPED_HEADS, ROTATION)
-# Keys by which loaders find code: transformers, Hydra, diffusers.
+# Facts about changes of the whole source, by key.
+CHANGE_FACTS = (ADAPTER, KEPT_EXPERTS, DROPPED_HEADS, ROTATION)
+# Configuration keys that name code to run: transformers, Hydra, diffusers.
 CODE_KEYS = (
     "auto_map",
     "trust_remote_code",
@@ -37,28 +37,31 @@ CODE_KEYS = (
     "_target_",
     "custom_pipelines",
 )
-_NAMED = 8
+_MAX_NAMES = 8
 
 
 def notes(
-    sparsity: str | None, checkpoint: Checkpoint, model_layout: ModelLayout, draft: Draft
+    sparsity: str | None,
+    checkpoint: Checkpoint,
+    model_layout: ModelLayout,
+    partial_plan: PartialPlan,
 ) -> tuple[str, ...]:
-    """Return the notes of a plan, those of its draft included."""
+    """Return the notes on a plan's source, tensors, sparsity and draft heads."""
     return (
         *facts(checkpoint),
         model_layout.rule,
-        *draft.notes,
-        *_zeros(sparsity),
-        *_heads(model_layout, draft),
+        *partial_plan.notes,
+        *_sparsity_notes(sparsity),
+        *_draft_head_notes(model_layout, partial_plan),
     )
 
 
-def check_heads(recipe: Recipe, model_layout: ModelLayout) -> None:
-    """Refuse to round heads that predict further tokens where there are none, or no place for them.
+def check_draft_heads(recipe: Recipe, model_layout: ModelLayout) -> None:
+    """Refuse to quantize draft heads (MTP) if there are none, or if the format cannot hold them.
 
     Raises:
         UsageError: there are none.
-        RefusedError: the format has no place for them.
+        RefusedError: the format cannot hold them.
     """
     if recipe.mtp != "quantize":
         return
@@ -74,37 +77,37 @@ def check_heads(recipe: Recipe, model_layout: ModelLayout) -> None:
 
 
 def facts(checkpoint: Checkpoint) -> tuple[Note, ...]:
-    """Return the notes about the source itself; those on how it is read with changes have a kind of their own."""
+    """Return the facts about the source itself as notes."""
     return tuple(
         Note(
             f"source {subject}: {message}",
-            NoteKind.SOURCE if subject in (*CHANGES, QUANTIZATION) else NoteKind.FACT,
+            NoteKind.SOURCE if subject in (*CHANGE_FACTS, QUANTIZATION) else NoteKind.FACT,
         )
         for subject, message in checkpoint.facts.items()
     )
 
 
-def _heads(model_layout: ModelLayout, draft: Draft) -> tuple[str, ...]:
-    """Say what becomes of heads that predict further tokens."""
+def _draft_head_notes(model_layout: ModelLayout, partial_plan: PartialPlan) -> tuple[str, ...]:
+    """Return a note on what becomes of draft heads, which predict further tokens."""
     names = {tensor.header.name for tensor in model_layout.draft_heads}
-    heads = [tensor for tensor in draft.tensors if tensor.name in names]
+    heads = [tensor for tensor in partial_plan.tensors if tensor.name in names]
     if not heads:
         return ()
     before = sum(tensor.header.nbytes for tensor in model_layout.draft_heads)
     after = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
     rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
-    done = (
+    outcome = (
         f"{rounded} of them rounded plainly, {after:,} bytes in the result"
         if rounded
         else "kept as they are"
     )
     if all(tensor.action is Action.DROP for tensor in heads):
-        done = "the format has no place for them"
-    return (f"{len(heads)} tensors of {before:,} bytes predict further tokens: {done} (--mtp)",)
+        outcome = "the format has no place for them"
+    return (f"{len(heads)} tensors of {before:,} bytes predict further tokens: {outcome} (--mtp)",)
 
 
-def _zeros(sparsity: str | None) -> tuple[str, ...]:
-    """Say what zeros are for."""
+def _sparsity_notes(sparsity: str | None) -> tuple[str, ...]:
+    """Return a note on what sparsity is for."""
     if sparsity is None:
         return ()
     return (
@@ -114,24 +117,24 @@ def _zeros(sparsity: str | None) -> tuple[str, ...]:
 
 
 def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return a note for everything of a directory that the result leaves out; none for a GGUF file."""
+    """Return notes on everything in a model directory that is not copied to the result; none for a GGUF file."""
     if not checkpoint.path.is_dir():
         return ()
     names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]
     known = {CONFIG, CARD, INDEX, FOLDER, MANIFEST, *(path.name for path in checkpoint.shards)}
     known |= {path.name for path in checkpoint.side_files}
-    said = []
+    messages = []
     if keys := sorted(_code_keys(checkpoint.config)):
-        said.append(f"{CONFIG} names code, which is never run: {', '.join(keys)}")
-    if left := [_shown(checkpoint.path / name) for name in names if name not in known]:
-        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-        said.append(f"not carried over: {', '.join(left[:_NAMED])}{more}")
-    stated = any(key.startswith("license") for key in carried_fields(checkpoint.card))
-    if not stated and not any(is_licence(path.name) for path in checkpoint.side_files):
-        said.append(
+        messages.append(f"{CONFIG} names code, which is never run: {', '.join(keys)}")
+    if left_out := [_printable_name(checkpoint.path / name) for name in names if name not in known]:
+        count_note = f" and {len(left_out) - _MAX_NAMES} more" if len(left_out) > _MAX_NAMES else ""
+        messages.append(f"not carried over: {', '.join(left_out[:_MAX_NAMES])}{count_note}")
+    has_licence = any(key.startswith("license") for key in source_card_fields(checkpoint.card))
+    if not has_licence and not any(is_licence(path.name) for path in checkpoint.side_files):
+        messages.append(
             "the source states no licence, so the result states none: ask whoever made the model"
         )
-    return tuple(said)
+    return tuple(messages)
 
 
 def _code_keys(config: Mapping[str, Any]) -> set[str]:
@@ -139,6 +142,6 @@ def _code_keys(config: Mapping[str, Any]) -> set[str]:
     return {key for part in (config, *nested) for key in CODE_KEYS if part.get(key)}
 
 
-def _shown(path: Path) -> str:
+def _printable_name(path: Path) -> str:
     name = path.name if path.name.isprintable() else ascii(path.name)
     return f"{name}/" if path.is_dir() and not path.is_symlink() else name

@@ -1,10 +1,10 @@
-"""Planning: from a recipe and the headers of a checkpoint to every decision of the run.
+"""Planning: turn a recipe and the headers of a checkpoint into every decision of a run.
 
-`make_plan` decides once, from top to bottom: format, method, what becomes of every tensor, what effort sets, the files,
-what has to be observed, what the run takes. Nothing here reads a weight, and torch is imported only where declarations
-of a family have to be derived: what reads activations has to know which linears read the same one. Every source tensor
-is accounted for once: quantized, kept, or dropped by declaration. The plan that ``quantforge plan`` prints is the
-object that ``quantize`` executes.
+`make_plan` decides once, from top to bottom: format, method, what becomes of every tensor, effort settings, files, the
+statistics to collect, memory and time. It reads no weights, and imports torch only if declarations of a family have to
+be derived, because calibration needs to know which linears read the same activation. Every source tensor is accounted
+for exactly once: quantized, kept, or dropped with a reason. The plan that ``quantforge plan`` prints is the object that
+``quantize`` executes.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projec
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming
 from quantforge.planning.calibration_rows import (
+    add_image_memory,
+    check_calibration_text,
+    check_image_support,
     check_length,
-    check_source,
-    check_towers,
-    named_image,
-    own_text,
-    random_share,
+    first_image_reference,
+    random_row_share,
     row_notes,
-    with_images,
+    self_generated_note,
 )
-from quantforge.planning.draft import Draft
-from quantforge.planning.effort import Asked, apply_effort, chosen_method
-from quantforge.planning.embedding_choice import bytes_of, chosen_embedding
-from quantforge.planning.format_choice import chosen_format
-from quantforge.planning.gradient_options import disk_bytes, guide_note, tune_note
+from quantforge.planning.draft import PartialPlan
+from quantforge.planning.effort import EffortContext, apply_effort, choose_method
+from quantforge.planning.embedding_choice import choose_embedding, total_file_bytes
+from quantforge.planning.format_choice import choose_format
+from quantforge.planning.gradient_options import guide_disk_bytes, guide_note, tune_note
 from quantforge.planning.importance_check import compare_importance
-from quantforge.planning.module_formats import check_zeros, draft_by_module
-from quantforge.planning.needed_statistics import Observation
-from quantforge.planning.notes import check_heads, left_behind, notes
+from quantforge.planning.module_formats import check_sparsity, plan_module_tensors
+from quantforge.planning.needed_statistics import NeededStatistics
+from quantforge.planning.notes import check_draft_heads, left_behind, notes
 from quantforge.planning.peak_memory import RunSizes, peak_bytes
 from quantforge.planning.run_work import run_work, with_measuring
 from quantforge.plans import Action, FilePlan, Plan, TensorPlan
 from quantforge.quantizers import source_transforms
 from quantforge.recipe import Recipe
-from quantforge.settings import Settings, workers_of
+from quantforge.settings import Settings, rounding_workers
 
 if TYPE_CHECKING:
     from quantforge.files.reader import Checkpoint
@@ -60,12 +60,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan with the recipe and the matched checkpoint that it was made from."""
+    """A plan, with the model_layout checkpoint and the recipe that it was made from.
+
+    Attributes:
+        plan: the plan.
+        model_layout: tensors of the source, model_layout to its architecture.
+        files: files of the result.
+        recipe: the recipe with its format, method and effort settings filled in.
+    """
 
     plan: Plan
     model_layout: ModelLayout
     files: tuple[FilePlan, ...]
-    recipe: Recipe  # with its format and method
+    recipe: Recipe
 
 
 def make_plan(
@@ -76,137 +83,160 @@ def make_plan(
     *,
     name: str = "",
     events: Sequence[Event] = (),
-    first: Sequence[str] = (),
+    notes_before: Sequence[str] = (),
     measured: int = 0,
 ) -> Planned:
-    """Decide everything about a run.
+    """Make every decision of a run.
 
     Args:
-        recipe: what is asked for.
+        recipe: the requested recipe.
         checkpoint: the model, as `quantforge.planning.source_views.planned_source` returns it.
-        out: the result, where one is named: it may decide the format.
-        settings: how the run goes: where activations wait, threads, where text and importance are, what is written
-            beside the result and how that is served; one thread when left out.
-        name: of the result where none is named; by `naming` when left out.
-        events: that are known already.
-        first: notes before all others.
-        measured: how many candidates are measured before the run, which takes time.
+        out: path of the result, if given; its suffix may decide the format.
+        settings: settings of the run (local paths, threads, where hidden states are held, what is written along with
+            the result, how it is served); one thread by default.
+        name: name of the result if ``out`` is None; by `naming` if empty.
+        events: events that are already known.
+        notes_before: notes that precede all others.
+        measured: number of candidates that are measured before the run, for the forecast of its time.
 
     Raises:
         UsageError: ``out`` contradicts the format, or options contradict each other.
-        InputError: the checkpoint is incomplete, already quantized, a pattern matches nothing, or the calibration text
-            is one that the run would refuse.
-        RefusedError: the format cannot hold a scheme and there is no substitution.
+        InputError: the checkpoint is incomplete or already quantized, a pattern matches nothing, or the run would
+            refuse the calibration text.
+        RefusedError: the format cannot hold the scheme, and there is no substitute.
     """
     settings = settings or Settings(threads=1)
-    recipe, choice_notes = chosen_format(recipe, out)
-    model_layout = _model_layout(checkpoint, recipe)
+    recipe, choice_notes = choose_format(recipe, out)
+    model_layout = _match_unquantized(checkpoint, recipe)
     file_format = load_format(recipe.format)
-    tower = tower_beside(checkpoint, file_format) if settings.mmproj else None
+    tower = vision_tower_file(checkpoint, file_format) if settings.mmproj else None
     if not recipe.method:
-        method, method_notes = chosen_method(recipe, file_format, checkpoint, model_layout)
+        method, method_notes = choose_method(recipe, file_format, checkpoint, model_layout)
         recipe = replace(recipe, method=method)
         choice_notes = (*choice_notes, *method_notes)
-    observation = Observation(recipe)
-    check_zeros(recipe)
-    if observation.needs_declarations:
-        model_layout = _with_declarations(checkpoint, model_layout, observation.declaring)
-
-    # What becomes of every tensor.
-    def drafted(recipe: Recipe) -> tuple[Draft, frozenset[Statistic]]:
-        return _drafted(recipe, checkpoint, model_layout, observation, tower)
-
-    draft, observed = drafted(recipe)
-    needs = observed or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
-    asked = Asked(observation.words, draft.tensors, model_layout, needs)
-    recipe, effort_notes = apply_effort(recipe, asked)  # tuning after gptq at few bits, by default
-    share = random_share(recipe, observation.words, draft.tensors)
-    recipe = replace(recipe, calibration=replace(recipe.calibration, random=share))
-    files = draft.files(recipe)
-    chosen, draft, embedding_note = chosen_embedding(
-        file_format, recipe, draft, bytes_of(files), model_layout, lambda lean: drafted(lean)[0]
-    )
-    if chosen is not recipe:
-        recipe, files = chosen, draft.files(chosen)
-    if recipe.engine == TRANSFORMERS:
-        draft = with_judged_names(checkpoint, draft)
-    serving = replace(settings.serving, devices=recipe.tensor_parallel)
-    place, tensors = str(checkpoint.path), draft.tensors
-    engine_notes = check_engine(
-        recipe.engine, serving, tensors, draft.engines, recipe.format, place
-    )
-    source_notes = notes(recipe.sparsity, checkpoint, model_layout, draft)
-    if not name:
-        name = naming.derived(
-            checkpoint, recipe.method, recipe.format, tensors, draft.label, recipe.zeros
+    statistics = NeededStatistics(recipe)
+    check_sparsity(recipe)
+    if statistics.needs_declarations:
+        model_layout = _match_with_declarations(
+            checkpoint, model_layout, statistics.declarations_needed_by
         )
 
-    # What the run takes.
+    # The scheme of every tensor.
+    def plan_tensors(recipe: Recipe) -> tuple[PartialPlan, frozenset[Statistic]]:
+        return _plan_tensors(recipe, checkpoint, model_layout, statistics, tower)
+
+    partial_plan, statistics_needed = plan_tensors(recipe)
+    needs = statistics_needed or frozenset({Statistic.SQUARES} if recipe.prune_experts else ())
+    effort_context = EffortContext(
+        statistics.method_words, partial_plan.tensors, model_layout, needs
+    )
+    recipe, effort_notes = apply_effort(
+        recipe, effort_context
+    )  # the default level tunes after gptq at few bits
+    random_share = random_row_share(recipe, statistics.method_words, partial_plan.tensors)
+    recipe = replace(recipe, calibration=replace(recipe.calibration, random=random_share))
+    files = partial_plan.files(recipe)
+    chosen_recipe, partial_plan, embedding_note = choose_embedding(
+        file_format,
+        recipe,
+        partial_plan,
+        total_file_bytes(files),
+        model_layout,
+        lambda variant: plan_tensors(variant)[0],
+    )
+    if chosen_recipe is not recipe:
+        recipe, files = chosen_recipe, partial_plan.files(chosen_recipe)
+    if recipe.engine == TRANSFORMERS:
+        partial_plan = with_transformers_verdict(checkpoint, partial_plan)
+    serving = replace(settings.serving, devices=recipe.tensor_parallel)
+    model_path, tensors = str(checkpoint.path), partial_plan.tensors
+    engine_notes = check_engine(
+        recipe.engine, serving, tensors, partial_plan.engines, recipe.format, model_path
+    )
+    source_notes = notes(recipe.sparsity, checkpoint, model_layout, partial_plan)
+    if not name:
+        name = naming.default_name(
+            checkpoint, recipe.method, recipe.format, tensors, partial_plan.label, recipe.zeros
+        )
+
+    # Memory, time and disk space of the run.
     run = RunSizes(
         recipe.calibration,
-        words=observation.words,
-        searched=recipe.awq.rows,
+        method_words=statistics.method_words,
+        search_rows=recipe.awq.rows,
         needs=needs,
         in_memory=settings.activations == "memory",
-        workers=workers_of(settings),
+        workers=rounding_workers(settings),
         guide=recipe.guide or 0,
         tune=recipe.tune or 0,
-        whole=source_transforms(recipe.method),
+        source_transforms=source_transforms(recipe.method),
     )
     substitutions = (
-        *draft.substitutions,
+        *partial_plan.substitutions,
         *_family_events(model_layout, checkpoint),
         *coverage.events(tensors, model_layout.config),
     )
-    guide_bytes = disk_bytes(run.guide, tensors, model_layout, run.calibration) if run.guide else 0
+    guide_bytes = (
+        guide_disk_bytes(run.guide, tensors, model_layout, run.calibration) if run.guide else 0
+    )
     run_notes = [
-        *own_text(run, model_layout),
+        *self_generated_note(run, model_layout),
         *(row_notes(run.calibration, checkpoint.path) if needs else ()),
         *(check_length(run.calibration, model_layout.config) if needs else ()),
         *([guide_note(run.guide, run.calibration, guide_bytes)] if run.guide else []),
         *([tune_note(run.tune, run.calibration, model_layout)] if run.tune else []),
     ]
     peak = peak_bytes(model_layout, tensors, run)
-    _refuse_growth(checkpoint, tensors)
+    _check_smaller(checkpoint, tensors)
     source_bytes = sum(file.stat().st_size for file in checkpoint.opened.shards)
-    written = bytes_of(files) + (tower.plan.size if tower else 0)
+    written = total_file_bytes(files) + (tower.plan.size if tower else 0)
     work = run_work(
         model_layout, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes
     )
     if measured:
         work = with_measuring(work, tensors, run.rows, measured)
 
-    # What it reads beside the model: a text is looked at where one is named; the builtin needs a tokenizer, which may
-    # come later.
+    # Calibration inputs: a text is checked now if one is given; the builtin text needs a tokenizer, which may be added
+    # later.
     late_notes: list[str] = []
     if settings.calibration:
-        check_text(recipe, checkpoint, settings, observes=bool(observed))
-        if observed and named_image(recipe.calibration, settings.calibration) is not None:
-            peak, note = with_images(
+        check_text(recipe, checkpoint, settings, observes=bool(statistics_needed))
+        if (
+            statistics_needed
+            and first_image_reference(recipe.calibration, settings.calibration) is not None
+        ):
+            peak, note = add_image_memory(
                 peak, model_layout, recipe.calibration, in_memory=run.in_memory
             )
             late_notes.append(note)
-    importance: tuple[Event, ...] = ()
-    if settings.imatrix is not None and observation.is_known:
-        importance, strange = compare_importance(settings.imatrix, tensors, model_layout, place)
-        late_notes += strange
+    importance_events: tuple[Event, ...] = ()
+    if settings.imatrix is not None and statistics.has_importance_file:
+        importance_events, unknown_notes = compare_importance(
+            settings.imatrix, tensors, model_layout, model_path
+        )
+        late_notes += unknown_notes
 
     plan = Plan(
-        model=place,
+        model=model_path,
         name=name,
         model_type=model_layout.model_type,
         method=recipe.method,
-        transforms=observation.words[:-1],
-        rounder=observation.words[-1],
+        transforms=statistics.method_words[:-1],
+        rounder=statistics.method_words[-1],
         format=recipe.format,
         tensors=tensors,
         shards=tuple(file.names for file in files),
-        output_bytes=bytes_of(files),
+        output_bytes=total_file_bytes(files),
         peak_memory_bytes=peak,
-        engines=draft.engines,
-        substitutions=(*events, *substitutions, *(tower.events if tower else ()), *importance),
+        engines=partial_plan.engines,
+        substitutions=(
+            *events,
+            *substitutions,
+            *(tower.events if tower else ()),
+            *importance_events,
+        ),
         notes=(
-            *first,
+            *notes_before,
             *choice_notes,
             *effort_notes,
             *source_notes,
@@ -216,119 +246,121 @@ def make_plan(
             *late_notes,
         ),
         left_behind=left_behind(checkpoint),
-        late=draft.late,
-        needs=tuple(sorted(observed)),
+        late=partial_plan.late,
+        needs=tuple(sorted(statistics_needed)),
         guide=run.guide,
         tune=run.tune,
-        untie=draft.untie,
+        untie=partial_plan.untie,
         work=work,
     )
     return Planned(plan, model_layout, files, recipe)
 
 
-def _model_layout(checkpoint: Checkpoint, recipe: Recipe) -> ModelLayout:
-    """Account for every tensor of a model that is not quantized yet; errors as `match` and `check_alone`."""
-    found = checkpoint.config.get("quantization_config")
-    if isinstance(found, Mapping):
-        place = shlex.quote(str(checkpoint.path))
+def _match_unquantized(checkpoint: Checkpoint, recipe: Recipe) -> ModelLayout:
+    """Match every tensor of a model that is not quantized; errors as `match_tensors` and `check_draft_model`."""
+    quantization = checkpoint.config.get("quantization_config")
+    if isinstance(quantization, Mapping):
+        quoted_path = shlex.quote(str(checkpoint.path))
         raise InputError(
-            f"{checkpoint.path}: already quantized (quant_method {found.get('quant_method')!r})",
-            f"`quantforge quantize {place} --requantize --dry-run` plans a second quantization,"
-            f" `quantforge export {place} --format plain` makes a source for other commands;"
+            f"{checkpoint.path}: already quantized (quant_method {quantization.get('quant_method')!r})",
+            f"`quantforge quantize {quoted_path} --requantize --dry-run` plans a second quantization,"
+            f" `quantforge export {quoted_path} --format plain` makes a source for other commands;"
             " `quantforge plan` with --context N looks at it as it is",
         )
     stored = [entry.header() for entry in checkpoint.entries.values()]
     model_layout = match_tensors(checkpoint.config, stored, checkpoint.declared)
-    own = [item.header for item in model_layout.tensors if item.block >= 0 or item.draft_head]
-    check_experts(model_layout.config, own)
-    check_alone(model_layout.draft, recipe)
+    headers = [item.header for item in model_layout.tensors if item.block >= 0 or item.draft_head]
+    check_experts(model_layout.config, headers)
+    check_draft_model(model_layout.draft, recipe)
     return model_layout
 
 
-def check_alone(draft: str, recipe: Recipe) -> None:
-    """Refuse a format or an engine that knows no draft heads, which no engine serves without their model.
+def check_draft_model(draft_kind: str, recipe: Recipe) -> None:
+    """Refuse formats and engines that cannot use draft heads stored without their model.
 
     Args:
-        draft: their kind; "" for a model, of which nothing is refused.
+        draft_kind: kind of the draft heads; "" for a model, which is never refused.
         recipe: the format, and the engine that the result is made for.
 
     Raises:
-        RefusedError: nothing reads them in the format.
+        RefusedError: nothing reads draft heads in this format.
         UsageError: an engine is named.
     """
-    if not draft:
+    if not draft_kind:
         return
     key, engine = recipe.format, recipe.engine
     if engine is not None:
-        served = '; vllm serve MODEL --speculative-config \'{"method": "eagle3", "model": "OUT"}\''
+        command = '; vllm serve MODEL --speculative-config \'{"method": "eagle3", "model": "OUT"}\''
         raise UsageError(
-            f"--for {engine}: {draft} heads alone are not served, but beside their model",
-            f"leave --for out{served if (engine, draft) == ('vllm', EAGLE3) else ''}",
+            f"--for {engine}: {draft_kind} heads alone are not served, but beside their model",
+            f"leave --for out{command if (engine, draft_kind) == ('vllm', EAGLE3) else ''}",
         )
     if key not in {DEFAULT_FORMAT, PLAIN}:
         raise RefusedError(
-            f"--format {key}: nothing reads {draft} heads in this format",
+            f"--format {key}: nothing reads {draft_kind} heads in this format",
             f"--format {DEFAULT_FORMAT}, or leave --format out",
         )
 
 
-def tower_beside(checkpoint: Checkpoint, form: Format) -> ProjectorFile:
-    """Return the file of the vision tower that is written beside a GGUF file.
+def vision_tower_file(checkpoint: Checkpoint, file_format: Format) -> ProjectorFile:
+    """Return the plan of the file with the vision tower (mmproj) that is written next to a GGUF file.
 
     Raises:
-        UsageError: the result is no such file.
+        UsageError: the result is not a GGUF file.
         RefusedError, InputError: as `projector_file`.
     """
-    if not form.INFO.is_single_file:
+    if not file_format.INFO.is_single_file:
         raise UsageError(
-            f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {form.KEY},"
+            f"{OPTION}: llama.cpp reads the tower beside a GGUF file, and the result would be {file_format.KEY},"
             " which holds it",
             f"add --format gguf, or leave {OPTION} out",
         )
     return projector_file(checkpoint, "")
 
 
-def _with_declarations(checkpoint: Checkpoint, model_layout: ModelLayout, what: str) -> ModelLayout:
-    """Return a match with declarations: the same, or one by derived ones.
+def _match_with_declarations(
+    checkpoint: Checkpoint, model_layout: ModelLayout, what: str
+) -> ModelLayout:
+    """Return the model model_layout with declarations of its family, which are derived if there are none.
 
     Args:
         checkpoint: the model.
-        model_layout: of it.
-        what: needs them, as in ``--method WHAT``.
+        model_layout: the model as model_layout so far.
+        what: what needs the declarations, as in ``--method WHAT``.
 
     Raises:
-        InputError: none can be derived; the message says why.
+        InputError: they cannot be derived; the message says why.
     """
     if model_layout.architecture is not None:
         return model_layout
     if model_layout.draft:
         raise needs_architecture(model_layout, what)
     try:
-        return derived_match(checkpoint)
+        return match_by_derivation(checkpoint)
     except (InputError, RefusedError) as error:
         raise needs_architecture(model_layout, what, error.message) from error
 
 
-def derived_match(checkpoint: Checkpoint) -> ModelLayout:
-    """Match a checkpoint by declarations that are derived from the code of transformers.
+def match_by_derivation(checkpoint: Checkpoint) -> ModelLayout:
+    """Match a checkpoint with declarations that are derived from the modeling code in transformers.
 
     Raises:
-        InputError: as `derive_declarations_for` and `match`.
+        InputError: as `derive_declarations_for` and `match_tensors`.
         RefusedError: as `derive_declarations_for`, or files hold stacks of experts in the other orientation.
     """
     from quantforge.model.derive.derive import derive_declarations_for
 
     entries = [entry.header() for entry in checkpoint.entries.values()]
-    found = derive_declarations_for(checkpoint.config, entries)
-    if found.turned:
+    architecture = derive_declarations_for(checkpoint.config, entries)
+    if architecture.turned:
         raise RefusedError(
-            f"its files hold {min(found.turned)} the other way around", "--method rtn"
+            f"its files hold {min(architecture.turned)} the other way around", "--method rtn"
         )
-    return match_tensors(checkpoint.config, entries, found)
+    return match_tensors(checkpoint.config, entries, architecture)
 
 
 def _family_events(model_layout: ModelLayout, checkpoint: Checkpoint) -> tuple[Event, ...]:
-    """Return the event of a model that was derived as one of another ``model_type``, if it was."""
+    """Return the event of a model whose declarations were derived from a class of another ``model_type``, if any."""
     if model_layout.architecture is None or model_layout.architecture.derived is None:
         return ()
     from quantforge.model.model_class import resolve_model_type
@@ -337,16 +369,16 @@ def _family_events(model_layout: ModelLayout, checkpoint: Checkpoint) -> tuple[E
     return (event,) if event is not None else ()
 
 
-def _drafted(
+def _plan_tensors(
     recipe: Recipe,
     checkpoint: Checkpoint,
     model_layout: ModelLayout,
-    observation: Observation,
+    statistics: NeededStatistics,
     tower: ProjectorFile | None,
-) -> tuple[Draft, frozenset[Statistic]]:
-    """Return the draft of the format, and what has to be observed for it; refuse what files have no place for."""
-    check_heads(recipe, model_layout)
-    wanted = observation.of_method(model_layout)
+) -> tuple[PartialPlan, frozenset[Statistic]]:
+    """Return the format's partial plan and the statistics that it needs; refuse options the format does not support."""
+    check_draft_heads(recipe, model_layout)
+    method_needs = statistics.for_method(model_layout)
     if recipe.format != GGUF and (recipe.type or recipe.pre) is not None:
         raise UsageError(
             f"--type and --pre belong to GGUF files, not to {recipe.format}",
@@ -358,44 +390,48 @@ def _drafted(
             "add --format compressed-tensors, or drop --kv-cache",
         )
     if recipe.format != GGUF:
-        draft = draft_by_module(checkpoint, model_layout, recipe)
+        partial_plan = plan_module_tensors(checkpoint, model_layout, recipe)
     else:
-        from quantforge.planning.gguf_draft import draft_gguf  # with all that its files hold
+        from quantforge.planning.gguf_draft import plan_gguf_tensors  # imports all of GGUF
 
-        known = observation.is_known or bool(wanted)
-        draft = draft_gguf(recipe, checkpoint, model_layout, observed=known, tower=tower)
-    return draft, observation.of_draft(model_layout, draft, wanted)
+        has_importance = statistics.has_importance_file or bool(method_needs)
+        partial_plan = plan_gguf_tensors(
+            recipe, checkpoint, model_layout, observed=has_importance, tower=tower
+        )
+    return partial_plan, statistics.for_plan(model_layout, partial_plan, method_needs)
 
 
-def with_judged_names(checkpoint: Checkpoint, draft: Draft) -> Draft:
-    """Return a draft whose verdict on transformers, which is asked for, is by the names of its tensors.
+def with_transformers_verdict(checkpoint: Checkpoint, partial_plan: PartialPlan) -> PartialPlan:
+    """Return a partial plan in which the verdict on transformers is decided from the names of its tensors.
 
-    What a plan without an engine cannot tell from declarations is left open, for the publication of the result.
+    Without ``--for transformers`` this check is left to the publication of the result, because it needs torch.
 
     Raises:
         RefusedError: transformers would not find its tensors.
     """
-    if all(verdict.loads is not None for verdict in draft.engines):
-        return draft
+    if all(verdict.loads is not None for verdict in partial_plan.engines):
+        return partial_plan
     from quantforge.model import transformers_loading  # torch, which planning does without
 
     config = unquantized_config(checkpoint)
-    config = untied(config) if draft.untie else config
-    engines = transformers_loading.resolve_verdicts(draft.engines, config, draft.tensors)
+    config = untied(config) if partial_plan.untie else config
+    engines = transformers_loading.judged_by_names(
+        partial_plan.engines, config, partial_plan.tensors
+    )
     for verdict in engines:
         if verdict.engine == TRANSFORMERS and verdict.loads is False:
             raise RefusedError(
                 f"{TRANSFORMERS} does not load this: {verdict.reason}",
                 f"name the tensors as {TRANSFORMERS} saves this family, or drop --for {TRANSFORMERS}",
             )
-    return replace(draft, engines=engines)
+    return replace(partial_plan, engines=engines)
 
 
-def _refuse_growth(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> None:
-    """Refuse a result that is no smaller than the source, unless nothing is quantized: that is a mere conversion."""
+def _check_smaller(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> None:
+    """Refuse a quantized result that is not smaller than its source."""
     if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         return
-    before = sum(entry.header().nbytes for entry in checkpoint.entries.values())  # as decoded
+    before = sum(entry.header().nbytes for entry in checkpoint.entries.values())  # in 16 or 32 bits
     after = sum(tensor.output_bytes for tensor in tensors if tensor.action is not Action.DROP)
     if after >= before:
         raise RefusedError(
@@ -407,18 +443,20 @@ def _refuse_growth(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> Non
 def check_text(
     recipe: Recipe, checkpoint: Checkpoint, settings: Settings, *, observes: bool
 ) -> None:
-    """Refuse a calibration text that the run would refuse at its start, where it reads one.
+    """Refuse a calibration text that the run would refuse at its start, if the run reads one.
 
     Args:
-        recipe: as planned.
+        recipe: the planned recipe.
         checkpoint: the model.
-        settings: where the text is.
-        observes: whether the plan needs statistics.
+        settings: settings with the path of the text.
+        observes: whether the plan collects statistics.
 
     Raises:
         InputError: the source is missing, malformed or too short, or the model has no tokenizer.
     """
     if observes or recipe.prune_experts is not None:
-        options, place = recipe.calibration, settings.calibration
-        check_towers(named_image(options, place), checkpoint.config)
-        check_source(options, place, checkpoint.path, embedding_rows(checkpoint.config))
+        options, text_path = recipe.calibration, settings.calibration
+        check_image_support(first_image_reference(options, text_path), checkpoint.config)
+        check_calibration_text(
+            options, text_path, checkpoint.path, embedding_rows(checkpoint.config)
+        )

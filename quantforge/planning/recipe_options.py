@@ -1,11 +1,11 @@
-"""Recipes by options: a file, a built-in recipe or the empty one, overridden by choices under flat names.
+"""Build recipes from options: a file, a built-in recipe or the empty one, overridden by options with flat names.
 
-A choice bears the name of its field of `Recipe`; `PLACES` says which field of which table the others stand for. The
-options of the command line and the keywords of the Python interface are these names.
+An option is named like its field of `Recipe`; `PLACES` maps the other options to fields of nested tables. The options
+of the command line and the keyword arguments of the Python interface have these names.
 
-Built-in recipes are TOML files that begin with ``# what it is``, ``# quality: ...`` and ``# needs: ...``; engine and
-width follow from their keys. A quality is a KL divergence from the source in nats per token, measured on a small model
-(``docs/results``).
+Built-in recipes are TOML files that begin with ``# description``, ``# quality: ...`` and ``# needs: ...``; engine and
+bit width follow from their keys. A quality is the KL divergence from the source in nats per token, measured on a small
+model (``docs/results``).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantforge.arguments import check_names
 from quantforge.errors import InputError, UnknownNameError, UsageError, nearest
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
-from quantforge.recipe import VALUES, Recipe, Rule, from_toml, hint_of, read_recipe
+from quantforge.recipe import VALUES, Recipe, Rule, from_toml, read_recipe, value_hint
 
 PLACES: Mapping[str, str] = {
     "adapter": "adapter.source",
@@ -34,13 +34,15 @@ PLACES: Mapping[str, str] = {
     "experts": "calibration.experts",
     "min_expert_tokens": "calibration.min_expert_tokens",
 }
-_HEAD = re.compile(r"# (?P<about>.+)\n# quality: (?P<quality>.+)\n# needs: (?P<needs>.+)\n")
-_SEVERAL = "several"
+_LEADING_COMMENTS = re.compile(
+    r"# (?P<about>.+)\n# quality: (?P<quality>.+)\n# needs: (?P<needs>.+)\n"
+)
+_SEVERAL_ENGINES = "several"
 RecipeSource = Recipe | str | Path | None  # a recipe, its file, the name of a built-in one, or none
 
 
 class ExportOptions(TypedDict, total=False):
-    """Choices of an export, which rounds plainly what it rounds. None and empty ones leave the recipe as it is."""
+    """Options of an export. None and empty lists leave the recipe as it is."""
 
     format: str | None
     engine: str | None
@@ -59,7 +61,7 @@ class ExportOptions(TypedDict, total=False):
 
 
 class RecipeOptions(ExportOptions, total=False):
-    """Choices that override a recipe; texts are as on the command line."""
+    """Options that override a recipe; texts are as on the command line."""
 
     method: str | None
     effort: str | None
@@ -81,18 +83,18 @@ class RecipeOptions(ExportOptions, total=False):
 
 
 def place_of(name: str) -> tuple[str, Any]:
-    """Return the dotted name of the field of `Recipe` that a choice stands for, and its type.
+    """Return the dotted name of the `Recipe` field that an option sets, and its type.
 
     Raises:
-        UsageError: no choice has that name; the nearest one is told.
+        UsageError: no option has that name; the nearest one is suggested.
     """
     check_names([name], RecipeOptions.__annotations__)
-    place = PLACES.get(name, name)
+    path = PLACES.get(name, name)
     owner: Any = Recipe
-    *tables, field = place.split(".")
+    *tables, field = path.split(".")
     for table in tables:
         owner = _types(owner)[table]
-    return place, _types(owner)[field]
+    return path, _types(owner)[field]
 
 
 @cache
@@ -101,34 +103,36 @@ def _types(kind: type) -> Mapping[str, Any]:
 
 
 def builtin_recipes() -> dict[str, Path]:
-    """Return the recipes that come with the package, by name."""
-    package = Path(__file__).parent.parent / "recipes"
-    folder = package if package.is_dir() else Path(__file__).parent.parent.parent / "recipes"
+    """Return the paths of the recipes that come with the package, by name."""
+    installed = Path(__file__).parent.parent / "recipes"
+    folder = installed if installed.is_dir() else Path(__file__).parent.parent.parent / "recipes"
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def load_recipe(named: RecipeSource) -> Recipe:
-    """Return a recipe: itself, from a file, or a built-in one; the empty one for None.
+def load_recipe(source: RecipeSource) -> Recipe:
+    """Return a recipe given as an object, a file or the name of a built-in one; the empty recipe for None.
 
     Raises:
-        InputError: there is neither a file nor a built-in recipe of that name, or it is not valid.
+        InputError: there is neither a file nor a built-in recipe of that name, or it is invalid.
     """
-    if named is None or isinstance(named, Recipe):
-        return named or Recipe()
-    known, text = builtin_recipes(), str(named)
+    if source is None or isinstance(source, Recipe):
+        return source or Recipe()
+    builtin, text = builtin_recipes(), str(source)
     if Path(text).is_file():
         return read_recipe(Path(text))
-    if text in known:
-        return from_toml(known[text].read_text(encoding="utf-8"), text)
-    raise InputError(f"no recipe '{text}': neither a file nor a built-in one", nearest(text, known))
+    if text in builtin:
+        return from_toml(builtin[text].read_text(encoding="utf-8"), text)
+    raise InputError(
+        f"no recipe '{text}': neither a file nor a built-in one", nearest(text, builtin)
+    )
 
 
 def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
-    """Override a recipe by choices (`RecipeOptions`).
+    """Load a recipe and override it with options (`RecipeOptions`).
 
     Raises:
-        UsageError: choices contradict each other, or there is none of that name.
-        UnknownNameError: a value that no recipe may have.
+        UsageError: options contradict each other, or there is no option of that name.
+        UnknownNameError: an option has a value that no recipe can have.
         InputError: as `load_recipe`.
     """
     recipe = load_recipe(base)
@@ -146,13 +150,14 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         from quantforge.engines import with_engine_defaults
 
         given = with_engine_defaults(given["engine"], given)
-    _check_words(given)
-    beside = sorted({"bits", "scheme"} & given.keys())
-    if "type" in given and beside:
+    _check_values(given)
+    width_options = sorted({"bits", "scheme"} & given.keys())
+    if "type" in given and width_options:
         raise UsageError(
-            f"--type and --{beside[0]} are both given", "give one: a type decides every tensor"
+            f"--type and --{width_options[0]} are both given",
+            "give one: a type decides every tensor",
         )
-    if len(beside) == 2:
+    if len(width_options) == 2:
         raise UsageError(
             "--bits and --scheme are both given",
             "give one: --bits N takes the usual scheme of that width, --scheme names any",
@@ -161,44 +166,44 @@ def build_recipe(base: RecipeSource, **options: Any) -> Recipe:
         given["rules"] = (*(_rule(text) for text in given["rules"]), *recipe.rules)
     if "ignore" in given:
         given["ignore"] = (*recipe.ignore, *given["ignore"])
-    tables = _by_table(given)
-    top = tables.pop("")
+    tables = _group_by_table(given)
+    top_level = tables.pop("")
     try:
-        inner = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
-        made = replace(recipe, **top, **inner)
-    except InputError as error:  # not of the recipe, which was one before
+        nested = {name: replace(getattr(recipe, name), **values) for name, values in tables.items()}
+        result = replace(recipe, **top_level, **nested)
+    except InputError as error:  # caused by an option: the recipe was valid before
         raise UnknownNameError(error.message, error.hint) from error
-    if made.tensor_parallel > 1 and made.engine is None:
+    if result.tensor_parallel > 1 and result.engine is None:
         raise UsageError(
-            f"--tensor-parallel {made.tensor_parallel}: of which engine", "add --for ENGINE"
+            f"--tensor-parallel {result.tensor_parallel}: of which engine", "add --for ENGINE"
         )
-    return made
+    return result
 
 
-def _by_table(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the values of choices by table and field of a recipe; those of no table under the empty name."""
+def _group_by_table(given: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Group option values by table and field of a recipe; those outside of tables under the empty name."""
     tables: dict[str, dict[str, Any]] = {"": {}}
     for name, value in given.items():
-        inside, _, field = place_of(name)[0].rpartition(".")
-        tables.setdefault(inside, {})[field] = value
+        table_name, _, field = place_of(name)[0].rpartition(".")
+        tables.setdefault(table_name, {})[field] = value
     if "bits" in tables[""]:
         tables[""]["scheme"] = None
     elif "scheme" in tables[""]:
         tables[""]["bits"] = None
     for name in ("calibration", "adapter"):
         if "source" in (table := tables.get(name, {})):
-            table["sha256"] = ()  # those of a recipe are of its own files
+            table["sha256"] = ()  # the recipe's digests belong to its own files
     return tables
 
 
-def _check_words(given: Mapping[str, Any]) -> None:
-    """Refuse words that an option does not take and texts that are no scheme, as `UnknownNameError`."""
+def _check_values(given: Mapping[str, Any]) -> None:
+    """Raise `UnknownNameError` for option values that are unknown or not a scheme."""
     for name, value in given.items():
         field = place_of(name)[0]
         known = VALUES.get(field, ())
         if known and isinstance(value, str) and value.lower() not in known:
             option = f"--{name.replace('_', '-')}"
-            raise UnknownNameError(f"{option} {value}: unknown", hint_of(field, value))
+            raise UnknownNameError(f"{option} {value}: unknown", value_hint(field, value))
     schemes = [given.get(name) for name in ("scheme", "head", "embedding")]
     schemes += [_rule(text).scheme for text in given.get("rules", ())]
     for text in schemes:
@@ -224,7 +229,15 @@ def _rule(text: str | Rule) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class BuiltinRecipe:
-    """One built-in recipe: what its first lines say, and what its keys mean."""
+    """One built-in recipe, as described by its leading comments and its keys.
+
+    Attributes:
+        about: what it is for.
+        engine: engine that it is for, or "several".
+        bits: bit width.
+        quality: measured KL divergence.
+        needs: calibration and time that it takes.
+    """
 
     about: str
     engine: str
@@ -234,37 +247,39 @@ class BuiltinRecipe:
 
 
 def described_recipes() -> dict[str, BuiltinRecipe]:
-    """Return the built-in recipes by name, those of one engine together, from few bits to many."""
-    found = {name: _described(name, path) for name, path in builtin_recipes().items()}
+    """Return descriptions of the built-in recipes by name, grouped by engine, by increasing bits."""
+    recipes = {name: _describe_recipe(name, path) for name, path in builtin_recipes().items()}
     order = sorted(
-        found,
+        recipes,
         key=lambda name: (
-            found[name].engine != _SEVERAL,
-            found[name].engine,
-            found[name].bits,
+            recipes[name].engine != _SEVERAL_ENGINES,
+            recipes[name].engine,
+            recipes[name].bits,
             name,
         ),
     )
-    return {name: found[name] for name in order}
+    return {name: recipes[name] for name in order}
 
 
-def _described(name: str, path: Path) -> BuiltinRecipe:
+def _describe_recipe(name: str, path: Path) -> BuiltinRecipe:
     text = path.read_text(encoding="utf-8")
-    head = _HEAD.match(text)
-    assert head is not None, name  # a test reads them all
+    comments = _LEADING_COMMENTS.match(text)
+    assert comments is not None, name  # a test reads them all
     recipe = from_toml(text, name)
     return BuiltinRecipe(
-        head["about"],
-        recipe.engine or _SEVERAL,
+        comments["about"],
+        recipe.engine or _SEVERAL_ENGINES,
         _bits(recipe),
-        head["quality"],
-        head["needs"],
+        comments["quality"],
+        comments["needs"],
     )
 
 
-def _bits(wanted: Recipe) -> int:
-    from quantforge.formats.gguf.mixture import MIXTURE_BY_BITS  # which --help does without
+def _bits(recipe: Recipe) -> int:
+    from quantforge.formats.gguf.mixture import (
+        MIXTURE_BY_BITS,  # imported late: --help does not need it
+    )
 
-    if wanted.type is not None:
-        return next(bits for bits, mixture in MIXTURE_BY_BITS.items() if mixture == wanted.type)
-    return wanted.bits or parse_layer(wanted.scheme or "").weight.bits
+    if recipe.type is not None:
+        return next(bits for bits, mixture in MIXTURE_BY_BITS.items() if mixture == recipe.type)
+    return recipe.bits or parse_layer(recipe.scheme or "").weight.bits

@@ -1,7 +1,7 @@
-"""Release file: one model, many recipes, and what has to hold of each result, as typed data out of TOML.
+"""Release files: one model, several recipes, and the quality gates that each result has to pass, read from TOML.
 
-A variant is a recipe, by name, file or in place, overridden by choices. Built-in sets are lists of variants that people
-publish together. Whatever can be known from the file alone is refused here.
+A variant is a recipe (by name, file, or inline) overridden by options. Built-in sets are lists of variants that are
+usually published together. Everything that can be checked from the file alone is refused here.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from quantforge.errors import InputError, QuantForgeError, RecipeError, UsageErr
 from quantforge.files.hub import is_hub_name
 from quantforge.files.opener import FILES
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
-from quantforge.recipe import CalibrationOptions, Recipe, built, read_toml
+from quantforge.recipe import CalibrationOptions, Recipe, build_dataclass, read_toml
 from quantforge_files.roles import RECIPE
 
-# No name begins like the files beside NAME.gguf, which lists and uploads take by their first letters.
+# A name may not contain .gguf, because files that belong to NAME.gguf are found by that prefix.
 NAME = re.compile(r"(?!.*\.gguf(\.|$))[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.IGNORECASE)
 REPORTS = {"md": "markdown", "json": "json", "html": "html"}
-LADDER = "gguf-ladder"
-ALL = "everything"
-_TYPES = (
+GGUF_SET = "gguf-ladder"
+ALL_SET = "everything"
+_SET_TYPES = (
     "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M",
     "Q6_K", "Q8_0",
 )  # fmt: skip
 _EXAMPLE = (
     'e.g. two lines, model = "demo" and sets = ["gguf-ladder"]: it is a release file, in TOML'
 )
-_LIMITS = (
+_GATES = (
     ("max_kl", "kl_mean", "KL divergence {:.4g}, at most {:.4g}"),
     ("max_ppl_increase", "perplexity_increase", "perplexity increased by {:.2%}, at most {:.2%}"),
     ("max_bytes", "weight_bytes", "{} bytes, at most {}"),
@@ -47,34 +47,36 @@ class Scoring:
     text: str = ""
     windows: int = 80
     length: int = 512
-    speed: bool = False  # times differ from run to run, and so do the bytes of a report with them
+    speed: bool = (
+        False  # also measure speed: times, and so the bytes of the report, differ between runs
+    )
     reports: tuple[str, ...] = ("md", "json")
 
 
 @dataclass(frozen=True, slots=True)
 class CardFields:
-    """``[card]``: what cards and upload commands say."""
+    """``[card]``: fields of model cards and upload commands."""
 
-    base_model: str = ""  # on the hub; as the files say when empty
-    repository: str = ""  # ORG/NAME, whose name the repositories of the folders begin with
+    base_model: str = ""  # name on the hub; taken from the files if empty
+    repository: str = ""  # ORG/NAME, the prefix of the names of all repositories
 
 
 @dataclass(frozen=True, slots=True)
 class QualityGates:
-    """``[gates]``: what every variant has to keep; those of a variant override them."""
+    """``[gates]``: limits that every variant has to meet; gates of a variant override them."""
 
     max_kl: float | None = None  # nats per token
-    max_ppl_increase: float | None = None  # of the source's: 0.02 is 2 %
-    max_bytes: int | None = None  # of the weights
+    max_ppl_increase: float | None = None  # relative to the source: 0.02 is 2 %
+    max_bytes: int | None = None  # of the weight files
 
     @property
     def scored(self) -> tuple[str, ...]:
-        """Return the names of the limits that need a text to be scored."""
+        """Return the names of the set limits that need a text to be scored."""
         return tuple(n for n in ("max_kl", "max_ppl_increase") if getattr(self, n) is not None)
 
     def failed(self, figures: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the limits that figures are beyond, in words; a figure that is no number keeps none."""
-        rows = ((getattr(self, name), figures.get(key), text) for name, key, text in _LIMITS)
+        """Return messages on the limits that measured figures exceed; a figure that is not a number fails."""
+        rows = ((getattr(self, name), figures.get(key), text) for name, key, text in _GATES)
         return tuple(
             "not measured" if value is None else text.format(value, limit)
             for limit, value, text in rows
@@ -82,7 +84,7 @@ class QualityGates:
         )
 
     def checked(self, origin: str) -> QualityGates:
-        """Return itself; raise `InputError` for a limit that is no number, or whose unit nobody knows."""
+        """Return the gates; raise `InputError` for a limit that is not a number or whose unit is unclear."""
         for name, value in asdict(self).items():
             if value is not None and not 0 <= value < float("inf"):
                 raise InputError(f"{origin}: {name} = {value}: no limit", "a number from 0 on")
@@ -95,14 +97,14 @@ class QualityGates:
         return self
 
     def over(self, others: QualityGates) -> QualityGates:
-        """Return these limits, and those of others where these say nothing."""
+        """Return these gates, completed by ``others`` where these set no limit."""
         own = {name: value for name, value in asdict(self).items() if value is not None}
         return replace(others, **own)
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseVariant:
-    """A variant: a name, which becomes that of its file or folder, the recipe, and its limits."""
+    """One variant of a release: its name (of the file or folder), its recipe and its gates."""
 
     name: str
     recipe: Recipe
@@ -111,7 +113,7 @@ class ReleaseVariant:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSpec:
-    """A release: its model, variants, text and card."""
+    """A release: its model, variants, evaluation and card."""
 
     model: str
     variants: tuple[ReleaseVariant, ...]
@@ -119,7 +121,7 @@ class ReleaseSpec:
     card: CardFields = field(default_factory=CardFields)
 
     def only(self, names: Sequence[str]) -> ReleaseSpec:
-        """Return the release with the variants of these names alone; all for none.
+        """Return the release with only the named variants, or all of them if no name is given.
 
         Raises:
             UsageError: there is no such variant.
@@ -128,13 +130,13 @@ class ReleaseSpec:
         for name in names:
             if name not in known:
                 raise UsageError(f"--only {name}: no variant of the file", nearest(name, known))
-        chosen = tuple(one for one in self.variants if not names or one.name in names)
-        return replace(self, variants=chosen)
+        selected = tuple(variant for variant in self.variants if not names or variant.name in names)
+        return replace(self, variants=selected)
 
 
 @dataclass(frozen=True, slots=True)
 class _VariantTable:
-    """``[[variant]]``: a recipe, its choices and limits."""
+    """``[[variant]]``: a recipe, its options and gates."""
 
     name: str = ""
     recipe: str | dict | None = None  # type: ignore[type-arg]
@@ -151,7 +153,7 @@ class _VariantTable:
 
 @dataclass(frozen=True, slots=True)
 class _ReleaseTables:
-    """The tables of a release file; rows of variants are read one by one."""
+    """The top-level tables of a release file; variants are parsed one by one."""
 
     model: str = ""
     sets: tuple[str, ...] = ()
@@ -163,48 +165,56 @@ class _ReleaseTables:
 
 
 def set_names() -> list[str]:
-    """Return the names of all sets: the ladder, each engine that has recipes, everything."""
+    """Return the names of all sets: the GGUF ladder, each engine with built-in recipes, and everything."""
     recipes = (load_recipe(name) for name in builtin_recipes())
-    return [LADDER, *sorted({one.engine for one in recipes if one.engine}), ALL]
+    return [GGUF_SET, *sorted({one.engine for one in recipes if one.engine}), ALL_SET]
 
 
 def variants_of(name: str) -> dict[str, Mapping[str, str]]:
-    """Return the choices of each variant of a set, by its name.
+    """Return the options of each variant of a set, by its name.
 
     Raises:
         InputError: there is no such set.
     """
     if name not in (known := set_names()):
         raise InputError(f"no set '{name}'", nearest(name, known))
-    if name == LADDER:
-        return {kind: {"type": kind} for kind in _TYPES}
-    recipes = {one: load_recipe(one) for one in builtin_recipes()}
-    if name != ALL:
-        return {one: {"recipe": one} for one, recipe in recipes.items() if recipe.engine == name}
-    found, seen = variants_of(LADDER), set()
-    for one, recipe in sorted(recipes.items(), key=lambda item: not item[0].startswith("vllm")):
-        alike = replace(recipe, engine=None).to_toml()
-        if recipe.type is None and alike not in seen:  # engines that take the same file share it
-            seen.add(alike)
-            found[one] = {"recipe": one}
-    return found
+    if name == GGUF_SET:
+        return {kind: {"type": kind} for kind in _SET_TYPES}
+    recipes = {recipe_name: load_recipe(recipe_name) for recipe_name in builtin_recipes()}
+    if name != ALL_SET:
+        return {
+            recipe_name: {"recipe": recipe_name}
+            for recipe_name, recipe in recipes.items()
+            if recipe.engine == name
+        }
+    variants, seen = variants_of(GGUF_SET), set()
+    for recipe_name, recipe in sorted(
+        recipes.items(), key=lambda item: not item[0].startswith("vllm")
+    ):
+        same_files = replace(recipe, engine=None).to_toml()
+        if (
+            recipe.type is None and same_files not in seen
+        ):  # engines that take the same file share it
+            seen.add(same_files)
+            variants[recipe_name] = {"recipe": recipe_name}
+    return variants
 
 
 def read_release(path: Path) -> ReleaseSpec:
     """Read a release file.
 
     Raises:
-        InputError: it cannot be read, an unknown key (the nearest one is named), a value that means nothing, a gate
-            that nothing evaluates, two variants of one name.
-        UsageError: choices of a variant contradict each other.
+        InputError: the file cannot be read, or has an unknown key (the nearest one is suggested), an invalid value, a
+            gate without an evaluation, or two variants of one name.
+        UsageError: options of a variant contradict each other.
     """
     if path.is_dir():
-        raise _is_directory(path)
-    return release_of(FILES.text(path, RECIPE, None), str(path))
+        raise _directory_error(path)
+    return parse_release(FILES.text(path, RECIPE, None), str(path))
 
 
-def _is_directory(path: Path) -> InputError:
-    """Return the error of a directory, with the release files that may be meant by it."""
+def _directory_error(path: Path) -> InputError:
+    """Return the error for a directory, suggesting the release files in it."""
     files = [path / "release.toml"]
     if not files[0].is_file():
         files = sorted(path.glob("*.toml"))[:3]
@@ -215,12 +225,12 @@ def _is_directory(path: Path) -> InputError:
     return InputError(f"{path}: is a directory", hint)
 
 
-def release_of(text: str, origin: str) -> ReleaseSpec:
-    """Return the release that a text states; errors as `read_release`."""
+def parse_release(text: str, origin: str) -> ReleaseSpec:
+    """Parse the text of a release file; errors as `read_release`."""
     data = read_toml(text, origin, _EXAMPLE)
     if not isinstance(data.get("variant", []), list):
         raise InputError(f"{origin}: variant: tables are expected", "[[variant]]")
-    file: _ReleaseTables = built(_ReleaseTables, data, origin)
+    file: _ReleaseTables = build_dataclass(_ReleaseTables, data, origin)
     if not file.model:
         raise InputError(f"{origin}: 'model' is missing", 'model = "DIR, FILE.gguf or ORG/NAME"')
     scoring = file.evaluation
@@ -234,7 +244,7 @@ def release_of(text: str, origin: str) -> ReleaseSpec:
     limits = file.gates.checked(f"{origin}: gates")
     calibration = {key: getattr(file.calibration, key) for key in data.get("calibration", ())}
     variants = tuple(
-        _variant(row, calibration, limits, origin) for row in _variant_tables(file, origin)
+        _build_variant(row, calibration, limits, origin) for row in _variant_tables(file, origin)
     )
     _check_names(variants, origin)
     if not scoring.text:
@@ -268,8 +278,8 @@ def _variant_tables(file: _ReleaseTables, origin: str) -> list[Mapping[str, Any]
     return rows
 
 
-def _variant(
-    table: Mapping[str, Any], calibration: Mapping[str, Any], limits: QualityGates, origin: str
+def _build_variant(
+    table: Mapping[str, Any], calibration: Mapping[str, Any], gates: QualityGates, origin: str
 ) -> ReleaseVariant:
     name = table.get("name")
     if name is None:
@@ -285,40 +295,44 @@ def _variant(
     _check_keys(table, origin)
     if not isinstance(table.get("recipe", ""), str | dict):
         raise InputError(f"{origin}: recipe: a name, a file or a table is expected")
-    row: _VariantTable = built(_VariantTable, table, origin)
-    choices = {item.name: getattr(row, item.name) for item in fields(_VariantTable)[3:]}
+    parsed: _VariantTable = build_dataclass(_VariantTable, table, origin)
+    choices = {item.name: getattr(parsed, item.name) for item in fields(_VariantTable)[3:]}
     try:
         base: Recipe | str | None
-        if isinstance(row.recipe, dict):
-            _check_keys({key: 0 for key in row.recipe if key in _SIZES}, "recipe")
-            given = {"rules" if key == "rule" else key: one for key, one in row.recipe.items()}
-            base = built(Recipe, given, "recipe")
+        if isinstance(parsed.recipe, dict):
+            _check_keys({key: 0 for key in parsed.recipe if key in _ALLOCATE_KEYS}, "recipe")
+            keys = {
+                "rules" if key == "rule" else key: value for key, value in parsed.recipe.items()
+            }
+            base = build_dataclass(Recipe, keys, "recipe")
         else:
-            base = row.recipe
+            base = parsed.recipe
         recipe = build_recipe(base, **choices)
     except RecipeError as error:
         raise InputError(f"{origin}: {error.message}", error.hint) from error
     except QuantForgeError as error:
         raise type(error)(f"{origin}: {error.message}", error.hint) from error
     recipe = replace(recipe, calibration=replace(recipe.calibration, **calibration))
-    return ReleaseVariant(name, recipe, row.gates.checked(f"{origin}: gates").over(limits))
+    return ReleaseVariant(name, recipe, parsed.gates.checked(f"{origin}: gates").over(gates))
 
 
-_SIZES = frozenset({"target", "like", "candidates"})  # choices of `allocate`, which writes a recipe
+_ALLOCATE_KEYS = frozenset(
+    {"target", "like", "candidates"}
+)  # options of `allocate`, which writes a recipe
 
 
 def _check_keys(table: Mapping[str, Any], origin: str) -> None:
-    """Refuse keys of a variant that belong to its recipe or to `allocate`, with what to write instead."""
+    """Refuse keys of a variant that belong to its recipe or to `allocate`, with a hint on what to write."""
     for key in table.keys() - {item.name for item in fields(_VariantTable)}:
         hint = f"{key} is of the recipe: recipe = {{{key} = ...}}"
-        if key in _SIZES:
+        if key in _ALLOCATE_KEYS:
             hint = f'quantforge allocate MODEL --{key} ... -o mixture.toml, then recipe = "mixture.toml"'
-        if key in _SIZES or key in {item.name for item in fields(Recipe)}:
+        if key in _ALLOCATE_KEYS or key in {item.name for item in fields(Recipe)}:
             raise InputError(f"{origin}: unknown key '{key}'", hint)
 
 
 def _check_names(variants: Sequence[ReleaseVariant], origin: str) -> None:
-    """Refuse names that occur more than once, also where only letters' case differs: file systems may not see it."""
+    """Refuse variant names that occur twice, ignoring case: some file systems do."""
     counted = Counter(one.name.lower() for one in variants)
     twice = sorted(name for name, times in counted.items() if times > 1)
     if twice:

@@ -1,8 +1,8 @@
-"""Target of an allocation: a size as it is asked for, and what it leaves for the linears of the blocks.
+"""Target sizes of mixed-precision allocation: parse a requested size and compute the bytes it leaves for the linears.
 
-``3.5bpw`` counts the matrices inside of blocks, ``18GB`` all weight files. ``24GB@32k`` is the memory of a device that
-has to hold the weights, the cache of a sequence of so many tokens (``24GB@8x32k``: of eight) and what a step works in,
-all of it in the share of the memory in which `quantforge.planning.capacity` says that a result fits.
+``3.5bpw`` counts the matrices inside the blocks, ``18GB`` all weight files. ``24GB@32k`` is the memory of a device that
+has to hold the weights, the KV cache of one sequence of that many tokens (``24GB@8x32k``: of eight) and activations,
+within the share of memory that `quantforge.planning.capacity` considers usable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quantforge.files.hub import source_name
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import detect_format
 from quantforge.planning import typed_quantities
-from quantforge.planning.capacity import MARGIN, Capacity, Load, capacity
+from quantforge.planning.capacity import USABLE_MEMORY_SHARE, Capacity, Load, capacity
 from quantforge.planning.gpu_cards import Card
 from quantforge.planning.gradient_options import quantized_linears
 from quantforge.planning.planner import Planned
@@ -29,25 +29,25 @@ from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, buil
 from quantforge.quantizers import GPTQ
 from quantforge.recipe import Recipe
 
-_OTHERS = "18GB, 17GiB, or of a device's memory 24GB@32k"
-_BYTES = {unit.lower(): size for unit, size in typed_quantities.BYTES.items()}
-_SIZE = re.compile(
-    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTES)})(?:@(?:(?P<sequences>[1-9][0-9]*)x(?=.))?(?P<context>.*))?",
+_OTHER_EXAMPLES = "18GB, 17GiB, or of a device's memory 24GB@32k"
+_BYTE_UNITS = {unit.lower(): size for unit, size in typed_quantities.BYTES.items()}
+_SIZE_PATTERN = re.compile(
+    rf"(?P<number>[0-9]*\.?[0-9]+)\s*(?P<unit>bpw|{'|'.join(_BYTE_UNITS)})(?:@(?:(?P<sequences>[1-9][0-9]*)x(?=.))?(?P<context>.*))?",
     re.IGNORECASE,
 )
-_MOST = 1e18  # bytes
-_WIDEST = 16  # bits: a bare number below is meant as such
-_DIGITS = 4  # of a size that a message says to type
+_MAX_BYTES = 1e18  # bytes
+_MAX_BITS = 16  # a bare number below this is taken as bits per weight
+_SIGNIFICANT_DIGITS = 4  # of sizes in hints
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSize:
-    """A size that is asked for: a target as it is typed, or a file that is to be matched.
+class SizeRequest:
+    """A requested size: a target as it was typed, or a model whose size is to be model_layout.
 
     Attributes:
-        target, like: one of these.
-        candidates: schemes to choose from; those that the format holds in usual widths where there are none.
-        recipe: what is wanted beside the size, without a width.
+        target, like: the target or the path of the model; the other one is None.
+        candidates: schemes to choose from; if empty, those of the usual widths that the format can store.
+        recipe: the recipe, without a bit width.
     """
 
     target: str | None
@@ -57,18 +57,18 @@ class AskedSize:
 
     @property
     def text(self) -> str:
-        """Return the size as it was asked for."""
+        """Return the requested size as it was typed."""
         return str(self.target or self.like)
 
 
-def asked_size(
+def size_request(
     target: str | None, like: str | Path | None, candidates: str | Sequence[str], recipe: RecipeSource,
     options: RecipeOptions,
-) -> AskedSize:  # fmt: skip
-    """Return the size that is asked for beside a recipe.
+) -> SizeRequest:  # fmt: skip
+    """Return the requested size and the recipe that goes with it.
 
     Raises:
-        UsageError: candidates without a size, two sizes, or a width, a method or an effort beside one.
+        UsageError: candidates without a size, two sizes, or a width, method or effort in addition to a size.
     """
     if target is None and like is None:
         raise UsageError("--candidates: chosen among for which size", "add --target 3.5bpw")
@@ -77,49 +77,51 @@ def asked_size(
             "two sizes are asked for: --target and --like",
             "give one: --target 3.5bpw, or --like FILE.gguf",
         )
-    # What an engine is fast with in one width is not meant here.
+    # The engine's default scheme does not apply: the size decides the schemes.
     engine = options.pop("engine", None)
     devices = None if engine is None else options.pop("tensor_parallel", None)
-    wanted = build_recipe(recipe, **options)
+    request_recipe = build_recipe(recipe, **options)
     if engine is not None:
-        wanted = replace(wanted, engine=engine, tensor_parallel=devices or wanted.tensor_parallel)
+        request_recipe = replace(
+            request_recipe, engine=engine, tensor_parallel=devices or request_recipe.tensor_parallel
+        )
         target_of(engine)
-    _check_width_open(wanted)
-    return AskedSize(target, like, candidates, replace(wanted, method=GPTQ))
+    _check_no_width(request_recipe)
+    return SizeRequest(target, like, candidates, replace(request_recipe, method=GPTQ))
 
 
-def _check_width_open(wanted: Recipe) -> None:
-    """Refuse choices that the size decides on, or with which errors are not measured."""
-    usual = Recipe().effort
-    if wanted.method not in {"", GPTQ}:
+def _check_no_width(recipe: Recipe) -> None:
+    """Refuse options that the target size decides, or under which errors are not measured."""
+    default_effort = Recipe().effort
+    if recipe.method not in {"", GPTQ}:
         raise UsageError(
-            f"--method {wanted.method}: errors are measured of {GPTQ} alone",
+            f"--method {recipe.method}: errors are measured of {GPTQ} alone",
             "leave --method out",
         )
-    if wanted.bits or wanted.scheme or wanted.type or wanted.rules:
+    if recipe.bits or recipe.scheme or recipe.type or recipe.rules:
         raise UsageError(
             "a width, a type or rules are given, and the size decides on them",
             "name --candidates instead, or leave the size out",
         )
-    if wanted.guide:
-        raise UsageError(f"--guide {wanted.guide}: errors are measured without it", "leave it out")
-    if wanted.effort != usual:
+    if recipe.guide:
+        raise UsageError(f"--guide {recipe.guide}: errors are measured without it", "leave it out")
+    if recipe.effort != default_effort:
         raise UsageError(
-            f"--effort {wanted.effort}: errors are measured at {usual}",
+            f"--effort {recipe.effort}: errors are measured at {default_effort}",
             "remove `effort` from the recipe, or the option; `quantforge allocate` writes a recipe, then"
-            f" `quantforge quantize --recipe FILE --effort {wanted.effort}`",
+            f" `quantforge quantize --recipe FILE --effort {recipe.effort}`",
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SizeTarget:
-    """Size that is asked for.
+    """A parsed target size.
 
     Attributes:
-        text: as it was typed, with its option.
-        bits: per weight of the matrices inside of blocks; None where bytes are meant.
-        nbytes: of all weight files, or with a load of the memory of every device.
-        load: what the memory is for; None where it is not memory.
+        text: the size as it was typed, with its option.
+        bits: bits per weight of the matrices inside the blocks; None if the target is in bytes.
+        nbytes: bytes of all weight files, or of each device's memory if there is a load.
+        load: the serving load that the memory is for; None if the target is not memory.
     """
 
     text: str
@@ -129,119 +131,129 @@ class SizeTarget:
 
     @property
     def of_files(self) -> bool:
-        """Return whether bytes of all weight files are meant."""
+        """Return whether the target is the total size of all weight files."""
         return self.bits is None and self.load is None
 
 
 @dataclass(frozen=True, slots=True)
 class SizeBudget:
-    """A target against bytes of the linears of blocks.
+    """A target size converted to bytes of the linears inside the blocks.
 
     Attributes:
-        target: what is asked for, in bits per weight or in bytes.
-        other: what is taken beside the linears, in that unit.
-        rate: bytes of linears for each unit.
-        rest: what is in use under the load of a target of memory, without the linears; None for other targets.
+        target: the target, in bits per weight or in bytes.
+        other: what everything but the linears takes, in the unit of the target.
+        bytes_per_unit: bytes of linears per unit of the target.
+        other_memory: for a target of memory, the memory used under its load without the linears; None for other
+            targets.
     """
 
     target: SizeTarget
     other: float
-    rate: float
-    rest: Capacity | None = None
+    bytes_per_unit: float
+    other_memory: Capacity | None = None
 
     @property
-    def room(self) -> int:
-        """Return the bytes that the target leaves for the linears; negative where the rest takes more."""
-        return math.floor(((self.target.bits or self.target.nbytes) - self.other) * self.rate)
+    def linear_bytes(self) -> int:
+        """Return the bytes that the target leaves for the linears; negative if the rest takes more than the target."""
+        return math.floor(
+            ((self.target.bits or self.target.nbytes) - self.other) * self.bytes_per_unit
+        )
 
-    def reach(self, least: int, most: int) -> str:
-        """Return what can be asked for, by the bytes of linears that the candidates reach."""
-        low, high = (self.other + nbytes / self.rate for nbytes in (least, most))
+    def possible_range(self, least: int, most: int) -> str:
+        """Return the range of sizes that can be requested, given the fewest and most bytes of linears."""
+        low, high = (self.other + nbytes / self.bytes_per_unit for nbytes in (least, most))
         return f"from {self._typed(low, math.ceil)} to {self._typed(high, math.floor)}"
 
-    def _typed(self, value: float, rounded: Callable[[float], int]) -> str:
-        """Return a size as it would be typed, in few digits, rounded so that it is within reach."""
+    def _typed(self, value: float, rounding: Callable[[float], int]) -> str:
+        """Return a size as a user would type it, rounded so that it stays within the possible range."""
         unit, load = "bpw", self.target.load
         if self.target.bits is None:
             power = max(0, min(len(UNITS) - 1, math.floor(math.log10(max(1.0, value)) / 3)))
             value, unit = value / 1000**power, UNITS[power]
-        step = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
+        step = 10.0 ** (math.floor(math.log10(value)) - _SIGNIFICANT_DIGITS + 1)
         sequences = "" if load is None or load.batch == 1 else f"{load.batch}x"
-        at = f"@{sequences}{load.context}" if load else ""
-        return f"{rounded(value / step) * step:.{_DIGITS}g}{unit}{at}"
+        context_suffix = f"@{sequences}{load.context}" if load else ""
+        return f"{rounding(value / step) * step:.{_SIGNIFICANT_DIGITS}g}{unit}{context_suffix}"
 
     def memory_parts(self, linears: int) -> str:
-        """Return what takes the memory with so many bytes of linears, and the most tokens that it has room for."""
-        if self.rest is None:
+        """Return a text on what takes the memory if the linears take ``linears`` bytes, and the largest context."""
+        if self.other_memory is None:
             return ""
-        traffic = self.rest.traffic
-        use = replace(self.rest, traffic=replace(traffic, held=traffic.held + linears))
-        tokens = use.on("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
+        traffic = self.other_memory.traffic
+        used = replace(self.other_memory, traffic=replace(traffic, held=traffic.held + linears))
+        tokens = used.on("", Card(self.target.nbytes, 0.0, 0.0, "")).largest_context
         return (
-            f" (weights {size(use.weights_bytes)} or more, cache {size(use.cache_bytes)}, working"
-            f" {size(use.activation_bytes())}, and {1 - MARGIN:.0%} spare)"
+            f" (weights {size(used.weights_bytes)} or more, cache {size(used.cache_bytes)}, working"
+            f" {size(used.activation_bytes())}, and {1 - USABLE_MEMORY_SHARE:.0%} spare)"
             f"{f'; as it is {tokens:,} tokens at most' if tokens else ''}"
         )
 
 
 def parse_target(text: str, cache: str | None = None, devices: int = 1) -> SizeTarget:
-    """Parse ``3.5bpw``, ``18GB`` or ``17GiB`` (of all weight files), ``24GB@32k`` or ``24GB@8x32k``.
+    """Parse a target size: ``3.5bpw``, ``18GB`` or ``17GiB`` (of all weight files), ``24GB@32k`` or ``24GB@8x32k``.
 
     Args:
-        text: as it was typed.
-        cache: type of the cache, for a target of memory.
-        devices: that share the model, likewise.
+        text: the size as it was typed.
+        cache: type of the KV cache, for a target of memory.
+        devices: number of tensor-parallel devices, for a target of memory.
 
     Raises:
-        UsageError: it is none of these, not above 0, or a type of cache is given that nothing is asked of.
+        UsageError: it is none of these, not above 0, or a type of cache is given without a context.
     """
-    said = f"--target {text}"
-    found = _SIZE.fullmatch(text.strip())
+    option = f"--target {text}"
+    found = _SIZE_PATTERN.fullmatch(text.strip())
     number = float(found["number"]) if found else 0.0
-    if found is None or not 0 < number * _BYTES.get(found["unit"].lower(), 1.0) <= _MOST:
-        bare = re.fullmatch(r"[0-9]*\.?[0-9]+", text.strip())
-        bits = text.strip() if bare and 0 < float(text) < _WIDEST else "4.5"
-        raise UsageError(f"{said}: no size", f"e.g. {bits}bpw, {_OTHERS}")
+    if found is None or not 0 < number * _BYTE_UNITS.get(found["unit"].lower(), 1.0) <= _MAX_BYTES:
+        bare_number = re.fullmatch(r"[0-9]*\.?[0-9]+", text.strip())
+        bits = text.strip() if bare_number and 0 < float(text) < _MAX_BITS else "4.5"
+        raise UsageError(f"{option}: no size", f"e.g. {bits}bpw, {_OTHER_EXAMPLES}")
     unit, context = found["unit"].lower(), found["context"]
     if context is None:
         if cache is not None:
             raise UsageError(f"--cache {cache}: of how many tokens", "e.g. --target 24GB@32k")
         if unit == "bpw":
-            return SizeTarget(said, bits=number)
-        return SizeTarget(said, nbytes=number * _BYTES[unit])
+            return SizeTarget(option, bits=number)
+        return SizeTarget(option, nbytes=number * _BYTE_UNITS[unit])
     if unit == "bpw":
-        raise UsageError(f"{said}: bits per weight have no context", "e.g. 24GB@32k")
-    tokens = typed_quantities.tokens(context.strip(), f"{said}: context")
+        raise UsageError(f"{option}: bits per weight have no context", "e.g. 24GB@32k")
+    tokens = typed_quantities.tokens(context.strip(), f"{option}: context")
     try:
         load = Load(tokens, int(found["sequences"] or 1), devices=devices)
     except UsageError as error:
         raise UsageError(
-            f"{said}: {error.message}", "e.g. 24GB@32k, or 24GB@8x32k for 8"
+            f"{option}: {error.message}", "e.g. 24GB@32k, or 24GB@8x32k for 8"
         ) from error
     load = load if cache is None else replace(load, cache=cache)
-    return SizeTarget(said, nbytes=number * _BYTES[unit], load=load)
+    return SizeTarget(option, nbytes=number * _BYTE_UNITS[unit], load=load)
 
 
-def budget_of(target: SizeTarget, planned: Planned) -> SizeBudget:
-    """Return what a target means in bytes of linears; the rest is as in a plan that gives them any scheme.
+def size_budget(target: SizeTarget, planned: Planned) -> SizeBudget:
+    """Convert a target size to bytes of linears; the rest is taken from a plan that gives the linears any scheme.
 
     Raises:
-        UsageError: more tokens than the model has positions, or no such type of cache.
-        InputError: a target of memory, and what the layers of the family keep is not declared.
+        UsageError: the context exceeds the model's maximum position, or there is no such type of cache.
+        InputError: the target is memory, and what the layers of the family cache is not declared.
     """
     linears = quantized_linears(planned.plan.tensors, planned.model_layout).values()
-    own = sum(one.output_bytes for one in linears)
+    planned_bytes = sum(linear.output_bytes for linear in linears)
     if target.bits is not None:
-        return SizeBudget(target, 0.0, sum(math.prod(one.shape) for one in linears) / 8)
+        return SizeBudget(target, 0.0, sum(math.prod(linear.shape) for linear in linears) / 8)
     if target.load is None:
-        return SizeBudget(target, planned.plan.output_bytes - own, 1.0)
-    found = capacity_at_load(target, planned)
-    rest = replace(found, traffic=replace(found.traffic, held=found.traffic.held - own))
-    return SizeBudget(target, rest.needed() / MARGIN, MARGIN * target.load.devices, rest)
+        return SizeBudget(target, planned.plan.output_bytes - planned_bytes, 1.0)
+    used = capacity_under_target(target, planned)
+    other_memory = replace(
+        used, traffic=replace(used.traffic, held=used.traffic.held - planned_bytes)
+    )
+    return SizeBudget(
+        target,
+        other_memory.needed() / USABLE_MEMORY_SHARE,
+        USABLE_MEMORY_SHARE * target.load.devices,
+        other_memory,
+    )
 
 
-def capacity_at_load(target: SizeTarget, planned: Planned) -> Capacity:
-    """Return a plan under the load of a target of memory; errors as `budget_of`."""
+def capacity_under_target(target: SizeTarget, planned: Planned) -> Capacity:
+    """Return the capacity of a plan under the load of a memory target; errors as `size_budget`."""
     load, sizes = target.load, planned.model_layout.dimensions
     assert load is not None
     if sizes is not None and load.context > sizes.positions:
@@ -255,53 +267,59 @@ def capacity_at_load(target: SizeTarget, planned: Planned) -> Capacity:
         raise InputError(f"{target.text}: {error.message}", "a target in bpw or bytes") from error
 
 
-def size_like(opened: Checkpoint, model_layout: ModelLayout) -> SizeTarget:
-    """Return the bytes of the weight files of somebody's model.
+def size_like(other: Checkpoint, model_layout: ModelLayout) -> SizeTarget:
+    """Return the target size of a model to match: the bytes of its weight files.
 
     Args:
-        opened: theirs.
-        model_layout: the model that is to be as large.
+        other: the model to match.
+        model_layout: the model that is quantized.
 
     Raises:
-        RefusedError: it is of another model; the message names the first tensor that differs.
-        InputError: its format is not read.
+        RefusedError: it is another model; the message names the first tensor that differs.
+        InputError: its format cannot be read.
     """
-    name, _ = source_name(opened.path)
-    different = next(_differences(_shapes(opened), model_layout), None)
-    if different:
-        said = f"--like {name}: it is another model: {different}"
-        raise RefusedError(said, "a file of this model; --target 18GB takes any size")
-    nbytes = sum(file.stat().st_size for file in opened.shards)
+    name, _ = source_name(other.path)
+    difference = next(_differences(_decoded_shapes(other), model_layout), None)
+    if difference:
+        message = f"--like {name}: it is another model: {difference}"
+        raise RefusedError(message, "a file of this model; --target 18GB takes any size")
+    nbytes = sum(file.stat().st_size for file in other.shards)
     return SizeTarget(f"--like {name} ({nbytes:,} bytes)", nbytes=nbytes)
 
 
-def _shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all tensors by name, of a quantized one as it is decoded."""
+def _decoded_shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all tensors by name, those of quantized matrices as decoded."""
     headers = {name: entry.header() for name, entry in opened.entries.items()}
     layouts = [*detect_format(opened.config).find_layouts(opened.config, headers)]
     packed = {name for layout in layouts for name in layout.tensor_names}
-    plain = {name: one.shape for name, one in headers.items() if name not in packed}
+    plain = {name: header.shape for name, header in headers.items() if name not in packed}
     return plain | {f"{layout.module}.weight": layout.shape for layout in layouts}
 
 
-def _differences(theirs: Mapping[str, tuple[int, ...]], model_layout: ModelLayout) -> Iterator[str]:
-    """Yield in what matrices differ: those of the blocks and the embedding. A head that is tied may be there or not."""
-    ours: set[str] = set()
+def _differences(
+    other_shapes: Mapping[str, tuple[int, ...]], model_layout: ModelLayout
+) -> Iterator[str]:
+    """Yield differences in matrices of the blocks and the embedding; a tied head may be stored or not."""
+    known_names: set[str] = set()
     for tensor in model_layout.tensors:
         header, names = tensor.header, (tensor.header.name, tensor.name)
-        ours |= {*names}
-        block = tensor.role is Role.LINEAR and tensor.block >= 0
-        if not block and tensor.role is not Role.EMBEDDING:
+        known_names |= {*names}
+        in_block = tensor.role is Role.LINEAR and tensor.block >= 0
+        if not in_block and tensor.role is not Role.EMBEDDING:
             continue
-        found = next((theirs[name] for name in names if name in theirs), None)
-        if found is None:
+        shape_there = next((other_shapes[name] for name in names if name in other_shapes), None)
+        if shape_there is None:
             yield f"it has no {header.name}"
-        elif sorted(found) != sorted(header.shape):  # either way round
-            yield f"{header.name} is {_shown(found)} there and {_shown(header.shape)} here"
-    for name, shape in theirs.items():
-        if name not in ours and len(shape) > 1 and any(part.isdigit() for part in name.split(".")):
-            yield f"{name} ({_shown(shape)}) is not in this one"
+        elif sorted(shape_there) != sorted(header.shape):  # either way round
+            yield f"{header.name} is {_shape_text(shape_there)} there and {_shape_text(header.shape)} here"
+    for name, shape in other_shapes.items():
+        if (
+            name not in known_names
+            and len(shape) > 1
+            and any(part.isdigit() for part in name.split("."))
+        ):
+            yield f"{name} ({_shape_text(shape)}) is not in this one"
 
 
-def _shown(shape: tuple[int, ...]) -> str:
+def _shape_text(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))

@@ -1,13 +1,12 @@
-"""The model that is planned: three views of it follow one another.
+"""The model that is planned, in three consecutive views.
 
     opened           as its files hold it
-    source_as_read   decoded where it is published in low precision, with its adapter merged, in the form that a named
-                     engine loads, with experts one by one or stacked as the files of the result hold them
-    planned_source   as the recipe changes all of it: without heads or experts that it drops, with transforms of the
-                     whole
+    source_as_read   decoded if it is stored in low precision, with its adapter merged, in the layout that a named
+                     engine loads, with experts one by one or stacked as the result's files hold them
+    planned_source   changed as the recipe asks: without pruned experts and dropped heads, with whole-model transforms
 
-The last is planned, quantized and compared with. Of a dense model in 16 bits all three are the same, unless an adapter
-or ``rotate`` is asked for.
+The last view is planned, quantized and compared with the result. For a dense 16-bit model all three are the same,
+unless an adapter or ``rotate`` is requested.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from quantforge.formats.engine_rules import TRANSFORMERS, converts
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter
-from quantforge.planning.choice import Rules
-from quantforge.planning.format_choice import base_scheme, chosen_format
+from quantforge.planning.choice import RecipeRules
+from quantforge.planning.format_choice import base_scheme, choose_format
 from quantforge.quantizers import apply_source_transforms, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 from quantforge.settings import Settings
@@ -38,7 +37,7 @@ def source_as_read(
     opened: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings
 ) -> Checkpoint:
     """Return a model as a run reads it, before the recipe changes it; errors as `open_plain_source`."""
-    key = chosen_format(recipe, out)[0].format
+    key = choose_format(recipe, out)[0].format
     source = decode_if_low_precision(opened)
     if settings.adapter is not None:
         source = merge_adapter(source, open_adapter(settings.adapter))
@@ -52,41 +51,41 @@ def source_as_read(
 
 
 def single_experts(source: Checkpoint, key: str, recipe: Recipe) -> Checkpoint:
-    """Return a source with its experts one by one where any of them is rounded or stacked again, else as it is.
+    """Return a view with experts as single tensors if any is quantized or stacked again, else the source.
 
     Args:
         source: the model.
-        key: of the format, as `chosen_format` found it.
-        recipe: what is asked for.
+        key: key of the format, as `choose_format` returned it.
+        recipe: the requested recipe.
 
     Raises:
-        InputError: the checkpoint does not fit its configuration, or a pattern matches nothing.
+        InputError: the checkpoint does not match its configuration, or a pattern matches nothing.
     """
     view = one_by_one(source)
     if view is source:
         return source
     if key == GGUF:
-        return view  # its files stack them again
+        return view  # GGUF files stack them again
     model_layout = match_tensors(
         view.config, [entry.header() for entry in view.entries.values()], view.declared
     )
-    rules = Rules(recipe, model_layout.tensors)
-    plain = base_scheme(load_format(key), recipe) == KEEP
+    rules = RecipeRules(recipe, model_layout.tensors)
+    keeps_by_default = base_scheme(load_format(key), recipe) == KEEP
     for tensor in model_layout.tensors:
         if tensor.expert >= 0:
-            choice = rules.choose(tensor)
-            if not plain if choice is None else choice.scheme is not None:
+            request = rules.first_match(tensor)
+            if not keeps_by_default if request is None else request.scheme is not None:
                 return view
     return source
 
 
 def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the view of a model with experts one by one; itself where its files hold no stacks that are understood.
+    """Return a view with experts as single tensors; the checkpoint itself if it has no stacks that are understood.
 
-    Only of a family that is not declared and whose files seem to hold stacks are declarations derived.
+    Declarations are derived only for an undeclared family whose files seem to hold stacks.
 
     Raises:
-        InputError: its configuration states sizes that are not valid.
+        InputError: the configuration has invalid sizes.
     """
     if architecture_of(checkpoint.config) is not None or not _seems_stacked(checkpoint):
         return unstacked(checkpoint)
@@ -100,7 +99,7 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _seems_stacked(checkpoint: Checkpoint) -> bool:
-    """Return whether a tensor inside of a block has three dimensions, of which the first counts experts."""
+    """Return whether a tensor inside a block has three dimensions, the first of which is the number of experts."""
     counts = experts_of(text_config(checkpoint.config))
     return any(
         is_stack(entry.shape, counts)
@@ -110,15 +109,15 @@ def _seems_stacked(checkpoint: Checkpoint) -> bool:
 
 
 def planned_source(source: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """Return a source (`source_as_read`) as the recipe changes all of it, from headers alone.
+    """Return a source (see `source_as_read`) as the recipe changes it, from headers alone.
 
-    Errors as `fewer_heads` and `transformed_source`.
+    Errors are those of `fewer_heads` and `transformed_source`.
     """
     return transformed_source(without_dropped_heads(source, recipe), recipe)
 
 
 def without_dropped_heads(source: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """Return the source without its heads for several tokens where the recipe drops them; errors as `fewer_heads`."""
+    """Return the source without its draft heads (MTP) if the recipe drops them; errors as `fewer_heads`."""
     if recipe.mtp == "drop" and "quantization_config" not in source.config:
         return fewer_heads(source)
     return source
@@ -127,31 +126,31 @@ def without_dropped_heads(source: Checkpoint, recipe: Recipe) -> Checkpoint:
 def transformed_source(
     source: Checkpoint, recipe: Recipe, removed: Removed | None = None
 ) -> Checkpoint:
-    """Return the source with experts removed and transforms of the whole applied.
+    """Return the source without pruned experts and with whole-model transforms applied.
 
-    A quantized source is returned as it is: planning refuses it.
+    A quantized source is returned unchanged: planning refuses it.
 
     Args:
-        source: with its experts as files are to hold them, and without heads that the recipe drops.
-        recipe: what is removed and transformed, and what experts are judged by.
-        removed: the experts that go; None where they are not chosen yet, so that nothing they change may be read.
+        source: the source, without heads that the recipe drops and with experts laid out as in the result.
+        recipe: the recipe that says what is pruned and transformed.
+        removed: the experts to remove; None before they are chosen, when nothing that depends on them may be read.
 
     Raises:
-        UsageError: there is nothing to judge experts by; or as `pruning_of`.
+        UsageError: there is no calibration text to rank experts by; or as `pruning_of`.
         RefusedError: as `pruning_of`.
         InputError: as `SourceTransform.prepare`.
     """
     if "quantization_config" in source.config:
         return source
     if recipe.prune_experts:
-        text = recipe.calibration
-        if text.importance_file is not None or text.source == NO_DATA:
+        calibration = recipe.calibration
+        if calibration.importance_file is not None or calibration.source == NO_DATA:
             raise UsageError(
                 "--prune-experts: experts are judged by what they do on a text, and none is given",
                 "--calibration builtin, or a text of yours",
             )
         pruning = pruning_of(source, recipe.prune_experts)
-        gone = pruning.undecided() if removed is None else removed
-        source = fewer_experts(source, gone, decided=removed is not None)
+        experts = pruning.undecided() if removed is None else removed
+        source = fewer_experts(source, experts, decided=removed is not None)
     transforms = source_transforms(recipe.method)
     return apply_source_transforms(source, transforms) if transforms else source

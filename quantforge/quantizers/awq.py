@@ -138,7 +138,7 @@ class _ScaleSearch:
         self._weights = {name: self._error.weights[name] for name in self._schemes}
         self._row_steps = {
             name: 1
-            if self._schemes[name].whole
+            if self._schemes[name].rows_share_parameters
             else -(-len(weight) // tried_row_count(weight.shape[1]))
             for name, weight in self._weights.items()
         }

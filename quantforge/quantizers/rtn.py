@@ -104,7 +104,7 @@ def group_joint_matrices(schemes: Mapping[str, Scheme]) -> list[list[str]]:
     """Group names of matrices whose parameters are fitted jointly; most groups have a single name."""
     runs: dict[object, list[str]] = {}
     for name, scheme in schemes.items():
-        runs.setdefault(scheme if scheme.joint else name, []).append(name)
+        runs.setdefault(scheme if scheme.is_joint else name, []).append(name)
     return list(runs.values())
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantforge.cache_kinds import PLAIN, kinds_of
+from quantforge.cache_kinds import PLAIN, parse_cache_kind
 from quantforge.errors import InputError
 from quantforge.runtime.memory import check_cache_fits, free_bytes
 from quantforge_kernels import kv
@@ -68,7 +68,7 @@ class CacheShape:
     @property
     def kinds(self) -> tuple[str, str]:
         """Return the storage kinds of keys and values, from `quantforge_kernels.kv_row_layout.CACHE_KINDS`."""
-        return kinds_of(self.kind or PLAIN)
+        return parse_cache_kind(self.kind or PLAIN)
 
     @property
     def token_bytes(self) -> int:
@@ -326,7 +326,7 @@ class PagedCache(CacheRows):
             self.table[sequence, len(pages)] = page
             pages.append(page)
 
-    def truncate(self, sequence: int, tokens: int) -> None:
+    def truncate_sequence(self, sequence: int, tokens: int) -> None:
         """Truncate a sequence to its first ``tokens`` tokens and free the pages after them."""
         pages, kept = self._pages_of[sequence], -(-tokens // PAGE_SIZE)
         assert tokens <= self._counts[sequence]
@@ -336,7 +336,7 @@ class PagedCache(CacheRows):
 
     def release(self, sequence: int) -> None:
         """Remove all tokens of a sequence and free its pages."""
-        self.truncate(sequence, 0)
+        self.truncate_sequence(sequence, 0)
 
     def advance(self, sequence: int, tokens: int) -> None:
         """Add ``tokens`` to the length of one sequence, on the host and on the device."""

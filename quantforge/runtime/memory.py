@@ -21,7 +21,7 @@ import torch
 from quantforge.errors import ResourceError
 from quantforge.files.disk import open_existing
 from quantforge.numerics.allocator import trim
-from quantforge.planning.capacity import MARGIN  # of what is free
+from quantforge.planning.capacity import USABLE_MEMORY_SHARE  # of what is free
 from quantforge_files import system
 
 MIN_BITS = 2
@@ -48,13 +48,13 @@ def check_weights_fit(needed: int, weights: int, free: int | None) -> None:
     Raises:
         ResourceError: they do not fit; the message names the bits per weight that would.
     """
-    if free is None or needed <= MARGIN * free:
+    if free is None or needed <= USABLE_MEMORY_SHARE * free:
         return
-    bits = int(8 * MARGIN * free / weights)
+    bits = int(8 * USABLE_MEMORY_SHARE * free / weights)
     suggestion = f"about {bits} bits per weight fit: quantize --bits {min(bits, 8)}"
     raise ResourceError(
         f"the weights take {needed / 1e9:.1f} GB on the GPU, {free / 1e9:.1f} GB are free",
-        f"{suggestion if bits >= MIN_BITS else 'no precision suggestion'}, or use --device cpu",
+        f"{suggestion if bits >= MIN_BITS else 'no precision fits'}, or use --device cpu",
     )
 
 
@@ -73,9 +73,9 @@ def check_cache_fits(
     Raises:
         ResourceError: it does not fit; the message names the number of sequences, or tokens, that would.
     """
-    if free is None or needed <= MARGIN * free:
+    if free is None or needed <= USABLE_MEMORY_SHARE * free:
         return
-    fitting_tokens = int(MARGIN * free / token_bytes)
+    fitting_tokens = int(USABLE_MEMORY_SHARE * free / token_bytes)
     suggestion = (
         f"{fitting_tokens // tokens} sequences"
         if fitting_tokens >= tokens

@@ -253,7 +253,10 @@ class ChatBody(CommonBody):
 
 
 Body = CompletionBody | ChatBody
-NESTED = {"messages": Message.model_fields, "stream_options": StreamOptions.model_fields}
+DOUBLE_QUANT_GROUP = {
+    "messages": Message.model_fields,
+    "stream_options": StreamOptions.model_fields,
+}
 
 
 def parse_body(kind: type[Body], data: bytes, served: str) -> Body:
@@ -299,7 +302,7 @@ def _refusal(kind: type[Body], document: Any, error: ValidationError) -> ApiErro
         elif part in fields:
             place, inside = f"{place}.{part}".lstrip("."), inside.get(part)
             field, value, rule = place, inside, fields[part].description or ""
-            fields = NESTED.get(part, {})
+            fields = DOUBLE_QUANT_GROUP.get(part, {})
         elif fields:
             name = f"{place}.{part}".lstrip(".")[:60]
             hint = "leave it out" if part in kind.neutral else nearest(part[:60], fields)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import TypedDict
 
-from quantforge.cache_kinds import kinds_of
+from quantforge.cache_kinds import parse_cache_kind
 from quantforge.errors import UsageError
 from quantforge.runtime.generation_options import ValueRange
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
@@ -63,7 +63,7 @@ def complete(given: ServeOptions) -> ServeOptions:
     """Return options with the defaults of those left out, after checks that need no model; errors as `serve`."""
     options: ServeOptions = {**DEFAULTS, **given}
     if options["cache"]:
-        kinds_of(options["cache"])
+        parse_cache_kind(options["cache"])
     drafts_of(options)
     for name, value in options.items():
         if name in SAMPLING_RANGES:

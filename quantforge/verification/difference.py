@@ -189,7 +189,7 @@ def _unstated(entries: Mapping[str, Any]) -> list[str]:
 
 def _entries(model: Original) -> dict[str, Any]:
     found = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
-    document = manifest.read(model.checkpoint.path) or {}
+    document = manifest.read_manifest(model.checkpoint.path) or {}
     found |= {f"manifest.{key}": document[key] for key in _STATED if key in document}
     origin = f"{model.checkpoint.path}: the recipe of its manifest"
     recipe = read_toml(str(document.get("recipe", "")), origin)

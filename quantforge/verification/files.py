@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.artifacts import manifest
-from quantforge.artifacts.signing import check_signature, signature_of
+from quantforge.artifacts.signing import check_signature, signature_path
 from quantforge.errors import InputError, IntegrityError
 from quantforge.execution.progress import report_step
 from quantforge.files.hub import source_name
@@ -37,14 +37,14 @@ _HEADERS = 4
 def check_manifest(report: Report) -> dict[str, Any] | None:
     """Compare every file with the manifest; return the manifest, or None if there is none that can be read."""
     path = report.path
-    place = manifest.place_of(path)
+    place = manifest.manifest_path(path)
     if not place.exists():
         if path.is_dir() and path.name == "stage" and path.parent.name.endswith(".qf"):
             text = "an unfinished run: repeat its command to finish it"
             report.add("manifest", path.name, text)
         report.skip("there is no manifest", "manifest")
         return None
-    document = manifest.read(path)
+    document = manifest.read_manifest(path)
     if document is None:
         report.add("manifest", place.name, f"is not a valid {manifest.SCHEMA} document")
         return None
@@ -52,7 +52,7 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
     _compare(report, listed, path.parent if path.is_file() else path)
     for name in sorted(_files_of(path) - listed.keys()):
         report.add("manifest", name, "is not listed in the manifest")
-    if name := document.get(manifest.CALLED):
+    if name := document.get(manifest.RECORDED_NAME):
         report.notes.append(f"the manifest calls {side_of(path, '').name} by another name: {name}")
     return document
 
@@ -63,7 +63,7 @@ def check_signed(report: Report, key: Path | None) -> None:
     Raises:
         UsageError, InputError: as `check_signature`.
     """
-    place = signature_of(report.path)
+    place = signature_path(report.path)
     if key is None:
         there = "" if place.exists() else ", and there is no signature"
         report.skip(f"no key was named (--key){there}", "signature")
@@ -143,7 +143,7 @@ def check_source(
     recorded = _recorded(document)
     given, name, own = open_model(source), source_name(source)[0], report.path.name
     report_step("the source's digests")
-    if _is_one_of(artifact.checkpoint.opened, _recorded(manifest.read(source))):
+    if _is_one_of(artifact.checkpoint.opened, _recorded(manifest.read_manifest(source))):
         report.add(
             "source",
             own,
@@ -165,7 +165,9 @@ def check_source(
             f"{text}; {name} has as many bytes of tensors in other files ({len(given.shards)}, not"
             f" {len(split.weights)}): they may be the same tensors, which digests of files cannot tell",
         )
-    elif [*manifest.with_lineage(document)][-1] == {}:  # an export of a result that had no manifest
+    elif [*manifest.iterate_lineage(document)][
+        -1
+    ] == {}:  # an export of a result that had no manifest
         report.skip(f"{text}, and no manifest says what that was made from", "source")
     else:
         report.add(
@@ -182,7 +184,7 @@ def check_source(
 def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:
     """Return the sources whose digests a manifest and its lineage record."""
     found = []
-    for item in manifest.with_lineage(document):
+    for item in manifest.iterate_lineage(document):
         source = item.get("source", {})
         files = {name: entry for name, entry in source.get("files", {}).items() if len(entry) == 2}
         if files:

@@ -67,7 +67,7 @@ class DeclaredChanges:
         Raises:
             InputError: the list of removed experts is malformed.
         """
-        documents = [*manifest.with_lineage(document)]
+        documents = [*manifest.iterate_lineage(document)]
         facts: dict[str, Any] = {}
         transforms: list[str] = []
         for item in reversed(documents):  # from the first result to the last
@@ -164,7 +164,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     except InputError as error:
         _stop(report, "incomplete", error)
         return None
-    running = DeclaredChanges.of(manifest.read(path)).running
+    running = DeclaredChanges.of(manifest.read_manifest(path)).running
     return Artifact(checkpoint, form, layouts, model_layout, running)
 
 
@@ -190,8 +190,8 @@ def open_source(
     Raises:
         InputError: as `open_model` and `match_quantized`.
     """
-    document = manifest.read(path)
-    before, merged = DeclaredChanges.of(document), manifest.declared_adapter(document)
+    document = manifest.read_manifest(path)
+    before, merged = DeclaredChanges.of(document), manifest.recorded_adapter(document)
     checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
     stored, layouts = _headers(checkpoint)
     model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
@@ -214,7 +214,7 @@ def folds_factors(document: Mapping[str, Any] | None) -> bool:
     """Return whether a method that a manifest or its lineage names folds factors into weights (AWQ, SmoothQuant)."""
     words = [
         word
-        for item in manifest.with_lineage(document)
+        for item in manifest.iterate_lineage(document)
         for word in (item.get("method") or "").split("+")
     ]
     return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
@@ -235,7 +235,7 @@ def check_adapter(
             text = f"--adapter {adapter}: is merged into a source, and none is named"
             raise UsageError(text, "name the source too: --source MODEL")
         return
-    declared = manifest.declared_adapter(document)
+    declared = manifest.recorded_adapter(document)
     if declared is None:
         return
     check_adapter_given(declared, adapter)

@@ -303,9 +303,11 @@ def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> I
     if error.whole > WHOLE * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
     scale_high = SCALE_HIGH.get(scheme.weight_bits, SCALE_HIGH_FROM_4_BITS)
-    if error.scale_high > 1 + scale_high and not scheme.in_powers:  # powers of two are far apart
+    if (
+        error.scale_high > 1 + scale_high and not scheme.has_power_of_two_scales
+    ):  # powers of two are far apart
         yield f"the median scale is {error.scale_high:.3f} times what fits the source's weights"
-    if error.scale_low > 1 + SCALE_LOW and not scheme.in_powers:
+    if error.scale_low > 1 + SCALE_LOW and not scheme.has_power_of_two_scales:
         yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
     if abs(error.shift) > ROUNDED_DOWN:
         yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"

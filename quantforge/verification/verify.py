@@ -15,7 +15,7 @@ from quantforge.errors import InputError
 from quantforge.execution.progress import phase, report_step
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.match_quantized import match_quantized
-from quantforge.planning.notes import CHANGES
+from quantforge.planning.notes import CHANGE_FACTS
 from quantforge.quantizers import RTN, is_sparse
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
@@ -103,7 +103,7 @@ def verify(
         report.skip("not asked for (--no-forward)", "logits")
     elif blocking:
         report.skip(f"not run after these errors: {', '.join(sorted(blocking))}", "logits")
-    tuned = any(recipe.tune for recipe in manifest.recipes(document))
+    tuned = any(recipe.tune for recipe in manifest.recipes_in_lineage(document))
     method = str((document or {}).get("method") or "")
     checks = TensorChecks(
         report,
@@ -155,11 +155,12 @@ def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
     if (
         document is None
         or document.get("method") != RTN
-        or len([*manifest.with_lineage(document)]) > 1
+        or len([*manifest.iterate_lineage(document)]) > 1
     ):
         return False
     return all(
-        recipe.scales == "absmax" and not recipe.tune for recipe in manifest.recipes(document)
+        recipe.scales == "absmax" and not recipe.tune
+        for recipe in manifest.recipes_in_lineage(document)
     )
 
 
@@ -169,7 +170,7 @@ def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
         artifact.layouts
         or quantization_config(source.checkpoint.opened.config)  # a quantized source, decoded
         or not report.path.is_dir()
-        or not source.checkpoint.facts.keys().isdisjoint(CHANGES)
+        or not source.checkpoint.facts.keys().isdisjoint(CHANGE_FACTS)
     ):
         return  # it is quantized, a file, or the whole source was changed
     own, other = artifact.checkpoint.entries, source.checkpoint.entries

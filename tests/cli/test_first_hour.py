@@ -15,7 +15,7 @@ from quantforge.errors import InputError, nearest
 from quantforge.execution.progress import Progress
 from quantforge.files.disk import no_space
 from quantforge.formats.gguf.mixture import MIXTURES
-from quantforge.notation import share_of
+from quantforge.notation import parse_share
 from quantforge.plans import Note, NoteKind
 from quantforge_calibration.readers import RowReader, read_hub
 from quantforge_calibration.source_error import SourceError
@@ -96,7 +96,7 @@ def test_bytes_that_do_not_fit_have_a_unit(tmp_path: Path) -> None:
 
 def test_a_number_in_place_of_a_share_is_told_from_one() -> None:
     with pytest.raises(InputError) as caught:
-        share_of("2", "prune_experts")
+        parse_share("2", "prune_experts")
     assert caught.value.hint == "a share, 25% or 0.25; not a number of them"
 
 

@@ -8,7 +8,7 @@ import re
 import shutil
 
 from quantforge.artifacts.manifest import NAME
-from quantforge.artifacts.number_text import size, sized
+from quantforge.artifacts.number_text import size, size_and_bytes
 from quantforge.files.disk import run_folder
 from tests.runs import ROWS, command
 
@@ -55,8 +55,8 @@ def test_sizes_of_weights_and_of_files_have_their_own_words_everywhere(model, tm
     planned, made = command(capsys, "plan", *asked), command(capsys, "quantize", *asked, "-o", out)
     files = (out / "model.safetensors").stat().st_size
     assert f", files {size(files)}, " in made.err
-    assert re.search(rf"^files +{re.escape(sized(files))} in 1$", planned.out, re.M)
-    assert f"- files: {sized(files)} in 1\n" in (out / "README.md").read_text()
+    assert re.search(rf"^files +{re.escape(size_and_bytes(files))} in 1$", planned.out, re.M)
+    assert f"- files: {size_and_bytes(files)} in 1\n" in (out / "README.md").read_text()
     found = json.loads(command(capsys, "inspect", out, "--json").out)
     weights = found["tensor_bytes"]
     assert weights < files == found["file_bytes"]

@@ -32,7 +32,7 @@ ROWS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_
 
 
 def removed(out: Path) -> dict[int, tuple[int, ...]]:
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     assert document is not None
     return dict(from_text(document["source"]["removed experts"]))
 

@@ -143,7 +143,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
             assert not after
             config = json.loads((out / "config.json").read_text())
             assert config[LAYOUTS[layout][2]] == 0
-            document = manifest.read(out)
+            document = manifest.read_manifest(out)
             assert document is not None
             assert f"{len(before)} tensors" in document["source"]["dropped heads"]
         runs = mtp == "keep"  # the others compute the same logits

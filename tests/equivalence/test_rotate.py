@@ -182,7 +182,7 @@ def test_from_quantize_to_verify(
     out = tmp_path / ("q.gguf" if values.get("format") == "gguf" else "q")
     done = quantize(model, out, wanted)
     assert done.plan.tensors == api.plan(str(model), wanted).tensors
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     assert document is not None
     said = document["source"][ROTATION]
     assert re.match(r"residual stream \(\d+\) by a Hadamard matrix .* seed 0; ", said)

@@ -28,7 +28,7 @@ DEMO = Path(__file__).parents[2] / "models/demo-moe"
 
 def zeros(out: Path) -> dict[str, float]:
     """The share of zeros that the manifest states, by tensor."""
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     assert document is not None
     return {item["name"]: item["zeros"] for item in document["tensors"] if "zeros" in item}
 

@@ -71,7 +71,7 @@ def test_progress_is_told_part_by_part(model: Path, out: Path) -> None:
     told = [one for one in told if one.part]
     assert [one.part for one in told] == ["outer", "block 0", "block 1", "head"]
     assert [(one.done, one.total) for one in told] == [(n, 4) for n in (1, 2, 3, 4)]
-    tensors = (manifest.read(out) or {})["tensors"]
+    tensors = (manifest.read_manifest(out) or {})["tensors"]
     for number, one in enumerate(told[1:3]):
         known = [
             tensor["error"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge import api
 from quantforge.api.reproduce import reproduce
-from quantforge.artifacts.manifest import NAME, read, sha256
+from quantforge.artifacts.manifest import NAME, read_manifest, sha256
 from quantforge.artifacts.provenance import BILL, STATEMENT
 from quantforge.errors import InputError, IntegrityError
 from quantforge.files.stage import Stage
@@ -183,8 +183,11 @@ def test_statements_speak_of_every_file(result, model):
     hashes = {item["name"]: item["hashes"][0]["content"] for item in ancestor["components"]}
     assert hashes["model.safetensors"] == sha256(model / "model.safetensors", None)
     assert bill["specVersion"] == "1.6"
-    assert bill["components"][0]["hashes"][0]["content"] == read(result)["calibration"]["digest"]
-    assert {STATEMENT, BILL} < read(result)["outputs"].keys()
+    assert (
+        bill["components"][0]["hashes"][0]["content"]
+        == read_manifest(result)["calibration"]["digest"]
+    )
+    assert {STATEMENT, BILL} < read_manifest(result)["outputs"].keys()
 
 
 def test_statements_are_written_on_request_only(model, tmp_path):

@@ -171,7 +171,7 @@ def test_the_same_command_finds_that_it_is_done(
             quantize(model, out, replace(wanted, ignore=("layers.0.mlp.up_proj",)))
     again = quantize(model, out, wanted)
     assert again.resumed
-    assert len(again.events) == len((manifest.read(out) or {})["events"])
+    assert len(again.events) == len((manifest.read_manifest(out) or {})["events"])
     found = {path: digest for path, digest in tree(tmp_path).items() if path[:6] != "plain/"}
     assert found == tree(plain.parent)
     with pytest.raises(RefusedError, match="exists"):

@@ -117,7 +117,7 @@ def test_no_file_of_any_verb_holds_a_path(place, capsys):
     )
     assert telling(out) == []
     assert len(list(out.rglob("*"))) > 30
-    stated = manifest.read(out / "a")
+    stated = manifest.read_manifest(out / "a")
     assert stated["calibration"]["sources"] == ["talks.txt", "mails.jsonl:body"]
     assert 'source = "talks.txt=3,mails.jsonl:body"' in stated["recipe"]
     digest = manifest.sha256(texts / "talks.txt", None)

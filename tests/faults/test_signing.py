@@ -15,7 +15,7 @@ import pytest
 from quantforge import api
 from quantforge.api.reproduce import reproduce
 from quantforge.artifacts import manifest
-from quantforge.artifacts.signing import check_signature, signature, signature_of
+from quantforge.artifacts.signing import check_signature, sign_files, signature_path
 from quantforge.errors import InputError, IntegrityError, UsageError
 from quantforge.files.output_names import SIDE
 from quantforge.files.previous_output import OF_DIRECTORY
@@ -139,7 +139,7 @@ def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
 ) -> None:
     out = tmp_path / "m.gguf"
     quantize(model, out, GGUF, sign=keys / "key", modelfile=True)
-    assert signature_of(out).name == "m.gguf.sig"
+    assert signature_path(out).name == "m.gguf.sig"
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     check_signature(out, keys / "key.pub")
     assert check_signature(out, keys / "key.pub") == [], "the manifest is covered too"
@@ -148,12 +148,12 @@ def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
         (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         refused(out, keys, "sig")
         (tmp_path / name).write_bytes(data)
-    given = (tmp_path, "--signature", signature_of(out), "--public_key", keys / "key.pub")
+    given = (tmp_path, "--signature", signature_path(out), "--public_key", keys / "key.pub")
     assert accepted_by_the_tool(*given, "--ignore_unsigned_files")
-    (tmp_path / "other.gguf.sig").write_bytes(signature_of(out).read_bytes())
+    (tmp_path / "other.gguf.sig").write_bytes(signature_path(out).read_bytes())
     refused(tmp_path / "other.gguf", keys, "is not signed")
     quantize(model, out, GGUF, overwrite=True)
-    assert not signature_of(out).exists(), "the signature of the release before"
+    assert not signature_path(out).exists(), "the signature of the release before"
 
 
 def test_a_signature_that_leaves_the_manifest_out_says_so(
@@ -165,7 +165,7 @@ def test_a_signature_that_leaves_the_manifest_out_says_so(
     place.mkdir()
     (place / "m.gguf").write_bytes(out.read_bytes())
     out.with_name("m.gguf.sig").write_bytes(
-        signature(place, keys / "key", unsigned=frozenset({"x"}))
+        sign_files(place, keys / "key", unsigned=frozenset({"x"}))
     )
     assert check_signature(out, keys / "key.pub") == [f"m.gguf{SIDE}"]
     said = command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
@@ -177,7 +177,7 @@ def test_numbered_files_have_one_signature(model: Path, tmp_path: Path, keys: Pa
     parts = sorted(tmp_path.glob("m-*.gguf"))
     assert len(parts) > 1
     for part in parts:
-        assert signature_of(part) == tmp_path / "m.gguf.sig"
+        assert signature_path(part) == tmp_path / "m.gguf.sig"
         check_signature(part, keys / "key.pub")
     parts[1].write_bytes(parts[1].read_bytes()[:-1])
     refused(parts[0], keys, "sig")

@@ -149,7 +149,7 @@ def test_side_files_are_those_that_were_digested(
     (source / "LICENSE").write_text("terms")
     before = (source / name).read_bytes()
     quantize(source, out, recipe(), progress=editing(part, lambda: edit(source / name, 0, b"????")))
-    document = manifest.read(out) or {}
+    document = manifest.read_manifest(out) or {}
     assert (out / name).read_bytes() == before
     stated = [document["source"]["files"][name], document["outputs"][name]]
     assert [entry["sha256"] for entry in stated] == [digest(out / name)] * 2

@@ -99,7 +99,7 @@ def test_what_a_method_or_an_engine_does_not_take_is_left_out(
         given = {"engine": "vllm", "bits": 8, "method": "rtn", **ROWS}
         quantize(model, None, tmp_path / path.name, **given)
         assert tree(path) == tree(tmp_path / path.name)
-        assert (manifest.read(path) or {})["format"] == "compressed-tensors"
+        assert (manifest.read_manifest(path) or {})["format"] == "compressed-tensors"
 
 
 @pytest.mark.parametrize(

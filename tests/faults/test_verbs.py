@@ -249,7 +249,7 @@ def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> 
     first, second = tmp_path / "first", tmp_path / "second"
     export(quantized, first, format="gptq", allow_inexact=True)
     export(first, second, allow_inexact=True)
-    documents = [manifest.read(place) or {} for place in (quantized, first, second)]
+    documents = [manifest.read_manifest(place) or {} for place in (quantized, first, second)]
     assert (
         documents[1]["lineage"].keys()
         == {"source", "method", "recipe", "calibration", "format", "event_counts"}
@@ -261,7 +261,7 @@ def test_an_export_says_where_it_comes_from(quantized: Path, tmp_path: Path) -> 
     stranger = copied(quantized, tmp_path / "m")
     (stranger / manifest.NAME).unlink()
     export(stranger, tmp_path / "third", format="gptq", allow_inexact=True)
-    assert (manifest.read(tmp_path / "third") or {})["lineage"] == {}
+    assert (manifest.read_manifest(tmp_path / "third") or {})["lineage"] == {}
 
 
 def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: Path) -> None:

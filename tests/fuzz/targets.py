@@ -14,7 +14,7 @@ from pathlib import Path
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.artifacts import manifest
-from quantforge.artifacts.card import carried_fields
+from quantforge.artifacts.card import source_card_fields
 from quantforge.errors import InputError, QuantForgeError
 from quantforge.execution.journal import Journal
 from quantforge.files.opener import FILES, parse_object
@@ -147,7 +147,7 @@ def release(data: bytes, place: Path) -> None:
 
 def card(data: bytes, place: Path) -> None:
     """The front matter of a model card."""
-    carried_fields(written(place / "README.md", data))
+    source_card_fields(written(place / "README.md", data))
 
 
 def tokenizer(data: bytes, place: Path) -> None:

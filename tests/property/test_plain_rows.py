@@ -148,7 +148,7 @@ def _no_row_is_worse(
         for result, tensor in zip(totals, (mine, other), strict=True):
             errors = factor.objective.evaluate_float64(weight.double() - tensor.decode().double())
             result.append(_summed(errors, mine, other))
-    if next(iter(schemes.values())).joint and all(each.shape[1] == 1 for each in totals[0]):
+    if next(iter(schemes.values())).is_joint and all(each.shape[1] == 1 for each in totals[0]):
         totals = [[torch.stack(result).sum(0)] for result in totals]
     sizes = [weight.double().square().sum() for weight in weights.values()]
     noise = 1e-13 * hessian.double().diagonal().sum() * max(sizes)

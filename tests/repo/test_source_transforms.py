@@ -97,7 +97,7 @@ def test_from_quantize_to_verify(
     out = tmp_path / ("q.gguf" if form == "gguf" else "q")
     done = quantize(model, out, wanted)
     assert done.plan.tensors == plan.tensors
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     assert document is not None
     assert document["method"] == method
     report = verify(out, model)

@@ -19,7 +19,11 @@ from tests.toys.refit import refit_scale
 
 WIDTH = 4
 RECORD = Grid(
-    8, "tests.toys.lattice", weights_per_code=WIDTH, natural=PerGroup(32), scale=ScaleType.F32
+    8,
+    "tests.toys.lattice",
+    weights_per_code=WIDTH,
+    default_granularity=PerGroup(32),
+    scale=ScaleType.F32,
 )
 BOOK = torch.tensor(
     [

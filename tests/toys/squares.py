@@ -14,7 +14,7 @@ from quantforge.packers.tensor import KernelTerms, QuantizedTensor
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale
 
-RECORD = Grid(4, "tests.toys.squares", natural=PerGroup(32), scale=ScaleType.F32)
+RECORD = Grid(4, "tests.toys.squares", default_granularity=PerGroup(32), scale=ScaleType.F32)
 TABLE = (
     torch.tensor([sign * (step / 8) ** 2 for sign in (-1, 1) for step in range(1, 9)]).sort().values
 )

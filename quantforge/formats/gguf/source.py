@@ -33,7 +33,7 @@ from quantforge.formats.gguf.parsing import GgufFile, TableEntry, read_gguf
 from quantforge.formats.gguf.projector_file import check_no_tower
 from quantforge.formats.gguf.rope import FREQUENCIES, LONG, SHORT, llama3_divisors
 from quantforge.grids import GGML_BLOCKS
-from quantforge.plans import DTYPE_BITS, HeldTensor
+from quantforge.plans import DTYPE_BITS, FileTensorInfo
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class GgufCheckpoint(Checkpoint):
             return self.read(name)[first:last]
         return _restore(place, read_rows(place.entry, first, last))
 
-    def held(self) -> tuple[HeldTensor, ...]:
+    def held(self) -> tuple[FileTensorInfo, ...]:
         """Return the tensors with their types in the file, and shapes in elements."""
         return tuple(_held_tensor(entry, self.places[name]) for name, entry in self.entries.items())
 
@@ -137,10 +137,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     )
 
 
-def stored_headers(file: GgufFile) -> tuple[HeldTensor, ...]:
+def stored_headers(file: GgufFile) -> tuple[FileTensorInfo, ...]:
     """Return the tensors of a file of any architecture, with their GGUF names."""
     return tuple(
-        HeldTensor(
+        FileTensorInfo(
             entry.name,
             entry.type if TYPES[entry.type].columns == 1 else entry.type.lower(),
             entry.shape,
@@ -224,11 +224,13 @@ def _block_shape(place: _StoredAs) -> tuple[int, int]:
     return rows, row_bytes // layout.block_bytes * layout.columns
 
 
-def _held_tensor(entry: TensorEntry, place: _StoredAs) -> HeldTensor:
+def _held_tensor(entry: TensorEntry, place: _StoredAs) -> FileTensorInfo:
     if TYPES[place.type].columns == 1:
-        return HeldTensor(entry.name, place.type, entry.shape, place.entry.nbytes, place.entry.name)
+        return FileTensorInfo(
+            entry.name, place.type, entry.shape, place.entry.nbytes, place.entry.name
+        )
     kind, shape = place.type.lower(), _block_shape(place)
-    return HeldTensor(entry.name, kind, shape, place.entry.nbytes, place.entry.name)
+    return FileTensorInfo(entry.name, kind, shape, place.entry.nbytes, place.entry.name)
 
 
 def _restore(place: _StoredAs, value: torch.Tensor) -> torch.Tensor:

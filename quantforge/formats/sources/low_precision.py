@@ -85,7 +85,7 @@ def _precision_text(layout: ModuleLayout) -> str:
     """Describe how the weights of a linear are stored, e.g. ``fp8 (128x128 tiles)``."""
     scheme = layout.scheme.weight
     name, granularity = scheme.grid.partition("_")[0], scheme.granularity
-    if not GRIDS[scheme.grid].free:
+    if not GRIDS[scheme.grid].has_parameters:
         return name
     match granularity:
         case Tile(rows, columns):

@@ -99,7 +99,7 @@ class Solution:
 
     def better_of(self, other: Solution, scheme: Scheme) -> Solution:
         """Return the better of two solutions, row by row unless rows share differing parameters; drops the terms."""
-        if scheme.whole and not scheme.divided:
+        if scheme.rows_share_parameters and not scheme.has_global_scale:
             return min(self, other, key=lambda solution: fsum(solution.errors.tolist()))
         rows = other.errors < self.errors
         choose = rows.unsqueeze(1)
@@ -142,7 +142,9 @@ def round_matrices(
         scheme = open_scheme.with_scale(ScaleType.F16)  # the plan has resolved all types of scales
         matrices = {name: to_finite_float32(name, weights[name]) for name in members}
         # Rows are independent, so that matrices of one scheme are one tall matrix, cut into parts.
-        parts = _row_parts([*matrices.values()], None if scheme.whole else ROWS_PER_PART)
+        parts = _row_parts(
+            [*matrices.values()], None if scheme.rows_share_parameters else ROWS_PER_PART
+        )
         round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
         found = _concatenate(side_by_side(round_part, [*parts], workers))
         fall_back_to_rtn(matrices, found, factor, scheme, importance, rounding.scales, workers)
@@ -177,7 +179,7 @@ def _round_rows(
         else:
             best = best.better_of(found, scheme)
         del found
-        if targets is not None and scheme.divided:
+        if targets is not None and scheme.has_global_scale:
             parameters = fp4.fit_under(targets, best.parameters, scheme, factor.scale_weights)
         elif targets is not None:
             parameters = fit_parameters(names, targets, scheme, factor.scale_weights, search=True)
@@ -243,7 +245,9 @@ def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, found: Solut
     """Round rows to nearest with the same parameters if that has the smaller error (step 3)."""
     packer = packer_of(scheme)
     nearest = packer.encode(weight, found.parameters, scheme)
-    whole = packer.decode(nearest, found.parameters, scheme) if scheme.whole else None
+    whole = (
+        packer.decode(nearest, found.parameters, scheme) if scheme.rows_share_parameters else None
+    )
     for start in range(0, len(weight), COMPARED_ROWS):
         strip = slice(start, start + COMPARED_ROWS)
         own = slice_parameters(found.parameters, strip)
@@ -291,7 +295,7 @@ def _group_by_scheme(schemes: Mapping[str, Scheme]) -> Iterator[tuple[Scheme, li
     """Yield the names of matrices that can be rounded as one tall matrix, with their scheme."""
     members_by_scheme: dict[Scheme, list[str]] = {}
     for name, scheme in schemes.items():
-        if scheme.whole and not scheme.joint:
+        if scheme.rows_share_parameters and not scheme.is_joint:
             yield scheme, [name]
         else:
             members_by_scheme.setdefault(scheme, []).append(name)

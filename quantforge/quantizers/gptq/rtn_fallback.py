@@ -58,7 +58,7 @@ def fall_back_to_rtn(
         scales: how `rtn` chooses scales, see `Rounding`.
         workers: number of threads.
     """
-    if scheme.whole:
+    if scheme.rows_share_parameters:
         schemes = dict.fromkeys(matrices, scheme)
         rtn_result = [*rtn.quantize_matrices(matrices, importance, schemes, scales).values()]
         _replace_if_better(
@@ -167,7 +167,7 @@ def _float64_errors(
 ) -> Tensor:
     """Return errors of rows, ``[2, 2, rows]``: rounded to nearest and as found, each without and with the ridge."""
     packer = packer_of(scheme)
-    if scheme.whole:
+    if scheme.rows_share_parameters:
         decoded = packer.decode(found.codes, found.parameters, scheme)[rows]
     else:
         chosen = {key: value[rows] for key, value in found.parameters.items()}

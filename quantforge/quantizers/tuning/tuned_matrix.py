@@ -228,7 +228,7 @@ class TunedMatrix:
 
 def factor_rate(scheme: Scheme) -> float:
     """Return the initial learning rate of the factors of a scheme's scales."""
-    shared = scheme.scaled and scheme.block is not None
+    shared = scheme.has_learnable_scales and scheme.block is not None
     return (
         FACTOR_RATE * (BLOCK_FACTOR_RATE_SHARE if shared else 1.0) / 2 ** (scheme.weight_bits / 2)
     )

@@ -229,7 +229,7 @@ class ServingEngine:
                 self.cache.keep_tree_path(
                     part.row, tokens - 1, [0, *(node + 1 for node in result.path)]
                 )
-                self.cache.truncate(
+                self.cache.truncate_sequence(
                     part.row, tokens + len(result.path)
                 )  # frees pages of the others
             for chosen in result.chosen:

@@ -16,7 +16,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from quantforge.api import export
 from quantforge.artifacts import manifest
-from quantforge.artifacts.card import base_model, carried_fields, code
+from quantforge.artifacts.card import base_model, code, source_card_fields
 from quantforge.engines import TARGETS, snippets
 from quantforge.errors import UsageError
 from quantforge.files.hub import repository_name
@@ -80,7 +80,7 @@ def test_the_base_model_is_a_name_of_the_hub_or_left_out(tiny: Tiny, tmp_path: P
     quantize(model, tmp_path / "a", wanted)
     data = card_of(tmp_path / "a").data.to_dict()
     assert "base_model" not in data
-    assert "base_model" not in manifest.read(tmp_path / "a")
+    assert "base_model" not in manifest.read_manifest(tmp_path / "a")
     assert "base_model" not in (tmp_path / "a" / "README.md").read_text()
     quantize(model, tmp_path / "b", wanted, base_model="org/name")
     data = card_of(tmp_path / "b").data.to_dict()
@@ -108,17 +108,17 @@ def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
     ):  # fmt: skip
         assert line in text, line
     assert card_of(tmp_path / "c").data.base_model == "org/name"
-    told = manifest.read(tmp_path / "c")
+    told = manifest.read_manifest(tmp_path / "c")
     assert told is not None
     first = told["lineage"]["lineage"]
     assert (first["method"], first["base_model"]) == ("gptq", "org/name")
-    assert first["recipe"] == manifest.read(tmp_path / "a")["recipe"]
+    assert first["recipe"] == manifest.read_manifest(tmp_path / "a")["recipe"]
 
 
 def test_a_card_names_the_calibration_text(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "q"
     quantize(tiny("llama-wide"), out, swift("gptq", scheme="int4:g32:sym:f16"))
-    sources = manifest.read(out)["calibration"]["sources"]
+    sources = manifest.read_manifest(out)["calibration"]["sources"]
     text = (out / "README.md").read_text()
     assert f"tokens from `{', '.join(sources)}`;" in text
 
@@ -182,7 +182,7 @@ def test_events_and_experts_are_sentences(tiny: Tiny, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_front_matter_that_is_none_is_left_out(front: str, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text(f"---\n{front}\n---\n")
-    assert carried_fields(tmp_path / "README.md") == {}
+    assert source_card_fields(tmp_path / "README.md") == {}
 
 
 def test_the_first_model_of_a_chain_is_the_base() -> None:

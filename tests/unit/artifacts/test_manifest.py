@@ -32,7 +32,7 @@ def digest(path):
 
 def test_outputs_and_sources_are_listed_with_their_digests(released):
     out, source = released
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     files = {path.name for path in out.iterdir()} - {manifest.NAME}
     assert document["outputs"] == {name: digest(out / name) for name in sorted(files)}
     assert document["source"]["files"].keys() >= {
@@ -45,7 +45,7 @@ def test_outputs_and_sources_are_listed_with_their_digests(released):
 
 
 def test_it_accounts_for_every_tensor_and_says_what_was_done(released):
-    document = manifest.read(released[0])
+    document = manifest.read_manifest(released[0])
     actions = [tensor["action"] for tensor in document["tensors"]]
     assert actions.count("quantize") == document["quantized"] == 14
     assert all("error" in t for t in document["tensors"] if t["action"] == "quantize")
@@ -79,9 +79,11 @@ def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
         Event("dead-channels", "a", "y"),
         Event("inexact", "a", "z"),
     ]
-    found = manifest.manifest(PLAN, "recipe", {"model": "m"}, None, events, {"a": {"error": 1 / 7}})
+    found = manifest.build_manifest(
+        PLAN, "recipe", {"model": "m"}, None, events, {"a": {"error": 1 / 7}}
+    )
     versions = found.pop("versions")
-    assert set(versions) == {"quantforge", "python", "machine", *manifest.DECIDING}
+    assert set(versions) == {"quantforge", "python", "machine", *manifest.VERSIONED_PACKAGES}
     assert found == {
         "schema": "quantforge.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
         "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "left_behind": ["notes.txt"],
@@ -106,7 +108,7 @@ def test_a_manifest_speaks_of_every_file_but_itself_and_signatures(tmp_path):
         (tmp_path / name).write_bytes(b"x")
     digest = "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"
     one = f'{{\n   "bytes": 1,\n   "sha256": "{digest}"\n  }}'
-    assert manifest.finish({"model": "ü"}, tmp_path).decode() == (
+    assert manifest.finish_manifest({"model": "ü"}, tmp_path).decode() == (
         '{\n "model": "ü",\n "outputs": {\n'
         f'  "model.safetensors": {one},\n'
         f'  "templates/é.jinja": {one}\n'
@@ -117,8 +119,8 @@ def test_a_manifest_speaks_of_every_file_but_itself_and_signatures(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema": "other/1"}'])
 def test_what_is_no_manifest_is_none(tmp_path, content):
     (tmp_path / manifest.NAME).write_bytes(content)
-    assert manifest.read(tmp_path) is None
-    assert manifest.read(tmp_path / "absent") is None
+    assert manifest.read_manifest(tmp_path) is None
+    assert manifest.read_manifest(tmp_path / "absent") is None
 
 
 def test_names_of_sources(tmp_path):
@@ -152,12 +154,12 @@ def test_inspection_of_a_release_agrees_with_its_manifest(released):
     assert found.schemes["int4:g128:sym:bf16"] == 14
     assert found.provenance["method"] == "gptq"
     assert found.bits_per_quantized_weight == pytest.approx(
-        manifest.read(released[0])["bits_per_weight"], abs=1e-6
+        manifest.read_manifest(released[0])["bits_per_weight"], abs=1e-6
     )
 
 
 def test_a_result_without_anything_quantized_has_a_manifest_that_is_json(tiny, tmp_path):
     quantize(tiny("llama-wide"), tmp_path / "m", recipe(format="plain"))
-    document = manifest.read(tmp_path / "m")
+    document = manifest.read_manifest(tmp_path / "m")
     assert document is not None
     assert document["bits_per_weight"] is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from quantforge.artifacts.number_text import significant, size, with_error
+from quantforge.artifacts.number_text import significant, size, value_and_error
 from quantforge.evaluation.text_tables import speed_columns
 from quantforge.evaluation.verdict import judge, pace, pareto_front
 
@@ -99,15 +99,15 @@ def test_three_significant_digits(value, text):
 
 
 def test_errors_have_the_decimals_of_their_figure_and_sizes_a_unit():
-    assert with_error(227.677, 30.08) == "228 ± 30"
-    assert with_error(0.00547021, 0.000614) == "0.00547 ± 0.00061"
-    assert with_error(1.5, None) == "1.50"
-    assert with_error(0.00592, 3.2e-6) == "0.00592 ± 3e-06"
-    assert with_error(0.00592, 4.4e-5) == "0.00592 ± 0.00004"
-    assert with_error(227.677, 0.043) == "228 ± 0.04"
-    assert with_error(2.5, 0.00096) == "2.50 ± 0.001"
-    assert with_error(2.5, 0.0) == "2.50 ± 0.00"
-    assert with_error(1.0164e-6, 3.2e-7) == "1.02e-06 ± 3e-07"
+    assert value_and_error(227.677, 30.08) == "228 ± 30"
+    assert value_and_error(0.00547021, 0.000614) == "0.00547 ± 0.00061"
+    assert value_and_error(1.5, None) == "1.50"
+    assert value_and_error(0.00592, 3.2e-6) == "0.00592 ± 3e-06"
+    assert value_and_error(0.00592, 4.4e-5) == "0.00592 ± 0.00004"
+    assert value_and_error(227.677, 0.043) == "228 ± 0.04"
+    assert value_and_error(2.5, 0.00096) == "2.50 ± 0.001"
+    assert value_and_error(2.5, 0.0) == "2.50 ± 0.00"
+    assert value_and_error(1.0164e-6, 3.2e-7) == "1.02e-06 ± 3e-07"
     assert [size(n) for n in (0, 999, 999_900, 3_724_224)] == ["0 B", "999 B", "1.00 MB", "3.72 MB"]
 
 

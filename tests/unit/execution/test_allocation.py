@@ -246,7 +246,7 @@ def test_a_part_of_the_rows_ranks_candidates_as_all_rows_do(half, monkeypatch):
     for gradients, outputs in ((1 << 20, 1 << 20), (4, 64)):
         monkeypatch.setattr(candidate_errors, "GRADIENT_ROWS", gradients)
         monkeypatch.setattr(candidate_errors, "OUTPUT_ROWS", outputs)
-        monkeypatch.setattr(MixtureSearch, "found", lambda _, nats: nats)
+        monkeypatch.setattr(MixtureSearch, "best_allocation", lambda _, nats: nats)
         found.append(
             allocated(model=half, samples=2, length=128, candidates=ROWS["candidates"][1:])
         )

@@ -14,7 +14,7 @@ from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution.calibration import calibrate
 from quantforge.files.reader import open_checkpoint
-from quantforge.planning.calibration_rows import coming_rows
+from quantforge.planning.calibration_rows import expected_rows
 from quantforge.planning.planner import make_plan
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
@@ -71,7 +71,7 @@ def test_a_plan_says_nothing_of_text_that_is_not_needed():
     ],
 )  # fmt: skip
 def test_rows_that_come_are_known_before_the_run(options, coming):
-    assert coming_rows(CalibrationOptions(**options), DEMO) == coming
+    assert expected_rows(CalibrationOptions(**options), DEMO) == coming
 
 
 def test_a_file_states_the_rows_that_came_and_not_those_that_were_asked_for():

@@ -21,7 +21,7 @@ from quantforge.planning.recipe_options import build_recipe
 from quantforge.quantizers.rtn import error_importance, round_matrices
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
-from quantforge.settings import MOST_WORKERS, Settings, workers_of
+from quantforge.settings import MOST_WORKERS, Settings, rounding_workers
 from tests import gguf_models
 from tests.gguf_exports import NO_DATA
 
@@ -112,12 +112,12 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
 def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(settings, "processors", lambda: 5)
-    assert workers_of(Settings()) == 5
-    assert workers_of(Settings(threads=2)) == 2
-    assert workers_of(Settings(threads=64)) == MOST_WORKERS
-    assert workers_of(Settings(device="cuda")) == 1
+    assert rounding_workers(Settings()) == 5
+    assert rounding_workers(Settings(threads=2)) == 2
+    assert rounding_workers(Settings(threads=64)) == MOST_WORKERS
+    assert rounding_workers(Settings(device="cuda")) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert workers_of(Settings()) == 3
+    assert rounding_workers(Settings()) == 3
 
 
 def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from quantforge.formats.gguf import find_layouts, unpack
 from quantforge.formats.open_model import open_model
 from quantforge.grids import GGML_BLOCKS
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.planning.effort import DEFAULTS, SETS
+from quantforge.planning.effort import DEFAULT_RECIPE, EFFORT_SETTINGS
 from quantforge.quantizers import tuning as tuning_bounds
 from quantforge.quantizers.tuning import tuned_matrix
 from quantforge.quantizers.tuning.tuning_stream import TuningResult, TuningStream
@@ -206,8 +206,10 @@ def test_four_bit_floats_are_learned(
 
 def test_the_plan_forecasts_it_and_effort_includes_it(tiny: Tiny) -> None:
     text = CalibrationOptions()
-    made = plan(tiny("llama"), tuned("Q4_1", effort="high", tune=DEFAULTS.tune, calibration=text))
-    assert made.tune == SETS["high"]["tune"]
+    made = plan(
+        tiny("llama"), tuned("Q4_1", effort="high", tune=DEFAULT_RECIPE.tune, calibration=text)
+    )
+    assert made.tune == EFFORT_SETTINGS["high"]["tune"]
     assert any("tune: 4 epochs" in note for note in made.notes)
     plain = plan(tiny("llama"), tuned("Q4_1", tune=0, calibration=text))
     assert made.peak_memory_bytes >= plain.peak_memory_bytes

@@ -210,7 +210,7 @@ def test_from_plan_to_reproduce(
     plan = api.plan(model, wanted)
     assert any(note.startswith("source adapter: tuned: 5 modules of rank 4") for note in plan.notes)
     quantize(model, out, wanted)
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     assert document is not None
     assert document["source"]["adapter"].startswith("tuned: 5 modules")
     assert str(tmp_path) not in json.dumps(document)
@@ -360,7 +360,7 @@ def test_a_card_tells_what_was_merged_also_after_an_export(tiny: Tiny, tmp_path:
     adapter(place, low_rank(model, ("q_proj",)))
     wanted = recipe(scheme="int4:g32:sym", scales="absmax", adapter=AdapterOptions(str(place)))
     quantize(model, tmp_path / "q", wanted, base_model="org/name")
-    told = manifest.read(tmp_path / "q")
+    told = manifest.read_manifest(tmp_path / "q")
     assert told is not None
     moved = api.export(tmp_path / "q", format="gptq", out=tmp_path / "moved")
     assert moved.name == f"{model.name}-tuned-rtn-int4-g32-gptq"

@@ -10,7 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import RefusedError
-from quantforge.planning.allocation import Option, best_mixtures, mixture_of, patterns_of, solve
+from quantforge.planning.allocation import (
+    Option,
+    build_rule_patterns,
+    make_mixture,
+    pareto_mixtures,
+    solve_knapsack,
+)
 
 
 def groups_of(sizes):
@@ -33,10 +39,10 @@ def test_nothing_within_the_room_loses_less_but_for_what_a_mixture_beats(groups,
     least = sum(min(one.nbytes for one in options) for options in groups)
     most = sum(max(one.nbytes for one in options) for options in groups)
     room = least + int(share * (most - least))
-    found = solve(groups, room)
+    found = solve_knapsack(groups, room)
     assert nbytes(found) <= room
     assert all(one in options for one, options in zip(found.chosen, groups, strict=True))
-    choices = [mixture_of(chosen) for chosen in itertools.product(*groups)]
+    choices = [make_mixture(chosen) for chosen in itertools.product(*groups)]
     # Options that a mixture of two others beats are no candidates: only within the hull is it the best.
     hull = [one for one in choices if _on_hulls(one, groups) and nbytes(one) <= room]
     assert found.nats == pytest.approx(min(one.nats for one in hull))
@@ -72,18 +78,18 @@ def test_large_sizes_leave_next_to_nothing_of_the_room():
         for group in range(64)
     ]
     room = 64 * 400_000_000
-    found = solve(groups, room)
+    found = solve_knapsack(groups, room)
     assert 0.995 * room <= nbytes(found) <= room
 
 
 def test_equal_losses_take_fewer_bytes():
     groups = [[Option("a", 10, 1.0), Option("b", 20, 1.0)], [Option("c", 10, 0.5)]]
-    assert nbytes(solve(groups, 100)) == 20
+    assert nbytes(solve_knapsack(groups, 100)) == 20
 
 
 def test_what_is_too_small_is_refused():
     with pytest.raises(RefusedError, match="smallest"):
-        solve([[Option("a", 10, 1.0)]], 9)
+        solve_knapsack([[Option("a", 10, 1.0)]], 9)
 
 
 def test_the_curve_falls_from_the_smallest_to_the_largest():
@@ -91,7 +97,7 @@ def test_the_curve_falls_from_the_smallest_to_the_largest():
         [Option("a", 10, 9.0 / n), Option("b", 20, 3.0 / n), Option("c", 40, 1.0 / n)]
         for n in (1, 2, 3)
     ]
-    points = best_mixtures(groups)
+    points = pareto_mixtures(groups)
     assert nbytes(points[0]) == 30
     assert nbytes(points[-1]) == 120
     assert all(a.nats > b.nats and nbytes(a) < nbytes(b) for a, b in itertools.pairwise(points))
@@ -104,7 +110,7 @@ def test_rules_mean_their_linears_and_no_others():
         name: (r"model\.layers\.", name.split(".")[2], re.escape(name[name.index(".mlp") :]))
         for name in names
     }
-    rules = patterns_of(schemes, places)
+    rules = build_rule_patterns(schemes, places)
     assert len(rules) == 1
     pattern = rules[0][0].removeprefix("re:")
     assert {name for name in names if re.fullmatch(pattern, name)} == set(schemes)

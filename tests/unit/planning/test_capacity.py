@@ -14,7 +14,14 @@ from quantforge.architectures.families import declared_families
 from quantforge.architectures.match import ModelLayout
 from quantforge.cache_kinds import WORDS
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.planning.capacity import MARGIN, CacheSize, Capacity, Load, cache_size, rows_of
+from quantforge.planning.capacity import (
+    USABLE_MEMORY_SHARE,
+    CacheSize,
+    Capacity,
+    Load,
+    cache_row_bytes,
+    cache_size,
+)
 from quantforge.planning.gpu_cards import CARDS, Card
 from quantforge.planning.weight_traffic import WeightTraffic
 from quantforge.recipe import Recipe
@@ -50,7 +57,7 @@ def cache(layers: int, heads: int, kv_heads: int, head: int, kind: str = "16bit"
         **headers.LLAMA, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
         "head_dim": head, "hidden_size": heads * head,
     }  # fmt: skip
-    return cache_size(model_layout(config), rows_of(kind))
+    return cache_size(model_layout(config), cache_row_bytes(kind))
 
 
 def capacity(model: object, load: Load, **options: Any) -> Capacity:
@@ -112,7 +119,7 @@ def test_the_largest_that_fit_do_and_one_more_does_not(tmp_path):
     model = headers.llama(tmp_path / "m", **LLAMA_3_8B)
     found = capacity(model, Load(1024, 8, "fp8"), recipe=Recipe(method="rtn", bits=4))
     card = Card(7.2 * GB, 0.0, 0.0, "")
-    row, room = found.on("", card), MARGIN * card.memory
+    row, room = found.on("", card), USABLE_MEMORY_SHARE * card.memory
     assert row.fits
     assert found.needed(batch=row.largest_batch) <= room < found.needed(batch=row.largest_batch + 1)
     assert found.needed(context=row.largest_context) <= room
@@ -174,7 +181,8 @@ def test_the_caches_of_transformers_have_these_bytes(family):
     with torch.no_grad():
         model(torch.arange(SEEN)[None], past_key_values=held, use_cache=True)
     found = cache_size(
-        model_layout(json.loads(json.dumps(config.to_dict(), default=str))), rows_of("16bit")
+        model_layout(json.loads(json.dumps(config.to_dict(), default=str))),
+        cache_row_bytes("16bit"),
     )
     for layer, theirs in zip(found.layers, held.layers, strict=True):
         # transformers holds a window without the token that comes next.
@@ -258,24 +266,29 @@ def test_a_step_of_many_tokens_reads_nearly_all_experts():
 
 def test_devices_share_heads_but_not_latents():
     heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
-    whole = cache_size(heads, rows_of("16bit")).token_bytes
-    shares = [cache_size(heads, rows_of("16bit"), n).token_bytes / whole for n in (2, 8, 16)]
+    whole = cache_size(heads, cache_row_bytes("16bit")).token_bytes
+    shares = [
+        cache_size(heads, cache_row_bytes("16bit"), n).token_bytes / whole for n in (2, 8, 16)
+    ]
     assert shares == [1 / 2, 1 / 8, 1 / 8]  # a head at least
     values = MIXTURES["deepseek-v3"][1]
     latent = model_layout({"model_type": "deepseek_v3", **values})
-    assert len({cache_size(latent, rows_of("16bit"), n).token_bytes for n in (1, 4)}) == 1
+    assert len({cache_size(latent, cache_row_bytes("16bit"), n).token_bytes for n in (1, 4)}) == 1
 
 
 def test_keys_and_values_of_different_widths_are_each_counted_and_a_latent_is_neither():
     heads = model_layout({**headers.LLAMA, "num_key_value_heads": 8})
     keys, values, both = (
-        cache_size(heads, rows_of(kind)).token_bytes for kind in ("int8", "int4", "k=int8,v=int4")
+        cache_size(heads, cache_row_bytes(kind)).token_bytes
+        for kind in ("int8", "int4", "k=int8,v=int4")
     )
     assert both == (keys + values) / 2
     latent = model_layout({"model_type": "deepseek_v3", **MIXTURES["deepseek-v3"][1]})
     with pytest.raises(RefusedError, match="one vector"):
-        cache_size(latent, rows_of("k=int8,v=int4"))
-    assert cache_size(latent, rows_of("k=int8,v=int8")) == cache_size(latent, rows_of("int8"))
+        cache_size(latent, cache_row_bytes("k=int8,v=int4"))
+    assert cache_size(latent, cache_row_bytes("k=int8,v=int8")) == cache_size(
+        latent, cache_row_bytes("int8")
+    )
 
 
 def test_what_is_not_known_is_refused(tmp_path):

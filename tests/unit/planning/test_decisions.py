@@ -10,7 +10,7 @@ import pytest
 
 from quantforge.files.reader import open_checkpoint
 from quantforge.planning.planner import make_plan
-from quantforge.plans import decisions, decisions_of
+from quantforge.plans import decisions, decisions_by_plan
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
@@ -34,15 +34,15 @@ scheme = "int3:g128"
 def test_alike_ones_are_told_once_with_their_plans(tiny: Tiny) -> None:
     plan = make_plan(Recipe(scheme="int4:g128", tune=0), open_checkpoint(tiny("llama"))).plan
     other = make_plan(Recipe(method="rtn", scheme="int4:g32"), open_checkpoint(tiny("llama"))).plan
-    chosen, *substituted = decisions(plan)
+    chosen, *substitution_notes = decisions(plan)
     assert chosen.startswith("chosen: --method ")
-    assert all(said.startswith("substitution: ") for said in substituted)
-    assert substituted
-    assert decisions_of({"a": plan, "b": other})[0] == f"a: {chosen}"
-    assert decisions_of({"a": plan, "b": plan})[0] == f"all 2: {chosen}"
+    assert all(said.startswith("substitution: ") for said in substitution_notes)
+    assert substitution_notes
+    assert decisions_by_plan({"a": plan, "b": other})[0] == f"a: {chosen}"
+    assert decisions_by_plan({"a": plan, "b": plan})[0] == f"all 2: {chosen}"
     five = dict.fromkeys("abcde", plan)
-    assert decisions_of(five | {"f": other})[0] == f"a, b, c and 2 more: {chosen}"
-    assert decisions_of({"f": other}) == []
+    assert decisions_by_plan(five | {"f": other})[0] == f"a, b, c and 2 more: {chosen}"
+    assert decisions_by_plan({"f": other}) == []
 
 
 @pytest.mark.parametrize("more", [("--dry-run",), ()])

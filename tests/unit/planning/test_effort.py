@@ -16,10 +16,10 @@ from quantforge.errors import QuantForgeError, UsageError
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning import effort
-from quantforge.planning.effort import SETS, TUNED_ROWS, _no_runs
+from quantforge.planning.effort import EFFORT_SETTINGS, MIN_TUNING_ROWS, _gptq_runs_obstacle
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
-from quantforge.planning.release_spec import release_of
+from quantforge.planning.release_spec import parse_release
 from quantforge.recipe import VALUES, CalibrationOptions, GptqOptions, Recipe, from_toml
 from quantforge.settings import Settings
 from tests.conftest import Tiny, make_tiny
@@ -44,7 +44,7 @@ def said(found: Planned) -> str:
 
 
 def test_every_level_has_its_keys() -> None:
-    assert set(SETS) == set(VALUES["effort"])
+    assert set(EFFORT_SETTINGS) == set(VALUES["effort"])
     assert Recipe().effort == MEDIUM
 
 
@@ -72,7 +72,7 @@ def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
         ("llama", {"bits": 5}),
         ("llama", {"bits": None, "format": "gguf", "type": "Q5_K_M"}),
         ("llama", {"bits": None, "scheme": "mxfp8"}),
-        ("llama", {"calibration": CalibrationOptions(samples=TUNED_ROWS - 1)}),
+        ("llama", {"calibration": CalibrationOptions(samples=MIN_TUNING_ROWS - 1)}),
     ],
 )
 def test_medium_sets_and_says_nothing_where_tuning_does_not_pay(
@@ -86,7 +86,7 @@ def test_medium_sets_and_says_nothing_where_tuning_does_not_pay(
 def test_medium_does_not_tune_blocks_of_more_weights_than_memory_is_likely_to_hold(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(effort, "TUNED_WEIGHTS", 3000)
+    monkeypatch.setattr(effort, "MAX_TUNED_BLOCK_WEIGHTS", 3000)
     assert planned(tiny, Recipe(method="gptq", bits=4)).recipe.tune == 0
 
 
@@ -100,8 +100,8 @@ def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
         (found.model_layout, ""),
         (derived, "what blocks read was derived"),
     ):
-        asked = effort.Asked(words, found.plan.tensors, model_layout, frozenset())
-        assert effort._gains_little(Recipe(), asked) == reason
+        asked = effort.EffortContext(words, found.plan.tensors, model_layout, frozenset())
+        assert effort._tuning_obstacle(Recipe(), asked) == reason
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def test_a_file_states_what_effort_has_set(block: Path, tmp_path: Path) -> None:
         quantize(block, out, replace(wanted, calibration=few if level == LOW else SHORT))
         file = read_gguf(out)
         assert file.value("quantize.imatrix.chunks_count", int) == rows
-        assert file.value("quantforge.recipe", str) == manifest.read(out)["recipe"]
+        assert file.value("quantforge.recipe", str) == manifest.read_manifest(out)["recipe"]
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
@@ -209,7 +209,10 @@ def test_what_is_impossible_is_left_out_with_the_reason(
 
 
 def test_without_a_matrix_no_runs_are_set() -> None:
-    assert _no_runs(SETS[HIGH]["gptq.runs"], Recipe(), ()) == "no matrix of a block is quantized"
+    assert (
+        _gptq_runs_obstacle(EFFORT_SETTINGS[HIGH]["gptq.runs"], Recipe(), ())
+        == "no matrix of a block is quantized"
+    )
 
 
 def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
@@ -219,7 +222,7 @@ def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     assert found.architecture is not None
     replayed = replace(found, architecture=replace(found.architecture, replayed=True))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantforge.planning.planner._model_layout", lambda *_: replayed)
+        patch.setattr("quantforge.planning.planner._match_unquantized", lambda *_: replayed)
         wanted = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)
     assert (wanted.recipe.guide, wanted.recipe.tune, wanted.recipe.gptq.runs) == (0, 0, 4)
     assert "name it to try" in said(wanted)
@@ -240,7 +243,7 @@ def test_the_manifest_has_what_was_set_and_makes_it_again(
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
     stated = from_toml(document["recipe"])
     assert stated.effort == level
-    for key, value in SETS[level].items():
+    for key, value in EFFORT_SETTINGS[level].items():
         inside, _, name = key.rpartition(".")
         assert getattr(getattr(stated, inside) if inside else stated, name) == value
     assert not reproduce(tmp_path / "out", block).differing
@@ -272,7 +275,7 @@ method = "gptq"
 bits = 4
 effort = "high"
 """
-    spec = release_of(text, "release.toml")
+    spec = parse_release(text, "release.toml")
     assert [one.recipe.effort for one in spec.variants] == [MEDIUM, HIGH]
     pairs = [(one.recipe, tmp_path / one.name) for one in spec.variants]
     recipes = {one.name: one.recipe for one in spec.variants}

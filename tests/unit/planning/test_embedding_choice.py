@@ -41,7 +41,7 @@ def test_where_an_engine_loads_it_a_large_embedding_is_rounded(tiny: Tiny, tmp_p
     options = {"bits": 4, "format": "mlx", "scales": "absmax", "out": tmp_path / "q"}
     made = api.quantize(tiny("llama-wide"), settings=strict, **options)
     assert made.plan.output_bytes == plan.output_bytes
-    assert 'embedding = "int8:row"' in manifest.read(tmp_path / "q")["recipe"]
+    assert 'embedding = "int8:row"' in manifest.read_manifest(tmp_path / "q")["recipe"]
     assert api.verify(tmp_path / "q", source=tiny("llama-wide")).findings == []
 
 

@@ -70,7 +70,7 @@ def test_it_is_said_before_the_work_and_stands_in_the_recipe(
     )
     assert ended.code == 0
     assert ended.err.index("chosen: --method awq+gptq") < ended.err.index("block 0")
-    document = manifest.read(tmp_path / "q")
+    document = manifest.read_manifest(tmp_path / "q")
     assert document is not None
     assert document["method"] == from_toml(document["recipe"]).method == "awq+gptq"
     text = CalibrationOptions(samples=4, length=24)

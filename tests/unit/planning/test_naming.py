@@ -12,8 +12,8 @@ from quantforge.artifacts.manifest import NAME, SCHEMA
 from quantforge.errors import InputError, UsageError
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer, parse_sparsity
-from quantforge.planning.format_choice import chosen_format, holders
-from quantforge.planning.naming import derived, place
+from quantforge.planning.format_choice import choose_format, formats_holding
+from quantforge.planning.naming import default_name, default_path
 from quantforge.plans import Action, TensorPlan
 from quantforge.recipe import Recipe, Rule
 from quantforge.scheme import LayerScheme
@@ -25,7 +25,7 @@ def named(path: Path, method: str | None, key: str, *schemes: str, label: str = 
         layer = parse_layer(text)
         layer = LayerScheme(layer.weight.with_scale(ScaleType.BF16), layer.input)
         tensors.append(TensorPlan(f"t{number}", "BF16", (256, 256), Action.QUANTIZE, "", layer))
-    return derived(SimpleNamespace(path=path, facts={}), method, key, tensors, label)  # type: ignore[arg-type]
+    return default_name(SimpleNamespace(path=path, facts={}), method, key, tensors, label)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_the_rule(tmp_path, method, key, schemes, name):
 def test_zeros_stay_in_the_name_of_what_is_made_of_them(tmp_path, pattern, name):
     tensors = [TensorPlan("t", "BF16", (256, 256), Action.KEEP, "", None, sparse=True)]
     source, zeros = SimpleNamespace(path=tmp_path / "wren", facts={}), parse_sparsity(pattern)
-    assert derived(source, "wanda", "plain", tensors, zeros=zeros) == name  # type: ignore[arg-type]
+    assert default_name(source, "wanda", "plain", tensors, zeros=zeros) == name  # type: ignore[arg-type]
     recipe = f'method = "wanda"\nformat = "plain"\nsparsity = "{pattern}"\n'
     made = {
         "schema": SCHEMA,
@@ -143,10 +143,10 @@ def test_an_export_is_called_after_the_original(tmp_path):
 def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path, monkeypatch):
     (tmp_path / "wren" / "sub").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert place("x", Path("wren")) == Path("x")
+    assert default_path("x", Path("wren")) == Path("x")
     for inside in ("wren", "wren/sub"):
         monkeypatch.chdir(tmp_path / inside)
-        assert place("x", tmp_path / "wren") == tmp_path / "x"
+        assert default_path("x", tmp_path / "wren") == tmp_path / "x"
 
 
 @pytest.mark.parametrize(
@@ -176,16 +176,16 @@ def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path
     ],
 )
 def test_the_format_follows_from_what_is_said(recipe, out, key):
-    chosen, said = chosen_format(recipe, out and Path(out))
+    chosen, said = choose_format(recipe, out and Path(out))
     assert chosen.format == key
     assert bool(said) == (not recipe.format and key != "compressed-tensors")
-    assert chosen_format(chosen, out and Path(out)) == (chosen, ())
+    assert choose_format(chosen, out and Path(out)) == (chosen, ())
 
 
 def test_an_option_is_the_reason_before_a_name_that_may_follow_from_it():
-    _, by_type = chosen_format(Recipe(type="Q8_0"), Path("x.gguf"))
+    _, by_type = choose_format(Recipe(type="Q8_0"), Path("x.gguf"))
     assert "--type Q8_0 is of GGUF files" in by_type[0]
-    _, by_name = chosen_format(Recipe(), Path("x.gguf"))
+    _, by_name = choose_format(Recipe(), Path("x.gguf"))
     assert "by the name of the result" in by_name[0]
 
 
@@ -202,13 +202,13 @@ def test_an_option_is_the_reason_before_a_name_that_may_follow_from_it():
 )
 def test_a_name_that_contradicts_the_format_is_refused(recipe, out, hint):
     with pytest.raises(UsageError) as refused:
-        chosen_format(recipe, Path(out))
+        choose_format(recipe, Path(out))
     assert hint in refused.value.hint
 
 
 def test_what_no_format_holds_has_no_holder():
-    assert holders(parse_layer("nf4")) == ["bnb"]
-    assert "compressed-tensors" in holders(parse_layer("int4"))
-    assert holders(parse_layer("int7:g32:min")) == []
+    assert formats_holding(parse_layer("nf4")) == ["bnb"]
+    assert "compressed-tensors" in formats_holding(parse_layer("int4"))
+    assert formats_holding(parse_layer("int7:g32:min")) == []
     with pytest.raises(InputError):
-        chosen_format(Recipe(scheme="nf5"))
+        choose_format(Recipe(scheme="nf5"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quantforge.errors import InputError, QuantForgeError, UsageError
-from quantforge.planning.release_spec import release_of, set_names, variants_of
+from quantforge.planning.release_spec import parse_release, set_names, variants_of
 
 HEAD = 'model = "m"\n'
 SCORED = '[evaluation]\ntext = "builtin"\n'
@@ -13,7 +13,7 @@ VARIANT = '[[variant]]\nname = "a"\nmethod = "gptq"\nbits = 4\n'
 
 
 def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibration():
-    spec = release_of(
+    spec = parse_release(
         HEAD + "[calibration]\nsamples = 7\n[gates]\nmax_bytes = 9\n" + SCORED
         + '[[variant]]\nname = "a"\nrecipe = "balanced-4bit"\nmethod = "gptq"\ngates = {max_kl = 0.1}\n'
         + '[[variant]]\nname = "b"\nrecipe = {bits = 3, rule = [{match = "x", scheme = "keep"}]}\n',
@@ -34,7 +34,7 @@ def test_a_recipe_by_name_or_in_place_is_overridden_by_choices_and_the_calibrati
 def test_sets_are_the_recipes_of_an_engine_types_or_both():
     assert {"gguf-ladder", "vllm", "mlx", "everything"} <= {*set_names()}
     for name in set_names():
-        spec = release_of(f'{HEAD}sets = ["{name}"]', "f")
+        spec = parse_release(f'{HEAD}sets = ["{name}"]', "f")
         assert [one.name for one in spec.variants] == [f"m-{one}" for one in variants_of(name)]
     alike = {one.recipe.to_toml().replace(str(one.recipe.engine), "") for one in spec.variants}
     assert len(alike) == len(spec.variants)
@@ -81,7 +81,7 @@ def test_sets_are_the_recipes_of_an_engine_types_or_both():
 )  # fmt: skip
 def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
     with pytest.raises(InputError) as refused:
-        release_of(text, "f")
+        parse_release(text, "f")
     assert said in refused.value.message
     assert hint in refused.value.hint
 
@@ -98,5 +98,5 @@ def test_what_means_nothing_is_refused_with_a_hint(text, said, hint):
 )
 def test_a_bad_choice_is_named_with_its_file_and_variant(choice):
     with pytest.raises(QuantForgeError, match=r"^f: variant a: ") as refused:
-        release_of(f'{HEAD}[[variant]]\nname = "a"\n{choice}\n', "f")
+        parse_release(f'{HEAD}[[variant]]\nname = "a"\n{choice}\n', "f")
     assert refused.value.message.count("recipe: ") <= 1

@@ -7,7 +7,7 @@ import pytest
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError
 from quantforge.notation import parse
-from quantforge.planning.choice import Rules, matches
+from quantforge.planning.choice import RecipeRules, matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import Recipe, Rule
 from quantforge.scheme import LayerScheme
@@ -71,7 +71,7 @@ def chosen(layer: str, *, ignore: tuple[str, ...] = (), **rules: str) -> str | N
     patterns = {key.replace("_any_", "*"): value for key, value in rules.items()}
     wanted = Recipe(ignore=ignore, rules=tuple(Rule(k, v) for k, v in patterns.items()))
     target = next(t for t in LAYERS if t.name == f"{layer}.weight")
-    choice = Rules(wanted, LAYERS).choose(target)
+    choice = RecipeRules(wanted, LAYERS).first_match(target)
     return None if choice is None else str(choice.scheme or "keep")
 
 
@@ -117,16 +117,16 @@ def test_a_pattern_that_takes_too_long_is_refused():
 def test_a_pattern_that_matches_nothing_names_the_nearest(pattern, near, as_rule):
     rules = (Rule(pattern, "int8"),) if as_rule else ()
     with pytest.raises(InputError, match="matches no layer") as bad:
-        Rules(Recipe(ignore=() if as_rule else (pattern,), rules=rules), LAYERS)
+        RecipeRules(Recipe(ignore=() if as_rule else (pattern,), rules=rules), LAYERS)
     assert near in bad.value.hint
 
 
 def test_what_is_kept_anyway_may_be_ignored_but_not_quantized():
-    assert Rules(Recipe(ignore=("vision.*",)), LAYERS).choose(LAYERS[2]) is None
+    assert RecipeRules(Recipe(ignore=("vision.*",)), LAYERS).first_match(LAYERS[2]) is None
     with pytest.raises(InputError, match="matches no layer"):
-        Rules(Recipe(rules=(Rule("vision.*", "int8"),)), LAYERS)
+        RecipeRules(Recipe(rules=(Rule("vision.*", "int8"),)), LAYERS)
     with pytest.raises(InputError, match="matches no layer"):
-        Rules(Recipe(rules=(Rule("input_layernorm", "int8"),)), LAYERS)
+        RecipeRules(Recipe(rules=(Rule("input_layernorm", "int8"),)), LAYERS)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +134,16 @@ def test_what_is_kept_anyway_may_be_ignored_but_not_quantized():
 )
 def test_regular_expressions_that_do_not_work(pattern):
     with pytest.raises(InputError) as bad:
-        Rules(Recipe(ignore=(pattern,)), LAYERS)
+        RecipeRules(Recipe(ignore=(pattern,)), LAYERS)
     assert bad.value.hint
 
 
 def test_a_rule_with_a_bad_scheme():
     with pytest.raises(InputError, match="int99"):
-        Rules(Recipe(rules=(Rule("q_proj", "int99"),)), LAYERS)
+        RecipeRules(Recipe(rules=(Rule("q_proj", "int99"),)), LAYERS)
     assert (
         LayerScheme(parse("int8"))
-        == Rules(Recipe(rules=(Rule("q_proj", "W8A16"),)), LAYERS).choose(LAYERS[2]).scheme
+        == RecipeRules(Recipe(rules=(Rule("q_proj", "W8A16"),)), LAYERS)
+        .first_match(LAYERS[2])
+        .scheme
     )

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import trillion_plan
 from quantforge import api
-from quantforge.planning.run_work import DIGEST, PRODUCTS, seconds_of
+from quantforge.planning.run_work import BYTES_PER_SECOND, OPERATIONS_PER_SECOND, seconds_of
 from quantforge.plans import Plan, RunWork
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
@@ -79,8 +79,8 @@ def test_threads_share_operations_but_not_reading(large: Path) -> None:
     found = work(large, "gptq")
     one, two = seconds_of(found, 1), seconds_of(found, 2)
     assert (one["pass"], one["read"]) == (2 * two["pass"], two["read"])
-    assert one["pass"] == found.operations["pass"] / PRODUCTS
-    assert one["read"] == 2 * found.source_bytes / DIGEST
+    assert one["pass"] == found.operations["pass"] / OPERATIONS_PER_SECOND
+    assert one["read"] == 2 * found.source_bytes / BYTES_PER_SECOND
 
 
 def test_runs_of_a_grid_are_counted(large: Path) -> None:

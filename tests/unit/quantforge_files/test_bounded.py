@@ -233,7 +233,7 @@ WRONG = [1, "x", None, [], {}, [1], {"a": 1}, True]
 def test_a_manifest_of_other_types_is_none(tmp_path: Path) -> None:
     def read(document: object) -> object:
         (tmp_path / manifest.NAME).write_text(json.dumps(document))
-        return manifest.read(tmp_path)
+        return manifest.read_manifest(tmp_path)
 
     assert read(WHOLE) == WHOLE
     for name, value in WHOLE.items():
@@ -245,14 +245,14 @@ def test_a_manifest_of_other_types_is_none(tmp_path: Path) -> None:
     assert read({**WHOLE, "events": [{"kind": "other", "where": "", "detail": ""}]}) is None
     assert read([]) is None
     (tmp_path / manifest.NAME).write_bytes(b"[" * 200_000)
-    assert manifest.read(tmp_path) is None
+    assert manifest.read_manifest(tmp_path) is None
     (tmp_path / manifest.NAME).unlink()
     for target in ("/dev/zero", "../outside"):
         (tmp_path / manifest.NAME).symlink_to(target)
-        assert manifest.read(tmp_path) is None
+        assert manifest.read_manifest(tmp_path) is None
         (tmp_path / manifest.NAME).unlink()
     os.mkfifo(tmp_path / manifest.NAME)
-    assert manifest.read(tmp_path) is None
+    assert manifest.read_manifest(tmp_path) is None
 
 
 @pytest.mark.parametrize("size", [8 << 30, 1 << 40])

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantforge.cache_kinds import WORDS, kinds_of
+from quantforge.cache_kinds import WORDS, parse_cache_kind
 from quantforge_kernels import kv
 from quantforge_kernels.attention import ScoreOptions, attend_reference
 from quantforge_kernels.cpu import instruction_sets, layer_launchers
@@ -52,7 +52,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 )
 def test_attention(dtype, kind, groups, head, lengths, cap, window):
     q, *cache = cached(dtype, groups, head, lengths, kind)
-    if not layer_launchers.accepts_cache(head, kinds_of(kind), q):
+    if not layer_launchers.accepts_cache(head, parse_cache_kind(kind), q):
         assert "int4" in kind
         assert head // 2 % 16
         return
@@ -79,7 +79,7 @@ def test_tokens_are_stored_where_they_belong_to_the_bit(kind, dtype, head):
     both[1, :, 0] *= 1e-4  # subnormal float8
     both[2, :, 0] *= 1e-9
     keys, values = both.unbind(1)
-    shape, kinds = (2, PAGE_SIZE, 3), kinds_of(kind)
+    shape, kinds = (2, PAGE_SIZE, 3), parse_cache_kind(kind)
     pools = tuple(kv.allocate(shape, head, one, dtype, torch.device("cpu")) for one in kinds)
     slots = torch.tensor([40, 3, 0, 63])
     assert layer_launchers.accepts_cache(head, kinds, keys, values)

@@ -14,7 +14,7 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning.tuned_matrix import CODES, OFFSET_UNIT, LearnedFactor, TunedMatrix
 from tests.thorough import usual
 
-SCALED = [grid for grid in GGML_BLOCKS if parse(grid).scaled]
+SCALED = [grid for grid in GGML_BLOCKS if parse(grid).has_learnable_scales]
 EVEN = [key for key in SCALED if key.startswith("q")] + ["tq1_0", "tq2_0"]
 TABLES = ["iq4_nl", "iq4_xs", "mxfp4", "nvfp4"]
 INTEGERS = ["int3:g64:sym", "int2:g64:asym", "int8:row:sym"]
@@ -101,9 +101,9 @@ def test_what_is_stored_has_its_type_and_no_scale_ends_at_zero_or_beyond(grid: s
     assert torch.equal(before.decode(), tensor.decode())
     for scales in matrix.scales.values():
         scales.factor.data.uniform_(-0.5, 0.5)
-        scales.start[0, 0] = 440.0 if tensor.scheme.divided else 6e4
+        scales.start[0, 0] = 440.0 if tensor.scheme.has_global_scale else 6e4
         scales.factor.data[0, 0] = 0.5
-        scales.start[2, 0] = 2.0**-9 if tensor.scheme.divided else 2.0**-24
+        scales.start[2, 0] = 2.0**-9 if tensor.scheme.has_global_scale else 2.0**-24
         scales.factor.data[2, 0] = -0.5
     after = matrix.result()
     for key, value in after.parameters.items():

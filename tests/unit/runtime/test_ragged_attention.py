@@ -107,7 +107,7 @@ def test_rejected_tokens_are_forgotten(models):
     decoder = Decoder(models("llama"))
     held = decoder.cache(3, 80)
     wanted = advance(decoder, held, [[(0, 70)]])[0]
-    held.truncate(0, 20)
+    held.truncate_sequence(0, 20)
     assert held.length(0) == held.lengths[0] == 20
     assert len(held.pages_of(0)) == 1
     found = advance(decoder, held, [[(0, 50)]])[0]

@@ -133,7 +133,9 @@ def test_what_llama_cpp_does_otherwise_is_an_event_of_a_move_too(models, tmp_pat
     made = api.export(str(source), None, tmp_path / "b.gguf", **moved)
     kinds = [event.kind for event in made.events if event.kind != "inexact"]
     assert kinds == ["tokenizer-differs"]
-    assert [event["kind"] for event in manifest.read(made.out)["events"]].count(kinds[0]) == 1
+    assert [event["kind"] for event in manifest.read_manifest(made.out)["events"]].count(
+        kinds[0]
+    ) == 1
     strict = Settings(policy=Policy(allow={"tokenizer-differs": 0}))
     with pytest.raises(RefusedError, match="tokenizer-differs"):
         api.export(str(source), None, tmp_path / "c.gguf", strict, **moved)
@@ -141,7 +143,7 @@ def test_what_llama_cpp_does_otherwise_is_an_event_of_a_move_too(models, tmp_pat
 
 def test_a_file_states_no_recipe_where_none_is_known(models, tmp_path):
     source = quantized(models("llama-tied"), tmp_path / "a", "int4:g32:sym")
-    manifest.place_of(source).unlink()
+    manifest.manifest_path(source).unlink()
     file = export(source, tmp_path / "b.gguf", None, allow_inexact=True)
     assert "quantforge.recipe" not in read_gguf(file).metadata
 
@@ -159,7 +161,7 @@ def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, ca
     types = {key: entry.type for key, entry in read_gguf(tmp_path / "b.gguf").tensors.items()}
     assert types.pop("token_embd.weight") == "Q6_K"
     assert set(types.values()) == {"Q4_0", "F32"}
-    said = manifest.read(tmp_path / "b.gguf")
+    said = manifest.read_manifest(tmp_path / "b.gguf")
     assert said["event_counts"] == {"embedding-rounded": 1}
     (entry,) = [item for item in said["tensors"] if item["name"] == name]
     assert (entry["scheme"], entry["error"] < 1e-3) == ("q6_k", True)
@@ -183,7 +185,7 @@ def test_what_an_export_does_not_round(models, tmp_path):
     assert {tensors[f"{name}.weight"].type for name in ("token_embd", "output")} == {"F16"}
     file = export(models("llama-tied", **WIDE), tmp_path / "b.gguf", "Q8_0")
     moved = export(file, tmp_path / "c", None, format="mlx", allow_inexact=True)
-    assert "embedding-rounded" not in manifest.read(moved)["event_counts"]
+    assert "embedding-rounded" not in manifest.read_manifest(moved)["event_counts"]
     with pytest.raises(UsageError, match="is quantized already"):
         export(file, tmp_path / "x", None, format="mlx", embedding="int4:g64:min")
     with pytest.raises(UsageError, match="an export to gptq rounds no embedding"):
@@ -218,7 +220,7 @@ def test_a_second_quantization_starts_from_the_recorded_source_or_is_an_event(mo
     with pytest.raises(IntegrityError, match="not the model"):
         export(source, tmp_path / "z.gguf", "Q8_0", source=str(other))
     decoded = export(source, tmp_path / "z.gguf", "Q8_0", requantize=True)
-    assert manifest.read(decoded)["event_counts"] == {"requantized": 1}
+    assert manifest.read_manifest(decoded)["event_counts"] == {"requantized": 1}
 
 
 def test_what_refuses_a_quantized_file_names_a_command_that_runs(
@@ -241,7 +243,7 @@ def test_what_refuses_a_quantized_file_names_a_command_that_runs(
         made = command(capsys, *named[1:], *options)
         assert made.code == 0, made.err
         out = Path(typed[typed.index("-o") + 1])
-        assert manifest.read(out)["event_counts"]["requantized"] == 1
+        assert manifest.read_manifest(out)["event_counts"]["requantized"] == 1
     kept = open_checkpoint(Path("a")).entries["model.embed_tokens.weight"]
     assert kept.dtype == "F16"  # the type of the model, not that in which it was decoded
     files = tokenizer_files(read_gguf(Path("m.gguf")))
@@ -336,7 +338,7 @@ def test_one_file_is_made_from_another(models, tmp_path):
     }
     with pytest.raises(RefusedError, match="second quantization"):
         export(direct, tmp_path / "c.gguf", "Q8_0")
-    assert manifest.read(export(direct, tmp_path / "c.gguf", "Q8_0", requantize=True))[
+    assert manifest.read_manifest(export(direct, tmp_path / "c.gguf", "Q8_0", requantize=True))[
         "event_counts"
     ] == {"requantized": 1}
     with pytest.raises(RefusedError, match="of that format already"):

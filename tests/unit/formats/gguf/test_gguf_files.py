@@ -206,7 +206,7 @@ def test_a_name_that_llama_cpp_takes_for_another_model_is_left_out(models, tmp_p
 
 def test_the_manifest_beside_the_file_describes_it(models, tmp_path):
     out = export(models("llama-tied"), tmp_path / "x.gguf")
-    document = manifest.read(out)
+    document = manifest.read_manifest(out)
     digest = hashlib.sha256(out.read_bytes()).hexdigest()
     assert document["outputs"] == {"x.gguf": {"bytes": out.stat().st_size, "sha256": digest}}
     assert {path.name for path in tmp_path.iterdir()} == {"x.gguf", "x.gguf.quantforge.json"}
@@ -218,7 +218,7 @@ def test_a_modelfile_names_the_file_its_context_and_its_ends(models, tmp_path):
     api.export(str(models("llama-tied")), recipe, tmp_path / "x.gguf", settings)
     text = (tmp_path / "x.Modelfile").read_text()
     assert text.splitlines() == ["FROM ./x.gguf", "PARAMETER num_ctx 128", 'PARAMETER stop "</s>"']
-    assert set(manifest.read(tmp_path / "x.gguf")["outputs"]) == {"x.gguf", "x.Modelfile"}
+    assert set(manifest.read_manifest(tmp_path / "x.gguf")["outputs"]) == {"x.gguf", "x.Modelfile"}
 
 
 def test_rules_decide_before_the_mixture_and_shapes_that_do_not_fit_are_substituted_as_events(

@@ -243,7 +243,7 @@ def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, mon
         out = tmp_path / (name if form == "gguf" else name.removesuffix(".gguf"))
         recipe = Recipe(method="rtn", format=form, calibration=text, **own)
         api.quantize(str(model), recipe, out, Settings(imatrix=path))
-        made = manifest.read(out)["tensors"]
+        made = manifest.read_manifest(out)["tensors"]
         errors.append({entry["name"]: entry["error"] for entry in made if "error" in entry})
     assert len(errors[0]) >= 7 * 3
     assert errors[1] == pytest.approx(errors[0], rel=1e-5)  # a manifest has six digits

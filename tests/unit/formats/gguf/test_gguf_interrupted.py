@@ -73,4 +73,4 @@ def test_a_full_disk_leaves_the_earlier_file_as_it_was(models, tmp_path, monkeyp
     with pytest.raises(QuantForgeError, match="does not fit"):
         export(model, out, "F16", overwrite=True)
     assert out.read_bytes() == before
-    assert manifest.read(out) is not None
+    assert manifest.read_manifest(out) is not None

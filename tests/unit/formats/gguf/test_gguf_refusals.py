@@ -156,7 +156,7 @@ def test_scales_that_overflow_are_refused_and_ones_that_vanish_are_events(kind, 
                     export(model, out, kind, scales=scales)
                 assert not out.exists()
         else:
-            events = manifest.read(export(model, out, kind))["events"]
+            events = manifest.read_manifest(export(model, out, kind))["events"]
             clamped = [event["where"] for event in events if event["kind"] != "substitution"]
             assert clamped == ["model.layers.0.mlp.up_proj.weight"]
 
@@ -176,7 +176,7 @@ def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
             **{"layer_types": kinds, **values},
         )
         out = export(model, tmp_path / f"{number}.gguf")
-        document = manifest.read(out)
+        document = manifest.read_manifest(out)
         found = [item for item in document["events"] if item["kind"] == "window-left-out"]
         assert len(found) == events
         assert all("equal up to 16 tokens" in item["detail"] for item in found)

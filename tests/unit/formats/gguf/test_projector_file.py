@@ -305,7 +305,9 @@ def test_bounds_that_bound_nothing_are_written_as_they_are(models, tmp_path):
 def test_what_llama_cpp_makes_of_pictures_otherwise_is_an_event(models, tmp_path, capsys):
     out = tmp_path / "x.gguf"
     written(models["llama4"], out)
-    (event,) = (one for one in manifest.read(out)["events"] if one["kind"] == "tower-differs")
+    (event,) = (
+        one for one in manifest.read_manifest(out)["events"] if one["kind"] == "tower-differs"
+    )
     assert "column by column" in event["detail"]
     options = (
         "--format",
@@ -342,7 +344,9 @@ def test_a_tower_that_hears_is_in_no_file_and_is_an_event(models, tmp_path):
     for source, more in ((model, {"type": "F16"}), (tmp_path / "q", {"allow_inexact": True})):
         out = tmp_path / f"{source.name}.gguf"
         api.export(str(source), None, out, Settings(mmproj=True), format="gguf", **more)
-        (event,) = (one for one in manifest.read(out)["events"] if one["kind"] == "tower-left-out")
+        (event,) = (
+            one for one in manifest.read_manifest(out)["events"] if one["kind"] == "tower-left-out"
+        )
         assert "audio_tower and embed_audio: 3 tensors, 1152 bytes" in event["detail"]
     assert not any(
         name.startswith("a.") for name in read_gguf(tmp_path / "mmproj-m-F16.gguf").tensors
@@ -424,7 +428,7 @@ def test_another_format_holds_the_tower_itself(models, tmp_path):
 def test_the_file_belongs_to_the_result_and_is_verified(models, tmp_path):
     out = tmp_path / "x.gguf"
     tower = written(models["gemma3"], out)
-    assert set(manifest.read(out)["outputs"]) == {out.name, tower.name}
+    assert set(manifest.read_manifest(out)["outputs"]) == {out.name, tower.name}
     source = models["gemma3"]
     assert not verify(out, source, forward=False).findings
     for path in (out, tower, out.with_name("x.gguf.quantforge.json")):

@@ -123,7 +123,7 @@ def _textbook(weight: Tensor, hessian: Tensor, scheme: Scheme, search: bool) -> 
             (((weight - each).double() @ goal) * (weight - each)).sum(1)
             for each in (found, decoded)
         ]
-        if size == weight.shape[1] and scheme.whole:
+        if size == weight.shape[1] and scheme.rows_share_parameters:
             errors = [each.sum().expand(len(weight)) for each in errors]
         better = (errors[1] < errors[0])[:, None]
         codes, found = torch.where(better, alone, codes), torch.where(better, decoded, found)
