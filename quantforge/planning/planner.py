@@ -415,7 +415,7 @@ def with_transformers_verdict(checkpoint: Checkpoint, partial_plan: PartialPlan)
 
     config = unquantized_config(checkpoint)
     config = untied(config) if partial_plan.untie else config
-    engines = transformers_loading.judged_by_names(
+    engines = transformers_loading.resolve_verdicts(
         partial_plan.engines, config, partial_plan.tensors
     )
     for verdict in engines:
