@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.products import Job, addmm_
+from quantforge.numerics.products import TileTask, addmm_
 from quantforge.numerics.threads import side_by_side
 from quantforge.packers.input_rounding import histogram
 
@@ -38,7 +38,7 @@ class Accumulator:
 
     def addition_jobs(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None
-    ) -> list[Job]:
+    ) -> list[TileTask]:
         """Return jobs that add ``inputs``, each ``[tokens, in_features]``; the jobs can run in parallel.
 
         With ``weights`` (each ``[tokens]``), a token counts in the means with the square of its weight. Peaks and
@@ -47,7 +47,9 @@ class Accumulator:
         self._tokens += sum(map(len, inputs))
         if Statistic.SAMPLE in self._requested:
             self._sample += [x.to("cpu", copy=True) for x in inputs]
-        jobs: list[Job] = [partial(self._summarize, inputs, Statistic.PEAKS, Statistic.HISTOGRAM)]
+        jobs: list[TileTask] = [
+            partial(self._summarize, inputs, Statistic.PEAKS, Statistic.HISTOGRAM)
+        ]
         if weights is None:
             self._total_weight += sum(map(len, inputs))
         else:

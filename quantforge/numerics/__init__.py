@@ -1,14 +1,14 @@
-"""Products, threads and memory: what keeps the bits and bounds the peak of a run.
+"""Reproducible matrix products, threads and memory: keep results bitwise equal and bound peak memory.
 
 In this folder:
 
-    allocator          Give freed memory back to the system, so that the peak is what is alive and not what once was
-    compiled           Loops that numba compiles: options, and eight float32 as one value
-    function_mode      A mode of torch that is one method: what is done instead of every function that is called
-    hadamard           Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``
+    allocator          Configure glibc's allocator so that freed memory is returned to the system and does not raise the
+    compiled           Support for loops compiled by numba: options, and a vector type of eight float32 values
+    function_mode      A torch function mode with a single method that is called in place of every torch function
+    hadamard           Rotate channels by Hadamard matrices: ``x -> x diag(signs) H / sqrt(size)``
     products           Matrix products whose last bits do not depend on the number of threads
     shared_processors  Processors shared with other programs: how threads wait there
-    threads            Threads of a run: whole parts side by side, items in order, work in the background
+    threads            Threads of a run: parallel parts, ordered items, and background tasks
     values             Checks and sums of the values of a tensor
 """
 

@@ -1,15 +1,15 @@
-"""Give freed memory back to the system, so that the peak is what is alive and not what once was.
+"""Configure glibc's allocator so that freed memory is returned to the system and does not raise the peak.
 
 glibc takes large blocks directly from the system and returns them when they are freed, but each such return raises the
-limit of "large", up to 32 MB; from then on activations of that size are cut from a heap that only grows. On a small
-model this kept a third more than was alive, and a little more with every block. Fixing the limit stops both.
+threshold of "large", up to 32 MB; from then on activations of that size come from a heap that only grows. On a small
+model this kept a third more memory than was in use, and a little more with each block. A fixed threshold avoids both.
 
-What is returned has to be cleared when it is asked for again, and most blocks are asked for again at once. Therefore
-blocks below the limit come from the heap, and the heap keeps a bounded amount of what is freed until a step is done
-(`trim`). On a small llama that took a fifth off the time of a run and added 20 MB to its peak (``peak_memory.OVERHEAD``
-counts them). Where blocks are larger both limits are parts of the peak that is forecast.
+Returned memory must be cleared when it is requested again, and most blocks are requested again at once. Therefore
+blocks below the threshold come from the heap, and the heap keeps a bounded amount of freed memory until a step is done
+(`trim`). On a small llama that reduced the time of a run by a fifth and added 20 MB to its peak
+(``peak_memory.OVERHEAD`` includes them). For larger blocks both limits are fractions of the forecast peak.
 
-Each thread would have a heap of its own, and what one has freed another could not use: there is one for all.
+By default each thread has a heap of its own, and others cannot use what it has freed: a single heap is used for all.
 """
 
 from __future__ import annotations
@@ -17,36 +17,39 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-LARGE = 8 << 20  # bytes; blocks from this size on are returned when they are freed
+MMAP_THRESHOLD = 8 << 20  # bytes; blocks of at least this size are returned when freed
 CHUNK_BYTES = 64 << 20  # of an embedding, read at once
-KEPT = 64 << 20  # bytes at the top of the heap that may be free before they are returned
-LARGE_PART, KEPT_PART = 80, 12  # of the peak, at most, where that is more
+TRIM_THRESHOLD = 64 << 20  # free bytes at the top of the heap before they are returned
+MMAP_THRESHOLD_DIVISOR, TRIM_THRESHOLD_DIVISOR = (
+    80,
+    12,
+)  # thresholds are at least the peak divided by these
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _M_TRIM_THRESHOLD = -1
 _M_ARENA_MAX = -8
-_MOST = 1 << 30  # both are a C int
+_MAX_INT = 1 << 30  # both are a C int
 
 
 def return_freed_memory(peak: int = 0) -> bool:
     """Set the allocator's limits for the whole process; return whether the C library supports them (glibc).
 
     Args:
-        peak: bytes that the run is expected to take.
+        peak: expected peak memory of the run in bytes.
     """
     mallopt = _function("mallopt")
-    large = min(max(LARGE, peak // LARGE_PART), _MOST)
-    kept = min(max(KEPT, peak // KEPT_PART), _MOST)
+    mmap_threshold = min(max(MMAP_THRESHOLD, peak // MMAP_THRESHOLD_DIVISOR), _MAX_INT)
+    trim_threshold = min(max(TRIM_THRESHOLD, peak // TRIM_THRESHOLD_DIVISOR), _MAX_INT)
     return (
         mallopt is not None
         # Before glibc 2.35 it was 32 MB at most.
-        and any(mallopt(_M_MMAP_THRESHOLD, limit) for limit in (large, LARGE))
-        and bool(mallopt(_M_TRIM_THRESHOLD, kept))
+        and any(mallopt(_M_MMAP_THRESHOLD, limit) for limit in (mmap_threshold, MMAP_THRESHOLD))
+        and bool(mallopt(_M_TRIM_THRESHOLD, trim_threshold))
         and bool(mallopt(_M_ARENA_MAX, 1))
     )
 
 
 def trim() -> None:
-    """Give what is free in the heap back to the system, where the C library can (glibc)."""
+    """Return free heap memory to the system if the C library supports it (glibc)."""
     malloc_trim = _function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

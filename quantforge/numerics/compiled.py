@@ -1,11 +1,11 @@
-"""Loops that numba compiles: options, and eight float32 as one value.
+"""Support for loops compiled by numba: options, and a vector type of eight float32 values.
 
-Compiled loops have to give the same bits on every processor, so that no sum is reordered and no multiplication is
-contracted with an addition. LLVM then leaves short loops, loops with odd counts and searches for a minimum as scalar
-code. `Eight` is eight float32 that are computed with at once: every operation is one vector instruction (several where
-vectors are shorter), and each lane is rounded as a single float is.
+Compiled loops must give the same bits on every processor, so no sum is reordered and no multiplication is fused with
+an addition. LLVM then leaves short loops, loops with odd counts and searches for a minimum as scalar code. `Eight` is a
+vector of eight float32: each operation is one vector instruction (several where vectors are shorter), and each lane is
+rounded like a single float.
 
-Import this module in functions: numba takes a moment to import, and each loop is compiled at its first call.
+Import this module inside functions: numba takes a moment to import, and each loop is compiled at its first call.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _PLACES, _BYTES = ir.VectorType(_WORD, LANES), ir.VectorType(ir.IntType(8), LANE
 
 
 class Eight(types.Type):  # type: ignore[misc]
-    """The type of eight float32 for numba."""
+    """Numba type of a vector of eight float32."""
 
     def __init__(self) -> None:
         super().__init__(name="Eight")
@@ -78,7 +78,7 @@ def _address(context: Any, build: Any, kind: Any, array: Any, place: Any, whole:
 
 @intrinsic
 def load(typing, array, place):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return 8 values of a contiguous float32 or int8 ``array`` from ``place`` on, without a check of its length."""
+    """Return 8 values of a contiguous float32 or int8 ``array`` starting at ``place``, without a bounds check."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
         kind, (array, place) = signature.args[0], arguments
@@ -93,7 +93,7 @@ def load(typing, array, place):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @intrinsic
 def store(typing, array, place, value):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Write ``value`` into ``array`` from ``place`` on."""
+    """Write ``value`` to ``array`` starting at ``place``."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
         array, place, value = arguments
@@ -106,7 +106,7 @@ def store(typing, array, place, value):  # type: ignore[no-untyped-def]  # noqa:
 
 @intrinsic
 def column(typing, array, place):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return 8 values of ``array`` from ``place`` on, 8 apart."""
+    """Return 8 values of ``array`` starting at ``place``, with a stride of 8."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]
         data = make_array(signature.args[0])(context, build, arguments[0]).data
@@ -128,7 +128,7 @@ def _shuffled(build: Any, value: Any, places: list[int]) -> Any:
 
 @intrinsic
 def spread(typing, value):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the float32 ``value`` in all lanes."""
+    """Broadcast the float32 ``value`` to all lanes."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         empty = ir.Constant(_WHOLE, ir.Undefined)
@@ -139,7 +139,7 @@ def spread(typing, value):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 
 def _operation(name: str, *signs: Callable[[Any, Any], Any]) -> None:
-    """Compile operators between two `Eight` to an instruction of LLVM."""
+    """Compile operators between two `Eight` to one LLVM instruction."""
 
     @intrinsic
     def apply(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
@@ -164,7 +164,7 @@ _operation("fdiv", operator.truediv)
 
 @intrinsic
 def fused(typing, one, other, added):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return ``one * other + added``, rounded once or twice depending on the processor: for bounds only."""
+    """Return ``one * other + added``, rounded once or twice depending on the processor: only for bounds."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
@@ -176,7 +176,7 @@ def fused(typing, one, other, added):  # type: ignore[no-untyped-def]  # noqa: A
 
 @intrinsic
 def pick(typing, one, other, where, elsewhere):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return lanes of ``where`` where ``one < other``, else of ``elsewhere``."""
+    """Select lanes of ``where`` if ``one < other``, else of ``elsewhere``."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         one, other, where, elsewhere = arguments
@@ -187,7 +187,7 @@ def pick(typing, one, other, where, elsewhere):  # type: ignore[no-untyped-def] 
 
 @intrinsic
 def lesser(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the smaller of each pair of lanes; the second of a pair with NaN."""
+    """Return the smaller value of each pair of lanes; the second one if a value is NaN."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.select(build.fcmp_ordered("<", *arguments), *arguments)
@@ -197,7 +197,7 @@ def lesser(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @intrinsic
 def greater(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the greater of each pair of lanes; the second of a pair with NaN."""
+    """Return the greater value of each pair of lanes; the second one if a value is NaN."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.select(build.fcmp_ordered(">", *arguments), *arguments)
@@ -215,13 +215,13 @@ def _bits(sign: str) -> Any:
 
 @intrinsic
 def below(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return an integer: bit ``i`` is set where ``one < other`` in lane ``i``."""
+    """Return a bit mask: bit ``i`` is set if ``one < other`` in lane ``i``."""
     return _bits("<")
 
 
 @intrinsic
 def differing(typing, one, other):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return an integer: bit ``i`` is set where ``one != other`` in lane ``i``."""
+    """Return a bit mask: bit ``i`` is set if ``one != other`` in lane ``i``."""
     return _bits("!=")
 
 
@@ -250,7 +250,7 @@ lane_sum = _folded("lane_sum", "+")
 
 @intrinsic
 def first_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the index of the lowest set bit of ``bits``, which is not 0."""
+    """Return the index of the lowest set bit of ``bits``, which must not be 0."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         return build.cttz(arguments[0], ir.Constant(ir.IntType(1), 1))
@@ -260,7 +260,7 @@ def first_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @intrinsic
 def last_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return the index of the highest set bit of ``bits``, which is not 0."""
+    """Return the index of the highest set bit of ``bits``, which must not be 0."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         (given,) = arguments
@@ -272,6 +272,6 @@ def last_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @borrowing
 def first_of(best, found):  # type: ignore[no-untyped-def]
-    """Return the smallest ``found`` of the lanes that have the smallest ``best``, and that value."""
+    """Return the smallest ``found`` among the lanes with the smallest ``best``, and that smallest value."""
     value = lane_min(best)
     return int(lane_min(pick(spread(value), best, spread(LARGEST), found))), value

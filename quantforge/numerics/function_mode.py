@@ -1,4 +1,4 @@
-"""A mode of torch that is one method: what is done instead of every function that is called."""
+"""A torch function mode with a single method that is called in place of every torch function."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Function = Callable[..., Any]
 
 
 class FunctionMode(TorchFunctionMode, ABC):
-    """Context in which `call` stands for every function of torch and every method of a tensor."""
+    """Context in which `call` replaces every torch function and tensor method."""
 
     @abstractmethod
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what ``function(*args, **kwargs)`` is to return; the mode is off meanwhile."""
+        """Return the result of ``function(*args, **kwargs)`` or a replacement; the mode is disabled during the call."""
 
     def __torch_function__(
         self,
@@ -25,5 +25,5 @@ class FunctionMode(TorchFunctionMode, ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Forward a call to `call`; torch's interface."""
+        """Forward a call to `call`; the interface of torch."""
         return self.call(func, args, kwargs or {})

@@ -1,12 +1,12 @@
-"""Rotations by Hadamard matrices, applied to channels: ``x -> x diag(signs) H / sqrt(size)``.
+"""Rotate channels by Hadamard matrices: ``x -> x diag(signs) H / sqrt(size)``.
 
-``H`` has entries of 1 and -1 and orthogonal rows: Sylvester's for powers of two, and for other sizes the product of one
-of his with one of Paley's, of order ``q + 1`` (for a prime ``q`` that is 3 modulo 4) or ``2 (q + 1)`` (1 modulo 4).
-Nearly all sizes of models are such a product. The signs keep what all channels have in common from gathering in one of
-them; a hash draws them from a seed, so that they are the same everywhere.
+``H`` has entries 1 and -1 and orthogonal rows: Sylvester's matrix for powers of two, and for other sizes the product of
+a Sylvester matrix and a Paley matrix of order ``q + 1`` (for a prime ``q`` that is 3 modulo 4) or ``2 (q + 1)`` (1
+modulo 4). Nearly all model sizes are such a product. Random signs prevent a component common to all channels from
+accumulating in one of them; they are derived from a hash of a seed, so that they are the same everywhere.
 
-Products are sums of channels in float64, element by element: the bits of a row depend neither on threads nor on
-the rows beside it.
+Products are sums of channels in float64, element by element: the bits of a row depend neither on threads nor on other
+rows.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-LARGEST_PALEY = 1024  # every output of this factor is a sum over all of its inputs
-TILE = 1 << 18  # numbers that are rotated at once
+LARGEST_PALEY = 1024  # largest Paley order: each output is a sum over all inputs
+TILE = 1 << 18  # values rotated at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +30,19 @@ class Rotation:
     """An orthogonal matrix of ``size`` channels.
 
     Attributes:
-        size: `known` of it.
-        signs: what they are drawn from.
+        size: a size for which `has_hadamard` is true.
+        signs: seed of the signs.
     """
 
     size: int
     signs: str
 
     def along(self, value: Tensor, axis: int) -> None:
-        """Rotate the channels along an axis, of which each run of ``size`` is rotated by itself.
+        """Rotate the channels along an axis in place, each run of ``size`` channels separately.
 
         Args:
             value: float32, contiguous; overwritten.
-            axis: of ``k * size`` channels.
+            axis: axis with ``k * size`` channels.
         """
         after = math.prod(value.shape[axis + 1 :])
         width = max(TILE // self.size, 1)
@@ -50,14 +50,14 @@ class Rotation:
             lines = value.view(-1, self.size)
             for first in range(0, len(lines), width):
                 tile = lines[first : first + width]
-                tile.copy_(self._turned(tile))
+                tile.copy_(self._rotated(tile))
             return
         for run in value.view(-1, self.size, after):
             for first in range(0, after, width):
                 tile = run[:, first : first + width]
-                tile.copy_(self._turned(tile.T).T)
+                tile.copy_(self._rotated(tile.T).T)
 
-    def _turned(self, lines: Tensor) -> Tensor:
+    def _rotated(self, lines: Tensor) -> Tensor:
         """Return ``[lines, size]`` rotated, in float64."""
         import torch
 
@@ -65,13 +65,13 @@ class Rotation:
         return _product(lines.double() * signs).div_(self.size**0.5)
 
 
-def known(size: int) -> bool:
-    """Return whether there is a Hadamard matrix of this size here."""
+def has_hadamard(size: int) -> bool:
+    """Return whether a Hadamard matrix of this size can be constructed."""
     return _paley_factor(size) is not None
 
 
 def _product(x: Tensor) -> Tensor:
-    """Return ``x H`` of ``[rows, size]`` float64."""
+    """Return ``x H`` for float64 ``[rows, size]``."""
     import torch
 
     rows, size = x.shape
@@ -99,7 +99,7 @@ def _paley_tensor(size: int) -> torch.Tensor:
 
 @cache
 def _paley_factor(size: int) -> int | None:
-    """Return the least order of Paley's (or 1) whose quotient is a power of two; None where there is none."""
+    """Return the smallest Paley order (or 1) whose quotient is a power of two; None if there is none."""
     orders = [size >> shift for shift in range(size.bit_length()) if size % (1 << shift) == 0]
     found = [order for order in orders if order == 1 or _is_paley(order)]
     return min(found, default=None)

@@ -1,19 +1,19 @@
 """Matrix products whose last bits do not depend on the number of threads.
 
-A library shares a product out to its threads as it sees fit. Where it cuts the dimension that is summed over, or takes
-another kernel for the shape that is left to each thread, the result depends on their number: seen with MKL on large
-float32 products, on one and two threads of one machine. So each product is cut into tiles, which depend on its shape
-alone, and each tile is computed on one thread. The other operations of a run compute each element, or sum each row, on
+A library divides a product among its threads as it chooses. If it splits the summed dimension, or selects another
+kernel for the shape that each thread gets, the result depends on the number of threads: observed with MKL on large
+float32 products, on one and two threads of one machine. So each product is cut into tiles that depend only on its
+shape, and each tile is computed on one thread. The other operations of a run compute each element, or sum each row, on
 one thread anyway.
 
-`matmul` and `addmm_` are for code of ours; `cutting` makes every product that torch is asked for such a one, for
-transformers' code, and `cutting_linears` linears that gradients pass. This holds inside of
-`quantforge.numerics.threads.reproducible`; outside, torch's own products are used.
+`matmul` and `addmm_` are for our own code; `cutting` applies the same to all torch products, for transformers' code,
+and `cutting_linears` to linears with gradients. This is active inside of `quantforge.numerics.threads.reproducible`;
+outside, torch's own products are used.
 
-torch has float32 products from MKL, which on processors of AMD are slower than oneDNN's, which it has as well (by a
-fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes those that it can take as they are.
-It keeps code and plans for every shape that it was asked for, 0.4 MB each, up to 1024 of them, and experts differ in
-their numbers of tokens: rows of zeros keep the shapes few, and change no bit of the others.
+torch computes float32 products with MKL, which is slower on AMD processors than oneDNN, which torch includes too (by a
+fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes the products whose layouts it
+supports. It caches code and plans for each shape, 0.4 MB each, up to 1024 of them, and experts have varying numbers of
+tokens: padding with rows of zeros keeps the number of shapes small, and changes no bit of the other rows.
 """
 
 from __future__ import annotations
@@ -33,58 +33,60 @@ from quantforge.numerics.threads import TEAMS, one_thread
 
 LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
 SIDE = 256  # rows, or columns, of a tile
-SETUP = 1 << 20  # multiplications that take longer than asking oneDNN for them
+SETUP = 1 << 20  # multiplications from which oneDNN's call overhead pays off
 # oneDNN is asked for multiples of so many rows: of the second up to the first.
 ROWS, FEW_ROWS = 32, 8
-Job = Callable[[], object]  # computes one tile
-Cut = tuple[Tensor, list[Job]]  # the result, and what fills it
+TileTask = Callable[[], object]  # computes one tile
+TilePlan = tuple[Tensor, list[TileTask]]  # the result, and what fills it
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return ``a @ b``."""
-    found: Tensor = _computed(torch.matmul, (a, b), {})
+    found: Tensor = _compute_tiled(torch.matmul, (a, b), {})
     return found
 
 
 def addmm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> None:
     """Add ``alpha * a @ b`` to ``out``; all are matrices."""
-    _computed(torch.Tensor.addmm_, (out, a, b), {"alpha": alpha})
+    _compute_tiled(torch.Tensor.addmm_, (out, a, b), {"alpha": alpha})
 
 
 def cutting() -> AbstractContextManager[object]:
-    """Compute every product of this thread as `matmul` does, inside of `reproducible`."""
-    return _Mode() if TEAMS else nullcontext()
+    """Compute every torch product of this thread as `matmul` does, inside of `reproducible`."""
+    return _TiledProducts() if TEAMS else nullcontext()
 
 
-def _on_threads(threads: int, function: Callable[..., Tensor], *args: Tensor | None) -> Tensor:
-    """Return a product of torch's that is computed on so many threads, inside of `reproducible`."""
-    found: Tensor = _computed(function, args, {}, threads)
+def _compute_on_threads(
+    threads: int, function: Callable[..., Tensor], *args: Tensor | None
+) -> Tensor:
+    """Return a torch product computed on the given number of threads, inside of `reproducible`."""
+    found: Tensor = _compute_tiled(function, args, {}, threads)
     return found
 
 
-class _Mode(FunctionMode):
+class _TiledProducts(FunctionMode):
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        return _computed(function, args, kwargs)
+        return _compute_tiled(function, args, kwargs)
 
 
-def _computed(
+def _compute_tiled(
     func: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     threads: int | None = None,
 ) -> Any:
     cut, names = CUTS.get(func, (None, ()))
-    taken, options = [*args], dict(kwargs)
+    tensors, options = [*args], dict(kwargs)
     for name in names[len(args) :]:
         if name not in options:
             break
-        taken.append(options.pop(name))
-    if cut is None or not TEAMS or not taken or taken[0].device.type != "cpu":
+        tensors.append(options.pop(name))
+    if cut is None or not TEAMS or not tensors or tensors[0].device.type != "cpu":
         return func(*args, **kwargs)
     if cut is not _addmm_:  # autocast leaves alone what is computed in place
-        taken = [*map(_cast, taken)]
+        tensors = [*map(_cast, tensors)]
     # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
-    found = None if "out" in options else cut(*taken, **options)
+    found = None if "out" in options else cut(*tensors, **options)
     threads = threads or torch.get_num_threads()
     if found is None:
         if threads == 1:
@@ -101,20 +103,20 @@ def _computed(
 
 
 def _cast(value: Any) -> Any:
-    """Cast an argument as autocast would; autocast is active only on the thread that entered it."""
+    """Cast an argument as autocast would; autocast is only active on the thread that entered it."""
     if isinstance(value, Tensor) and value.is_floating_point() and torch.is_autocast_enabled("cpu"):
         return value.to(torch.get_autocast_dtype("cpu"))
     return value
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cut | None:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> TilePlan | None:
     if x.dim() < 2 or weight.dim() != 2:
         return None
-    found = _product(x.flatten(0, -2), weight.T, bias=bias)
+    found = _plan_product(x.flatten(0, -2), weight.T, bias=bias)
     return found and (found[0].view(*x.shape[:-1], len(weight)), found[1])
 
 
-def _matmul(a: Tensor, b: Tensor) -> Cut | None:
+def _matmul(a: Tensor, b: Tensor) -> TilePlan | None:
     if a.dim() >= 2 and b.dim() == 2:
         return _linear(a, b.T)
     if a.dim() < 3 or a.shape[:-2] != b.shape[:-2] or math.prod(a.shape) * b.shape[-1] < LEAST:
@@ -123,17 +125,19 @@ def _matmul(a: Tensor, b: Tensor) -> Cut | None:
     return out, [partial(torch.matmul, a[i], b[i], out=out[i]) for i in range(len(a))]
 
 
-def _addmm(start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Cut | None:
-    return _product(a, b, start.expand(len(a), b.shape[1]), beta=beta, alpha=alpha)
+def _addmm(
+    start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> TilePlan | None:
+    return _plan_product(a, b, start.expand(len(a), b.shape[1]), beta=beta, alpha=alpha)
 
 
 def _addmm_(
     start: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
-) -> Cut | None:
-    return _product(a, b, start, beta=beta, alpha=alpha, out=start)
+) -> TilePlan | None:
+    return _plan_product(a, b, start, beta=beta, alpha=alpha, out=start)
 
 
-def _product(
+def _plan_product(
     a: Tensor,
     b: Tensor,
     start: Tensor | None = None,
@@ -141,24 +145,24 @@ def _product(
     bias: Tensor | None = None,
     out: Tensor | None = None,
     **factors: float,
-) -> Cut | None:
-    """Plan ``a @ b`` of matrices, from ``start`` on: cut along the longer side of the result."""
+) -> TilePlan | None:
+    """Plan the matrix product ``a @ b``, added to ``start``, in tiles along the longer side of the result."""
     size = a.numel() * b.shape[1]
-    onednn = start is None and size >= SETUP and _taken_by_onednn(a, b)
-    tall = len(a) >= b.shape[1] or (onednn and not b.T.is_contiguous())
+    use_onednn = start is None and size >= SETUP and _onednn_supports(a, b)
+    tall = len(a) >= b.shape[1] or (use_onednn and not b.T.is_contiguous())
     length = len(a) if tall else b.shape[1]
     count = min(size // LEAST, length // SIDE)
     if count < 2:
-        return (_by_onednn(a, b, bias), []) if onednn else None
-    if bias is not None and not onednn:
+        return (_onednn_linear(a, b, bias), []) if use_onednn else None
+    if bias is not None and not use_onednn:
         start = bias.expand(len(a), b.shape[1])
     out = a.new_empty(len(a), b.shape[1]) if out is None else out
-    jobs: list[Job] = []
+    jobs: list[TileTask] = []
     for first in range(0, length, step := -(-length // count)):
         run = slice(first, first + step)
         tile = (run, slice(None)) if tall else (slice(None), run)
         factor = (a[run], b) if tall else (a, b[:, run])
-        if onednn:
+        if use_onednn:
             jobs.append(partial(_fill, out[tile], *factor, bias if bias is None else bias[tile[1]]))
         elif start is None:
             jobs.append(partial(torch.mm, *factor, out=out[tile]))
@@ -169,7 +173,7 @@ def _product(
 
 @cache
 def _onednn_is_faster() -> bool:
-    """Return whether oneDNN is faster at float32 products than MKL, as on AMD processors."""
+    """Return whether oneDNN is faster than MKL at float32 products, as on AMD processors."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return (
         "AMD" in capabilities.get("cpu_name", "")
@@ -178,8 +182,8 @@ def _onednn_is_faster() -> bool:
     )
 
 
-def _taken_by_onednn(a: Tensor, b: Tensor) -> bool:
-    """Return whether oneDNN takes the factors as they are: it has no fast code for other layouts."""
+def _onednn_supports(a: Tensor, b: Tensor) -> bool:
+    """Return whether oneDNN supports the layouts of the factors without a copy."""
     return (
         _onednn_is_faster()
         and a.dtype == b.dtype == torch.float32
@@ -188,26 +192,26 @@ def _taken_by_onednn(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _by_onednn(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_linear(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     rows = len(a)
-    more = -rows % (ROWS if rows > ROWS else FEW_ROWS)
-    if rows > 1 and more:  # a single one is computed in another way, and ends in other last bits
-        a = functional.pad(a, (0, 0, 0, more))
+    padding = -rows % (ROWS if rows > ROWS else FEW_ROWS)
+    if rows > 1 and padding:  # a single one is computed in another way, and ends in other last bits
+        a = functional.pad(a, (0, 0, 0, padding))
     with one_thread():
         found: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.T, bias, "none", [], "")
     return found[:rows]
 
 
 def _fill(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
-    out.copy_(_by_onednn(a, b, bias))
+    out.copy_(_onednn_linear(a, b, bias))
 
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
-) -> Cut | None:
-    """Plan attention of each row of the batch on its own.
+) -> TilePlan | None:
+    """Plan attention separately for each row of the batch.
 
-    The result is laid out with tokens before heads, as the projection after it reads it.
+    The result is stored with tokens before heads, as the following projection reads it.
     """
     if query.dim() != 4 or len(query) < 2:
         return None
@@ -225,8 +229,8 @@ def _attention(
     return out, [partial(fill, i) for i in range(batch)]
 
 
-# Of each product what plans it, and torch's names of the tensors that it takes.
-CUTS: dict[Callable[..., Any], tuple[Callable[..., Cut | None], Sequence[str]]] = {
+# For each product, the function that plans it, and torch's names of its tensor arguments.
+CUTS: dict[Callable[..., Any], tuple[Callable[..., TilePlan | None], Sequence[str]]] = {
     functional.linear: (_linear, ("input", "weight", "bias")),
     functional.scaled_dot_product_attention: (_attention, ("query", "key", "value", "attn_mask")),
     torch.matmul: (_matmul, ("input", "other")),
@@ -241,14 +245,14 @@ CUTS: dict[Callable[..., Any], tuple[Callable[..., Cut | None], Sequence[str]]] 
 
 
 def cutting_linears(threads: int) -> AbstractContextManager[object]:
-    """Compute linears with frozen weights, and later the gradients of their inputs, on several threads.
+    """Compute linears with frozen weights, and the gradients of their inputs, on several threads.
 
-    All else stays on this one. Weights must not change before gradients were taken.
+    Everything else stays on this thread. Weights must not change before the backward pass.
     """
-    return _Linears(threads) if TEAMS else nullcontext()
+    return _TiledLinears(threads) if TEAMS else nullcontext()
 
 
-class _Linears(FunctionMode):
+class _TiledLinears(FunctionMode):
     def __init__(self, threads: int) -> None:
         super().__init__()
         self._threads = threads
@@ -258,18 +262,23 @@ class _Linears(FunctionMode):
             x, weight, bias = (*args, *kwargs.values(), None)[:3]
             plain = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() > 1
             if plain and not any(one is not None and one.requires_grad for one in (weight, bias)):
-                return _Linear.apply(x, weight, bias, self._threads)  # type: ignore[no-untyped-call]
+                return _FrozenLinear.apply(x, weight, bias, self._threads)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
 
 
-class _Linear(torch.autograd.Function):
-    """A linear without gradients of its weight and bias."""
+class _FrozenLinear(torch.autograd.Function):
+    """A linear without gradients for its weight and bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, threads: int) -> Tensor:
         ctx.weight, ctx.threads = weight, threads
-        return _on_threads(threads, functional.linear, x, weight, bias)
+        return _compute_on_threads(threads, functional.linear, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _on_threads(ctx.threads, torch.matmul, *gradients, ctx.weight), None, None, None
+        return (
+            _compute_on_threads(ctx.threads, torch.matmul, *gradients, ctx.weight),
+            None,
+            None,
+            None,
+        )

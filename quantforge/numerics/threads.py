@@ -1,7 +1,7 @@
-"""Threads of a run: whole parts side by side, items in order, work in the background.
+"""Threads of a run: parallel parts, ordered items, and background tasks.
 
-Inside of `reproducible` there is a team of as many threads as torch has. It works off independent parts as a whole
-(`side_by_side`), which spares the handing over of tiles, and the tiles of products (`quantforge.numerics.products`).
+Inside of `reproducible` there is a team of as many threads as torch has. It runs independent parts as a whole
+(`side_by_side`), which avoids distributing tiles, and the tiles of products (`quantforge.numerics.products`).
 """
 
 from __future__ import annotations
@@ -32,30 +32,30 @@ def one_thread() -> Iterator[None]:
 def in_order(
     work: Callable[[Part], Result], items: Iterable[Part], workers: int
 ) -> Generator[Result, None, None]:
-    """Yield ``work(item)`` in the order of items, computed by ``workers`` threads with one thread of torch's each."""
-    with one_thread():  # threads that start later take the number set last
+    """Yield ``work(item)`` in the order of items, computed by ``workers`` threads with one torch thread each."""
+    with one_thread():  # new threads inherit the number that was set last
         if workers == 1:
             yield from map(work, items)
             return
         with ThreadPoolExecutor(workers) as pool:
-            waiting: deque[Future[Result]] = deque()
+            pending: deque[Future[Result]] = deque()
             try:
                 for item in items:
-                    waiting.append(pool.submit(work, item))
-                    # The next item of each thread is there when it ends one.
-                    if len(waiting) > 2 * workers:
-                        yield waiting.popleft().result()
-                while waiting:
-                    yield waiting.popleft().result()
+                    pending.append(pool.submit(work, item))
+                    # Keep an item ready for each thread.
+                    if len(pending) > 2 * workers:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
             finally:
-                for future in waiting:
+                for future in pending:
                     future.cancel()
 
 
 class BackgroundTask:
     """Run tasks in a background thread, one at a time; with one worker, run them immediately.
 
-    Leaving the ``with`` block waits for the last piece, and raises what went wrong in it.
+    Leaving the ``with`` block waits for the last task and raises its error.
     """
 
     def __init__(self, workers: int) -> None:
@@ -63,7 +63,7 @@ class BackgroundTask:
         self._last: Future[None] | None = None
 
     def do(self, work: Callable[[], None]) -> None:
-        """Start a task once the previous one is done; raise that one's error."""
+        """Start a task after waiting for the previous one; raise the previous one's error."""
         self.wait()
         if self._pool is None:
             work()
@@ -87,7 +87,7 @@ class BackgroundTask:
 
 
 class Team:
-    """The threads of a run: pools that are made when they are first needed."""
+    """The threads of a run, in pools that are created when first needed."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -102,10 +102,10 @@ class Team:
         work: Callable[[Part], Result],
         parts: Sequence[Part],
     ) -> list[Result]:
-        """Return ``work(part)`` of all parts, in order, on ``workers`` threads with ``share`` threads of torch's each.
+        """Return ``work(part)`` for all parts, in order, on ``workers`` threads with ``share`` torch threads each.
 
-        The calling thread is one of them. Pools are kept by ``kind`` and size. After an error no part is begun any
-        more, and the error of the first part that failed is raised.
+        The calling thread is one of them. Pools are reused by ``kind`` and size. After an error no further part is
+        started, and the error of the first failed part is raised.
         """
         workers, before = min(workers, len(parts)), torch.get_num_threads()
         pool = self._pools.get((kind, workers))
@@ -116,7 +116,7 @@ class Team:
         todo, errors = deque(range(len(parts))), dict[int, BaseException]()
         found: dict[int, Result] = {}
 
-        def some() -> None:
+        def work_through() -> None:
             torch.set_num_threads(share)
             with torch.inference_mode(inference):
                 while True:
@@ -130,9 +130,9 @@ class Team:
                         errors[index] = error
                         todo.clear()
 
-        futures = [pool.submit(some) for _ in range(workers - 1)]
+        futures = [pool.submit(work_through) for _ in range(workers - 1)]
         try:
-            some()
+            work_through()
         finally:
             torch.set_num_threads(before)
             todo.clear()
@@ -142,7 +142,7 @@ class Team:
         return [found[index] for index in range(len(parts))]
 
     def close(self) -> None:
-        """End the threads."""
+        """Stop the threads."""
         self._stack.close()
 
 
@@ -151,9 +151,9 @@ TEAMS: list[Team] = []  # of the process
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """Share work out to as many threads as torch has now, and cut products into tiles (`quantforge.numerics.products`).
+    """Use as many threads as torch has now, and cut products into tiles (`quantforge.numerics.products`).
 
-    On a CPU. Gradients pass such products only through `quantforge.numerics.products.cutting_linears`.
+    On a CPU. Gradients pass through such products only with `quantforge.numerics.products.cutting_linears`.
     """
     threads = torch.get_num_threads()
     team = Team(threads)
@@ -163,17 +163,16 @@ def reproducible() -> Iterator[None]:
     finally:
         TEAMS.remove(team)
         team.close()
-        torch.set_num_threads(threads)  # threads that start later take the number set last
+        torch.set_num_threads(threads)  # new threads inherit the number that was set last
 
 
 def side_by_side(
     work: Callable[[Part], Result], parts: Sequence[Part], workers: int | None = None
 ) -> list[Result]:
-    """Return ``work(part)`` of all parts in order, at most ``workers`` at a time, which share the run's threads evenly.
+    """Return ``work(part)`` for all parts in order, at most ``workers`` at a time, sharing the run's threads evenly.
 
-    Outside of `reproducible` parts are worked off one by one. They must not depend on each other, nor call this
-    function themselves. Between two calls, torch is best left
-    on one thread: those of its own go on looking for work for a while when they have none.
+    Outside of `reproducible` parts run one after the other. They must be independent and must not call this function.
+    Between two calls, torch is best left on one thread: its own threads keep spinning for a while when idle.
     """
     workers = min(workers or len(parts), len(parts), TEAMS[-1].threads if TEAMS else 1)
     if workers <= 1:
@@ -182,6 +181,6 @@ def side_by_side(
 
 
 def threads_of(parts: int) -> int:
-    """Return the number of threads per part for so many parts that run `side_by_side`."""
+    """Return the number of threads per part if this many parts run `side_by_side`."""
     threads = TEAMS[-1].threads if TEAMS else 1
     return threads // min(threads, parts)

@@ -14,7 +14,7 @@ def finite(values: Tensor) -> bool:
 
 
 def total(values: Tensor) -> float:
-    """Return the sum of all elements in float64, one dimension at a time, so that threads do not change it."""
+    """Return the sum of all elements in float64, independent of the number of threads."""
     while values.dim() > 1:
         values = values.sum(-1, dtype=torch.float64)
     return math.fsum(values.flatten().tolist())

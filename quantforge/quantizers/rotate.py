@@ -22,7 +22,7 @@ from quantforge.architectures.residual_stream import residual_stream
 from quantforge.errors import RefusedError
 from quantforge.files.computed_tensors import ROTATION, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
-from quantforge.numerics.hadamard import Rotation, known
+from quantforge.numerics.hadamard import Rotation, has_hadamard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,7 +162,7 @@ class ConstantGainReader:
 
 
 def _make_rotation(size: int) -> Rotation:
-    if not known(size):
+    if not has_hadamard(size):
         raise RefusedError(
             f"--method {NAME}: no Hadamard matrix of {size} channels is known here",
             "leave it out: the rest of the method works without it",

@@ -31,7 +31,7 @@ import json, sys
 from pathlib import Path
 import torch
 from quantforge.numerics import allocator
-allocator.LARGE, allocator.KEPT = 1 << 20, 1 << 17
+allocator.MMAP_THRESHOLD, allocator.TRIM_THRESHOLD = 1 << 20, 1 << 17
 assert allocator.return_freed_memory()
 from quantforge.planning import peak_memory as memory
 from quantforge.architectures.match import match_tensors

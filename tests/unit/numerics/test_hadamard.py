@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quantforge.numerics import hadamard
-from quantforge.numerics.hadamard import Rotation, known
+from quantforge.numerics.hadamard import Rotation, has_hadamard
 
 SIZES = [1, 2, 4, 16, 64, 12, 20, 28, 36, 44, 60, 84, 96, 112, 160, 180, 576, 896, 2880]
 
@@ -30,13 +30,13 @@ def test_it_is_a_hadamard_matrix_under_signs(size: int) -> None:
 
 @pytest.mark.parametrize("size", [3, 6, 18, 92, 100, 11008])
 def test_sizes_that_none_is_known_of(size: int) -> None:
-    assert not known(size)
+    assert not has_hadamard(size)
 
 
 def test_the_sizes_of_models_are_known() -> None:
     hidden = (576, 896, 960, 1024, 1152, 1536, 2048, 2304, 2560, 2880, 3072, 3584, 3840, 4096, 5120)
-    assert all(map(known, (*hidden, 5376, 6144, 7168, 8192, 12288, 16384, 18432)))
-    assert all(map(known, (64, 80, 96, 112, 128, 160, 192, 256)))
+    assert all(map(has_hadamard, (*hidden, 5376, 6144, 7168, 8192, 12288, 16384, 18432)))
+    assert all(map(has_hadamard, (64, 80, 96, 112, 128, 160, 192, 256)))
 
 
 def test_signs_are_of_the_seed_alone() -> None:

@@ -287,7 +287,7 @@ def test_products_in_bfloat16_are_those_of_autocast(
 
 
 @pytest.mark.parametrize(
-    ("place", "name"), [(torch, "mm"), (products, "_by_onednn")], ids=["mkl", "onednn"]
+    ("place", "name"), [(torch, "mm"), (products, "_onednn_linear")], ids=["mkl", "onednn"]
 )
 def test_large_products_are_computed_on_the_threads_of_the_run(
     place: Any, name: str, monkeypatch: pytest.MonkeyPatch, threads: Any
@@ -331,7 +331,7 @@ def test_onednn_is_not_asked_for_what_it_is_slow_at(
 ) -> None:
     """Seen: a thousandth of the speed for a weight with gaps between its rows, an error for one without columns."""
     monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "_by_onednn", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(products, "_onednn_linear", lambda *_: pytest.fail("asked"))
     a, b = _matrix(256, 128), _matrix(128, 128, seed=1)
     a, b = {
         "strided": (a, _matrix(128, 200)[:, :128]),
@@ -377,13 +377,13 @@ def test_no_tile_is_of_a_layout_that_onednn_is_slow_at(
 ) -> None:
     monkeypatch.setattr(products, "_onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "LEAST", 1 << 18)
-    asked, product = [], products._by_onednn
+    asked, product = [], products._onednn_linear
 
     def noted(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
         asked.append(a.is_contiguous() and (b.is_contiguous() or b.T.is_contiguous()))
         return product(a, b, bias)
 
-    monkeypatch.setattr(products, "_by_onednn", noted)
+    monkeypatch.setattr(products, "_onednn_linear", noted)
     threads(2)
     a, b = _matrix(1000, 400), _matrix(400, columns, seed=1)
     with torch.inference_mode(), reproducible():
