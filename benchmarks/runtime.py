@@ -197,7 +197,7 @@ def steps_per_second(decoder: Decoder, rounds: int) -> dict[str, float]:
     for name in ("recorded", "not recorded"):
         engine = engines[name] = ServingEngine(decoder, EngineOptions(rows=16, tokens=512))
         if name == "not recorded":
-            engine._decoding = None
+            engine._decoding_steps = None
         for number in range(16):
             engine.submit(request(str(number), 32, 400))
         while engine.counters.computed_tokens < 16 * 34:

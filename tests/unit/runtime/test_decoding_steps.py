@@ -37,7 +37,7 @@ def logits_of(decoder, monkeypatch, *, recorded=True, **options):
     )
     engine = ServingEngine(decoder, EngineOptions(rows=7, tokens=80, **options))
     if not recorded:
-        engine._decoding = None
+        engine._decoding_steps = None
     for number, prompt in enumerate(PROMPTS):
         engine.submit(
             GenerationRequest(str(number), tuple(prompt[: 9 + 3 * number]), 3 + 4 * number)
@@ -56,7 +56,7 @@ def test_recorded_steps_have_the_same_bits(packed, monkeypatch, kind):
     assert len(plain) == len(fast)
     for one, other in zip(plain, fast, strict=True):
         assert torch.equal(one, other)
-    steps = engine._decoding._steps
+    steps = engine._decoding_steps._steps
     assert set(steps) == {1, 2, 4, 8}
     if best_instruction_set() is not None:
         assert all(step.recorded is not None for _, step in steps.values())

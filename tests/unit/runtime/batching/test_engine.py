@@ -245,7 +245,7 @@ def test_drafts_change_no_completion(options, shape):
         assert counts.accepted > 20
         assert counts.rejected_passes > 0
         assert counters.steps < sum(request.new_tokens for request in requests)
-    assert not engine._drafts._drafters  # let go of with their requests
+    assert not engine._drafter._drafters  # let go of with their requests
 
 
 def test_drafters_of_one_text_are_refused():
