@@ -65,24 +65,24 @@ def test_patience_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "process_time", lambda: now[0])
     patience = patterns._SlowMatchBudget()
-    assert not any(patience.last(0.19) for _ in range(10))
-    assert patience.last(0.19)
-    assert not patience.last(0.0005)  # quick
-    assert patience.last(patterns.SLOW_MATCH)  # counts
+    assert not any(patience.is_exceeded_by(0.19) for _ in range(10))
+    assert patience.is_exceeded_by(0.19)
+    assert not patience.is_exceeded_by(0.0005)  # quick
+    assert patience.is_exceeded_by(patterns.SLOW_MATCH)  # counts
     now[0] += 5.0
-    assert not patience.last(0.19)
-    assert not patience.last(0.19)
-    assert patience.last(0.19)  # half a second came back, not more
+    assert not patience.is_exceeded_by(0.19)
+    assert not patience.is_exceeded_by(0.19)
+    assert patience.is_exceeded_by(0.19)  # half a second came back, not more
     now[0] += 1000.0
-    assert not any(patience.last(0.19) for _ in range(10))
+    assert not any(patience.is_exceeded_by(0.19) for _ in range(10))
 
 
 def test_patience_begins_whole_at_any_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "process_time", lambda: 0.0)
     patience = patterns._SlowMatchBudget()
-    assert not any(patience.last(0.199) for _ in range(10))
-    assert patience.last(0.199)
-    assert not patterns._SlowMatchBudget().last(patterns.SLOW_MATCH_BUDGET)  # just within
+    assert not any(patience.is_exceeded_by(0.199) for _ in range(10))
+    assert patience.is_exceeded_by(0.199)
+    assert not patterns._SlowMatchBudget().is_exceeded_by(patterns.SLOW_MATCH_BUDGET)  # just within
 
 
 def test_a_message_shows_a_short_pattern_whole_and_the_beginning_of_a_long_one() -> None:
