@@ -41,7 +41,7 @@ RUNS = {
     "awq": Recipe(method="awq", bits=4, calibration=ROWS),
 }
 WORK: dict[str, tuple[tuple[Any, str], ...]] = {
-    "digests": ((job, "small_files"), (manifest, "finish")),
+    "digests": ((job, "digest_small_files"), (manifest, "finish_manifest")),
     "digests of what is read": ((Checksums, "read"),),
     "checksums and finiteness": (
         (unit_output, "checksum"),

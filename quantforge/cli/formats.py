@@ -24,7 +24,7 @@ class Word(StrEnum):
     EXACT = "exact"
     INEXACT = "inexact"
     IMPOSSIBLE = "no"
-    READ = "values"
+    DEPENDS_ON_VALUES = "values"
     SAME = "="
 
 
@@ -43,11 +43,17 @@ class Cell:
         return Word.SAME if self.source == self.target else Word[self.fit.verdict.name]
 
 
-SIGNS = {Word.SAME: "=", Word.EXACT: "+", Word.READ: "?", Word.INEXACT: "~", Word.IMPOSSIBLE: "."}
+SIGNS = {
+    Word.SAME: "=",
+    Word.EXACT: "+",
+    Word.DEPENDS_ON_VALUES: "?",
+    Word.INEXACT: "~",
+    Word.IMPOSSIBLE: ".",
+}
 ABOUT = {
     Word.SAME: "the format itself",
     Word.EXACT: "every value is kept",
-    Word.READ: "depends on scales and zero points, which the export reads first",
+    Word.DEPENDS_ON_VALUES: "depends on scales and zero points, which the export reads first",
     Word.INEXACT: "needs --allow-inexact",
     Word.IMPOSSIBLE: "is refused",
 }

@@ -13,7 +13,7 @@ import pytest
 import requests
 
 import quantforge
-from quantforge.api import serve
+from quantforge.api.serve import serve, served_model
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.serving import serve_options
 from quantforge.settings import Settings
@@ -83,18 +83,18 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
 
 def test_names_and_room() -> None:
     options = serve_options.complete({"concurrent": 2, "context": 100, "cache_gib": 0.0005})
-    served = serve.served_model(str(DEMO), Settings(), options)
+    served = served_model(str(DEMO), Settings(), options)
     assert (served.name, served.rows, served.room) == ("demo", 2, 100)
     assert served.cache_tokens % 32 == 0
     assert (
         0 < served.cache_tokens * 4 * 2 * 2 * 64 * 2 <= 0.0005 * (1 << 30)
     )  # layers, kinds, heads, width, bytes
     with pytest.raises(UsageError, match="no option 'hots'"):
-        serve.serve(str(DEMO), hots="x")  # type: ignore[call-arg]
+        serve(str(DEMO), hots="x")  # type: ignore[call-arg]
 
 
 def test_without_its_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_options, "find_spec", lambda name: None if name == "uvicorn" else 1)
     with pytest.raises(UsageError, match="uvicorn, not installed here") as found:
-        serve.serve(str(DEMO))
+        serve(str(DEMO))
     assert found.value.hint == "pip install 'quantforge[serve]'"

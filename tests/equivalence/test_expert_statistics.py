@@ -163,13 +163,13 @@ def lonely(tiny: Tiny, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     original = Experts.collecting_tokens
 
     def collecting(self: Experts, tokens: Any) -> Any:
-        keep = tokens.keep
+        record = tokens.record
 
-        def kept(row: int, states: Tensor, index: Tensor, weights: Tensor) -> None:
-            keep(row, states, torch.where(index == number, 99, index), weights)
+        def recorded(row: int, states: Tensor, index: Tensor, weights: Tensor) -> None:
+            record(row, states, torch.where(index == number, 99, index), weights)
 
         if f"layers.{BLOCK}." in self.name:
-            tokens.keep = kept
+            tokens.record = recorded
         return original(self, tokens)
 
     monkeypatch.setattr(Experts, "collecting_tokens", collecting)

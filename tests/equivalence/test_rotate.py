@@ -292,7 +292,7 @@ def test_strips_of_a_matrix_whose_rows_are_mixed_are_of_one_computation(
     one, two = tmp_path / "1.gguf", tmp_path / "2.gguf"
     quantize(tmp_path / "m", one, wanted, threads=1)
     made.clear()
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 1 << 13)
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 1 << 13)
     quantize(tmp_path / "m", two, wanted, threads=2)
     assert one.read_bytes() == two.read_bytes()
     assert made["model.layers.0.mlp.down_proj.weight"] == 1

@@ -24,7 +24,7 @@ from tests.runs import command
 ORPHAN = """
 import time
 from quantforge.cli import processes
-torchrun.TAKING_PART.set()
+processes.TAKING_PART.set()
 with processes.started(2, print):
     print("works", flush=True)
     time.sleep(200)

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
@@ -722,7 +723,7 @@ def test_what_is_not_there_is_a_wrong_argument(tmp_path, capsys):
 
 
 def test_what_is_nowhere_is_refused_before_libraries_are_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr("quantforge.api.verify.check_device", pytest.fail)
+    monkeypatch.setattr(sys.modules["quantforge.api.verify"], "check_device", pytest.fail)
     for path, source in ((tmp_path / "nothing", None), (tmp_path, tmp_path / "nothing")):
         with pytest.raises(InputError):
             api.verify(path, source=source)

@@ -81,6 +81,6 @@ def test_no_text_names_a_file_of_the_repository() -> None:
 
 def test_what_is_looked_for_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "quantforge.formats.mlx"
-    planted = ast.parse('def told():\n    return f"{WIDTHS} bits, see docs/formats.md"')
+    planted = ast.parse('def told():\n    return f"{SUPPORTED_BITS} bits, see docs/formats.md"')
     monkeypatch.setitem(globals(), "parsed", lambda _: planted)
     assert [len([*raw(name)]), len([*paths(name)])] == [1, 1]

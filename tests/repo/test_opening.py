@@ -15,14 +15,14 @@ OWN = {"read_text"}  # functions of ours; the method of a path has something bef
 
 # Module and call: why it is no file of somebody else.
 EXCEPTIONS = {
-    ("quantforge.runtime.memory", "_STATUS.read_text"): "/proc",
+    ("quantforge.runtime.memory", "_STATUS_FILE.read_text"): "/proc",
     ("quantforge.numerics.shared_processors", "path.read_text"): "/proc and control groups",
     ("quantforge.files.opener", "os.open"): "a file that an Opener has read before",
     ("quantforge.cli.app", "os.open"): "/dev/null, for writing",
     ("quantforge_calibration.tokenizer", "os.open"): "/dev/null, for writing",
     ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",
     ("quantforge.planning.recipe_options", "path.read_text"): "data of the package",
-    ("quantforge.planning.recipe_options", "known[text].read_text"): "data of the package",
+    ("quantforge.planning.recipe_options", "builtin[text].read_text"): "data of the package",
     ("quantforge.packers.lattices.points", "numpy.fromfile"): "data of the package",
     ("quantforge_calibration.sources", "file.read_text"): "data of the package",
     ("quantforge_kernels.cpu.program_cache", "os.open"): "this user's own folder, checked",

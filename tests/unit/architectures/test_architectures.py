@@ -123,8 +123,8 @@ def test_declared_linears_are_the_linears_of_transformers(headers: Any, family: 
 def test_planning_needs_no_torch(tiny: Tiny) -> None:
     code = (
         "import sys; from pathlib import Path; from quantforge.files.reader import open_checkpoint;"
-        "from quantforge.architectures.match import match; c = open_checkpoint(Path(sys.argv[1]));"
-        "match(c.config, [e.header() for e in c.entries.values()]);"
+        "from quantforge.architectures.match import match_tensors; c = open_checkpoint(Path(sys.argv[1]));"
+        "match_tensors(c.config, [e.header() for e in c.entries.values()]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert (

@@ -77,7 +77,7 @@ def test_what_is_done_behind_comes_in_turn_and_its_error_is_raised(workers):
 
 @pytest.mark.parametrize("form", ["compressed-tensors", "gguf"])
 def test_a_value_that_is_no_number_is_named_by_its_place_in_the_whole(form, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 4096)
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 4096)
     model = gguf_models.make("llama", tmp_path / "m", torch.bfloat16)
     name, file = "model.layers.1.mlp.gate_proj.weight", model / "model.safetensors"
     tensors = load_file(file)
@@ -103,7 +103,7 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
     assert tensors[name].shape == (2, 1)
     tensors[name][1, 0] = torch.inf
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 1280)  # strips across the two tiles
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 1280)  # strips across the two tiles
     recipe = build_recipe(None, method="rtn", scheme="int8:row:sym", scales="absmax")
     with pytest.raises(InputError, match=f"{name}: scale inf of row 1, group 0"):
         api.quantize(str(source), recipe, tmp_path / "out")
@@ -111,7 +111,7 @@ def test_a_damaged_scale_of_a_tile_is_named_by_its_place_in_the_whole(tiny, tmp_
 
 def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(settings, "processors", lambda: 5)
+    monkeypatch.setattr(settings, "usable_processors", lambda: 5)
     assert rounding_workers(Settings()) == 5
     assert rounding_workers(Settings(threads=2)) == 2
     assert rounding_workers(Settings(threads=64)) == MOST_WORKERS
@@ -121,7 +121,7 @@ def test_as_many_workers_as_were_asked_for_or_as_there_are_processors(monkeypatc
 
 
 def test_a_file_does_not_show_how_many_threads_made_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 4096)  # many runs of a small model
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 4096)  # many runs of a small model
     model = gguf_models.make("llama", tmp_path / "m", num_hidden_layers=1)
     made = []
     for threads in (1, 3):
@@ -153,7 +153,7 @@ def test_strips_that_are_put_together_are_the_matrix(
     monkeypatch.setattr(row_encoding, "COMPILED_FROM", least)
     model, made = tiny("llama-wide"), []
     for elements, threads in ((1 << 30, 1), (4096, 1), (4096, 3)):
-        monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)
+        monkeypatch.setattr(data_free, "STRIP_ELEMENTS", elements)
         out = tmp_path / f"{elements} {threads}"
         recipe = build_recipe(None, method="rtn", scheme=scheme, scales="absmax", format=form)
         api.quantize(str(model), recipe, out, Settings(threads=threads))
@@ -163,7 +163,7 @@ def test_strips_that_are_put_together_are_the_matrix(
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 512)
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
     weight[:, 40] = 1e4  # of one group in each row
     tensor = SimpleNamespace(name="w", scheme=LayerScheme(parse("q4_0")), matrix=(8, 256), heads=0)
@@ -182,7 +182,7 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
 
 @pytest.mark.parametrize("scales", ["search", "reference"])
 def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 512)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(8, 256, generator=generator)
     weight[:4, :32] *= 30  # what matters is large in one half of the rows, and rounded worse
@@ -205,7 +205,7 @@ def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
 
 
 def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):
-    monkeypatch.setattr(data_free, "RUN_ELEMENTS", 512)
+    monkeypatch.setattr(data_free, "STRIP_ELEMENTS", 512)
     met, schemes = threading.Barrier(2, timeout=20), {"w": parse("int4:g32:sym")}
 
     def matrix(name):

@@ -130,7 +130,7 @@ def test_blocks_read_what_tuned_ones_return_and_aim_at_the_source(
     tune = TuningStream.tune_block
 
     def noted(self: TuningStream, part: DecoderBlock, *arguments: Any) -> Any:
-        reached[part.index] = self._passing(part.index)(3).states.clone()
+        reached[part.index] = self._result_input(part.index)(3).states.clone()
         wanted[part.index] = self._states.read(3, 4).clone()
         rows.append(self._rows[3:4])
         return tune(self, part, *arguments)

@@ -101,7 +101,7 @@ def test_a_kept_tensor_is_copied_in_runs_unless_it_is_a_scalar_or_has_to_be_whol
         asked.append("whole")
         return value
 
-    monkeypatch.setattr(type(output.storage), "whole", lambda *_: whole)
+    monkeypatch.setattr(type(output.storage), "needs_whole_tensor", lambda *_: whole)
     source = SimpleNamespace(whole=read, rows=rows)
     rounding: Any = SimpleNamespace(source=source, output=output)
     MatrixRounder.copy(rounding, tensor)

@@ -319,4 +319,4 @@ def test_sensible_tiles(kernel, shape):
     chosen = plane_products.choose_tile(kernel, make_spec("int", 4, 128, True, shape))
     assert chosen.block_k >= 128
     assert chosen.block_k & (chosen.block_k - 1) == 0
-    assert 1 <= chosen.split <= max(1, -(-shape[1] // chosen.block_k))
+    assert 1 <= chosen.column_splits <= max(1, -(-shape[1] // chosen.block_k))

@@ -230,7 +230,11 @@ def test_products_of_eight_bits_equal_the_formula(name, feature, rows, monkeypat
     taken = name != "int8 per row" or feature == "avx512vnni"
     assert packed_integers.INT8_KERNEL.accepts(spec) == taken
     y = packed_integers.matmul(x, packed, spec)
-    near = rounded_octets(x, packed_integers.column_blocks(spec, feature).block) if taken else x
+    near = (
+        rounded_octets(x, packed_integers.column_blocks(spec, feature).block_columns)
+        if taken
+        else x
+    )
     packed_integers.get_product_plan.cache_clear()
     assert error(y, near, weight) < 1e-3
     if taken:  # it is rounded indeed

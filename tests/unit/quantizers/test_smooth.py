@@ -38,7 +38,7 @@ def error_of_inputs(part):
         x = torch.cat(
             [
                 call.args[0].reshape(-1, call.args[0].shape[-1])
-                for call in part.capture(shared.key, 4)
+                for call in part.capture_calls(shared.key, 4)
             ]
         )
         errors[shared.key] = float((simulate(x, LAYER.input) - x).norm() / x.norm())

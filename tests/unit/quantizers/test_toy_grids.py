@@ -76,7 +76,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
     factor = factorize(hessian, 0.01, order)
     assert factor is not None
     parameters = lattice.fit(weight, scheme)
-    found = gptq.round_columns(weight, factor, scheme, parameters, keep=True)
+    found = gptq.round_columns(weight, factor, scheme, parameters, keep_terms=True)
     whole = hessian.double() + factor.objective.ridge.double().diag()
     left = weight.double()
     for first in range(60, -1, -4):

@@ -115,7 +115,7 @@ def test_logits_are_those_of_a_cache_that_holds_all_whatever_the_steps(decoder):
         with torch.inference_mode():
             for part in ids.split(steps, dim=1):
                 found.append(model.logits(model.hidden(part, held)))
-                held.count(part.shape[1])
+                held.advance_all(part.shape[1])
         return torch.cat(found, 1)
 
     wanted = logits(0, 120)

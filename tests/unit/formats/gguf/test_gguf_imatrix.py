@@ -239,7 +239,7 @@ def test_errors_are_weighed_by_it_whatever_the_strips(form, model, tmp_path, mon
     own = {"type": "Q4_K_M"} if form == "gguf" else {"scheme": "int4:g64:sym"}
     text = CalibrationOptions(source="imatrix:x.gguf")
     for name, elements in (("whole.gguf", 1 << 30), ("strips.gguf", 4096)):
-        monkeypatch.setattr(data_free, "RUN_ELEMENTS", elements)
+        monkeypatch.setattr(data_free, "STRIP_ELEMENTS", elements)
         out = tmp_path / (name if form == "gguf" else name.removesuffix(".gguf"))
         recipe = Recipe(method="rtn", format=form, calibration=text, **own)
         api.quantize(str(model), recipe, out, Settings(imatrix=path))
