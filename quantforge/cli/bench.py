@@ -244,9 +244,9 @@ def _engine_counts(counts: Mapping[str, Any], wasted: float | None, *, drafting:
     if counts["preemptions"]:
         text += f"; {counts['preemptions']} preemptions"
     counted = counts["speculation"]
-    if counted["guessed"]:
-        share = f"{counted['accepted']} of {counted['guessed']} drafted tokens right"
-        text += f"; {share}, {counted['came'] / counted['checked']:.3g} tokens a checked pass"
+    if counted["drafted"]:
+        share = f"{counted['accepted']} of {counted['drafted']} drafted tokens right"
+        text += f"; {share}, {counted['draft_pass_tokens'] / counted['draft_passes']:.3g} tokens a checked pass"
     elif drafting:
         text += "; nothing was drafted"
     return text

@@ -162,7 +162,7 @@ def test_the_layout_is_lossless_and_dense(bits, rows, groups, group, lanes):
     widths = PLANE_WIDTHS[bits]
     blocks = choose_column_blocks(widths, groups * group, group, 0, lanes)
     assert blocks is not None
-    assert group % blocks.block == 0
+    assert group % blocks.block_columns == 0
     codes = torch.randint(0, 2**bits, (rows, groups * group), dtype=torch.uint8)
     planes = pack_lanes(codes, widths, blocks)
     assert torch.equal(from_lanes(planes, widths, rows, groups * group), codes)
@@ -282,7 +282,7 @@ def test_activations_in_float32_are_rounded_to_eight_bits_alone(rows):
     assert torch.equal(unpacked, codes)
     packed = packed_integers.prepare(unpacked, restored, spec)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
-    block = packed_integers.column_blocks(spec, instruction_sets.best_instruction_set()).block
+    block = packed_integers.column_blocks(spec, instruction_sets.best_instruction_set()).block_columns
     assert error(packed_integers.matmul(x, packed, spec), rounded_octets(x, block), weight) < 1e-5
 
 
