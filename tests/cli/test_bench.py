@@ -59,7 +59,7 @@ def test_drafted_tokens_are_counted_and_need_an_engine_here(
     found = json.loads(command(capsys, "bench", DEMO, *words, "--draft-tree", "2x1", "--json").out)
     assert found["options"]["drafts"] == {"draft": "int3", "tokens": 8, "tree": "2x1"}
     counts = found["rows"][0]["engine"]["speculation"]
-    assert counts["guessed"] >= counts["accepted"] > 0
+    assert counts["drafted"] >= counts["accepted"] > 0
     table = command(capsys, "bench", DEMO, *words).out
     assert "drafted tokens right" in " ".join(table.split())
     refused = command(capsys, "bench", DEMO, "--url", "http://127.0.0.1:9/v1", "--draft", "ngram")
