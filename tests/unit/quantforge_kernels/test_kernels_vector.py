@@ -282,7 +282,9 @@ def test_activations_in_float32_are_rounded_to_eight_bits_alone(rows):
     assert torch.equal(unpacked, codes)
     packed = packed_integers.prepare(unpacked, restored, spec)
     x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
-    block = packed_integers.column_blocks(spec, instruction_sets.best_instruction_set()).block_columns
+    block = packed_integers.column_blocks(
+        spec, instruction_sets.best_instruction_set()
+    ).block_columns
     assert error(packed_integers.matmul(x, packed, spec), rounded_octets(x, block), weight) < 1e-5
 
 
