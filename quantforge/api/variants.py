@@ -163,7 +163,9 @@ def _make_all(
             with turn(place, settings.note) if settings.join else ExitStack():
                 group = queue.take(held)
             elsewhere = len(jobs) - len(queue.missing) - len(group)
-            report_step(share=elsewhere / len(jobs))  # of what was made here it is told already
+            report_step(
+                share=elsewhere / len(jobs)
+            )  # jobs made here have reported their own shares
             if group:
                 with phase("", 0.94 * len(group) / len(jobs)):
                     carry_out([*group.values()])

@@ -660,7 +660,6 @@ def test_names_in_files_that_the_running_model_does_not_have(family, tmp_path):
         assert {item.where for item in found} == {gain}
 
 
-@pytest.mark.thorough
 def test_a_family_that_compares_embeddings_after_its_blocks(tmp_path):
     source = tiny_families.write("gemma4_unified", tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
@@ -669,8 +668,7 @@ def test_a_family_that_compares_embeddings_after_its_blocks(tmp_path):
     assert report.figures["kl_mean"] > 0
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("family", ["blip-2", "kosmos-2"])
+@pytest.mark.parametrize("family", usual(("blip-2", "kosmos-2"), "kosmos-2"))
 def test_a_family_that_needs_pictures_is_not_run(family, tmp_path):
     source = tiny_families.write(family, tmp_path / "source", tiny_tokenizer())
     quantize(source, tmp_path / "q", recipe(scheme="int4:g16:sym"))
