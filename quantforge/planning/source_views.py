@@ -138,7 +138,7 @@ def transformed_source(
     Raises:
         UsageError: there is no calibration text to rank experts by; or as `pruning_of`.
         RefusedError: as `pruning_of`.
-        InputError: as `SourceTransform.prepare`.
+        InputError: as `prepare` of the transform.
     """
     if "quantization_config" in source.config:
         return source
