@@ -1,8 +1,8 @@
 """Plan the export of a quantized model from its headers: either an exact re-layout of its codes or a refusal.
 
 Headers decide most pairs of formats (`formats.convert.layer_scheme_in_format`); where values decide,
-`execution.run_conversion` reads them. Planning reads values for one purpose only: to see whether both copies of a head that is stored twice are
-equal. The format ``plain`` takes the decoded weights in the dtype that ``--type`` names.
+`execution.run_conversion` reads them. Planning reads values for one purpose only: to see whether both copies of a head
+that is stored twice are equal. The format ``plain`` takes the decoded weights in the dtype that ``--type`` names.
 """
 
 from __future__ import annotations
