@@ -29,7 +29,7 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     kinds = _kinds(family)
     measured = coverage(plan.tensors)
     said = {name.replace(".*.", ".N.") for name in measured.kept}
-    told = any(event.kind == "coverage" for event in plan.substitutions)
+    told = any(event.kind == "low-coverage" for event in plan.substitutions)
     found: list[str] = []
     for tensor in plan.tensors:
         kind = kinds.get(_digest(view.read(tensor.name)), "unknown")

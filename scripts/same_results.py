@@ -11,8 +11,10 @@ The commands are listed in `commands`: every method, format, GGUF type and verb 
 and on tiny ones that are built first. They use the command line alone (``python -m quantforge``), so that nothing here
 depends on where the code is. Each runs in a fork of a process that has imported what such commands import.
 
-Differences on purpose are declared in ``same_results.toml``: renamed keys and values of documents, which are renamed in
-the older documents before they are compared, and patterns of accepted differences, each with its reason.
+Differences on purpose are declared in two files. ``renamed_words.toml`` lists words that were renamed: events, options,
+keys of recipes and documents. The commands here have the new words; the older version gets them with the old options,
+and its documents are translated before they are compared. ``same_results.toml`` lists patterns of accepted differences,
+each with its reason.
 """
 
 from __future__ import annotations
@@ -35,12 +37,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 BEFORE = "5cc4a255238e31c50ee107ab6ac0a40fa4eb97f7"  # tagged before-structure
 DECLARED = Path(__file__).with_suffix(".toml")
+RENAMED = Path(__file__).with_name("renamed_words.toml")
 PACKAGES = (".", "kernels", "calibration")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -332,8 +336,8 @@ def quantize(model: str, options: str) -> str:
 
 
 def _placed(line: str) -> str:
-    """Fill in the directory of a command's outputs, which is named by what the command is."""
-    return line.replace("{}", hashlib.sha256(line.encode()).hexdigest()[:8])
+    """Fill in the directory of a command's outputs, whose name is a digest of the command with its old options."""
+    return line.replace("{}", hashlib.sha256(old_command(line).encode()).hexdigest()[:8])
 
 
 def _outputs(lines: Iterator[str] | Sequence[str]) -> dict[str, str]:
@@ -356,6 +360,61 @@ def with_needs(lines: Sequence[str], every: Sequence[str]) -> list[str]:
                 found |= dict.fromkeys(with_needs([made[word]], every))
         found[line] = None
     return list(found)
+
+
+# ---- words that were renamed
+
+
+@cache
+def renamed_words() -> Mapping[str, Any]:
+    """Return the tables of renamed words."""
+    return tomllib.loads(RENAMED.read_text())
+
+
+def old_command(line: str) -> str:
+    """Return a command line with the options of the older version."""
+    old = {new: old for old, new in renamed_words()["options"].items()}
+    return " ".join(old.get(word, word) for word in line.split(" "))
+
+
+def new_words(document: Any, line: str, file: str) -> Any:
+    """Translate a document that the older version wrote.
+
+    Args:
+        document: the parsed document.
+        line: the command that wrote it.
+        file: its path below the command's directory, or ``stdout``.
+    """
+    words = renamed_words()
+    keys = {f"recipe.{old}": new for old, new in words["recipe"].items()}
+    if file.endswith(".toml"):
+        keys |= words["recipe"]
+    for table in words.get("documents", ()):
+        if fnmatchcase(line, table["command"]) and fnmatchcase(file, table["file"]):
+            keys |= table["keys"]
+    return _translated(document, keys, words, "")
+
+
+def _translated(value: Any, keys: Mapping[str, str], words: Mapping[str, Any], path: str) -> Any:
+    if isinstance(value, dict):
+        if path.endswith("event_counts"):
+            return {words["events"].get(key, key): item for key, item in value.items()}
+        return {
+            _new_key(f"{path}.{key}", key, keys): _translated(item, keys, words, f"{path}.{key}")
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [_translated(item, keys, words, path) for item in value]
+    if not isinstance(value, str):
+        return value
+    return words["events" if path.endswith(".kind") else "values"].get(value, value)
+
+
+def _new_key(path: str, key: str, keys: Mapping[str, str]) -> str:
+    """Return the new last part of a dotted path, by the longest end of the path that was renamed."""
+    parts = path.split(".")[1:]
+    ends = (".".join(parts[first:]) for first in range(len(parts)))
+    return next((keys[end].rpartition(".")[2] for end in ends if end in keys), key)
 
 
 # ---- running them, in a process that imports one version
@@ -545,20 +604,27 @@ def compare(options: argparse.Namespace) -> int:
         if not options.only or any(text in line for text in options.only)
     ]
     lines = with_needs(chosen, commands())
+    older = {line: old_command(line) for line in lines}
     results: list[dict[str, Result]] = []
     with tempfile.TemporaryDirectory(prefix="same-results-") as name:
         place = Path(name)
         make_models(place / "models")
         with checkout(options.before, place / "before") as before:
             for tree in (before, ROOT):
-                if tree != ROOT and options.saved and options.saved.exists():
-                    saved = json.loads(options.saved.read_text())
-                    results.append({line: Result(**saved[line]) for line in lines if line in saved})
+                if tree == ROOT:
+                    results.append(_in_process(tree, lines, options.jobs, place))
                     continue
-                results.append(_in_process(tree, lines, options.jobs, place))
-                if tree != ROOT and options.saved:
-                    text = json.dumps({line: asdict(one) for line, one in results[0].items()})
-                    options.saved.write_text(text)
+                if options.saved and options.saved.exists():
+                    saved = json.loads(options.saved.read_text())
+                    found = {
+                        line: Result(**saved[line]) for line in older.values() if line in saved
+                    }
+                else:
+                    found = _in_process(tree, list(older.values()), options.jobs, place)
+                    if options.saved:
+                        text = json.dumps({line: asdict(one) for line, one in found.items()})
+                        options.saved.write_text(text)
+                results.append({line: found[old] for line, old in older.items() if old in found})
     return report(results[0], results[1], tomllib.loads(DECLARED.read_text()))
 
 
@@ -653,7 +719,7 @@ def report(
             print(f"{line}\n  {'not in the older version' if line in after else 'not run'}")
             different += 1
             continue
-        found = list(differences(before[line], after[line], declared))
+        found = list(differences(before[line], after[line], line))
         left = []
         for place, text in found:
             reason = _reason(line, place, declared.get("accepted", ()))
@@ -675,33 +741,16 @@ def report(
     return 5 if different else 0
 
 
-def differences(
-    before: Result, after: Result, declared: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
-    """Yield every place at which two results differ, as ``FILE:key.key`` and a text."""
+def differences(before: Result, after: Result, line: str) -> Iterator[tuple[str, str]]:
+    """Yield every place at which two results of a command differ, as ``FILE:key.key`` and a text."""
     if before.code != after.code:
         yield "exit code", f"{before.code}, now {after.code} {after.error}"
     for name in sorted({*before.files, *after.files}):
         if name not in before.files or name not in after.files:
             yield name, "is new" if name in after.files else "is missing"
             continue
-        keys = {
-            old: new
-            for pattern, renamed in declared.get("keys", {}).items()
-            if fnmatchcase(name, pattern)
-            for old, new in renamed.items()
-        }
-        old = _renamed(before.files[name], keys, declared.get("values", {}))
-        for place, text in _places(old, after.files[name]):
+        for place, text in _places(new_words(before.files[name], line, name), after.files[name]):
             yield f"{name}:{place}" if place else name, text
-
-
-def _renamed(value: Any, keys: Mapping[str, str], values: Mapping[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {keys.get(key, key): _renamed(item, keys, values) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_renamed(item, keys, values) for item in value]
-    return values.get(value, value) if isinstance(value, str) else value
 
 
 def _places(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, str]]:

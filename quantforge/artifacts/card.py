@@ -191,7 +191,7 @@ def steps(document: Mapping[str, Any]) -> Iterator[str]:
         if entry.get("recipe"):
             done = f"quantized by {code(str(entry.get('method')))} into {form}"
         else:
-            but = " but for the embedding" if "embedding-rounded" in entry["event_counts"] else ""
+            but = " but for the embedding" if "embedding-quantized" in entry["event_counts"] else ""
             done = f"exported to {form}, which restates its numbers{but}"
         alone = {"source": source}  # what was merged in this step
         yield f"{number}. {code(str(source.get('model')))}{revision}{_changes_text(alone)}: {done}"

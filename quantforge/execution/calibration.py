@@ -143,20 +143,20 @@ def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Eve
     events = []
     report = sample.report
     if warning_text := missing_rows_message(options, report.rows, report.rows_asked):
-        events.append(Event("calibration-rows", "calibration", warning_text))
+        events.append(Event("few-calibration-rows", "calibration", warning_text))
     tokens = report.rows * report.length
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)
     if warning := tokens_per_column_warning(tokens, widest):
-        events.append(Event("calibration-short", "calibration", warning))
+        events.append(Event("few-calibration-tokens", "calibration", warning))
     asked = int(report.rows * (options.random or 0))
     if sample.images is None and report.random_rows < asked:
         detail = (
             f"no rows of random tokens, {asked} asked for: the tokenizer has special ones alone"
         )
-        events.append(Event("calibration-random", "calibration", detail))
+        events.append(Event("no-random-rows", "calibration", detail))
     if report.duplicated_rows:
         detail = f"{report.duplicated_rows} of {report.rows} rows repeat another"
-        events.append(Event("calibration-duplicates", "calibration", detail))
+        events.append(Event("duplicate-calibration-rows", "calibration", detail))
     return events
 
 

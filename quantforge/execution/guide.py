@@ -284,7 +284,7 @@ class GuidedRounding:
             return clip_largest(weights)
         where = ", ".join(targets[name].name for name in strip.linears)
         detail = f"strip {strip.index + 1} of {strip.count}: no gradient reaches these rows"
-        merge_records(record, {"events": [Event("guide-blind", where, detail).to_json()]})
+        merge_records(record, {"events": [Event("no-gradient", where, detail).to_json()]})
         return None
 
     def _rounded(

@@ -271,4 +271,4 @@ def count_outliers(
     if count <= activation.kept:
         return figures, ()
     detail = f"{count} columns pass {activation.threshold:g}, {activation.kept} are kept in 16 bits"
-    return figures, (Event("outliers-left", plan.name, detail),)
+    return figures, (Event("outliers-quantized", plan.name, detail),)

@@ -274,4 +274,4 @@ def _missed_expert_events(block: TunedBlock) -> list[Event]:
     listed = ", ".join(map(str, missed[:MAX_LISTED_EXPERTS]))
     more = ", ..." if len(missed) > MAX_LISTED_EXPERTS else ""
     detail = f"{len(missed)} of {len(block.experts.numbers)} experts got no token: {listed}{more}"
-    return [Event("tune-blind", block.experts.name, detail)]
+    return [Event("expert-not-tuned", block.experts.name, detail)]

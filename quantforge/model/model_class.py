@@ -52,7 +52,7 @@ def resolve_model_type(config: Mapping[str, Any]) -> tuple[str, Event | None]:
             class_names = {classes} if isinstance(classes, str) else set(classes)
             if isinstance(named, list) and class_names & set(filter(_is_string, named)):
                 return model_type, Event(
-                    "model-type",
+                    "unknown-model-type",
                     str(declared_type),
                     f"unknown to transformers, computed as {model_type}, as architectures say",
                 )

@@ -240,7 +240,7 @@ def plan_export(
     events = (
         *_loss_events(checkpoint, target, tensors),
         *(
-            Event("embedding-rounded", item.name, embedding_note(item))
+            Event("embedding-quantized", item.name, embedding_note(item))
             for item in tensors_to_quantize
         ),
         *plan.substitutions,
@@ -309,10 +309,10 @@ def _loss_events(
     scales = kv_scales.find_scales(checkpoint.config, headers).tensor_names
     if scales and not target.INFO.holds_kv_scales:
         reason = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
-        lost_events.append(Event("kv-scales-left-out", checkpoint.path.name, reason))
+        lost_events.append(Event("kv-scales-dropped", checkpoint.path.name, reason))
     coverage_events = coverage.events(tensors, text_config(checkpoint.config))
     return lost_events + [
-        e for e in coverage_events if e.kind == "router-rounded" or target.KEY != PLAIN
+        e for e in coverage_events if e.kind == "router-quantized" or target.KEY != PLAIN
     ]
 
 

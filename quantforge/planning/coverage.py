@@ -111,11 +111,13 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     ]
     if coverage_of_rest.share < MIN_SHARE or stacked:
         result.append(
-            Event("coverage", next(iter(coverage_of_rest.kept), "blocks"), str(coverage_of_rest))
+            Event(
+                "low-coverage", next(iter(coverage_of_rest.kept), "blocks"), str(coverage_of_rest)
+            )
         )
     shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.block >= 0}
     result += [
-        Event("router-rounded", name, "which experts compute is decided by rounded weights")
+        Event("router-quantized", name, "which experts compute is decided by rounded weights")
         for name in sorted(routers(config, shapes) & rounded)
     ]
     return tuple(result)

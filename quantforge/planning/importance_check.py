@@ -58,7 +58,7 @@ def compare_importance(
     if missing:
         message = f"--imatrix {path.name}: no importance for {len(missing)} of {blocks} matrices: "
         events.append(
-            Event("importance-missing", model, message + _file_names(missing, file_names))
+            Event("importance-incomplete", model, message + _file_names(missing, file_names))
         )
     all_names = {name for entry in file_names.values() for name in (entry.name, *entry.others)}
     unknown = sorted({*known} - all_names - _OUTER_NAMES)

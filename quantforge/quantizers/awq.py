@@ -83,8 +83,9 @@ def apply(
         rounding: ``awq`` options, and ``scales`` as the rounder will choose them.
 
     Returns:
-        The statistics of the changed block, by key; a ``pair-skipped`` event for each pair whose factors cannot be
-        stored exactly; and per pair its ``family``, ``exponent`` and ``error`` (relative to the error without scaling).
+        The statistics of the changed block, by key; a ``scale-fold-skipped`` event for each pair whose factors
+        cannot be stored exactly; and per pair its ``family``, ``exponent`` and ``error`` (relative to the error without
+        scaling).
     """
     changed, events, figures = dict(statistics), [], {}
     moments: dict[str, Tensor] = {}

@@ -135,4 +135,4 @@ def _dominated_group_events(
         f"{int(lost.sum())} groups of {size} hold a weight beside which the others are lost:"
         " smaller groups or more bits keep them"
     )
-    return (Event("group-outshone", name, what),)
+    return (Event("group-outlier", name, what),)

@@ -33,7 +33,7 @@ def fold_if_storable(
 ) -> Event | None:
     """Fold factors into a pair; if they cannot be stored, change nothing and return an event."""
     if problem := storage_obstacle(block, shared, quantized, scale):
-        return Event("pair-skipped", f"{block.name}.{shared.key}", problem)
+        return Event("scale-fold-skipped", f"{block.name}.{shared.key}", problem)
     fold_scale(block, shared, scale)
     return None
 

@@ -68,8 +68,8 @@ def apply(
         rounding: ``awq.rows`` is the number of calibration rows used.
 
     Returns:
-        The statistics of the changed block; a ``pair-skipped`` event for each pair that could not be stored; and per
-        pair its ``strength`` (-1: unchanged) and ``error`` (relative to the error without smoothing).
+        The statistics of the changed block; a ``scale-fold-skipped`` event for each pair that could not be stored; and
+        per pair its ``strength`` (-1: unchanged) and ``error`` (relative to the error without smoothing).
     """
     changed, events, figures = dict(statistics), [], {}
     for shared in block.inputs:

@@ -69,7 +69,7 @@ def sparsify(
                 name: _sparsegpt(weight, factor, sparsity) for name, weight in matrices.items()
             }, ()
         why = "no damping makes the Hessian positive definite" if seen else "no activation was seen"
-        events = (Event("rounding-fallback", names, why),)
+        events = (Event("rtn-fallback", names, why),)
         scale = hessian.diagonal().sqrt()
     found = {}
     for name, weight in matrices.items():

@@ -219,7 +219,7 @@ def test_functions_make_what_the_command_makes(
     assert digests(out) == digests(expected.path)
     assert planned.output_bytes == expected.document["output_bytes"]
     assert Path(made.out) == out
-    assert [event.kind for event in made.events] == ["calibration-short"]
+    assert [event.kind for event in made.events] == ["few-calibration-tokens"]
     moved = quantforge.export(out, out=tmp_path / "x.gguf")
     assert (moved.verdict, moved.layers) == ("exact", 14)
     assert quantforge.verify(out, source=source).findings == []

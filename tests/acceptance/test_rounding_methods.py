@@ -246,11 +246,11 @@ def test_degradations_are_events_that_strict_refuses(
 ) -> None:
     made = make("quantize", "llama", GPTQ)
     counts = made.document["event_counts"]
-    assert counts == {"calibration-short": 1} == manifest(made.path)["event_counts"]
+    assert counts == {"few-calibration-tokens": 1} == manifest(made.path)["event_counts"]
     said = refusal(4, "quantize", model("llama"), GPTQ, "--strict -o", tmp_path / "strict")
-    assert "calibration-short" in said
+    assert "few-calibration-tokens" in said
     assert not (tmp_path / "strict").exists()
-    words = "--strict --allow calibration-short=1"
+    words = "--strict --allow few-calibration-tokens=1"
     assert (
         document("quantize", model("llama"), GPTQ, words, "-o", tmp_path / "allowed")[
             "event_counts"

@@ -108,7 +108,7 @@ def test_a_conversion_keeps_every_value(
     made = make("quantize", "llama", stored_as(*stored)).path
     moved = make("export", made, "--format", form)
     assert moved.document["verdict"] == verdict
-    assert {event["kind"] for event in moved.document["events"]} <= {"coverage"}
+    assert {event["kind"] for event in moved.document["events"]} <= {"low-coverage"}
     before, after = decode(made), decode(moved.path)
     assert {*before} == {*after}
     for name, weight in before.items():
@@ -167,7 +167,7 @@ def test_a_tied_embedding_is_rounded_as_the_tool_of_the_format_does(
     made = make("quantize", "tied", PLAIN, "--bits 4").path
     moved = make("export", made, "--format gguf")
     assert moved.document["verdict"] == "exact but for the embedding"
-    assert {event["kind"] for event in moved.document["events"]} == {"embedding-rounded"}
+    assert {event["kind"] for event in moved.document["events"]} == {"embedding-quantized"}
     assert gguf_types(moved.path)["token_embd.weight"] == "Q8_0"
     kept = make("export", made, "--format gguf --embedding keep")
     assert (kept.document["verdict"], kept.document["events"]) == ("exact", [])

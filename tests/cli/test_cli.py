@@ -217,7 +217,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan", "MODEL", "--bits", "4", "--rule", "down_proj=int8:g100"], 2, ["g128, g64, g32, g16"]),
         (["plan", "MODEL", "--format", "awq", "--bits", "3"], 4, ["4 bits", "--format compressed-tensors"]),
         (["plan", "MODEL", "--format", "plain", "--bits", "4"], 4, ["plain", "compressed-tensors"]),
-        (["plan", "MODEL", "--format", "fp8", "--strict"], 4, ["coverage", "77.8%", "k_proj"]),
+        (["plan", "MODEL", "--format", "fp8", "--strict"], 4, ["low-coverage", "77.8%", "k_proj"]),
         (["plan", "MODEL", "--format", "awq", "--scheme", "nf4"], 4, ["nf4", "--format bnb"]),
         (["plan", "MODEL", "--format", "gguf", "--scheme", "nf4"], 4, ["nf4", "--format bnb"]),
         (["plan", "MODEL", "--format", "gptq", "--rule", "down_proj=int8"], 4, ["compressed-tensors"]),

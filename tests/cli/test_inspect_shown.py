@@ -20,7 +20,7 @@ def test_inspect_says_in_words_how_a_result_was_made(model, tmp_path, capsys):
     assert "{" not in told
     assert re.search(r"^versions: quantforge \S+, python", told, re.M)
     assert re.search(r"^calibration: \S.*: \d+ rows of \d+ tokens$", told, re.M)
-    assert re.search(r"^events: 1 calibration-short$", told, re.M)
+    assert re.search(r"^events: 1 few-calibration-tokens$", told, re.M)
     document = json.loads((out / NAME).read_text())
     odd = {"source": [], "calibration": {"sources": 5}, "event_counts": [1], "versions": None}
     (out / NAME).write_text(json.dumps(document | odd))

@@ -124,7 +124,7 @@ def test_scales_of_the_cache_are_measured_written_and_used(
     assert plain["kl_mean"] < rounded["kl_mean"] < plain["kl_mean"] + 0.05
     done = command(capsys, "export", out, "--format", "gptq", "--allow-inexact", "-o", moved)
     assert done.code == 0, done.err
-    assert "kv-scales-left-out" in done.err
+    assert "kv-scales-dropped" in done.err
     assert not any("k_scale" in name for name in open_checkpoint(moved).entries)
     refused = command(
         capsys,
@@ -138,7 +138,7 @@ def test_scales_of_the_cache_are_measured_written_and_used(
         tmp_path / "x.gguf",
     )
     assert refused.code == 4
-    assert "kv-scales-left-out" in refused.err
+    assert "kv-scales-dropped" in refused.err
 
 
 def test_a_cache_cannot_be_measured_without_text_or_stored_anywhere(

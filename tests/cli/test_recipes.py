@@ -49,7 +49,7 @@ def test_a_recipe_plans_and_runs(name: str, block: Path, tmp_path: Path) -> None
     if name not in DIFFERENT.values():
         return
     out = tmp_path / ("q" + load_format(plan.format).INFO.file_suffix)
-    settings = Settings(policy=Policy(allow={"rounding-fallback": 0}))
+    settings = Settings(policy=Policy(allow={"rtn-fallback": 0}))
     made = api.quantize(block, name, out, settings, samples=4, length=24)
     assert len(made.plan.quantized()) >= 7
     assert api.verify(out, forward=False).findings == []

@@ -133,7 +133,7 @@ def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Pat
     with pytest.raises(RefusedError, match="expert-few-tokens"):
         quantize(
             tiny("mixtral"), tmp_path / "strict", swift("gptq", scheme=SCHEME),
-            policy=Policy(strict=True, allow={"calibration-short": 9, "substitution": 99}),
+            policy=Policy(strict=True, allow={"few-calibration-tokens": 9, "substitution": 99}),
         )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def test_an_expert_without_any_token(
     monkeypatch.setattr(RoutedTokens, "record", never_three)
     done = quantize(tiny("mixtral"), tmp_path / "q", swift("awq+gptq", scheme=SCHEME))
     assert "3 (0)" in next(e.detail for e in done.events if e.kind == "expert-few-tokens")
-    assert "rounding-fallback" not in {event.kind for event in done.events}
+    assert "rtn-fallback" not in {event.kind for event in done.events}
     model = load(tmp_path / "q").model
     assert all(bool(value.isfinite().all()) for value in model.parameters())
 

@@ -203,7 +203,7 @@ def test_a_substitution_is_planned_counted_and_can_be_refused(tiny, out):
     with pytest.raises(RefusedError):
         quantize(model, out, recipe(), policy=Policy(allow={"substitution": layers - 1}))
     assert leftovers(out) == set()
-    allowed = {"substitution": layers, "calibration-short": 1}
+    allowed = {"substitution": layers, "few-calibration-tokens": 1}
     done = quantize(model, out, recipe(), policy=Policy(True, allowed))
     counts = json.loads((out / "quantforge.manifest.json").read_text())["event_counts"]
     assert counts["substitution"] == layers == len(done.plan.substitutions)
@@ -211,10 +211,10 @@ def test_a_substitution_is_planned_counted_and_can_be_refused(tiny, out):
 
 def test_an_event_refused_in_the_middle_can_be_accepted_later(model, out):
     wanted = swift("gptq", rules=(Rule("o_proj", "int2:row:sym"),))
-    with pytest.raises(RefusedError, match="calibration-short"):
+    with pytest.raises(RefusedError, match="few-calibration-tokens"):
         quantize(model, out, wanted, policy=Policy(strict=True))
     assert not out.exists()
-    quantize(model, out, wanted, policy=Policy(True, {"calibration-short": 1}))
+    quantize(model, out, wanted, policy=Policy(True, {"few-calibration-tokens": 1}))
     assert out.exists()
 
 

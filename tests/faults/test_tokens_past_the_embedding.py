@@ -148,7 +148,7 @@ def test_a_gguf_file_leaves_the_token_out_as_an_event(values, tiny, tmp_path):
     found = api.export(
         str(source), Recipe(type="F32", format="gguf"), tmp_path / "x.gguf", Settings()
     )
-    (event,) = [one for one in found.events if one.kind == "token-left-out"]
+    (event,) = [one for one in found.events if one.kind == "tokens-dropped"]
     assert "'<image>'" in event.detail
     assert f"past the {VOCABULARY} rows" in event.detail
     assert verify(tmp_path / "x.gguf", source).findings == []

@@ -191,7 +191,7 @@ def test_transforms_and_feedback_work_on_all_experts(
     """An indexer that stays takes the factors of its norm; experts of a stack are calibrated one by one."""
     source = tiny(family)
     done = quantize(source, tmp_path / "q", recipe("awq+gptq", scheme="int8:g32:sym"))
-    assert {event.kind for event in done.events} == {"calibration-short", "expert-few-tokens"}
+    assert {event.kind for event in done.events} == {"few-calibration-tokens", "expert-few-tokens"}
     report = verify(tmp_path / "q", source)
     assert report.findings == []
     with torch.inference_mode():
@@ -206,7 +206,7 @@ def test_stacked_experts_that_stay_remain_stacked(tiny: Tiny, tmp_path: Path, fa
     rest = recipe("gptq", scheme="int8:g32:sym", ignore=("*experts*",))
     done = quantize(source, tmp_path / "q", rest)
     assert len(done.plan.quantized()) == DENSE.get(family, 3 * 4)
-    assert "coverage" not in {event.kind for event in done.events}
+    assert "low-coverage" not in {event.kind for event in done.events}
     assert transformers_says(done.plan) == ""
     with torch.inference_mode():
         assert torch.equal(load(tmp_path / "q").model(IDS).logits, theirs(tmp_path / "q"))

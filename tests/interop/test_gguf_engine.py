@@ -189,7 +189,7 @@ def test_a_window_in_every_layer_is_told_whatever_the_list_says(tmp_path):
     changes = {"sliding_window": 8, "layer_types": ["full_attention"] * 3}
     model = gguf_models.make("ministral3", tmp_path / "m", **changes)
     made = api.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
-    assert [event.kind for event in made.substitutions] == ["window-left-out"]
+    assert [event.kind for event in made.substitutions] == ["sliding-window-dropped"]
 
 
 def test_a_range_of_frequencies_that_the_engine_rounds_is_an_event(tmp_path):
@@ -197,7 +197,7 @@ def test_a_range_of_frequencies_that_the_engine_rounds_is_an_event(tmp_path):
             "original_max_position_embeddings": 64}  # fmt: skip
     model = gguf_models.make("gpt_oss", tmp_path / "m", rope_parameters=rope)
     made = api.plan(str(model), Recipe(format="gguf", type="Q8_0", calibration=NO_DATA))
-    assert [event.kind for event in made.substitutions] == ["rope-rounded"]
+    assert [event.kind for event in made.substitutions] == ["rope-approximated"]
 
 
 def test_a_probability_is_found_for_every_token_even_for_the_one_that_ends_the_text(tmp_path):

@@ -311,11 +311,13 @@ def _difference_events(
     ``config`` is with the family's defaults.
     """
     said = yarn_rounding(rope)
-    rounded = (Event("rope-rounded", "config.json", f"truncate = false: {said}"),) if said else ()
+    rounded = (
+        (Event("rope-approximated", "config.json", f"truncate = false: {said}"),) if said else ()
+    )
     window = config.get("sliding_window", family.window)
     if window is None or sizes.positions <= window or family.windowed:
         return rounded
     if not any(windows.of_layers(config, sizes.layers)):
         return rounded
     text = f"llama.cpp's {family.arch} has no sliding window: equal up to {window} tokens"
-    return (*rounded, Event("window-left-out", "config.json", text))
+    return (*rounded, Event("sliding-window-dropped", "config.json", text))

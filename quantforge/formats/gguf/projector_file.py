@@ -216,7 +216,7 @@ def _tower_events(
     if lost:
         towers = " and ".join(sorted({name.partition(".")[0] for name in lost}))
         detail = f"{towers}: {len(lost)} tensors, {sum(lost.values())} bytes, are in no file"
-        found.append(Event("tower-left-out", where, detail))
+        found.append(Event("tower-dropped", where, detail))
     return tuple(found)
 
 

@@ -285,7 +285,7 @@ def _fill_tokens(
         shown = ", ".join(f"{past[number]!a:.60} (id {number})" for number in sorted(past)[:3])
         found.events.append(
             Event(
-                "token-left-out",
+                "tokens-dropped",
                 path.name,
                 f"{len(past)} token(s) past the {rows} rows of the embedding, {shown}: "
                 "llama.cpp takes their names in a text for ordinary text",

@@ -269,7 +269,7 @@ def _factorize_input(
     if dead := int((diagonal == 0).sum()):
         events.append(Event("dead-channels", names, f"{dead} of {len(diagonal)} input columns"))
     if dead == len(diagonal):
-        return None, [*events, Event("rounding-fallback", names, "no activation was seen")]
+        return None, [*events, Event("rtn-fallback", names, "no activation was seen")]
     shrinkage = options.shrinkage
     if shrinkage is None:
         shrinkage = max(grid.shrinkage for grid in grids)
@@ -277,7 +277,7 @@ def _factorize_input(
     factor = factorize(hessian, options.damping, order, shrinkage)
     if factor is None:
         why = "no damping up to the mean of its diagonal makes the Hessian positive definite"
-        events.append(Event("rounding-fallback", names, why))
+        events.append(Event("rtn-fallback", names, why))
     elif factor.damping > options.damping:
         detail = f"{options.damping:g} raised to {factor.damping:g}"
         events.append(Event("damping-raised", names, detail))

@@ -50,7 +50,7 @@ def test_it_accounts_for_every_tensor_and_says_what_was_done(released):
     assert actions.count("quantize") == document["quantized"] == 14
     assert all("error" in t for t in document["tensors"] if t["action"] == "quantize")
     assert document["calibration"]["rows"] == 6
-    assert document["event_counts"] == {"calibration-short": 1}
+    assert document["event_counts"] == {"few-calibration-tokens": 1}
     assert document["method"] == "gptq"
     assert 'method = "gptq"' in document["recipe"]
     assert {"quantforge", "torch", "python"} <= document["versions"].keys()

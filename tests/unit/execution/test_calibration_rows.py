@@ -36,7 +36,7 @@ def test_rows_beyond_the_builtin_text_are_told(samples, comes):
     notes = [note for note in plan.notes if "asked for" in note]
     options = CalibrationOptions(samples=samples)
     found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
-    events = [event for event in found.events if event.kind == "calibration-rows"]
+    events = [event for event in found.events if event.kind == "few-calibration-rows"]
     assert found.sample.report.rows == min(samples, THERE) == builtin_rows(DEMO, LENGTH, samples)
     assert (len(notes), len(events)) == ((0, 0) if comes else (1, 1))
     if not comes:
@@ -44,8 +44,8 @@ def test_rows_beyond_the_builtin_text_are_told(samples, comes):
         assert f"--samples {THERE}" in events[0].detail
         with pytest.raises(RefusedError, match=f"{THERE} rows") as refused:
             Policy(strict=True).check(events)
-        assert "--allow calibration-rows=1" in refused.value.hint
-        Policy(strict=True, allow={"calibration-rows": 1}).check(events)
+        assert "--allow few-calibration-rows=1" in refused.value.hint
+        Policy(strict=True, allow={"few-calibration-rows": 1}).check(events)
 
 
 def test_a_mixture_asks_for_its_shares(tmp_path):
@@ -54,8 +54,8 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
     options = CalibrationOptions(source=f"builtin=9,{text}=1")
     found = calibrate(DEMO, options, api.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
     assert found.sample.report.rows < found.sample.report.rows_asked == 128
-    assert "calibration-rows" in {event.kind for event in found.events}
-    assert "calibration-duplicates" in {event.kind for event in found.events}
+    assert "few-calibration-rows" in {event.kind for event in found.events}
+    assert "duplicate-calibration-rows" in {event.kind for event in found.events}
 
 
 def test_a_plan_says_nothing_of_text_that_is_not_needed():
@@ -199,12 +199,12 @@ def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
     monkeypatch.setattr("quantforge.execution.calibration.load_tokenizer", lambda *_: words)
     found = calibrate(DEMO, options, plan, vocabulary=1 << 20)
     monkeypatch.undo()
-    (event,) = [one for one in found.events if one.kind == "calibration-random"]
+    (event,) = [one for one in found.events if one.kind == "no-random-rows"]
     assert f"{found.sample.report.rows // 2} asked for" in event.detail
     with pytest.raises(RefusedError):
         Policy(strict=True).check(found.events)
     events = calibrate(DEMO, options, plan, vocabulary=1 << 20).events
-    assert "calibration-random" not in {one.kind for one in events}
+    assert "no-random-rows" not in {one.kind for one in events}
 
 
 def test_columns_that_are_not_used_are_a_note_and_stand_in_the_manifest(tmp_path):

@@ -288,7 +288,7 @@ def test_rows_that_no_gradient_reaches_are_an_event(
 
     monkeypatch.setattr(TokenWeights, "of", blind)
     outcome = quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=2))
-    events = [event for event in outcome.events if event.kind == "guide-blind"]
+    events = [event for event in outcome.events if event.kind == "no-gradient"]
     assert [event.where for event in events] == ["model.layers.0.self_attn.v_proj.weight"]
     assert "strip 2 of 2" in events[0].detail
 
@@ -296,7 +296,7 @@ def test_rows_that_no_gradient_reaches_are_an_event(
 def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
     wanted = swift("gptq", bits=4, guide=2, calibration=replace(CALIBRATION, samples=1))
     outcome = quantize(tiny("llama"), tmp_path / "out", wanted)
-    assert {event.kind for event in outcome.events} >= {"calibration-short"}
+    assert {event.kind for event in outcome.events} >= {"few-calibration-tokens"}
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
     assert "guide = 2" in document["recipe"]
     figures = [item for item in document["tensors"] if item["action"] == "quantize"]

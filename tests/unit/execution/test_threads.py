@@ -176,7 +176,7 @@ def test_what_runs_of_rows_lose_is_counted_together(workers, monkeypatch):
     ((_, record),) = data_free.round_in_strips([matrix], workers)
     assert written == [(0, 2), (2, 2), (4, 2), (6, 2)]
     (event,) = record["events"]
-    assert event["kind"] == "group-outshone"
+    assert event["kind"] == "group-outlier"
     assert event["detail"].startswith("8 groups of 32 ")
 
 

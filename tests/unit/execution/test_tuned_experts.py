@@ -172,9 +172,9 @@ def test_an_expert_without_tokens_keeps_its_scales(
     changed = {n for n in plain.entries if not torch.equal(plain.read(n), other.read(n))}
     assert [n for n in changed if ".experts.2." in n]
     assert not [n for n in changed if ".experts.3." in n]
-    blind = [event for event in done.events if event.kind == "tune-blind"]
+    blind = [event for event in done.events if event.kind == "expert-not-tuned"]
     assert [event.where for event in blind] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
     assert "1 of 4 experts got no token: 3" in blind[0].detail
     allowed = {event.kind: len(done.events) for event in done.events if event not in blind}
-    with pytest.raises(RefusedError, match="tune-blind"):
+    with pytest.raises(RefusedError, match="expert-not-tuned"):
         quantize(model, tmp_path / "strict", tuned(), policy=Policy(strict=True, allow=allowed))

@@ -107,7 +107,7 @@ def test_a_run_from_tiles(tiny: Tiny, tmp_path: Path) -> None:
     out = tmp_path / "q"
     done = quantize(model, out, wanted)
     assert done.plan.tensors == plan.tensors
-    assert {event.kind for event in done.events} <= {"calibration-short"}
+    assert {event.kind for event in done.events} <= {"few-calibration-tokens"}
     document = manifest.read_manifest(out)
     assert document is not None
     assert document["source"]["precision"] == "fp8 (128x128 tiles)"

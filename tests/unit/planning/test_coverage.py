@@ -68,7 +68,7 @@ def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
         tmp_path / "m", STACKED | {"mlp.router.weight": (EXPERTS, H)}, num_local_experts=EXPERTS
     )
     (event,) = planned(model).substitutions
-    assert event.kind == "coverage"
+    assert event.kind == "low-coverage"
     assert "24.9% of the weights inside blocks are quantized" in event.detail
     assert "model.layers.*.mlp.experts.gate_up_proj (131,072 bytes)" in event.detail
     shown = command(capsys, "plan", model, "--scheme", "int4:g32")
@@ -82,7 +82,7 @@ def test_experts_that_stay_are_an_event_with_names_and_bytes(tmp_path, capsys):
     strict = command(
         capsys, "quantize", model, "--scheme", "int4:g32", "--strict", "-o", tmp_path / "o"
     )
-    assert (strict.code, "--allow coverage=1" in strict.err) == (4, True)
+    assert (strict.code, "--allow low-coverage=1" in strict.err) == (4, True)
 
 
 def test_what_is_asked_to_stay_is_no_event(tmp_path):
@@ -128,7 +128,7 @@ def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):
     api.quantize(str(model), recipe, tmp_path / "a", Settings())
     config = json.loads((tmp_path / "a" / "config.json").read_text()) | {"num_experts": EXPERTS}
     (tmp_path / "a" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RefusedError, match="router-rounded"):
+    with pytest.raises(RefusedError, match="router-quantized"):
         api.export(str(tmp_path / "a"), Recipe(format="plain"), tmp_path / "b",
                         Settings(policy=Policy(strict=True, allow={"inexact": 99})), allow_inexact=True)  # fmt: skip
 
@@ -141,18 +141,18 @@ def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, 
     )
     shown = command(capsys, "export", tmp_path / "a", "--format", "gptq", "-o", tmp_path / "b")
     assert "25.0% of the weights inside blocks are quantized" in shown.err
-    assert "event coverage x1" in shown.err
+    assert "event low-coverage x1" in shown.err
     document = json.loads(
         command(
             capsys, "export", tmp_path / "a", "--format", "awq", "-o", tmp_path / "c", "--json"
         ).out
     )
     assert document["block_share_quantized"] == pytest.approx(0.25)
-    assert [event["kind"] for event in document["events"]] == ["coverage"]
+    assert [event["kind"] for event in document["events"]] == ["low-coverage"]
     strict = command(
         capsys, "export", tmp_path / "a", "--format", "gptq", "--strict", "-o", tmp_path / "d"
     )
-    assert (strict.code, "coverage" in strict.err) == (4, True)
+    assert (strict.code, "low-coverage" in strict.err) == (4, True)
     plain = command(
         capsys,
         "export",
@@ -163,7 +163,7 @@ def test_an_export_says_what_stays_and_judges_it_as_the_first_run_did(tmp_path, 
         tmp_path / "e",
         "--allow-inexact",
     )
-    assert (plain.code, "coverage" in plain.err) == (0, False)
+    assert (plain.code, "low-coverage" in plain.err) == (0, False)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_scales_of_float16_stay_that_in_mlx_files_of_a_bfloat16_model(tmp_path: 
     api.quantize(DEMO, out=tmp_path / "q", **made)
     moved = api.export(tmp_path / "q", format="mlx", out=tmp_path / "x")
     assert moved.verdict == "exact but for the embedding"
-    assert [event.kind for event in moved.events] == ["embedding-rounded"]
+    assert [event.kind for event in moved.events] == ["embedding-quantized"]
     stored = load_file(tmp_path / "x" / "model.safetensors")
     for part in ("scales", "biases"):
         types = {str(value.dtype) for name, value in stored.items() if name.endswith(part)}

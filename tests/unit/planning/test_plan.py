@@ -351,7 +351,7 @@ def test_an_unknown_family_is_rounded_plainly_and_nothing_else(tiny, tmp_path):
     for method in ("gptq", "awq", "awq+gptq"):
         found = plan(source, method=method)  # architectures names a class that is known
         assert any("derived from the code" in n and "LlamaForCausalLM" in n for n in found.notes)
-        assert [e.kind for e in found.substitutions if e.where == "novel"] == ["model-type"]
+        assert [e.kind for e in found.substitutions if e.where == "novel"] == ["unknown-model-type"]
     nobody = copied(source, tmp_path / "nobody")
     stated = {**config, "model_type": "novel", "architectures": ["NovelForCausalLM"]}
     (nobody / "config.json").write_text(json.dumps(stated))

@@ -193,7 +193,7 @@ def test_a_pair_that_cannot_be_stored_is_an_event_and_stays(tiny: Tiny) -> None:
         before, statistics = state(part), observed(part)
         changed, events, figures = awq.apply(part, statistics, layers, ROUNDING)
         assert [(event.kind, event.where) for event in events] == [
-            ("pair-skipped", "model.layers.0.self_attn.q_proj")
+            ("scale-fold-skipped", "model.layers.0.self_attn.q_proj")
         ]
         assert "self_attn.k_proj.weight stays BF16" in events[0].detail
         assert "self_attn.q_proj" not in figures

@@ -123,12 +123,12 @@ def test_a_weight_beside_which_its_group_is_lost_is_an_event(scheme: str) -> Non
     assert _round(heavy, scheme, "search").events == ()
     weight[3, 40] = 1e4
     (event,) = _round(weight, scheme, "search").events
-    assert (event.kind, event.where) == ("group-outshone", "w")
+    assert (event.kind, event.where) == ("group-outlier", "w")
     assert event.detail.startswith("1 groups of ")
     statistics = Statistics(hessian=torch.eye(256))
     rounding = Rounding()
     found = gptq.round_matrices({"w": weight}, statistics, {"w": parse(scheme)}, rounding)["w"]
-    assert [event.kind for event in found.events] == ["group-outshone"]
+    assert [event.kind for event in found.events] == ["group-outlier"]
 
 
 def test_a_scale_beyond_its_type_names_the_matrix() -> None:

@@ -162,13 +162,13 @@ def test_a_tied_embedding_is_rounded_as_the_mixture_has_it_and_told(tmp_path, ca
     assert types.pop("token_embd.weight") == "Q6_K"
     assert set(types.values()) == {"Q4_0", "F32"}
     said = manifest.read_manifest(tmp_path / "b.gguf")
-    assert said["event_counts"] == {"embedding-rounded": 1}
+    assert said["event_counts"] == {"embedding-quantized": 1}
     (entry,) = [item for item in said["tensors"] if item["name"] == name]
     assert (entry["scheme"], entry["error"] < 1e-3) == ("q6_k", True)
     for origin in (model, source):
         assert api.verify(tmp_path / "b.gguf", source=origin).findings == []
     strict = Policy(strict=True)
-    with pytest.raises(RefusedError, match="embedding-rounded"):
+    with pytest.raises(RefusedError, match="embedding-quantized"):
         export(source, tmp_path / "x.gguf", None, policy=strict)
     assert not (tmp_path / "x.gguf").exists()
     kept = export(source, tmp_path / "c.gguf", None, embedding="keep", policy=strict)
@@ -185,7 +185,7 @@ def test_what_an_export_does_not_round(models, tmp_path):
     assert {tensors[f"{name}.weight"].type for name in ("token_embd", "output")} == {"F16"}
     file = export(models("llama-tied", **WIDE), tmp_path / "b.gguf", "Q8_0")
     moved = export(file, tmp_path / "c", None, format="mlx", allow_inexact=True)
-    assert "embedding-rounded" not in manifest.read_manifest(moved)["event_counts"]
+    assert "embedding-quantized" not in manifest.read_manifest(moved)["event_counts"]
     with pytest.raises(UsageError, match="is quantized already"):
         export(file, tmp_path / "x", None, format="mlx", embedding="int4:g64:min")
     with pytest.raises(UsageError, match="an export to gptq rounds no embedding"):

@@ -333,7 +333,7 @@ def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_ne
 ):
     path, out = of_layers(tmp_path / "x.gguf", 2), tmp_path / "a.gguf"
     planned = api.plan(model, KNOWN, Settings(imatrix=path)).substitutions
-    (event,) = [one for one in planned if one.kind == "importance-missing"]
+    (event,) = [one for one in planned if one.kind == "importance-incomplete"]
     assert "no importance for 7 of 21 matrices: blk.2." in event.detail
     assert "and 4 more" in event.detail
 
@@ -344,7 +344,7 @@ def test_matrices_that_a_file_lacks_are_an_event_and_refused_where_their_type_ne
     shown = ended("Q4_K_M", "--dry-run")
     assert (shown.code, "no importance for 7 of 21 matrices" in shown.out) == (0, True)
     strict = ended("Q4_K_M", "--strict", "--allow", "substitution=9")
-    assert (strict.code, "importance-missing" in strict.err) == (4, True)
+    assert (strict.code, "importance-incomplete" in strict.err) == (4, True)
     refused = ended("IQ2_XXS")
     assert refused.code == 4
     assert "of 21 matrices whose types need it (IQ2_XXS): blk.2." in refused.err
@@ -357,5 +357,5 @@ def test_a_file_of_more_layers_is_of_another_model_and_strange_names_are_noted(m
         api.plan(model, KNOWN, Settings(imatrix=more))
     strange = of_layers(tmp_path / "x.gguf", 3, "blk.0.attn_kv_b.weight", "output.weight")
     made = api.plan(model, KNOWN, Settings(imatrix=strange))
-    assert not [one for one in made.substitutions if one.kind == "importance-missing"]
+    assert not [one for one in made.substitutions if one.kind == "importance-incomplete"]
     assert [note for note in made.notes if "1 of its matrices are of no tensor" in note]

@@ -177,12 +177,12 @@ def test_a_sliding_window_without_a_place_is_an_event(models, tmp_path):
         )
         out = export(model, tmp_path / f"{number}.gguf")
         document = manifest.read_manifest(out)
-        found = [item for item in document["events"] if item["kind"] == "window-left-out"]
+        found = [item for item in document["events"] if item["kind"] == "sliding-window-dropped"]
         assert len(found) == events
         assert all("equal up to 16 tokens" in item["detail"] for item in found)
         assert number or not verify(out, model).findings
     policy = Policy(strict=True)
-    refused(RefusedError, "window-left-out", tmp_path / "0", tmp_path, policy=policy)
+    refused(RefusedError, "sliding-window-dropped", tmp_path / "0", tmp_path, policy=policy)
 
 
 ABSENT = object()
@@ -218,7 +218,7 @@ def test_windows_are_those_that_transformers_reads(models, tmp_path, family, val
     longer = peer.max_position_embeddings > (peer.sliding_window or 1 << 30)
     assert ("sliding_attention" in kinds and longer) == bool(events)
     plan = api.plan(str(model), Recipe(format="gguf", type="Q8_0"))
-    assert [event.kind for event in plan.substitutions].count("window-left-out") == events
+    assert [event.kind for event in plan.substitutions].count("sliding-window-dropped") == events
 
 
 @pytest.mark.parametrize("value", [None, "x", "", [], {}, 1e308, -1, float("nan")], ids=str)

@@ -345,7 +345,7 @@ def test_a_tower_that_hears_is_in_no_file_and_is_an_event(models, tmp_path):
         out = tmp_path / f"{source.name}.gguf"
         api.export(str(source), None, out, Settings(mmproj=True), format="gguf", **more)
         (event,) = (
-            one for one in manifest.read_manifest(out)["events"] if one["kind"] == "tower-left-out"
+            one for one in manifest.read_manifest(out)["events"] if one["kind"] == "tower-dropped"
         )
         assert "audio_tower and embed_audio: 3 tensors, 1152 bytes" in event["detail"]
     assert not any(

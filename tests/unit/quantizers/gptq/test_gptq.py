@@ -262,7 +262,7 @@ def test_a_dead_channel_is_rounded_plainly_and_counted() -> None:
 def test_without_any_activation_all_is_rounded_plainly() -> None:
     weight = _matrix(4, 32)
     rounded = _round(weight, torch.zeros(32, 32), "int4:g32:sym")
-    assert [event.kind for event in rounded.events] == ["dead-channels", "rounding-fallback"]
+    assert [event.kind for event in rounded.events] == ["dead-channels", "rtn-fallback"]
     assert torch.equal(
         rounded.tensor.codes,
         integer.encode(weight, rounded.tensor.parameters, rounded.tensor.scheme),
@@ -278,7 +278,7 @@ def test_damping_is_raised_in_steps_and_a_hopeless_hessian_falls_back_with_an_ev
     ]
     hessian[0, 0] = -5
     hopeless = _round(weight, hessian, "int4:g32:sym")
-    assert [event.kind for event in hopeless.events] == ["rounding-fallback"]
+    assert [event.kind for event in hopeless.events] == ["rtn-fallback"]
     assert bool(hopeless.tensor.decode().isfinite().all())
 
 
