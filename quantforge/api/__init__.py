@@ -1,33 +1,33 @@
-"""The verbs: what the command line calls, and what a program may call instead.
+"""Public Python API: one function for each command of ``quantforge``.
 
 In this folder:
 
-    allocate          Allocate: bits for each group of linears
+    allocate          ``allocate``: choose a scheme for every linear, to diverge least from the source at a given size
     bench             Measure latency and throughput of models, or of a server, under a seeded stream of requests
-    completed_result  A result that lies at the place of a job already, made by this very command before it was killed
-    declarations      Declarations of a model, derived from the code of transformers: to be read, compared and kept
-    demo              Demo: the small trained model that comes with the package, copied out to try things on
-    demo_text         Text on which the demo model is judged
-    diff              Diff: how two models of any formats differ
-    evaluate          Evaluate: a reference and its descendants, whatever their format, measured on one text
-    export            Export: a model in another format, as a proven re-layout or a refusal
-    folder_cards      The card of a folder of results that are one file each: what they are, which to take
-    generate          Generate: a model of any format that is read continues a text or answers a conversation
-    imatrix           Importance of columns, observed on calibration text and written for llama.cpp's tools and for us
-    inspect           Contents of a model directory, a safetensors file or a GGUF file, from headers alone
-    job               A job: one result that is to be made, planned from headers
-    load              Load: a model of any format that is read, ready to compute with its weights still packed
-    output            Place of a result, and the room that it asks for: shared by the verbs that write
-    plan              Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is
-    quantize          Quantize: a plan carried out and published, or gone on with after any interruption
-    release           Release: many recipes of one model, made, scored, gated and laid out to be uploaded
-    reproduce         Making a result again from its manifest, and comparing every byte
-    scored_text       Text that an evaluation scores, prompts that its models answer: each from one source
-    serve             Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped
-    sweep             Sweep: all combinations of some choices, quantized and scored; the same call resumes it
-    torch_defaults    State of the program that calls a verb: results do not depend on torch's defaults
-    variants          Variants: several results of one model, each a job of its own
-    verify            `verify`: check a quantized model, whoever made it
+    completed_result  Detect that the result of a job exists already and is up to date
+    declarations      Derive the architecture declarations of a model by running the code of transformers
+    demo              Copy the small trained demo model out of the package
+    demo_text         Evaluation text of the demo model: modules of Python's standard library that it was not trained on
+    diff              ``diff``: compare two models of any formats
+    evaluate          ``evaluate``: measure a reference model and models derived from it, of any format, on one text
+    export            ``export``: convert a model into another format, exactly or not at all
+    folder_cards      Model card of a folder with several single-file results (GGUF)
+    generate          ``generate``: let a model of any supported format continue a text or answer a conversation
+    imatrix           Importance matrices (imatrix): measured on calibration text, written in llama.cpp's format
+    inspect           ``inspect``: show the contents of a model or weight file, from headers alone
+    job               Job: one result to be made, planned from headers
+    load              ``load``: load a model of any supported format for inference, with its weights still packed
+    output            Output path and disk space of a result, shared by all commands that write one
+    plan              ``plan`` and ``capacity``: what `quantize` would do, and the memory and speed of its result
+    quantize          ``quantize``: plan, round and publish a model; an interrupted run is resumed
+    release           ``release``: make, score and check many variants of one model, ready to be uploaded
+    reproduce         ``reproduce``: make a result again from its manifest and compare every byte
+    scored_text       Read the text that an evaluation scores and the prompts that its models answer
+    serve             ``serve``: serve a model of any format with OpenAI's HTTP API
+    sweep             ``sweep``: quantize a model with all combinations of some choices, and score the results
+    torch_defaults    Isolate API calls from the caller's torch defaults (dtype, device, gradients, threads)
+    variants          Make several results (variants) of one model, for releases and sweeps; each is a job
+    verify            ``verify``: check a quantized model, made by any tool
 """
 
 from quantforge.api.allocate import allocate

@@ -1,11 +1,12 @@
-"""Allocate: bits for each group of linears, so that a model of a given size diverges least from its source.
+"""``allocate``: choose a scheme for every linear, to diverge least from the source at a given size.
 
-Three steps: plan candidates from headers (`plan_search`); measure what each costs each linear (`measured_errors`);
-choose the mixture that loses least (`MixtureSearch.best_allocation`). `quantize` with a size does
-the same and rounds by what was found, and `plan` with a size shows a likely mixture.
+There are three steps: plan candidate schemes from headers (`plan_search`), measure the error that each candidate causes
+in each linear (`measured_errors`), and choose the mixture with the smallest total error
+(`MixtureSearch.best_allocation`). `quantize` with a target size does the same and then rounds with the mixture that was
+found; `plan` with a target size shows an estimated mixture.
 
-What is measured of a block is written down beside the result that is being made, and an interrupted measurement is
-resumed. It does not depend on the size that is asked for, only on the model, the candidates and the calibration rows.
+The errors of each block are saved next to the result that is being made, so that an interrupted measurement is resumed.
+They do not depend on the requested size, only on the model, the candidates and the calibration rows.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from quantforge.planning.size_target import SizeRequest, size_request
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, check_device
 
-_DIGEST = 12  # hex digits in the name of the directory in which a measurement is kept
+_DIGEST_CHARS = 12  # hex digits in the name of the directory that stores a measurement
 
 
 @check_arguments(RecipeOptions)
@@ -60,25 +61,26 @@ def allocate(
     candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> Allocated:
-    """Find the scheme of every linear with which a model of a given size diverges least from its source.
+    """Choose a scheme for every linear, so that a model of a given size diverges least from its source.
 
     Args:
-        model: as of `quantize`.
+        model: as for `quantize`.
         target: bits per weight inside of blocks (``3.5bpw``), bytes of all weight files (``18GB``, ``17GiB``), or
-            memory of a device that holds the cache of a sequence as well (``24GB@32k``; ``24GB@8x32k`` of eight).
-        out: a recipe file to write.
-        recipe: what else is wanted; its method is gptq, and it names no width.
-        settings: how it runs; ``overwrite`` replaces ``out``; the type of the cache, for a target of memory.
-        like: in place of a target, a GGUF file or another quantized form of the same model: as many bytes as its files
-            have. Its format is taken too where none is asked for.
-        candidates: schemes to choose from, as a list or with commas between them; those that the format holds in usual
-            widths when left out.
-        options: choices that override the recipe; an ``engine`` leaves the candidates that it loads mixed.
+            device memory that must also hold the KV cache of one sequence (``24GB@32k``) or several (``24GB@8x32k``).
+        out: recipe file to write.
+        recipe: all other choices; its method is gptq, and it names no bit width.
+        settings: how to run; ``overwrite`` replaces ``out``; its cache type counts for a target in device memory.
+        like: instead of a target, a GGUF file or another quantized version of the same model, whose file size becomes
+            the target. Its format is used too unless another is requested.
+        candidates: schemes to choose from, as a list or separated by commas; when left out, the usual widths that the
+            format supports.
+        options: choices that override the recipe; an ``engine`` restricts the candidates to schemes that it loads in a
+            mixture.
 
     Raises:
-        UsageError: the target is no size, a method that rounds otherwise, or a width beside the candidates.
-        RefusedError: the target is out of reach, the format or the engine takes no mixture, or gradients of the model
-            are not computed.
+        UsageError: the target is not a size, the method is not gptq, or a bit width is given besides candidates.
+        RefusedError: the target cannot be reached, the format or engine supports no mixture of schemes, or gradients
+            cannot be computed for the model.
     """
     settings = settings or Settings()
     if target is None and like is None:
@@ -86,81 +88,85 @@ def allocate(
             "no size is asked for: --target and --like",
             "give one: --target 3.5bpw, or --like FILE.gguf",
         )
-    asked = size_request(target, like, candidates, recipe, options)
+    request = size_request(target, like, candidates, recipe, options)
     if out is not None:
         check_new(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
     with report_to(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            search = plan_search(model, asked, settings, None)
+            search = plan_search(model, request, settings, None)
             if settings.serving.cache and search.target.load is None:
                 raise UsageError(
                     f"--cache {settings.serving.cache}: of how many tokens",
                     "e.g. --target 24GB@32k",
                 )
             events = (
-                event for one in search.candidate_plans.values() for event in one.plan.substitutions
+                event
+                for candidate in search.candidate_plans.values()
+                for event in candidate.plan.substitutions
             )
             settings.policy.check([*events])
         with measured_errors(
             search, Path(out).absolute().parent if out is not None else None
-        ) as nats:
-            found = search.best_allocation(nats)
+        ) as kl_losses:
+            allocated = search.best_allocation(kl_losses)
             if out is not None:
-                save(Path(out), found.written(), overwrite=settings.overwrite)
-    return found
+                save(Path(out), allocated.written(), overwrite=settings.overwrite)
+    return allocated
 
 
 @contextmanager
 def sized_recipe(
-    model: str | Path, asked: SizeRequest, out: Path | None, settings: Settings
+    model: str | Path, request: SizeRequest, out: Path | None, settings: Settings
 ) -> Iterator[tuple[Recipe, Path]]:
-    """Find the recipe that `allocate` writes, and say where the result goes: ``out``, or where `naming` says.
+    """Find the recipe for a target size, as `allocate` does; yield it with the path of the result.
 
-    What was measured is kept beside the result until the body ends. The plan of a likely mixture is announced before.
+    The path is ``out``, or the default of `naming`. The measurement stays next to the result until the body ends. The
+    plan of an estimated mixture is announced first.
 
     Raises:
-        QuantForgeError: as `allocate`, and what of the result is refused, before anything is measured.
+        QuantForgeError: as `allocate`; refusals of the result itself come before anything is measured.
     """
     check_device(settings.device)
     with phase("planning", 0.01, "headers of the model"):
-        search = plan_search(model, asked, settings, out)
-        likely, planned = search.estimate_mixture()
-        place = resolve(str(model), settings.offline)
-        out = out or naming.default_path(planned.plan.name, place)
-        likely, own = strip_local_paths(likely, settings)
-        job = plan_job(open_model(place), likely, out, own)
+        search = plan_search(model, request, settings, out)
+        estimate, planned = search.estimate_mixture()
+        model_path = resolve(str(model), settings.offline)
+        out = out or naming.default_path(planned.plan.name, model_path)
+        estimate, job_settings = strip_local_paths(estimate, settings)
+        job = plan_job(open_model(model_path), estimate, out, job_settings)
         if not job.stage.begun:
             with job.stage:  # refuses what lies there, before anything is measured
                 pass
         job.check_text()
         settings.announce(job.planned.plan, job.stage.named)
-    with measured_errors(search, out.absolute().parent, 0.7) as nats:
-        found = search.best_allocation(nats)
+    with measured_errors(search, out.absolute().parent, 0.7) as kl_losses:
+        allocated = search.best_allocation(kl_losses)
         settings.note(
-            f"found: {found.bits:.3g} bits per weight, expected KL {significant(found.nats)}; rounding by that recipe"
+            f"found: {allocated.bits:.3g} bits per weight, expected KL {significant(allocated.nats)};"
+            " rounding by that recipe"
         )
-        yield found.recipe, out
+        yield allocated.recipe, out
 
 
 @contextmanager
 def measured_errors(
-    search: MixtureSearch, beside: Path | None, share: float = 1.0
+    search: MixtureSearch, directory: Path | None, phase_share: float = 1.0
 ) -> Iterator[dict[str, list[float]]]:
-    """Measure the candidates, for a body that uses what was found: nats of each linear under each of them.
+    """Measure all candidates; yield the KL loss in nats of each linear, a list for each candidate.
 
-    What was measured is kept in a directory ``beside`` until the body ends without an error; the same search goes on
-    with it. Without one it is kept nowhere.
+    The measurement is saved in ``directory`` until the body ends without an error, and the same search resumes it. If
+    ``directory`` is None, nothing is saved.
 
     Args:
-        search: of which candidates.
-        beside: the directory in which a result is to lie.
-        share: of the work of the verb that this is.
+        search: the candidates.
+        directory: the parent directory of the result.
+        phase_share: fraction of the whole progress that this measurement makes up.
 
     Raises:
         InputError: a weight, an activation or a gradient is not finite.
-        RefusedError: gradients of the model are not computed, or more events than the policy allows.
-        BusyError: another run measures the same.
+        RefusedError: gradients cannot be computed for the model, or there are more events than the policy allows.
+        BusyError: another run is making the same measurement.
     """
     import torch
 
@@ -174,48 +180,48 @@ def measured_errors(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with reproducible():
-        with phase("reading", 0.05 * share, "calibration text"):
+        with phase("reading", 0.05 * phase_share, "calibration text"):
             source, files = digest_source(search.source, search.small_files, settings)
-            calibrated = draw_calibration_data(source, plans[0], settings)
-            settings.policy.check(calibrated.events)
-            for event in calibrated.events:
+            calibration = draw_calibration_data(source, plans[0], settings)
+            settings.policy.check(calibration.events)
+            for event in calibration.events:
                 settings.note(f"{event.kind}: {event.detail}")
         recipe = search.recipe.to_toml()
-        fingerprint = run_fingerprint(recipe, files, calibrated, settings.device, None)
+        fingerprint = run_fingerprint(recipe, files, calibration, settings.device, None)
         fingerprint["candidates"] = ", ".join(search.candidate_plans)
-        inputs = RunInputs(plans[0], settings, source, files, calibrated, {}, fingerprint)
-        with _opened_journal(beside, fingerprint) as work:
-            with phase("measuring", 0.9 * share):
-                found = candidate_errors(inputs, calibrated.sample, plans, work)
-            yield found
-            work.remove()
+        inputs = RunInputs(plans[0], settings, source, files, calibration, {}, fingerprint)
+        with _open_journal(directory, fingerprint) as journal:
+            with phase("measuring", 0.9 * phase_share):
+                kl_losses = candidate_errors(inputs, calibration.sample, plans, journal)
+            yield kl_losses
+            journal.remove()
 
 
 @contextmanager
-def _opened_journal(beside: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Journal]:
-    """Open the directory of a measurement, which no other run has at the same time."""
-    if beside is None:
+def _open_journal(directory: Path | None, fingerprint: Mapping[str, str]) -> Iterator[Journal]:
+    """Open and lock the journal of a measurement; it is temporary if ``directory`` is None."""
+    if directory is None:
         with tempfile.TemporaryDirectory(prefix="quantforge-allocate-") as scratch:
             yield Journal(Path(scratch) / "journal", fingerprint)
         return
     digest = hashlib.sha256(json.dumps(fingerprint, sort_keys=True).encode()).hexdigest()
-    place = run_folder(beside / f"allocate-{digest[:_DIGEST]}")
-    lock = Lock(place, "measures the same candidates for a recipe in this folder")
+    run_directory = run_folder(directory / f"allocate-{digest[:_DIGEST_CHARS]}")
+    lock = Lock(run_directory, "measures the same candidates for a recipe in this folder")
     try:
         lock.take()
     except OSError as error:
-        raise unwritable(beside, error) from error
+        raise unwritable(directory, error) from error
     try:
-        work = Journal(lock.directory / "journal", fingerprint)
+        journal = Journal(lock.directory / "journal", fingerprint)
         try:
-            yield work
+            yield journal
         except BaseException as error:
             error.add_note(
-                f"the same command again goes on from what was measured, which {place} keeps until then"
-                f" (to give it up: rm -r {shlex.quote(str(place))})"
+                f"the same command again goes on from what was measured, which {run_directory} keeps until then"
+                f" (to give it up: rm -r {shlex.quote(str(run_directory))})"
             )
             raise
         finally:
-            work.close()
+            journal.close()
     finally:
         lock.release()

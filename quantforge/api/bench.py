@@ -7,7 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from quantforge.api.generate import check_drafts, opened_to_answer, speculative_of
+from quantforge.api.generate import (
+    check_draft_options,
+    load_speculative_decoder,
+    open_for_generation,
+)
 from quantforge.api.scored_text import read_text
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.cache_kinds import parse_cache_kind
@@ -25,8 +29,8 @@ from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.settings import Settings, check_device
 
 SCHEMA = "quantforge.bench/1"
-TEXT_BYTES = 1 << 20
-MOST_ROWS, MOST_BUDGET = 512, 1 << 16
+MAX_TEXT_BYTES = 1 << 20
+MAX_ROWS, MAX_TOKEN_BUDGET = 512, 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +38,17 @@ class BenchOptions:
     """Options of a bench: the requests, and the engine or server that answers them.
 
     Attributes:
-        stream: how requests are drawn.
-        trace: file of requests to send instead.
+        stream: how requests are generated.
+        trace: file with requests to send instead of generated ones.
         text: source of the prompts, as for ``--calibration``.
-        slo: limits, for the goodput.
-        price: of an hour, for the cost.
-        rows: most requests that are computed at a time.
-        token_budget: most tokens of a step.
+        slo: latency limits that define goodput.
+        price: price of the machine for an hour, for the cost.
+        rows: maximum number of requests computed at a time.
+        token_budget: maximum number of tokens in a step.
         cache: kind of the KV cache, see `quantforge.cache_kinds`.
-        drafts: speculation, see `DraftOptions`.
-        url: address of a server to measure in place of a model in this process.
-        served_name: of the model at the server.
+        drafts: speculative decoding, see `DraftOptions`.
+        url: address of a server to measure instead of a model in this process.
+        served_name: name of the model at the server.
     """
 
     stream: RequestStream
@@ -62,13 +66,13 @@ class BenchOptions:
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """Figures of one model or server.
+    """Measurements of one model or server.
 
     Attributes:
-        name: as it was given.
-        figures: of the requests.
-        engine: counts of the engine, see `EngineCounters`; None for a server.
-        wasted: mean share of reserved places in the cache that were not used; None for a server.
+        name: the model as the caller named it, or the URL.
+        figures: latency and throughput of the requests.
+        engine: counters of the engine, see `EngineCounters`; None for a server.
+        wasted: mean fraction of reserved cache slots that were not used; None for a server.
     """
 
     name: str
@@ -86,7 +90,7 @@ def document(rows: Sequence[BenchRow], options: BenchOptions) -> dict[str, Any]:
 
 @torch_defaults()
 def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> list[BenchRow]:
-    """Measure models one after another, or a server, under the same stream of requests.
+    """Measure several models in turn, or a server, under the same stream of requests.
 
     Args:
         models: directories, GGUF files or ``org/name[@revision]``; for a server, the one model whose tokenizer makes
@@ -95,21 +99,21 @@ def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> l
         options: the requests, and how they are served.
 
     Raises:
-        UsageError: an option that has no meaning here.
+        UsageError: an option does not apply here.
         InputError: a model, the text or the server cannot be used, or a request does not fit.
-        RefusedError: a model that this runtime does not compute.
+        RefusedError: the runtime does not support a model.
     """
-    _check(models, options)
-    opened = [opened_to_answer(name, settings) for name in models]
+    _check_options(models, options)
+    opened = [open_for_generation(name, settings) for name in models]
     for path, _ in opened:
-        check_drafts(path, options.drafts, settings, steps=True)
+        check_draft_options(path, options.drafts, settings, batched=True)
     check_device(settings.device)
     import torch
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with report_to(settings.progress):
-        text = read_text(options.text, TEXT_BYTES, offline=settings.offline)
+        text = read_text(options.text, MAX_TEXT_BYTES, offline=settings.offline)
         rows = []
         for name, (path, config) in zip(models, opened, strict=True):
             requests = _requests(path, config, text, options)
@@ -121,7 +125,7 @@ def bench(models: Sequence[str], settings: Settings, options: BenchOptions) -> l
         return rows
 
 
-def _check(models: Sequence[str], options: BenchOptions) -> None:
+def _check_options(models: Sequence[str], options: BenchOptions) -> None:
     if options.url and len(models) != 1:
         raise UsageError(
             "--url measures one server", "give the one MODEL whose tokenizer makes the prompts"
@@ -131,12 +135,12 @@ def _check(models: Sequence[str], options: BenchOptions) -> None:
     if options.url and options.drafts.draft:
         raise UsageError("--draft is of the engine here, and a server is measured", "leave it out")
     parse_cache_kind(options.cache)
-    for name, value, most in (
-        ("--rows", options.rows, MOST_ROWS),
-        ("--token-budget", options.token_budget, MOST_BUDGET),
+    for name, value, maximum in (
+        ("--rows", options.rows, MAX_ROWS),
+        ("--token-budget", options.token_budget, MAX_TOKEN_BUDGET),
     ):
-        if not 1 <= value <= most:
-            raise UsageError(f"{name} {value}: out of range", f"1 to {most}")
+        if not 1 <= value <= maximum:
+            raise UsageError(f"{name} {value}: out of range", f"1 to {maximum}")
 
 
 def _measure_model(
@@ -146,7 +150,7 @@ def _measure_model(
     settings: Settings,
     options: BenchOptions,
 ) -> BenchRow:
-    """Serve the stream with an engine in this process, with 16-bit activations as engines have them."""
+    """Serve the requests with an engine in this process, with bfloat16 activations as in other engines."""
     import torch
 
     from quantforge.evaluation.bench_senders import serve_in_process
@@ -159,7 +163,7 @@ def _measure_model(
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     try:
-        speculative = speculative_of(loaded, options.drafts, settings)
+        speculative = load_speculative_decoder(loaded, options.drafts, settings)
         decoder = (
             speculative.decoder if speculative else Decoder(loaded.model, scales=loaded.kv_scales)
         )
@@ -167,49 +171,55 @@ def _measure_model(
         raise RefusedError(
             error.message, "bench it in its engine: quantforge bench MODEL --url ..."
         ) from error
-    longest = max(len(one.ids) + one.new_tokens for one in requests)
-    engine = EngineOptions(
+    max_tokens = max(len(request.ids) + request.new_tokens for request in requests)
+    engine_options = EngineOptions(
         rows=options.rows,
-        tokens=min(longest, decoder.positions),
+        tokens=min(max_tokens, decoder.positions),
         cache=options.cache,
         token_budget=max(options.token_budget, options.rows),
     )
-    run = serve_in_process(decoder, requests, engine, _follower(requests), speculative)
-    found = figures(run.served, options.slo, options.price)
+    run = serve_in_process(
+        decoder, requests, engine_options, _progress_callback(requests), speculative
+    )
+    request_figures = figures(run.served, options.slo, options.price)
     finished = {str(reason): count for reason, count in run.counters.finished.items()}
-    return BenchRow(name, found, {**asdict(run.counters), "finished": finished}, run.wasted)
+    return BenchRow(
+        name, request_figures, {**asdict(run.counters), "finished": finished}, run.wasted
+    )
 
 
 def _measure_server(requests: Sequence[TimedRequest], options: BenchOptions) -> BenchRow:
     from quantforge.evaluation.bench_senders import send_to_server
 
     with phase(f"serving {options.url}", 1.0):
-        served = send_to_server(options.url, options.served_name, requests, _follower(requests))
+        served = send_to_server(
+            options.url, options.served_name, requests, _progress_callback(requests)
+        )
     return BenchRow(options.url, figures(served, options.slo, options.price))
 
 
-def _follower(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
-    """Return a function that reports how many requests are finished."""
+def _progress_callback(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
+    """Return a callback that reports how many requests are finished."""
     return lambda done: report_step(done=done, total=len(requests))
 
 
 def _requests(
     path: Path, config: Mapping[str, Any], text: str, options: BenchOptions
 ) -> list[TimedRequest]:
-    """Return the stream in tokens of a model; raise `InputError` for a request that is longer than it has positions."""
+    """Return the requests in tokens of a model; raise `InputError` for one that exceeds its context length."""
     from quantforge.runtime.text_processing import as_input_errors, load_text_processor
 
-    side = load_text_processor(path, config)
+    processor = load_text_processor(path, config)
     with as_input_errors():
-        ids = side.tokenizer.encode(text, "the text of the requests")
+        ids = processor.tokenizer.encode(text, "the text of the requests")
     if options.trace is not None:
-        found = read_trace(options.trace, ids, options.stream.seed)
+        requests = read_trace(options.trace, ids, options.stream.seed)
     else:
-        found = options.stream.draw(ids)
-    longest = max(len(one.ids) + one.new_tokens for one in found)
-    if longest > side.positions:
+        requests = options.stream.draw(ids)
+    max_tokens = max(len(request.ids) + request.new_tokens for request in requests)
+    if max_tokens > processor.positions:
         raise InputError(
-            f"a request has {longest} tokens, old and new; the model has {side.positions} positions",
+            f"a request has {max_tokens} tokens, old and new; the model has {processor.positions} positions",
             "smaller --prompt-tokens, --new-tokens or --shared-tokens",
         )
-    return found
+    return requests

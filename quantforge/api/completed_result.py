@@ -1,7 +1,7 @@
-"""A result that lies at the place of a job already, made by this very command before it was killed, or earlier.
+"""Detect that the result of a job exists already and is up to date.
 
-`earlier_outcome` finds the result of a run that was killed after it had published, or that another process published.
-`is_made` decides for each of several results whether the one that is there is what would be made now.
+`earlier_outcome` finds the result of a run that was killed after it had published it, or that another process
+published. `is_up_to_date` decides for each of several results whether the existing one is what a new run would make.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from quantforge.settings import Settings
 
 
 def earlier_outcome(job: Job) -> Outcome | None:
-    """Return the outcome of a job that this very command has done, and forget its journal; None if there is work left.
+    """Return the outcome of a job that an identical run has finished, and remove its journal; None if work is left.
 
     Raises:
-        RefusedError: more events than the policy allows.
+        RefusedError: there are more events than the policy allows.
         BusyError: the run that makes the result has not ended.
     """
     stage, settings = job.stage, job.settings
@@ -43,7 +43,7 @@ def earlier_outcome(job: Job) -> Outcome | None:
     if not settings.join and not stage.journal.is_dir():
         return None
     document = manifest.read_manifest(stage.out)
-    if document is None or not _is_whole(document, stage.out):
+    if document is None or not _is_complete(document, stage.out):
         return None
     if _missing_extras(document, stage.out, settings):
         return None
@@ -51,11 +51,11 @@ def earlier_outcome(job: Job) -> Outcome | None:
     if (document.get("recipe"), document.get("source")) != (recipe, source):
         return None
     if settings.join:
-        same = document.get("versions") == manifest.versions()
+        unchanged = document.get("versions") == manifest.versions()
     else:
-        wanted = run_fingerprint(recipe, source, None, settings.device, settings.imatrix)
-        same = {**recorded_fingerprint(stage.journal), "calibration": ""} == wanted
-    if not same:
+        fingerprint = run_fingerprint(recipe, source, None, settings.device, settings.imatrix)
+        unchanged = {**recorded_fingerprint(stage.journal), "calibration": ""} == fingerprint
+    if not unchanged:
         return None
     events = tuple(Event(**event) for event in document.get("events", ()))
     settings.policy.check(events)
@@ -66,92 +66,92 @@ def earlier_outcome(job: Job) -> Outcome | None:
     return Outcome(stage.out, job.planned.plan, events, resumed=not settings.join)
 
 
-def is_made(job: Job, files: Mapping[str, Any]) -> bool:
-    """Return whether the result of a job is there, whole, and by this recipe from this source.
+def is_up_to_date(job: Job, source_files: Mapping[str, Any]) -> bool:
+    """Return whether the result of a job exists, is complete, and has the job's recipe, source and versions.
 
     Args:
-        job: with an output.
-        files: of the source, by `source_file_digests`.
+        job: the job.
+        source_files: digests of the source, from `source_file_digests`.
 
     Raises:
-        RefusedError: what lies there is something else.
+        RefusedError: something else exists at the output path.
     """
     out, settings = job.out, job.settings
-    if _is_staged(out):  # its own command ends what was killed
+    if _has_stage(out):  # the killed run's own command finishes it
         return False
     document = manifest.read_manifest(out)
     if document is not None and not settings.overwrite:
-        _check_none_missing(document, out)
+        _check_no_missing_files(document, out)
     if not os.path.lexists(out):
         return False
-    stated = document or {}
-    recipe, source = job.planned.recipe.to_toml(), stated.get("source", {})
-    same = {
-        "source": source.get("files") == files,
-        "versions": stated.get("versions") == manifest.versions(),
-        "files": document is not None and _is_whole(document, out, but=CARD),
+    recorded = document or {}
+    recipe, source = job.planned.recipe.to_toml(), recorded.get("source", {})
+    unchanged = {
+        "source": source.get("files") == source_files,
+        "versions": recorded.get("versions") == manifest.versions(),
+        "files": document is not None and _is_complete(document, out, ignored=CARD),
     }
-    other: list[str] = []
-    if stated.get("recipe") != recipe:
-        other += recipe_differences(stated.get("recipe", ""), recipe) or ["recipe"]
-    other += [name for name, equal in same.items() if not equal]
-    other += _missing_extras(stated, out, settings)
-    if other and not settings.overwrite:
+    differences: list[str] = []
+    if recorded.get("recipe") != recipe:
+        differences += recipe_differences(recorded.get("recipe", ""), recipe) or ["recipe"]
+    differences += [name for name, equal in unchanged.items() if not equal]
+    differences += _missing_extras(recorded, out, settings)
+    if differences and not settings.overwrite:
         raise RefusedError(
-            f"{out}: is there, and differs from what would be made in: {'; '.join(other)}",
+            f"{out}: is there, and differs from what would be made in: {'; '.join(differences)}",
             "replace it with --overwrite, move it away, or choose another place",
             file=str(out),
         )
-    return not other
+    return not differences
 
 
-def clear_run(out: Path) -> None:
-    """Remove what the run of a result that is kept has left beside it, unless another process is about it."""
-    if run_folder(out).is_dir() and not _is_staged(out):
-        with suppress(OSError):  # of a directory that may only be read
+def remove_run_files(out: Path) -> None:
+    """Remove temporary files of the run that made a result, unless another process still uses them."""
+    if run_folder(out).is_dir() and not _has_stage(out):
+        with suppress(OSError):  # the directory may be read-only
             forget(Stage(out, overwrite=False))
 
 
 def forget(stage: Stage) -> None:
-    """Remove what a shared run that is over has left beside its output, unless another process is about it."""
+    """Remove temporary files of a finished shared run, unless another process still uses them."""
     with suppress(BusyError):
         stage.forget(Claims(stage.units, ()).remove)
 
 
-def made_again_after(out: Path) -> str:
-    """Return what to type so that the same command makes a result again."""
+def move_away_command(out: Path) -> str:
+    """Return a shell command that moves a result away, so that the next run makes it again."""
     return f"mv {shlex.quote(str(out))}{'' if out.is_dir() else '*'} ELSEWHERE"
 
 
-def _is_staged(out: Path) -> bool:
-    """Return whether a run has yet to publish, or to remove what it has replaced."""
+def _has_stage(out: Path) -> bool:
+    """Return whether the stage of an unfinished run exists next to an output."""
     return os.path.lexists(run_folder(out) / STAGE)
 
 
-def _is_whole(document: Mapping[str, Any], out: Path, but: str = "") -> bool:
-    """Return whether the files of a manifest are there with their sizes; what is inside of them is for `verify`."""
+def _is_complete(document: Mapping[str, Any], out: Path, ignored: str = "") -> bool:
+    """Return whether all files of a manifest exist with their recorded sizes; contents are not checked."""
     root = out if out.is_dir() else out.parent
-    entries = {name: entry for name, entry in document["outputs"].items() if name != but}
+    entries = {name: entry for name, entry in document["outputs"].items() if name != ignored}
     try:
         return all((root / n).lstat().st_size == entry["bytes"] for n, entry in entries.items())
     except OSError:
         return False
 
 
-def _check_none_missing(document: Mapping[str, Any], out: Path) -> None:
-    """Refuse to make a result anew of which files are missing: somebody has removed or moved them."""
+def _check_no_missing_files(document: Mapping[str, Any], out: Path) -> None:
+    """Raise `RefusedError` if the manifest lists a file that is missing: somebody removed or moved it."""
     root = out if out.is_dir() else out.parent
     for name in document["outputs"]:
         if name != CARD and not os.path.lexists(root / name):
             raise RefusedError(
                 f"{root / name}: is not there, but the manifest of {out.name} lists it",
-                f"put it back, or have all of it made again after: {made_again_after(out)}",
+                f"put it back, or have all of it made again after: {move_away_command(out)}",
                 file=str(root / name),
             )
 
 
 def _missing_extras(document: Mapping[str, Any], out: Path, settings: Settings) -> list[str]:
-    """Return what the settings ask for beside a result that is not there."""
+    """Return the names of side files that the settings request and that are missing."""
     extras = {
         "provenance": (settings.provenance, STATEMENT),
         "modelfile": (settings.modelfile, MODELFILE),
@@ -160,8 +160,8 @@ def _missing_extras(document: Mapping[str, Any], out: Path, settings: Settings) 
     names = tuple(document.get("outputs", ()))
     missing = [
         name
-        for name, (asked, ending) in extras.items()
-        if asked and not any(one.endswith(ending) for one in names)
+        for name, (requested, ending) in extras.items()
+        if requested and not any(output.endswith(ending) for output in names)
     ]
     signed = settings.sign is None or signature_path(out).exists()
     return missing if signed else [*missing, "signature"]

@@ -1,4 +1,4 @@
-"""Declarations of a model, derived from the code of transformers: to be read, compared and kept."""
+"""Derive the architecture declarations of a model by running the code of transformers."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from quantforge.planning.planner import match_by_derivation
 
 @dataclass(frozen=True, slots=True)
 class Declarations:
-    """Declarations and sizes, as running one block of each kind has shown them."""
+    """Architecture declarations and dimensions, observed by running one block of each kind."""
 
     architecture: Architecture
     dimensions: Dimensions
 
     def document(self) -> dict[str, Any]:
-        """Return JSON data: an entry for each kind of layers, with its shared inputs.
+        """Return the declarations as JSON data, with an entry for each kind of layer and its shared inputs.
 
-        Rows of a fused linear are listed as first and one past the last, or all of them where they do not follow one
-        another.
+        Rows of a fused linear are given as ``[start, stop]`` if they are contiguous, else as a list of all indices.
         """
         architecture, sizes, derived = self.architecture, self.dimensions, self.architecture.derived
         assert derived is not None
@@ -45,7 +44,7 @@ class Declarations:
             },
             "layers": list(derived.kinds),
             "unobserved": list(derived.unobserved),
-            "kinds": [_kind(architecture, sizes, kind) for kind in architecture.kinds],
+            "kinds": [_layer_kind_json(architecture, sizes, kind) for kind in architecture.kinds],
         }
 
 
@@ -54,30 +53,32 @@ class Declarations:
 def derive_declarations(
     model: str | Path, out: str | Path | None = None, *, offline: bool = False
 ) -> Declarations:
-    """Derive the declarations of a model, declared or not, and write them to a file where one is given.
+    """Derive the declarations of a model and, if ``out`` is given, write them to that file.
 
     Args:
-        model: a directory, or ``org/name[@revision]``; of its weights only the headers are read.
-        out: the file, which must not be there.
-        offline: never ask the hub.
+        model: a directory, or ``org/name[@revision]``; only the headers of its weights are read.
+        out: JSON file to write; it must not exist.
+        offline: never access the hub.
 
     Raises:
-        InputError: transformers does not build or run it, or its tensors have no place in it.
-        RefusedError: it is built in a way that a stream of blocks does not follow; or ``out`` is there.
+        InputError: transformers cannot build or run the model, or its tensors do not fit into it.
+        RefusedError: the model cannot be run block by block, or ``out`` exists.
     """
-    place = None if out is None else Path(out)
-    if place is not None:
-        check_new(place)
+    path = None if out is None else Path(out)
+    if path is not None:
+        check_new(path)
     model_layout = match_by_derivation(open_plain_source(resolve(str(model), offline)))
     assert model_layout.architecture is not None
     assert model_layout.dimensions is not None
-    found = Declarations(model_layout.architecture, model_layout.dimensions)
-    if place is not None:
-        save(place, json_bytes(found.document()))
-    return found
+    declarations = Declarations(model_layout.architecture, model_layout.dimensions)
+    if path is not None:
+        save(path, json_bytes(declarations.document()))
+    return declarations
 
 
-def _kind(architecture: Architecture, dimensions: Dimensions, kind: LayerKind) -> dict[str, Any]:
+def _layer_kind_json(
+    architecture: Architecture, dimensions: Dimensions, kind: LayerKind
+) -> dict[str, Any]:
     return {
         "name": kind.name,
         "returns": kind.num_outputs,
@@ -92,22 +93,22 @@ def _kind(architecture: Architecture, dimensions: Dimensions, kind: LayerKind) -
             }
             for stack in kind.stacks
         ],
-        "inputs": [_input(architecture, dimensions, shared) for shared in kind.inputs],
+        "inputs": [_shared_input_json(architecture, dimensions, shared) for shared in kind.inputs],
     }
 
 
-def _input(
+def _shared_input_json(
     architecture: Architecture, dimensions: Dimensions, shared: SharedInput
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {"linears": list(shared.linears), "within": shared.within}
+    entry: dict[str, Any] = {"linears": list(shared.linears), "within": shared.within}
     if shared.each:
-        found["experts"] = shared.each
+        entry["experts"] = shared.each
     scale_fold = shared.scale_fold
     if scale_fold is not None:
-        found["absorber"] = {"kind": str(scale_fold.kind), "module": scale_fold.module}
-        found["absorber"]["heads"] = shared.heads
+        entry["absorber"] = {"kind": str(scale_fold.kind), "module": scale_fold.module}
+        entry["absorber"]["heads"] = shared.heads
         if scale_fold.rows:
             rows = architecture.rows(dimensions, scale_fold.module, scale_fold.rows)
-            listed = [rows.start, rows.stop] if isinstance(rows, slice) else list(rows)
-            found["absorber"]["rows"] = listed
-    return found
+            row_list = [rows.start, rows.stop] if isinstance(rows, slice) else list(rows)
+            entry["absorber"]["rows"] = row_list
+    return entry

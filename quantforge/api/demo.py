@@ -1,4 +1,4 @@
-"""Demo: the small trained model that comes with the package, copied out to try things on."""
+"""Copy the small trained demo model out of the package."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from quantforge.api.demo_text import evaluation_text
-from quantforge.api.scored_text import OWN
+from quantforge.api.scored_text import REFERENCE_TEXT
 from quantforge.arguments import check_arguments
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.disk import DISK, make_folder, save, writing
@@ -20,44 +20,48 @@ NAME = "demo"
 def demo(out: str | Path = NAME) -> Path:
     """Copy the demo model (a llama of 4 million weights, trained on Python's standard library) to a new directory.
 
-    Beside it lies a text of the kind that it was trained on, which it has not seen: modules of the running Python.
+    The directory also gets an evaluation text that the model was not trained on: modules of the running Python.
 
     Args:
-        out: the directory.
+        out: directory to create.
 
     Returns:
         The directory.
 
     Raises:
-        RefusedError: something is there already.
-        InputError: its parent is missing, or not to be written to.
+        RefusedError: the path exists.
+        InputError: the parent directory is missing or not writable.
         ResourceError: the disk is full or fails.
     """
-    place = Path(out)
-    if place.is_symlink() or place.exists():
-        raise RefusedError(f"{place}: exists", "choose another name, or use what is there")
-    if not place.parent.is_dir():
-        raise InputError(f"{place}: no directory {place.parent}", f"mkdir -p {place.parent}")
-    part = place.with_name(f".{place.name}.part")
+    directory = Path(out)
+    if directory.is_symlink() or directory.exists():
+        raise RefusedError(f"{directory}: exists", "choose another name, or use what is there")
+    if not directory.parent.is_dir():
+        raise InputError(
+            f"{directory}: no directory {directory.parent}", f"mkdir -p {directory.parent}"
+        )
+    temporary = directory.with_name(f".{directory.name}.part")
     text = evaluation_text().encode()
-    with writing(place, len(text) + sum(path.stat().st_size for path in _packaged().iterdir())):
+    with writing(
+        directory, len(text) + sum(path.stat().st_size for path in _packaged_model().iterdir())
+    ):
         try:
-            make_folder(part)
-            for path in sorted(_packaged().iterdir()):
+            make_folder(temporary)
+            for path in sorted(_packaged_model().iterdir()):
                 save(
-                    part / path.name, FILES.read(path, TOKENIZER, None), overwrite=True
+                    temporary / path.name, FILES.read(path, TOKENIZER, None), overwrite=True
                 )  # a few MB each
             if text:
-                save(part / OWN, text, overwrite=True)
-            DISK.rename(part, place)
+                save(temporary / REFERENCE_TEXT, text, overwrite=True)
+            DISK.rename(temporary, directory)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
-    return place
+    return directory
 
 
-def _packaged() -> Path:
-    """Return where the model lies: in the package, or in a checkout beside it."""
+def _packaged_model() -> Path:
+    """Return the directory of the demo model: inside the package, or next to it in a git checkout."""
     package = Path(__file__).parent.parent
     inside = package / "models" / NAME
     return inside if inside.is_dir() else package.parent / "models" / NAME

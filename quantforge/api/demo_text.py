@@ -1,7 +1,7 @@
-"""Text on which the demo model is judged: modules of Python's standard library that it was not trained on.
+"""Evaluation text of the demo model: modules of Python's standard library that it was not trained on.
 
-It is read from the running Python and is no part of the package: it belongs to the Python Software Foundation.
-``scripts/demo_text.py`` has the other parts, and reads them in the same way.
+It is read from the running Python and not shipped with the package, since it belongs to the Python Software Foundation.
+``scripts/demo_text.py`` reads the training and calibration text in the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ EVALUATION: Mapping[str, str] = {
     "archives and compression": "tarfile zipfile gzip bz2 lzma _compression compression",
     "statistics and chance": "statistics random fractions numbers",
 }
-# Tables and tests inside packages that are otherwise used.
+# Data tables and tests inside packages of which the rest is used.
 SKIPPED_PARTS = frozenset({"test", "tests", "__pycache__"})
 SKIPPED_FILES = frozenset({"html/entities.py"})
 
@@ -33,12 +33,12 @@ class Document:
 
 
 def evaluation_text() -> str:
-    """Return the text that nothing but a measurement may look at; empty where this Python has no sources."""
+    """Return the evaluation text, which must never be used for training; empty if this Python has no source files."""
     return joined(documents(EVALUATION))
 
 
 def documents(table: Mapping[str, str]) -> Iterator[Document]:
-    """Yield the files of a table's families: families in the table's order, files sorted."""
+    """Yield the source files of the modules in a table: topics in the order of the table, files sorted."""
     library = Path(sysconfig.get_path("stdlib"))
     for names in table.values():
         for name in sorted(names.split()):
@@ -51,8 +51,8 @@ def documents(table: Mapping[str, str]) -> Iterator[Document]:
 
 def _module_files(library: Path, name: str) -> list[Path]:
     """Return the source files of one top-level module or package, sorted."""
-    found = [library / f"{name}.py", *(library / name).rglob("*.py")]
-    relative = sorted(path.relative_to(library) for path in found if path.is_file())
+    candidates = [library / f"{name}.py", *(library / name).rglob("*.py")]
+    relative = sorted(path.relative_to(library) for path in candidates if path.is_file())
     return [
         library / path
         for path in relative
@@ -61,5 +61,5 @@ def _module_files(library: Path, name: str) -> list[Path]:
 
 
 def joined(found: Iterable[Document]) -> str:
-    """Return the texts of documents as one."""
+    """Return the texts of all documents, joined by line breaks."""
     return "\n".join(document.text for document in found)

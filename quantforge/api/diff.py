@@ -1,4 +1,4 @@
-"""Diff: how two models of any formats differ."""
+"""``diff``: compare two models of any formats."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def diff(
     offline: bool = False,
     progress: ProgressListener = ignore_progress,
 ) -> Difference:
-    """Compare what was done, tensors, decoded values and files of two models; ``progress`` is told how far it is.
+    """Compare the manifests, tensors, decoded values and files of two models; ``progress`` gets progress reports.
 
     Raises:
         InputError: a model is missing or cannot be read.
     """
-    places = [resolve(str(model), offline) for model in (first, second)]
-    for place in places:
-        open_model(place)  # what headers refuse is refused before torch is there
+    paths = [resolve(str(model), offline) for model in (first, second)]
+    for path in paths:
+        open_model(path)  # raises for unreadable headers before torch is imported
     from quantforge.verification.difference import difference
 
     with report_to(progress), phase("comparing", 1.0):
-        return difference(*places)
+        return difference(*paths)

@@ -1,9 +1,9 @@
-"""Export: a model in another format, as a proven re-layout or a refusal; what is not quantized is rounded plainly.
+"""``export``: convert a model into another format, exactly or not at all; round one that is not quantized.
 
-From top to bottom: `export` decides what is done; `export_recipe` is what is wanted where options alone say it;
-`_quantize_again` rounds a quantized model anew, from its source or from its decoded weights; `_move` moves codes as
-they are: it plans the conversion, carries it out and publishes it. An interrupted move starts anew, as it only copies;
-whatever rounds is resumed. `docs/design.md` lists the functions from a command to the bytes of a GGUF file.
+`export` decides what is done. `export_recipe` builds the recipe if only options are given. `_quantize_again` rounds a
+quantized model again, from its source or from its decoded weights. `_move_codes` repacks the codes unchanged: it plans
+the conversion, writes it and publishes it. An interrupted conversion starts again, since it only copies; a run that
+rounds is resumed. `docs/design.md` lists the functions from a command to the bytes of a GGUF file.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
-from quantforge.api.imatrix import with_importance
+from quantforge.api.imatrix import add_importance_file
 from quantforge.api.job import Outcome
-from quantforge.api.output import placed_in, side_bytes, stage_for
+from quantforge.api.output import files_in_stage, side_file_bytes, stage_for
 from quantforge.api.quantize import decoded_source, quantize_opened
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.architectures.draft_heads import is_draft
@@ -63,23 +63,23 @@ from quantforge.quantizers import RTN
 from quantforge.recipe import NO_DATA, Recipe, from_toml
 from quantforge.settings import Settings, check_device, rounding_workers
 
-_SMALLER = "--type F16 or --type BF16 rounds them, in half the bytes"
+_HALF_SIZE_HINT = "--type F16 or --type BF16 rounds them, in half the bytes"
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Result of an export that moved codes.
+    """Result of an export that converted a quantized model.
 
     Attributes:
         out: the directory or file.
-        source_format, format: keys of the formats.
-        layers: how many quantized layers were moved.
-        verdict: how exactly.
-        output_bytes: of the weight files.
-        coverage: share of the weights in blocks that is quantized; None where nothing stays so.
+        source_format, format: keys of the two formats.
+        layers: number of quantized layers that were converted.
+        verdict: how exact the conversion is.
+        output_bytes: size of the weight files.
+        coverage: fraction of the weights in blocks that is quantized; None if the result is not quantized.
         events: degradations.
-        notes: what a person should know.
-        name: that the plan gives it.
+        notes: remarks for the user.
+        name: name of the result according to the plan.
     """
 
     out: Path
@@ -95,10 +95,10 @@ class Exported:
 
     def document(self) -> dict[str, object]:
         """Return the result as plain data."""
-        found = asdict(self)
-        del found["coverage"], found["name"]
+        fields = asdict(self)
+        del fields["coverage"], fields["name"]
         return {
-            **found,
+            **fields,
             "out": str(self.out),
             "block_share_quantized": self.coverage.share if self.coverage else 0.0,
             "kept_in_blocks": dict(self.coverage.kept) if self.coverage else {},
@@ -120,50 +120,52 @@ def export(
     imatrix: str | Path | None = None,
     **options: Unpack[ExportOptions],
 ) -> Outcome | Exported:
-    """Move a model into another format (`Exported`), or round one that is not quantized plainly into it (`Outcome`).
+    """Convert a quantized model into another format (`Exported`), or round an unquantized one into it (`Outcome`).
 
     Args:
         model: a directory, a GGUF file, or ``org/name[@revision]``.
-        recipe: its format, and what else applies; by `export_recipe` when left out.
-        out: the result; where `naming` says when left out.
+        recipe: the format and all other choices; built by `export_recipe` when left out.
+        out: path of the result; the default of `naming` when left out.
         settings: how to run.
         allow_inexact: accept rounding.
-        source: the model that a quantized one was made from, to be quantized again by the recorded recipe.
-        requantize: quantize the decoded weights again, as an event.
-        imatrix: importance of columns, made there first where it is missing.
+        source: the model that a quantized one was made from, to quantize it again with the recorded recipe.
+        requantize: quantize the decoded weights again, which is recorded as an event.
+        imatrix: importance matrix file; it is made first if it is missing.
         options: choices of a recipe, see `ExportOptions`.
 
     Raises:
-        QuantForgeError: as `quantize`; in particular the target cannot hold the numbers (exactly).
+        QuantForgeError: as `quantize`; in particular if the format cannot represent the numbers (exactly).
     """
-    settings, place = settings or Settings(), Path(out) if out else None
+    settings, out_path = settings or Settings(), Path(out) if out else None
     with report_to(settings.progress):
-        wanted = _wanted(model, recipe, place, offline=settings.offline, **options)
+        requested = _requested_recipe(model, recipe, out_path, offline=settings.offline, **options)
         if imatrix is not None:
-            wanted, settings = with_importance(model, wanted, settings, imatrix)
-        wanted, settings = strip_local_paths(wanted, settings)
-        chosen, notes = choose_format(wanted, place)
+            requested, settings = add_importance_file(model, requested, settings, imatrix)
+        requested, settings = strip_local_paths(requested, settings)
+        chosen, notes = choose_format(requested, out_path)
         checkpoint = open_model(resolve(str(model), settings.offline))
         mixture = chosen.type is not None and source is None
-        if _begins_a_run(checkpoint, chosen.format, mixture=mixture):
+        if _needs_quantization_run(checkpoint, chosen.format, typed=mixture):
             _refuse_type_of_decoded(checkpoint, chosen)
-            with _resumable():
-                return quantize_opened(checkpoint, wanted, place, settings)
+            with _note_resumable():
+                return quantize_opened(checkpoint, requested, out_path, settings)
         if settings.adapter is not None and source is None and not requantize:
             raise UsageError(
                 f"--adapter: {checkpoint.path} would only be moved, and nothing is merged into codes",
                 "quantforge quantize MODEL --adapter DIR rounds the merged weights",
             )
-        typed = chosen.type is not None and chosen.format != PLAIN
-        if _is_quantized(checkpoint) and (source is not None or requantize or typed):
-            with _resumable():
+        has_type = chosen.type is not None and chosen.format != PLAIN
+        if _is_quantized(checkpoint) and (source is not None or requantize or has_type):
+            with _note_resumable():
                 return _quantize_again(
-                    checkpoint, chosen, place, settings, source, requantize=requantize
+                    checkpoint, chosen, out_path, settings, source, requantize=requantize
                 )
-        return _move(checkpoint, chosen, notes, place, settings, allow_inexact=allow_inexact)
+        return _move_codes(
+            checkpoint, chosen, notes, out_path, settings, allow_inexact=allow_inexact
+        )
 
 
-def _wanted(
+def _requested_recipe(
     model: str | Path,
     recipe: RecipeSource,
     out: Path | None,
@@ -171,34 +173,34 @@ def _wanted(
     offline: bool,
     **options: Unpack[ExportOptions],
 ) -> Recipe:
-    """Return what is asked for: the given recipe with the options in it, else the options alone."""
+    """Return the requested recipe: ``recipe`` overridden by the options, or a new one from the options alone."""
     if recipe is None:
         return export_recipe(model, out, offline=offline, **options)
-    wanted = build_recipe(recipe, **options)
-    return replace(wanted, method=wanted.method or RTN)
+    requested = build_recipe(recipe, **options)
+    return replace(requested, method=requested.method or RTN)
 
 
 def _is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return whether a model holds codes, published in low precision or not."""
+    """Return whether a model is stored quantized, including models published in low precision."""
     return isinstance(checkpoint.config.get("quantization_config"), Mapping)
 
 
-def _begins_a_run(checkpoint: Checkpoint, key: str, *, mixture: bool) -> bool:
-    """Return whether a model is what a run begins with, not a result to be moved into the format ``key``.
+def _needs_quantization_run(checkpoint: Checkpoint, target_format: str, *, typed: bool) -> bool:
+    """Return whether a model has to be quantized for ``target_format``, rather than only converted.
 
-    ``mixture``: its weights get the types of one, and nothing better is given that they were made from.
+    ``typed``: a type (such as ``Q4_K_M``) is requested, and no source of the model is given.
     """
-    if key == PLAIN:  # a source in a layout that no format has
+    if target_format == PLAIN:  # a source in a layout that no output format has
         return (
             not is_draft(checkpoint.config) and decode_if_unsupported(checkpoint) is not checkpoint
         )
     if not _is_quantized(checkpoint):
         return True
-    return mixture and decode_if_low_precision(checkpoint) is not checkpoint
+    return typed and decode_if_low_precision(checkpoint) is not checkpoint
 
 
 def _refuse_type_of_decoded(checkpoint: Checkpoint, wanted: Recipe) -> None:
-    """Refuse a type of numbers for a source in low precision, which is decoded into its own type."""
+    """Raise `RefusedError` for a number type with a source in low precision, which is decoded to its own type."""
     if wanted.format == PLAIN and wanted.type is not None:
         first = f"quantforge export {shlex.quote(str(checkpoint.path))} --format plain -o DIR"
         raise RefusedError(
@@ -208,8 +210,8 @@ def _refuse_type_of_decoded(checkpoint: Checkpoint, wanted: Recipe) -> None:
 
 
 @contextmanager
-def _resumable() -> Iterator[None]:
-    """Note on what stops a run that rounds, other than one that only moves codes, that it can be resumed."""
+def _note_resumable() -> Iterator[None]:
+    """Add a note to a signal that interrupts the body: the same command resumes the run."""
     try:
         yield
     except BaseException as stop:
@@ -221,51 +223,53 @@ def _resumable() -> Iterator[None]:
 def export_recipe(
     model: str | Path, out: Path | None, *, offline: bool, **options: Unpack[ExportOptions]
 ) -> Recipe:
-    """Return the recipe of an export into ``out``: plain rounding, in the format that is asked for.
+    """Return the recipe of an export into ``out``: round-to-nearest in the requested format.
 
-    A name or an engine may say which format that is. A GGUF file is made without calibration unless it is asked for.
+    The file name or the engine may imply the format. GGUF files are made without calibration unless it is requested.
 
     Raises:
-        UsageError: nothing says which format, a choice is none of an export, or choices contradict each other.
-        RefusedError: the engine loads the numbers of the model in no format.
+        UsageError: the format is not given or implied, an option does not apply to exports, or options contradict.
+        RefusedError: the engine cannot load the numbers of the model in any format.
     """
     for name in sorted(options.keys() - ExportOptions.__annotations__.keys()):
         raise UsageError(
             f"export: no option '{name}'", "quantize the model itself, or give a recipe"
         )
-    form = options.get("format") or format_from_filename(out) or None
-    engine, kind = options.get("engine"), options.get("type")
-    stated = (form, engine, kind, options.get("pre"), options.get("scheme"))
-    if all(value is None for value in stated):
+    format_key = options.get("format") or format_from_filename(out) or None
+    engine, type_name = options.get("engine"), options.get("type")
+    choices = (format_key, engine, type_name, options.get("pre"), options.get("scheme"))
+    if all(value is None for value in choices):
         raise UsageError(
             "--format is missing, or --for, or a name that ends in .gguf",
             "`quantforge formats` lists them",
         )
-    if form is None and engine is not None and kind is None:
-        form = loaded_format(model, engine, options.get("tensor_parallel") or 1, offline=offline)
-    recipe = build_recipe(None, **{**options, "method": RTN, "format": form})
+    if format_key is None and engine is not None and type_name is None:
+        format_key = find_loadable_format(
+            model, engine, options.get("tensor_parallel") or 1, offline=offline
+        )
+    recipe = build_recipe(None, **{**options, "method": RTN, "format": format_key})
     if choose_format(recipe, out)[0].format == GGUF and options.get("calibration") is None:
         return replace(recipe, calibration=replace(recipe.calibration, source=NO_DATA))
     return recipe
 
 
-def loaded_format(
+def find_loadable_format(
     model: str | Path, engine: str, parallel: int, *, offline: bool = False
 ) -> str | None:
-    """Return the format in which an engine loads a quantized model, None for one that is not quantized.
+    """Return the best format in which an engine loads a quantized model; None for an unquantized one.
 
-    That of the least change: its own comes first, then exact ones that headers settle, those that values decide, and
-    inexact ones. ``parallel`` is the number of devices that the model is split over.
+    The model's own format comes first, then exact ones, then those whose exactness depends on the values, then inexact
+    ones. ``parallel`` is the number of devices that the model is split over.
 
     Raises:
-        RefusedError: there is none; every reason is given.
+        RefusedError: there is none; the message gives all reasons.
     """
     checkpoint = open_model(resolve(str(model), offline))
     if not _is_quantized(checkpoint):
         return None
     source = detect_format(checkpoint.config).KEY
     formats = dict.fromkeys((source, *preferred_formats(engine), *FORMATS))
-    found: list[tuple[int, str]] = []
+    ranked_formats: list[tuple[int, str]] = []
     reasons = []
     for key in formats:
         if key == PLAIN:
@@ -277,15 +281,15 @@ def loaded_format(
         except (RefusedError, InputError, UsageError) as error:
             reasons.append(f"{key}: {error.message}")
             continue
-        fits = {layer.fit.verdict for layer in plan.layers.values()}
-        rank = 2 if Verdict.INEXACT in fits else int(Verdict.DEPENDS_ON_VALUES in fits)
-        found.append((0 if key == source else rank, key))
-    if not found:
+        verdicts = {layer.fit.verdict for layer in plan.layers.values()}
+        rank = 2 if Verdict.INEXACT in verdicts else int(Verdict.DEPENDS_ON_VALUES in verdicts)
+        ranked_formats.append((0 if key == source else rank, key))
+    if not ranked_formats:
         raise RefusedError(
             f"{engine} loads these numbers in no format: {'; '.join(reasons)}",
             f"quantize the original model with --for {engine}",
         )
-    return min(found, key=lambda item: item[0])[1]
+    return min(ranked_formats, key=lambda item: item[0])[1]
 
 
 def _quantize_again(
@@ -300,9 +304,9 @@ def _quantize_again(
     """Quantize a quantized model again: from its source by the recorded recipe, or from its decoded weights.
 
     Raises:
-        RefusedError: neither a source is named nor ``requantize`` said.
-        UsageError: something that the recorded recipe says is asked for otherwise.
-        QuantForgeError: as `_recorded` and `quantize`.
+        RefusedError: there is neither a source nor ``requantize``.
+        UsageError: a choice contradicts the recorded recipe.
+        QuantForgeError: as `_recorded_recipe` and `quantize`.
     """
     if source is not None:
         original = open_model(resolve(str(source), settings.offline))
@@ -311,8 +315,8 @@ def _quantize_again(
                 f"--source: {checkpoint.path} is quantized again by the recipe that it was made with",
                 "drop --scales, --rule and --ignore, or quantize the source itself: quantforge quantize SOURCE",
             )
-        again = replace(
-            _recorded(checkpoint, original),
+        recorded = replace(
+            _recorded_recipe(checkpoint, original),
             format=wanted.format,
             type=wanted.type,
             pre=wanted.pre,
@@ -324,22 +328,22 @@ def _quantize_again(
             kv_cache="none",
             max_shard_bytes=wanted.max_shard_bytes,
         )
-        check_calibration_given(again.calibration, settings)
-        check_adapter_given(again.adapter, settings.adapter)
-        return quantize_opened(original, again, out, settings)
+        check_calibration_given(recorded.calibration, settings)
+        check_adapter_given(recorded.adapter, settings.adapter)
+        return quantize_opened(original, recorded, out, settings)
     if not requantize:
-        place = shlex.quote(str(checkpoint.path))
+        quoted_path = shlex.quote(str(checkpoint.path))
         raise RefusedError(
             f"{checkpoint.path}: already quantized; --type {wanted.type} would be a second quantization",
-            f"`quantforge export {place} --type {wanted.type} --requantize` accepts the loss;"
+            f"`quantforge export {quoted_path} --type {wanted.type} --requantize` accepts the loss;"
             " --source MODEL, the model that it was made from, has none",
         )
     checkpoint, *events = decoded_source(checkpoint)
     return quantize_opened(checkpoint, wanted, out, settings, *events)
 
 
-def _recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
-    """Return the recipe by which a model was made, out of its manifest.
+def _recorded_recipe(quantized: Checkpoint, original: Checkpoint) -> Recipe:
+    """Return the recipe that a model was made with, from its manifest.
 
     Raises:
         InputError: the manifest is missing or holds no recipe.
@@ -352,7 +356,7 @@ def _recorded(quantized: Checkpoint, original: Checkpoint) -> Recipe:
     return from_toml(document["recipe"], str(manifest.manifest_path(quantized.path)))
 
 
-def _move(
+def _move_codes(
     checkpoint: Checkpoint,
     wanted: Recipe,
     notes: tuple[str, ...],
@@ -365,9 +369,9 @@ def _move(
 
     Args:
         checkpoint: the model.
-        wanted: the format, and what else applies.
-        notes: on the choice of the format.
-        out: the result; where `naming` says when left out.
+        wanted: the format and all other choices.
+        notes: remarks on the choice of the format.
+        out: path of the result; the default of `naming` when None.
         settings: how to run.
         allow_inexact: accept rounding.
     """
@@ -377,24 +381,32 @@ def _move(
             "use it as it is; to round it again:"
             f" `quantforge export {shlex.quote(str(checkpoint.path))} --type Q4_K_M --requantize`",
         )
-    check_device(settings.device)  # though codes are moved on the processor
-    before = digest_small_files(checkpoint)
-    planned = partial(plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj)
-    conversion = planned(wanted, notes_before=notes)
+    check_device(settings.device)  # checked although codes are converted on the CPU
+    small_file_digests = digest_small_files(checkpoint)
+    plan_conversion = partial(
+        plan_export, checkpoint, serving=settings.serving, mmproj=settings.mmproj
+    )
+    conversion = plan_conversion(wanted, notes_before=notes)
     if wanted.format == PLAIN and wanted.type is None and not allow_inexact:
-        kind, reason = lossless_dtype(conversion)  # by values, which headers do not tell
-        if kind is not None:
-            lossless = f"numbers are stored as {kind}, which loses nothing ({reason}); {_SMALLER}"
-            conversion = planned(replace(wanted, type=kind), notes_before=(*notes, lossless))
+        dtype, reason = lossless_dtype(conversion)  # decided from values, not headers
+        if dtype is not None:
+            lossless_note = (
+                f"numbers are stored as {dtype}, which loses nothing ({reason}); {_HALF_SIZE_HINT}"
+            )
+            conversion = plan_conversion(
+                replace(wanted, type=dtype), notes_before=(*notes, lossless_note)
+            )
     plan = conversion.plan
     stage = stage_for(plan, conversion.files, out, settings, checkpoint)
     stage.check()
     settings.announce(plan, stage.named)
     with stage:
         stage.clear()
-        stage.check_space(plan.output_bytes + side_bytes(checkpoint, settings))
+        stage.check_space(plan.output_bytes + side_file_bytes(checkpoint, settings))
         try:
-            checked = _carry_out(conversion, stage, before, settings, allow_inexact=allow_inexact)
+            checked_values = _write_conversion(
+                conversion, stage, small_file_digests, settings, allow_inexact=allow_inexact
+            )
         except BaseException:
             stage.discard()
             raise
@@ -403,52 +415,54 @@ def _move(
         source_format=conversion.source_format,
         format=plan.format,
         layers=len(conversion.layers),
-        verdict=checked.verdict,
+        verdict=checked_values.verdict,
         output_bytes=plan.output_bytes,
         coverage=conversion.coverage,
-        events=checked.events,
+        events=checked_values.events,
         notes=(*plan.notes, *plan.left_behind),
         name=plan.name,
     )
 
 
-def _carry_out(
+def _write_conversion(
     conversion: ExportPlan,
     stage: Stage,
-    before: Mapping[str, Any],
+    small_file_digests: Mapping[str, Any],
     settings: Settings,
     *,
     allow_inexact: bool,
 ) -> CheckedValues:
-    """Check a conversion by its values, write its files into the stage, and publish them.
+    """Check the values of a conversion, write its files into the stage, and publish them.
 
-    ``before`` are the digests of the source's small files when it was opened.
+    ``small_file_digests`` are those of the source's small files when it was opened.
 
     Returns:
-        What the values tell, with the events of what was rounded.
+        The checked values, with events for tensors that were rounded.
     """
     checkpoint, plan = conversion.checkpoint, conversion.plan
-    digested, origin = digest_source(checkpoint, before, settings)
-    conversion = replace(conversion, checkpoint=digested)
+    digested_source, origin = digest_source(checkpoint, small_file_digests, settings)
+    conversion = replace(conversion, checkpoint=digested_source)
     with phase("reading", 0.4):
         if conversion.model_layout.tied_twice:
-            drop_tied_copy(conversion.model_layout, digested)  # refuses two that differ
-        checked = check_values(conversion, allow_inexact=allow_inexact)
-        rounded = round_unquantized(conversion, rounding_workers(settings))
-    checked = replace(checked, events=(*checked.events, *rounded.events))
-    settings.policy.check(checked.events)
+            drop_tied_copy(conversion.model_layout, digested_source)  # refuses two that differ
+        checked_values = check_values(conversion, allow_inexact=allow_inexact)
+        rounded_tensors = round_unquantized(conversion, rounding_workers(settings))
+    checked_values = replace(
+        checked_values, events=(*checked_values.events, *rounded_tensors.events)
+    )
+    settings.policy.check(checked_values.events)
     stage_side_files(stage, checkpoint, plan, origin, settings)
     with (
         phase("writing", 0.9),
-        WeightsWriter(stage.path, placed_in(stage, conversion.files)) as writer,
+        WeightsWriter(stage.path, files_in_stage(stage, conversion.files)) as writer,
     ):
-        write_tensors(conversion, rounded.tensors, writer, allow_inexact=allow_inexact)
-    # What the manifest of the source, as it was opened, says of its origin is passed on as it is.
+        write_tensors(conversion, rounded_tensors.tensors, writer, allow_inexact=allow_inexact)
+    # The lineage in the manifest of the source, as it was opened, is copied unchanged.
     document = {
-        **manifest.build_manifest(plan, "", origin, None, [], rounded.figures),
+        **manifest.build_manifest(plan, "", origin, None, [], rounded_tensors.figures),
         "lineage": manifest.lineage_fields(checkpoint.path),
-        **manifest.event_fields(checked.events),
+        **manifest.event_fields(checked_values.events),
     }
     with phase("publishing", 1.0):
         publish(stage, checkpoint, plan, conversion.files, document, settings=settings)
-    return checked
+    return checked_values

@@ -1,7 +1,8 @@
-"""The card of a folder of results that are one file each: what they are, which to take, and the code that loads one.
+"""Model card of a folder with several single-file results (GGUF).
 
-It is made of the manifests and headers of the files and of measured figures. It has two delimited parts, one for what
-the files are and one for measured figures, and nothing else of it is ever replaced: a person may write between them.
+The card lists the files, recommends one for each memory size, and shows code that loads one. It is made from the
+manifests and headers of the files and from measured figures. It has two delimited parts, one about the files and one
+for figures; nothing else is ever replaced, so that a person may edit the rest.
 """
 
 from __future__ import annotations
@@ -50,72 +51,99 @@ from quantforge_files.roles import CARD as CARD_ROLE
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
 
-CONTEXT = 8192  # tokens, for which memory is told, as far as the model has positions
+MAX_CONTEXT = 8192  # tokens for which memory is stated, or fewer if the model has fewer positions
 FILES_PART = MutablePart("<!-- quantforge files: begin -->", "<!-- quantforge files: end -->")
 GB = 1e9
-MEMORIES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
-TYPICAL = 5.0  # bits per weight of the file that is loaded in the examples, about
-_ABSENT = "-"
+MEMORY_SIZES = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    80,
+    96,
+    128,
+    192,
+    256,
+    384,
+    512,
+    768,
+    1024,
+)
+TYPICAL_BITS = 5.0  # the examples load the file whose bits per weight are nearest to this
+_MISSING_CELL = "-"
 
 
-def check_card_of(folder: Path, models: Sequence[Path]) -> None:
-    """Refuse, before anything is measured, a card that figures cannot be written into.
+def check_evaluation_card(folder: Path, models: Sequence[Path]) -> None:
+    """Check, before anything is measured, that figures can be written into the card of a folder.
 
     Raises:
-        UsageError, InputError: as `check_card`; of files, a card that is there lacks a part, or one has no manifest or
+        UsageError, InputError: as `check_card`; for files: an existing card lacks a part, or a file has no manifest or
             cannot be opened.
     """
-    inside = _files_in(folder, models)
-    if not inside:
+    folder_files = _filter_folder_files(folder, models)
+    if not folder_files:
         check_card(folder, models)
         return
-    for model in inside:
+    for model in folder_files:
         if manifest.read_manifest(model) is None:
             raise InputError(
                 f"{model}: no manifest beside it",
                 "only results of ours have cards",
                 file=str(model),
             )
-    _results_in(folder)  # all are opened for the card
+    _list_results(folder)  # all are opened for the card
     check_folder_card(folder)
 
 
 def check_folder_card(folder: Path) -> None:
-    """Refuse a card of a folder that lacks a part; one that is not there yet passes. Errors as `check_card_of`."""
+    """Check that a folder's card, if it exists, has all its parts; errors as `check_evaluation_card`."""
     if (folder / CARD).exists():
         read_card(folder)
-        _replaced(folder / CARD, folder, "")
+        _replace_files_part(folder / CARD, folder, "")
 
 
-def write_card_of(folder: Path, found: Evaluation, source: Checkpoint, base: str) -> None:
-    """Put measured figures into the card of a folder; of a folder of files it is made or renewed first."""
+def write_evaluation_card(
+    folder: Path, evaluation: Evaluation, source: Checkpoint, base: str
+) -> None:
+    """Write measured figures into the card of a folder; a folder of files gets its card made or renewed first."""
     from quantforge.evaluation.card_section import index, section
 
-    rows = {Path(row["path"]): row for row in found.rows[1:]}
-    if inside := _files_in(folder, rows):
-        divergence = {_parts(path)[0].name: rows[path]["kl_mean"] for path in inside}
+    rows = {Path(row["path"]): row for row in evaluation.rows[1:]}
+    if folder_files := _filter_folder_files(folder, rows):
+        divergence = {
+            _numbered_files(file_path)[0].name: rows[file_path]["kl_mean"]
+            for file_path in folder_files
+        }
         write_folder_card(folder, divergence, source, base)
-    write_figures(folder, section(found, folder), index(found, folder))
+    write_figures(folder, section(evaluation, folder), index(evaluation, folder))
 
 
 @dataclass(frozen=True, slots=True)
 class FolderFile:
-    """One file of a folder.
+    """One result of a folder, for its card.
 
     Attributes:
-        name: of the file, or the first of numbered ones.
-        method: by which it was quantized.
-        bits: bits per weight; 0 where that is not known.
-        nbytes: of the file, or of all numbered ones.
-        needed: bytes of memory in use.
-        divergence: from the source, nats per token; None where it was not measured.
+        name: name of the file, or of the first of numbered files.
+        method: method that it was quantized with.
+        bits: bits per weight; 0 if unknown.
+        nbytes: size of the file, or of all numbered files.
+        memory_bytes: memory that is needed to run it.
+        divergence: KL divergence from the source in nats per token; None if not measured.
     """
 
     name: str
     method: str
     bits: float
     nbytes: int
-    needed: float
+    memory_bytes: float
     divergence: float | None
 
 
@@ -127,128 +155,129 @@ def write_folder_card(
     only: Iterable[Path] = (),
     repository: str = "",
 ) -> None:
-    """Make the card of a folder, or renew what it says of the files; the rest of a card stays.
+    """Write the card of a folder, or renew its part about the files; the rest of the card stays.
 
     Args:
-        folder: with results that are one file each.
-        divergence: nats per token of those that were measured, by the name of the file in the folder (of
-            numbered ones, the first).
-        source: what the files were made from.
-        base: the original model's name on the hub, as a user states it.
-        only: the files that it speaks of; all results in the folder when empty.
-        repository: on the hub, to which the folder is uploaded; "" where that is not known.
+        folder: directory with single-file results.
+        divergence: nats per token by file name (of numbered files, the first), for those that were measured.
+        source: the model that the files were made from.
+        base: name of the original model on the hub, if the user states it.
+        only: the files to describe; all results in the folder when empty.
+        repository: hub repository that the folder is uploaded to; "" if unknown.
 
     Raises:
-        InputError: a card that is there has no part for files.
-        ResourceError: it cannot be written.
+        InputError: an existing card has no part for files.
+        ResourceError: the card cannot be written.
     """
-    paths = list(only) or _results_in(folder)
+    paths = list(only) or _list_results(folder)
     documents = {path: manifest.read_manifest(path) or {} for path in paths}
-    known = {path: capacity(path, Load(context=1)) for path in paths}
-    context = min(CONTEXT, *(room.positions for _, room in known.values()))
+    plans = {path: capacity(path, Load(context=1)) for path in paths}
+    context = min(MAX_CONTEXT, *(file_capacity.positions for _, file_capacity in plans.values()))
     files = [
         FolderFile(
             name=path.name,
             method=str(documents[path].get("method") or "as it was"),
             bits=_bits(documents[path]),
-            nbytes=sum(part.stat().st_size for part in _parts(path)),
-            needed=room.needed(context=context),
+            nbytes=sum(part.stat().st_size for part in _numbered_files(path)),
+            memory_bytes=file_capacity.needed(context=context),
             divergence=divergence.get(path.name),
         )
-        for path, (_, room) in known.items()
+        for path, (_, file_capacity) in plans.items()
     ]
-    name = shown_file(files).name
+    name = choose_example_file(files).name
     shown = next(path for path in paths if path.name == name)
-    plan, document = known[shown][0], documents[shown]
-    about = load_format(plan.format).INFO
-    chat = DEFAULT in choose(tokenizer_side_files(open_model(shown)), shown).named
-    code = snippets(about, plan.engines, shown.name, chat=chat, repository=repository)
-    content = files_part(files, context, code)
-    place = folder / CARD
-    if place.exists():
-        text = _replaced(place, folder, content)
+    plan, document = plans[shown][0], documents[shown]
+    info = load_format(plan.format).INFO
+    has_template = DEFAULT in choose(tokenizer_side_files(open_model(shown)), shown).named
+    code = snippets(info, plan.engines, shown.name, chat=has_template, repository=repository)
+    files_text = render_files_part(files, context, code)
+    card_path = folder / CARD
+    if card_path.exists():
+        text = _replace_files_part(card_path, folder, files_text)
     else:
-        named = base_model(base, document, source.config)
+        base_name = base_model(base, document, source.config)
         fields = front_matter(
-            named,
-            about.hub_library,
+            base_name,
+            info.hub_library,
             [plan.format],
             source_card_fields(source.card),
             tuned=bool(recorded_adapters(document)),
         )
-        title = f"{_title(named, document)} ({plan.format})"
-        text = _new_card(fields, title, origin(document, named), content)
+        title = f"{_title(base_name, document)} ({plan.format})"
+        text = _new_card(fields, title, origin(document, base_name), files_text)
     data = text.encode("utf-8", "surrogateescape")
-    if not place.is_file() or FILES.read(place, CARD_ROLE, folder) != data:
-        save(place, data, overwrite=True)
+    if not card_path.is_file() or FILES.read(card_path, CARD_ROLE, folder) != data:
+        save(card_path, data, overwrite=True)
 
 
 def _title(base: str, document: Mapping[str, Any]) -> str:
-    """Return the name of the original model, with the adapters and experts that were merged."""
-    stated = first(document).get("source", {}).get("model")
-    words = [base.rpartition("/")[2] or cell(str(stated))]
-    words += [f"with {cell(adapter_name(said))}" for said in recorded_adapters(document)]
-    words += [f"with {kept_experts_text(said)}" for said in recorded_kept_experts(document)]
-    return " ".join(words)
+    """Return the title of a card: the original model, with merged adapters and kept experts."""
+    model = first(document).get("source", {}).get("model")
+    parts = [base.rpartition("/")[2] or cell(str(model))]
+    parts += [f"with {cell(adapter_name(entry))}" for entry in recorded_adapters(document)]
+    parts += [f"with {kept_experts_text(entry)}" for entry in recorded_kept_experts(document)]
+    return " ".join(parts)
 
 
-def _new_card(fields: str, title: str, original: str, content: str) -> str:
-    """Return a new card; ``fields`` are the front matter, and ``content`` is that of `files_part`."""
+def _new_card(fields: str, title: str, origin_text: str, files_text: str) -> str:
+    """Return the text of a new card from its front matter (``fields``) and its part about the files."""
     lines = ["---", fields, EMPTY_INDEX, "---", "", f"# {title}", ""]
-    lines += [f"Results made of {original} by QuantForge.", ""]
+    lines += [f"Results made of {origin_text} by QuantForge.", ""]
     lines += [FILES_PART.empty, "", EMPTY_FIGURES, ""]
-    return FILES_PART.replaced("\n".join(lines), content)
+    return FILES_PART.replaced("\n".join(lines), files_text)
 
 
-def _results_in(folder: Path) -> list[Path]:
-    """Return the results in a folder that are files and have their manifest beside them, by name.
+def _list_results(folder: Path) -> list[Path]:
+    """Return the result files in a folder that have a manifest, sorted by name.
 
-    Of numbered files it is the first, with which all are opened.
+    Of numbered files only the first is returned, with which all are opened.
     """
     suffixes = {load_format(key).INFO.file_suffix for key in FORMATS} - {""}
-    found = [
+    paths = [
         path
         for path in sorted(folder.iterdir())
         if path.suffix in suffixes and path.is_file() and manifest.read_manifest(path) is not None
     ]
-    return [path for path in found if _parts(path)[0].name == path.name]
+    return [path for path in paths if _numbered_files(path)[0].name == path.name]
 
 
-def _files_in(folder: Path, models: Iterable[Path]) -> list[Path]:
-    """Return those of some models that are files of a folder."""
+def _filter_folder_files(folder: Path, models: Iterable[Path]) -> list[Path]:
+    """Return the models that are files inside of a folder."""
     return [model for model in models if model.is_file() and is_in_folder(model, folder)]
 
 
-def _parts(path: Path) -> tuple[Path, ...]:
-    """Return all files of a result that one of them names; errors as `open_model`."""
+def _numbered_files(path: Path) -> tuple[Path, ...]:
+    """Return all numbered files of a result, given one of them; errors as `open_model`."""
     return open_model(path).shards
 
 
 def _bits(document: Mapping[str, Any]) -> float:
-    """Return bits per quantized weight; 0 where the manifest states no such number."""
-    stated: Any = document.get("bits_per_weight")
-    return float(stated) if type(stated) in {int, float} and 0 < stated < math.inf else 0.0
+    """Return the bits per quantized weight of a manifest; 0 if it states no valid number."""
+    bits: Any = document.get("bits_per_weight")
+    return float(bits) if type(bits) in {int, float} and 0 < bits < math.inf else 0.0
 
 
-def _replaced(place: Path, folder: Path, content: str) -> str:
-    text = FILES.read(place, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
+def _replace_files_part(card_path: Path, folder: Path, files_text: str) -> str:
+    text = FILES.read(card_path, CARD_ROLE, folder).decode("utf-8", "surrogateescape")
     try:
-        return FILES_PART.replaced(text, content)
+        return FILES_PART.replaced(text, files_text)
     except ValueError as error:
         raise InputError(
-            f"{place}: the part about the files is not between one line '{FILES_PART.begin}' and one line"
+            f"{card_path}: the part about the files is not between one line '{FILES_PART.begin}' and one line"
             f" '{FILES_PART.end}'",
             "put these two lines where it should stand, or move the card away",
-            file=str(place),
+            file=str(card_path),
         ) from error
 
 
-def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Snippet]) -> str:
-    """Return what is said of the files, as Markdown.
+def render_files_part(
+    files: Sequence[FolderFile], context: int, snippets: Sequence[Snippet]
+) -> str:
+    """Return the part of the card about the files, as Markdown.
 
     Args:
-        files: of the folder.
-        context: tokens of the sequence for which memory is given.
+        files: the results of the folder.
+        context: sequence length for which memory is stated.
         snippets: code that loads one of them.
     """
     files = sorted(files, key=lambda file: (file.nbytes, file.name))
@@ -257,9 +286,9 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
         "",
         "| name | method | bits of quantized weights | file | KL, nats per token |",
         "|---|---|---:|---:|---:|",
-        *(_row(file) for file in files),
+        *(_table_row(file) for file in files),
         "",
-        *_which(files, context),
+        *_choice_lines(files, context),
     ]
     lines += ["## Loading", ""]
     for item in snippets:
@@ -271,64 +300,70 @@ def files_part(files: Sequence[FolderFile], context: int, snippets: Sequence[Sni
     return "\n".join(lines)
 
 
-def _row(file: FolderFile) -> str:
-    divergence = _ABSENT if file.divergence is None else significant(file.divergence)
-    bits = significant(file.bits) if file.bits else _ABSENT
+def _table_row(file: FolderFile) -> str:
+    divergence = _MISSING_CELL if file.divergence is None else significant(file.divergence)
+    bits = significant(file.bits) if file.bits else _MISSING_CELL
     cells = (code(file.name), cell(file.method), bits, size(file.nbytes), divergence)
     return f"| {' | '.join(cells)} |"
 
 
-def _which(files: Sequence[FolderFile], context: int) -> Iterator[str]:
-    """Yield which file to take."""
-    measured = _measured(files)
+def _choice_lines(files: Sequence[FolderFile], context: int) -> Iterator[str]:
+    """Yield the lines of the section that recommends a file for each memory size."""
+    measured = _all_measured(files)
     yield from ("## Which one", "")
     yield from ("| memory | file | needs |", "|---:|---|---:|")
-    for memory, best in _advised(files):
-        yield f"| {memory} GB | {code(best.name)} | {size(best.needed)} |"
+    for memory, best in _recommended_files(files):
+        yield f"| {memory} GB | {code(best.name)} | {size(best.memory_bytes)} |"
     yield ""
     yield f"Needs: weights, cache and activations of one sequence of {context} tokens; system and engine take more."
     yield f"The file is the one with the {'least divergence' if measured else 'most bits per weight'}."
-    beaten = {file.name: better for file in files if (better := _better(file, files))}
-    if measured and beaten:
-        told = "; ".join(f"{code(name)} ({code(other)})" for name, other in beaten.items())
+    dominated = {file.name: better for file in files if (better := _better_file_name(file, files))}
+    if measured and dominated:
+        pairs = "; ".join(
+            f"{code(name)} ({code(better_name)})" for name, better_name in dominated.items()
+        )
         yield ""
-        yield f"Another is no larger and closer to the source: {told}."
+        yield f"Another is no larger and closer to the source: {pairs}."
     yield ""
 
 
-def shown_file(files: Sequence[FolderFile]) -> FolderFile:
-    """Return the file that the examples load: one of those that are advised, and measured if any is."""
-    advised = [best for _, best in _advised(files)] or [_closest(files, measured=_measured(files))]
+def choose_example_file(files: Sequence[FolderFile]) -> FolderFile:
+    """Return the file that the examples load: a recommended one, and a measured one if possible."""
+    recommended = [best for _, best in _recommended_files(files)] or [
+        _best_file(files, measured=_all_measured(files))
+    ]
     measured = [file for file in files if file.divergence is not None]
-    both = [file for file in advised if file in measured]
-    return min(both or measured or advised, key=lambda file: abs(file.bits - TYPICAL))
+    candidates = [file for file in recommended if file in measured]
+    return min(
+        candidates or measured or recommended, key=lambda file: abs(file.bits - TYPICAL_BITS)
+    )
 
 
-def _advised(files: Sequence[FolderFile]) -> list[tuple[int, FolderFile]]:
-    """Return which file to take from which memory in GB on; none where all need more than the largest."""
-    found: list[tuple[int, FolderFile]] = []
-    for memory in MEMORIES:
-        fitting = [file for file in files if file.needed <= memory * GB]
-        best = _closest(fitting, measured=_measured(files)) if fitting else None
-        if best is not None and (not found or best is not found[-1][1]):
-            found.append((memory, best))
-    return found
+def _recommended_files(files: Sequence[FolderFile]) -> list[tuple[int, FolderFile]]:
+    """Return pairs of memory in GB and the file to use from that size on; empty if no file fits the largest."""
+    recommended: list[tuple[int, FolderFile]] = []
+    for memory in MEMORY_SIZES:
+        fitting = [file for file in files if file.memory_bytes <= memory * GB]
+        best = _best_file(fitting, measured=_all_measured(files)) if fitting else None
+        if best is not None and (not recommended or best is not recommended[-1][1]):
+            recommended.append((memory, best))
+    return recommended
 
 
-def _measured(files: Sequence[FolderFile]) -> bool:
+def _all_measured(files: Sequence[FolderFile]) -> bool:
     return all(file.divergence is not None for file in files)
 
 
-def _closest(files: Sequence[FolderFile], *, measured: bool) -> FolderFile:
-    return min(files, key=lambda file: _loss(file, measured=measured))
+def _best_file(files: Sequence[FolderFile], *, measured: bool) -> FolderFile:
+    return min(files, key=lambda file: _sort_key(file, measured=measured))
 
 
-def _loss(file: FolderFile, *, measured: bool) -> tuple[float, int]:
+def _sort_key(file: FolderFile, *, measured: bool) -> tuple[float, int]:
     return (file.divergence or 0.0) if measured else -file.bits, file.nbytes
 
 
-def _better(file: FolderFile, files: Sequence[FolderFile]) -> str | None:
-    """Return the name of a file that is no larger and diverges less."""
+def _better_file_name(file: FolderFile, files: Sequence[FolderFile]) -> str | None:
+    """Return the name of another file that is not larger and diverges less, or None."""
     for other in files:
         if other.divergence is None or file.divergence is None:
             continue

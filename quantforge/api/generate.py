@@ -1,4 +1,4 @@
-"""Generate: a model of any format that is read continues a text or answers a conversation."""
+"""``generate``: let a model of any supported format continue a text or answer a conversation."""
 
 from __future__ import annotations
 
@@ -36,28 +36,30 @@ if TYPE_CHECKING:
     from quantforge.runtime.tensor_parallel import TensorParallelRank
     from quantforge.runtime.text_model import TextModel
 
-COMPILING = "compiling programs for this processor: some seconds, the first time that they are used"
+COMPILING_NOTE = (
+    "compiling programs for this processor: some seconds, the first time that they are used"
+)
 
 
 class AnswerOptions(TypedDict, total=False):
-    """Rules for answers; without any, the most likely token is taken, up to one that ends the answer."""
+    """Sampling and stopping options; without any, decoding is greedy until an end-of-text token."""
 
-    temperature: float  # 0 takes the most likely token
-    top_k: int  # of so many most likely ones; 0 is all
-    top_p: float  # of the fewest whose probability reaches this; 1 is all
-    min_p: float  # of those at least so likely as this share of the most likely one; 0 is all
-    repetition_penalty: float  # for what occurred in the prompt or since; 1 is none
-    frequency_penalty: float  # for each time that a token was generated; 0 is none
-    presence_penalty: float  # once for a token that was generated; 0 is none
+    temperature: float  # 0 is greedy
+    top_k: int  # sample from this many most likely tokens; 0 means all
+    top_p: float  # nucleus sampling; 1 means all tokens
+    min_p: float  # minimum probability relative to the most likely token; 0 means all tokens
+    repetition_penalty: float  # for tokens of the prompt and the answer; 1 means none
+    frequency_penalty: float  # for each time that a token was generated; 0 means none
+    presence_penalty: float  # once for each token that was generated; 0 means none
     logit_bias: Mapping[int, float]  # added to logits, by token id
     seed: int
-    logprobs: int  # tell the log-probability of each token, and of so many most likely ones
+    logprobs: int  # return log-probabilities of each token and of this many most likely tokens
     stop: str | Sequence[str]  # texts that end an answer
-    include_stop: bool  # the text that ended an answer is part of it
-    n: int  # so many answers
-    beams: int  # a beam search with so many; 1 is none
-    length_penalty: float  # above 0 favours long answers of a beam search
-    early_stopping: bool | Literal["never"]  # when a beam search is over
+    include_stop: bool  # keep the stop text in the answer
+    n: int  # number of answers
+    beams: int  # number of beams of a beam search; 1 means none
+    length_penalty: float  # above 0 favors long answers of a beam search
+    early_stopping: bool | Literal["never"]  # when a beam search ends
 
 
 @check_arguments(AnswerOptions)
@@ -76,29 +78,28 @@ def generate(
     cache: str = "",
     **options: Unpack[AnswerOptions],
 ) -> Generated:
-    """Let a model continue a text, or answer where it has a chat template.
+    """Let a model continue a text, or answer it if the model has a chat template.
 
     Args:
-        model: a directory, a GGUF file, ``org/name[@revision]``, or what `load` has returned.
+        model: a directory, a GGUF file, ``org/name[@revision]``, or the result of `load`.
         prompt: a text, or a conversation: ``[{"role": "user", "content": "..."}]``.
         settings: device, threads, offline, and which events are accepted.
-        max_tokens: at most so many, and no more than the model has positions for.
+        max_tokens: maximum number of new tokens, limited by the context length of the model.
         raw: complete the text as it is, without the chat template.
-        stream: is called with each piece of the first text as it comes; no piece ends in half a character.
-        draft: who drafts tokens that the model then checks together: ``ngram`` (copies of the text itself),
-            ``lookahead`` (the model, many places at once), ``int2``, ``int3`` or ``int4`` (the model in fewer bits),
-            ``mtp`` (its own layer for further tokens), a smaller model, or a directory of heads of Medusa or EAGLE-3;
-            the text stays the same.
-        draft_tokens: drafted tokens in a row, at most.
-        draft_tree: drafted tokens after each token, place by place (``3x2x1``), checked in one pass.
-        cache: how keys and values are stored, see `quantforge.cache_kinds`; the model's when left out.
+        stream: called with each piece of the first answer as it is generated; pieces are whole characters.
+        draft: drafter of speculative decoding: ``ngram`` (prompt lookup), ``lookahead`` (lookahead decoding),
+            ``int2``, ``int3`` or ``int4`` (the model itself in fewer bits), ``mtp`` (its multi-token prediction layer),
+            a smaller model, or a directory of Medusa or EAGLE-3 heads. The text stays the same.
+        draft_tokens: maximum number of drafted tokens in a row.
+        draft_tree: branching factors of a tree of drafted tokens (``3x2x1``), verified in one pass.
+        cache: number format of the KV cache, see `quantforge.cache_kinds`; the model's dtype when left out.
         options: see `AnswerOptions`.
 
     Raises:
-        UsageError: a value that means nothing here.
-        InputError: the model or its tokenizer cannot be used, or the prompt is longer than what the model sees.
-        RefusedError: ``settings.policy`` does not accept what loading tells of, or a cache is named for a model that
-            the own decoder does not compute.
+        UsageError: an invalid value.
+        InputError: the model or its tokenizer cannot be used, or the prompt exceeds the context length.
+        RefusedError: ``settings.policy`` does not accept the events of loading, or ``cache`` is given for a model that
+            QuantForge's decoder does not support.
     """
     limits = completion_options(max_tokens, {**options})
     drafts = DraftOptions(draft, draft_tokens, draft_tree)
@@ -119,83 +120,85 @@ def open_text_model(
     drafts: DraftOptions = NO_DRAFT,
     cache: str = "",
 ) -> TextModel:
-    """Load a model to talk to; errors as `generate`."""
+    """Load a model for generation, with its tokenizer and drafter; errors as `generate`."""
     if cache:
         parse_cache_kind(cache)
     if settings.split and drafts.draft:
         raise UsageError(f"--draft {drafts.draft}: processes share one model", "leave it out")
-    check_drafts(model, drafts, settings)
-    loaded, name = loaded_to_answer(model, settings)
+    check_draft_options(model, drafts, settings)
+    loaded, name = load_for_generation(model, settings)
     from quantforge.runtime.text_model import TextModel
 
-    return TextModel.from_loaded(loaded, name, speculative_of(loaded, drafts, settings), cache)
+    return TextModel.from_loaded(
+        loaded, name, load_speculative_decoder(loaded, drafts, settings), cache
+    )
 
 
-def check_drafts(
-    model: str | Path | Loaded, drafts: DraftOptions, settings: Settings, *, steps: bool = False
+def check_draft_options(
+    model: str | Path | Loaded, drafts: DraftOptions, settings: Settings, *, batched: bool = False
 ) -> None:
-    """Refuse before a model is loaded what headers refuse of its draft; errors as `generate`.
+    """Check the options of speculative decoding before a model is loaded; errors as `generate`.
 
     Args:
-        model: for which it drafts.
-        drafts: who drafts.
-        settings: whether the hub may be asked.
-        steps: for many texts at a time.
+        model: the model that verifies the drafted tokens.
+        drafts: the options.
+        settings: whether the hub may be accessed.
+        batched: whether several sequences are decoded at a time.
     """
-    draft, heads = validate_draft(drafts.draft or None), None
-    if draft and draft not in DRAFT_METHODS:
-        heads = open_draft_heads(resolve(draft, settings.offline))
+    method, heads = validate_draft(drafts.draft or None), None
+    if method and method not in DRAFT_METHODS:
+        heads = open_draft_heads(resolve(method, settings.offline))
         if heads is None:
-            opened_to_answer(draft, settings)
-    if steps and (heads or draft in SINGLE_TEXT):
+            open_for_generation(method, settings)
+    if batched and (heads or method in SINGLE_TEXT):
         raise UsageError(*SINGLE_TEXT_ERROR)
-    if draft == MTP and isinstance(model, str | Path):
+    if method == MTP and isinstance(model, str | Path):
         from quantforge.runtime.speculation.mtp import mtp_block_as_model
 
         path = resolve(str(model), settings.offline)
         mtp_block_as_model(decode_if_unsupported(open_model(path)), str(path))
 
 
-def speculative_of(
+def load_speculative_decoder(
     loaded: Loaded, drafts: DraftOptions, settings: Settings
 ) -> SpeculativeDecoder | None:
-    """Return a loaded model with its drafter, if there is to be one; errors as `speculative_decoder` and `generate`."""
+    """Return a speculative decoder of a loaded model, None without a draft; errors as `generate`."""
     if not drafts.draft:
         return None
     from quantforge.runtime.speculation.decode import speculative_decoder
 
-    def other(named: str) -> Loaded | DraftHeadDirectory:
-        heads = open_draft_heads(resolve(named, settings.offline))
-        return heads or loaded_to_answer(named, settings)[0]
+    def other(path: str) -> Loaded | DraftHeadDirectory:
+        heads = open_draft_heads(resolve(path, settings.offline))
+        return heads or load_for_generation(path, settings)[0]
 
     return speculative_decoder(loaded, drafts, other)
 
 
-def opened_to_answer(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:
-    """Return where a model lies, and its configuration; what cannot be read shows before torch is there.
+def open_for_generation(model: str | Path, settings: Settings) -> tuple[Path, Mapping[str, Any]]:
+    """Return the path and configuration of a model, checked before torch is imported.
 
     Raises:
         InputError: as `generate`.
     """
     path = resolve(str(model), settings.offline)
-    opened = decode_if_unsupported(open_model(path))
-    detect_format(opened.config)
-    return path, opened.config
+    checkpoint = decode_if_unsupported(open_model(path))
+    detect_format(checkpoint.config)
+    return path, checkpoint.config
 
 
 def has_template(model: str | Path, settings: Settings) -> bool:
-    """Return whether a model has a chat template, before it is loaded; errors as `opened_to_answer`."""
+    """Return whether a model has a chat template, without loading it; errors as `open_for_generation`."""
     from quantforge.runtime.text_processing import load_text_processor
 
-    return load_text_processor(*opened_to_answer(model, settings)).template is not None
+    return load_text_processor(*open_for_generation(model, settings)).template is not None
 
 
-def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
-    """Load a model with 16-bit activations as engines have them, and return it with its name; errors as `generate`."""
+def load_for_generation(model: str | Path | Loaded, settings: Settings) -> tuple[Loaded, str]:
+    """Load a model with bfloat16 activations; return it with its name. Errors as `generate`."""
     if isinstance(model, str | Path):
-        path, _ = opened_to_answer(model, settings)
-        if said := open_model(path).declaration_note:
-            settings.note(f"{path}: quantization: {said}")
+        path, _ = open_for_generation(model, settings)
+        if declaration_note := open_model(path).declaration_note:
+            settings.note(f"{path}: quantization: {declaration_note}")
         check_device(settings.device)
     import torch
 
@@ -203,10 +206,10 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
 
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    program_cache.BEFORE_COMPILE_CALLBACKS[:] = [lambda: settings.note(COMPILING)]
+    program_cache.BEFORE_COMPILE_CALLBACKS[:] = [lambda: settings.note(COMPILING_NOTE)]
     if isinstance(model, str | Path):
-        share, bits = _share(settings), settings.input_bits
-        loaded = load(path, settings.device, torch.bfloat16, input_bits=bits, share=share)
+        rank, bits = _tensor_parallel_rank(settings), settings.input_bits
+        loaded = load(path, settings.device, torch.bfloat16, input_bits=bits, share=rank)
         name = str(model)
     elif isinstance(model, Loaded):
         loaded, name = model, str(model.path)
@@ -216,8 +219,8 @@ def loaded_to_answer(model: str | Path | Loaded, settings: Settings) -> tuple[Lo
     return loaded, name
 
 
-def _share(settings: Settings) -> TensorParallelRank | None:
-    """Return which part of a model this process holds; None: all of it."""
+def _tensor_parallel_rank(settings: Settings) -> TensorParallelRank | None:
+    """Return the rank of this process in tensor parallelism; None if the model is not split."""
     if not settings.split:
         return None
     from quantforge.runtime.tensor_parallel import init_tensor_parallel

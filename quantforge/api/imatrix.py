@@ -1,4 +1,4 @@
-"""Importance of columns, observed on calibration text and written for llama.cpp's tools and for us."""
+"""Importance matrices (imatrix): measured on calibration text, written in llama.cpp's format."""
 
 from __future__ import annotations
 
@@ -22,32 +22,38 @@ from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings, check_device
 
 
-def with_importance(
-    model: str | Path, recipe: Recipe, settings: Settings, given: str | Path | None
+def add_importance_file(
+    model: str | Path, recipe: Recipe, settings: Settings, path: str | Path | None
 ) -> tuple[Recipe, Settings]:
-    """Take importance from a file, which is made first where it is missing; errors as `plan` and `make_imatrix`."""
-    if given is None:
+    """Return recipe and settings that use an imatrix file, made first if missing; errors as `make_imatrix`."""
+    if path is None:
         return recipe, settings
-    file = Path(given)
-    known = replace(recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{file.name}"))
-    if not file.exists():
-        check_new(file, "--imatrix")
-        plan(model, known, settings)  # refuses before anything is observed
-        text = recipe.calibration
-        text = replace(text, source="builtin") if text.source == NO_DATA else text
+    imatrix_path = Path(path)
+    recipe_with_file = replace(
+        recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{imatrix_path.name}")
+    )
+    if not imatrix_path.exists():
+        check_new(imatrix_path, "--imatrix")
+        plan(model, recipe_with_file, settings)  # raises before anything is measured
+        calibration = recipe.calibration
+        calibration = (
+            replace(calibration, source="builtin") if calibration.source == NO_DATA else calibration
+        )
         with phase("importance", 0.5):
-            make_imatrix(model, replace(recipe, calibration=text), file, settings)
-        settings.note(f"--imatrix {file}: made, by {text.source}; quantforge inspect {file}")
-    return known, replace(settings, imatrix=file)
+            make_imatrix(model, replace(recipe, calibration=calibration), imatrix_path, settings)
+        settings.note(
+            f"--imatrix {imatrix_path}: made, by {calibration.source}; quantforge inspect {imatrix_path}"
+        )
+    return recipe_with_file, replace(settings, imatrix=imatrix_path)
 
 
 @check_arguments()
 @torch_defaults()
 def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: Settings) -> None:
-    """Observe the importance of columns on calibration text, and write it for llama.cpp's tools and for us.
+    """Measure the importance of input columns on calibration text, and write it as an imatrix file.
 
     Raises:
-        QuantForgeError: as `quantize`; a family that GGUF has no names for.
+        QuantForgeError: as `quantize`, or GGUF has no tensor names for the model family.
     """
     check_device(settings.device)
     from quantforge.execution.calibration import draw_calibration_data
@@ -57,12 +63,14 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
 
     recipe, settings = strip_local_paths(recipe, settings)
     checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
-    wanted = replace(recipe, method=RTN, scales="search")
-    checkpoint = single_experts(checkpoint, choose_format(wanted)[0].format, wanted)
-    planned = make_plan(wanted, checkpoint)
+    plain_recipe = replace(recipe, method=RTN, scales="search")
+    checkpoint = single_experts(checkpoint, choose_format(plain_recipe)[0].format, plain_recipe)
+    planned = make_plan(plain_recipe, checkpoint)
     planned = replace(planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint))
     with report_to(settings.progress), reproducible():
-        calibrated = draw_calibration_data(checkpoint, planned, settings)
-        place = Path(out).absolute().parent if settings.activations == "disk" else None
-        found = observe_importance(checkpoint, planned, calibrated.sample, settings.device, place)
-    write_imatrix(Path(out), found)
+        calibration = draw_calibration_data(checkpoint, planned, settings)
+        scratch = Path(out).absolute().parent if settings.activations == "disk" else None
+        importance = observe_importance(
+            checkpoint, planned, calibration.sample, settings.device, scratch
+        )
+    write_imatrix(Path(out), importance)

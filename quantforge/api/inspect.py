@@ -1,4 +1,4 @@
-"""Contents of a model directory, a safetensors file or a GGUF file, from headers alone."""
+"""``inspect``: show the contents of a model or weight file, from headers alone."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from quantforge_calibration.source_error import SourceError
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
-    """Headers, understood.
+    """Contents of a model or weight file, as its headers declare them.
 
     Attributes:
-        path, format, model_type: what it is; format and type are empty for a bare safetensors file.
-        schemes: number of layers by scheme, and by type for tensors that are not quantized.
-        weights: number of weights, counting a quantized layer by its logical shape.
-        tensor_bytes, file_bytes: of all tensors, and of the weight files.
-        quantized_bytes, quantized_weights: of the quantized layers alone.
-        provenance: what the manifest says, if there is one, or that it is damaged.
-        tensors: every tensor, with the type and the shape in elements that its file states.
-        notes: what became of a declared quantization that is left over, or in an unusual place; chat templates that
-            are not used or cannot be read.
-        chat_templates: the names of those that transformers takes.
+        path, format, model_type: path, format key and model type; the last two are "" for a bare safetensors file.
+        schemes: number of layers by scheme, and of unquantized tensors by dtype.
+        weights: number of weights; a quantized layer counts with its logical shape.
+        tensor_bytes, file_bytes: size of all tensors, and of the weight files.
+        quantized_bytes, quantized_weights: size and number of weights of the quantized layers alone.
+        provenance: selected fields of the manifest, or a message if it is damaged.
+        tensors: every tensor, with its stored dtype and shape in elements.
+        notes: remarks on an unusual or stale quantization config, and on chat templates that are not used or not
+            readable.
+        chat_templates: names of the chat templates that transformers uses.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class Inspected:
 
     @property
     def bits_per_weight(self) -> float:
-        """Return bits per weight over everything that is stored; NaN without weights."""
+        """Return the bits per weight over all tensors; NaN without weights."""
         return 8 * self.tensor_bytes / self.weights if self.weights else math.nan
 
     @property
@@ -79,7 +79,7 @@ class Inspected:
         )
 
     def document(self) -> dict[str, object]:
-        """Return the findings as plain data (``quantforge.inspect/1``)."""
+        """Return the contents as plain data (``quantforge.inspect/1``)."""
         return {
             "schema": "quantforge.inspect/1",
             "path": str(self.path),
@@ -103,25 +103,25 @@ class Inspected:
 
 @check_arguments()
 def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
-    """Inspect a model, a safetensors file, a GGUF file or an importance matrix, which has values but no weights.
+    """Inspect a model, a safetensors file, a GGUF file or an importance matrix.
 
     Args:
         path: a file, a directory, or ``org/name[@revision]``.
         offline: never ask the hub.
 
     Raises:
-        InputError: it is none of these, or damaged.
+        InputError: the path is none of these, or damaged.
     """
     path = Path(path) if Path(path).is_file() else resolve(str(path), offline)
     if path.is_file() and is_importance_matrix(path):
-        return _importance(path)
+        return _inspect_importance_matrix(path)
     if path.is_file() and not is_gguf(path):
         if path.suffix != ".safetensors":
             raise InputError(
                 f"{path}: neither a safetensors nor a GGUF file", "give one, or a model directory"
             )
         entries = read_header(path)
-        return _summary(path, "", "", [entry.held() for entry in entries.values()], {}, [path])
+        return _build_result(path, "", "", [entry.held() for entry in entries.values()], {}, [path])
     try:
         checkpoint = open_model(path)
     except NotReadError:
@@ -129,13 +129,17 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
             raise
         file = read_gguf(path)
         arch = file.value("general.architecture", str)
-        return _summary(path, f"{KEY} (not read)", arch, stored_headers(file), {}, list(file.files))
+        return _build_result(
+            path, f"{KEY} (not read)", arch, stored_headers(file), {}, list(file.files)
+        )
     model_type = type_of(checkpoint.config)
-    key, layers = _understood(checkpoint)
-    found = _summary(path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards))
+    key, layers = _find_quantized_layers(checkpoint)
+    inspected = _build_result(
+        path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards)
+    )
     templates = _chat_templates(checkpoint)
     notes = (*facts(checkpoint), *templates.notes)
-    return replace(found, notes=notes, chat_templates=tuple(templates.named))
+    return replace(inspected, notes=notes, chat_templates=tuple(templates.named))
 
 
 def _chat_templates(checkpoint: Checkpoint) -> TemplateSet:
@@ -147,80 +151,94 @@ def _chat_templates(checkpoint: Checkpoint) -> TemplateSet:
         return TemplateSet({}, notes=(error.message,))
 
 
-def _importance(path: Path) -> Inspected:
-    found = read_imatrix(path)
-    held = tuple(
+def _inspect_importance_matrix(path: Path) -> Inspected:
+    matrix = read_imatrix(path)
+    tensors = tuple(
         FileTensorInfo(name, "F32", tuple(entry.means.shape), 4 * entry.means.numel())
-        for name, entry in found.entries.items()
+        for name, entry in matrix.entries.items()
     )
-    told: dict[str, Any] = {"text": found.dataset or None, "chunks": found.chunks or None}
-    told["tokens"] = found.chunks * found.chunk_size or None
+    provenance: dict[str, Any] = {"text": matrix.dataset or None, "chunks": matrix.chunks or None}
+    provenance["tokens"] = matrix.chunks * matrix.chunk_size or None
     return replace(
-        _summary(path, "importance matrix", "", [], {}, [path]),
-        schemes={"mean squares of columns": len(held)},
-        provenance=told,
-        tensor_bytes=sum(one.nbytes for one in held),
-        tensors=held,
+        _build_result(path, "importance matrix", "", [], {}, [path]),
+        schemes={"mean squares of columns": len(tensors)},
+        provenance=provenance,
+        tensor_bytes=sum(tensor.nbytes for tensor in tensors),
+        tensors=tensors,
     )
 
 
-def _understood(checkpoint: Checkpoint) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
-    """Return the format and its layers: stored names to scheme and number of weights; none where no format reads it.
+def _find_quantized_layers(
+    checkpoint: Checkpoint,
+) -> tuple[str, dict[tuple[str, ...], tuple[str, int]]]:
+    """Return the format and the quantized layers; no layers if the format is not supported.
+
+    Returns:
+        The key of the format, and for the stored tensor names of each layer its scheme and number of weights.
+
 
     Raises:
-        InputError: the tensors are not those that the configuration asks for.
+        InputError: the tensors do not match the configuration.
     """
     config = checkpoint.config
     try:
-        form = detect_format(config)
+        format_module = detect_format(config)
     except InputError:
         return f"{config['quantization_config'].get('quant_method')} (not read)", {}
-    stored = checkpoint.headers()
-    layouts = form.find_layouts(config, stored)
-    match_headers(checkpoint, {layout.module: layout for layout in layouts}, stored)
-    return form.KEY, {
+    headers = checkpoint.headers()
+    layouts = format_module.find_layouts(config, headers)
+    match_headers(checkpoint, {layout.module: layout for layout in layouts}, headers)
+    return format_module.KEY, {
         layout.tensor_names: (str(layout.scheme), math.prod(layout.shape)) for layout in layouts
     }
 
 
-def _summary(
+def _build_result(
     path: Path,
-    form: str,
+    format_key: str,
     model_type: str,
-    held: Sequence[FileTensorInfo],
+    tensors: Sequence[FileTensorInfo],
     layers: dict[tuple[str, ...], tuple[str, int]],
     files: list[Path],
 ) -> Inspected:
-    names = {name for group in layers for name in group}
-    plain = [tensor for tensor in held if tensor.name not in names]
+    quantized_names = {name for group in layers for name in group}
+    unquantized = [tensor for tensor in tensors if tensor.name not in quantized_names]
     schemes = Counter(scheme for scheme, _ in layers.values())
-    schemes.update(tensor.dtype for tensor in plain)
-    blocks = [tensor for tensor in plain if tensor.dtype not in DTYPE_BITS]  # decoded alone
+    schemes.update(tensor.dtype for tensor in unquantized)
+    blocks = [
+        tensor for tensor in unquantized if tensor.dtype not in DTYPE_BITS
+    ]  # GGUF block types
     quantized = sum(count for _, count in layers.values())
     quantized += sum(math.prod(tensor.shape) for tensor in blocks)
-    names.update(tensor.name for tensor in blocks)
+    quantized_names.update(tensor.name for tensor in blocks)
     return Inspected(
         path=path,
-        format=form,
+        format=format_key,
         model_type=model_type,
         schemes=dict(schemes),
         weights=quantized
-        + sum(math.prod(tensor.shape) for tensor in plain if tensor.name not in names),
-        tensor_bytes=sum(tensor.nbytes for tensor in held),
+        + sum(
+            math.prod(tensor.shape) for tensor in unquantized if tensor.name not in quantized_names
+        ),
+        tensor_bytes=sum(tensor.nbytes for tensor in tensors),
         file_bytes=sum(file.stat().st_size for file in files),
-        quantized_bytes=sum(tensor.nbytes for tensor in held if tensor.name in names),
+        quantized_bytes=sum(tensor.nbytes for tensor in tensors if tensor.name in quantized_names),
         quantized_weights=quantized,
-        provenance=_provenance(path),
-        tensors=tuple(held),
+        provenance=_read_provenance(path),
+        tensors=tuple(tensors),
     )
 
 
-def _provenance(path: Path) -> dict[str, Any]:
-    """Return what the manifest says, that it cannot be read, or nothing where there is none."""
-    known, place = manifest.read_manifest(path), manifest.manifest_path(path)
-    if known is None:
-        return {"manifest": "damaged: nothing of it is read"} if os.path.lexists(place) else {}
+def _read_provenance(path: Path) -> dict[str, Any]:
+    """Return selected fields of the manifest; a message if it is damaged, {} if it is missing."""
+    document, path_of_manifest = manifest.read_manifest(path), manifest.manifest_path(path)
+    if document is None:
+        return (
+            {"manifest": "damaged: nothing of it is read"}
+            if os.path.lexists(path_of_manifest)
+            else {}
+        )
     keys = ("method", "versions", "source", "event_counts", "calibration")
-    changes = {ADAPTER: recorded_adapters(known), KEPT_EXPERTS: recorded_kept_experts(known)}
-    told = {subject: "; ".join(said) for subject, said in changes.items() if said}
-    return {key: known[key] for key in keys if key in known} | told
+    changes = {ADAPTER: recorded_adapters(document), KEPT_EXPERTS: recorded_kept_experts(document)}
+    change_texts = {subject: "; ".join(texts) for subject, texts in changes.items() if texts}
+    return {key: document[key] for key in keys if key in document} | change_texts

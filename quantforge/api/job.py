@@ -1,7 +1,8 @@
-"""A job: one result that is to be made, planned from headers, with what decides its bytes read before the work.
+"""Job: one result to be made, planned from headers.
 
-`quantize` has one job; a release and a sweep have one for each variant. `plan_job` refuses what headers tell to be
-impossible, `Job.stage` what the output's place tells, and `Job.read` the rest.
+`quantize` has one job; a release and a sweep have one for each variant. `plan_job` raises errors that headers show,
+`Job.stage` those that the output path shows, and `Job.read` the rest, when it reads all inputs that determine the bytes
+of the result.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.api.output import note_memory, space, stage_for
+from quantforge.api.output import note_memory_shortage, space, stage_for
 from quantforge.artifacts.manifest import digest_small_files
 from quantforge.artifacts.publish import digest_source
 from quantforge.events import Event
@@ -37,16 +38,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome of a run.
+    """Outcome of a quantization run.
 
     Attributes:
-        out: where the result is.
-        plan: what was planned.
+        out: path of the result.
+        plan: the plan of the run.
         events: all degradations.
-        resumed: whether an earlier run's work was kept.
-        scaled: for how many activations a transform found factors that are better than none, and for how many it
-            searched; None where none did, or the result was there already.
-        adapter: where the adapter is that was merged into the model; None where none was.
+        resumed: whether work of an earlier run was reused.
+        scaled: number of activations for which a transform (AWQ) found useful scale factors, and number of those
+            searched; None without such a transform, or if the result existed already.
+        adapter: path of the adapter that was merged into the model; None if there was none.
     """
 
     out: Path
@@ -59,27 +60,27 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Job:
-    """A result that can be made, as far as headers tell.
+    """One result to be made, with its plan; headers show no error.
 
     Attributes:
-        out: where it goes.
-        settings: how it is made; they know where the files are that its recipe names.
-        source: the model, with its experts as files are to hold them.
-        checkpoint: the source as the recipe changes all of it.
-        before: small files of the checkpoint, see `digest_source`.
-        planned: the run.
+        out: path of the result.
+        settings: how to run, with the local paths of files that the recipe names.
+        source: the model, with its experts stored as the output format needs them.
+        checkpoint: the source with the recipe's changes to the whole model (adapter, removed experts or heads).
+        small_file_digests: of the checkpoint, see `digest_source`.
+        planned: plan of the run with its inputs.
     """
 
     out: Path
     settings: Settings
     source: Checkpoint
     checkpoint: Checkpoint
-    before: Mapping[str, Any]
+    small_file_digests: Mapping[str, Any]
     planned: Planned
 
     @cached_property
     def stage(self) -> Stage:
-        """Return the stage of the output; errors as `stage_for`."""
+        """Return the stage (temporary directory) of the output; errors as `stage_for`."""
         plan, files = self.planned.plan, self.planned.files
         return stage_for(plan, files, self.out, self.settings, self.checkpoint)
 
@@ -89,19 +90,19 @@ class Job:
         return load_format(self.planned.plan.format).INFO.is_single_file
 
     def check_text(self) -> None:
-        """Refuse a calibration text that the run would refuse at its start; errors as `planner.check_text`."""
+        """Check the calibration text, as the run would at its start; errors as `planner.check_text`."""
         observes = bool(self.planned.plan.needs)
         check_text(self.planned.recipe, self.checkpoint, self.settings, observes=observes)
 
     def read(self) -> RunInputs:
-        """Check the space, and read what decides the bytes. The caller holds the lock of the output."""
+        """Check the free disk space and read the inputs of the run. The caller holds the lock of the output."""
         self.stage.check_space(space(self.checkpoint, self.planned, self.settings))
-        note_memory(self.planned.plan.peak_memory_bytes, self.settings)
+        note_memory_shortage(self.planned.plan.peak_memory_bytes, self.settings)
         with phase("reading", 0.05):
             return self.read_inputs()
 
     def read_inputs(self) -> RunInputs:
-        """Read what decides the bytes of the run; of the weights, their digests."""
+        """Read the inputs that determine the bytes of the result; of weights, only their digests."""
         planned, settings, recipe = self.planned, self.settings, self.planned.recipe
         check_device(settings.device)
         report_step("libraries")
@@ -117,23 +118,25 @@ class Job:
             from quantforge.model.weight_mapping import check_no_missing_parameters
 
             check_no_missing_parameters(self.source)
-        # The peak that the plan promises is of what is alive.
+        # The planned peak counts only memory in use.
         return_freed_memory(planned.plan.peak_memory_bytes)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         report_step("digests of the source")
-        checkpoint, source = digest_source(self.source, self.before, settings)
+        checkpoint, source = digest_source(self.source, self.small_file_digests, settings)
         if recipe.mtp == "drop":
             checkpoint = fewer_heads(checkpoint)
-        calibrated = removed = None
+        calibration = removed_experts = None
         with reproducible():
             if planned.plan.needs or recipe.prune_experts is not None:
                 report_step("calibration text", share=0.5)
-                calibrated = draw_calibration_data(checkpoint, planned, settings)
-            if calibrated is not None and recipe.prune_experts is not None:
+                calibration = draw_calibration_data(checkpoint, planned, settings)
+            if calibration is not None and recipe.prune_experts is not None:
                 scratch = self.stage.out.parent
-                removed = choose_removed_experts(checkpoint, recipe, calibrated, settings, scratch)
-        checkpoint = transformed_source(checkpoint, recipe, removed)
+                removed_experts = choose_removed_experts(
+                    checkpoint, recipe, calibration, settings, scratch
+                )
+        checkpoint = transformed_source(checkpoint, recipe, removed_experts)
         source = {**source, **checkpoint.facts, "files": source["files"]}
         if planned.model_layout.tied_twice:
             planned = replace(
@@ -143,22 +146,24 @@ class Job:
             read_unchanged_importance(planned, settings.imatrix) if settings.imatrix else {}
         )
         fingerprint = run_fingerprint(
-            recipe.to_toml(), source, calibrated, settings.device, settings.imatrix
+            recipe.to_toml(), source, calibration, settings.device, settings.imatrix
         )
-        return RunInputs(planned, settings, checkpoint, source, calibrated, importance, fingerprint)
+        return RunInputs(
+            planned, settings, checkpoint, source, calibration, importance, fingerprint
+        )
 
 
 def plan_job(
     opened: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Job:
-    """Plan a result, and refuse what headers tell to be impossible.
+    """Plan one result; raise if headers show that it cannot be made.
 
     Args:
         opened: the model.
-        recipe: what is wanted, as `strip_local_paths` returns it.
-        out: where the result goes; where `naming` says if None.
-        settings: how it is made, as `strip_local_paths` returns them.
-        events: that are known already.
+        recipe: the recipe, as `strip_local_paths` returns it.
+        out: path of the result; the default of `naming` if None.
+        settings: how to run, as `strip_local_paths` returns them.
+        events: events that are known already.
     """
     source = source_as_read(opened, recipe, out, settings)
     checkpoint = planned_source(source, recipe)

@@ -1,4 +1,4 @@
-"""Load: a model of any format that is read, ready to compute with its weights still packed."""
+"""``load``: load a model of any supported format for inference, with its weights still packed."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def load(
 
     Args:
         model: a directory, a GGUF file, or ``org/name[@revision]``.
-        device: where it computes.
-        dtype: of activations and of weights that are not quantized; float32 when left out.
-        offline: never ask the hub.
+        device: device to run on.
+        dtype: dtype of activations and unquantized weights; float32 when left out.
+        offline: never access the hub.
 
     Raises:
-        InputError: the model is missing or damaged, no format reads its quantization, or it cannot be built.
-        RefusedError: it is written by this program and not run.
-        UsageError: there is no such device.
-        ResourceError: a GPU has no room for it.
+        InputError: the model is missing or damaged, its quantization is not supported, or it cannot be built.
+        RefusedError: QuantForge can write this kind of model, but not run it.
+        UsageError: the device does not exist.
+        ResourceError: it does not fit into GPU memory.
     """
     check_device(device)
     import torch

@@ -1,4 +1,4 @@
-"""Place of a result, and the room that it asks for: shared by the verbs that write."""
+"""Output path and disk space of a result, shared by all commands that write one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quantforge.planning.planner import Planned
 from quantforge.plans import FilePlan, Plan
 from quantforge.settings import Settings, memory_bytes
 
-SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal, beside weights and copies
+SPARE_BYTES = 1 << 20  # for configuration, card, manifest and journal
 
 
 def stage_for(
@@ -29,10 +29,10 @@ def stage_for(
     settings: Settings,
     checkpoint: Checkpoint,
 ) -> Stage:
-    """Return the stage of a directory, or of a file.
+    """Return the stage (temporary directory) of a result that is a directory or a file.
 
     Raises:
-        UsageError: what lies beside a GGUF file is wanted without one, or a signature without its library.
+        UsageError: a side file of GGUF is requested for another format, or the library for signatures is missing.
         InputError: the key cannot sign.
     """
     source = checkpoint.path
@@ -51,37 +51,42 @@ def stage_for(
 
 
 def memory_hint(peak: int, memory: int, *, on_disk: bool) -> str:
-    """Return that a peak is beyond a machine's memory, and what takes less; ``on_disk``: activations wait there."""
-    less = "fewer --samples" if on_disk else "--activations disk, fewer --samples"
+    """Return a message that the peak exceeds the memory, with remedies.
+
+    ``on_disk`` tells whether hidden states are kept on disk already.
+    """
+    remedies = "fewer --samples" if on_disk else "--activations disk, fewer --samples"
     return (
-        f"a peak of {size(peak)} above the imports is forecast, and this machine has {size(memory)}: {less},"
+        f"a peak of {size(peak)} above the imports is forecast, and this machine has {size(memory)}: {remedies},"
         " or --method rtn --scales absmax, which looks at one matrix at a time"
     )
 
 
-def note_memory(peak: int, settings: Settings) -> None:
-    """Tell whoever listens before the work that a peak is beyond this machine's memory."""
+def note_memory_shortage(peak: int, settings: Settings) -> None:
+    """Send a note if the planned peak exceeds the memory of this machine."""
     memory = memory_bytes()
     if memory is not None and peak > memory:
         on_disk = settings.activations == "disk"
         settings.note(f"memory: {memory_hint(peak, memory, on_disk=on_disk)}")
 
 
-def placed_in(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
-    """Return the files as they are called in the stage."""
+def files_in_stage(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
+    """Return the file plans with their names inside of the stage."""
     return [replace(file, name=stage.place(file.name)) for file in files]
 
 
-def side_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
-    """Return how many bytes the files beside the weights take at most, that of a vision tower included."""
-    carried = sum(path.stat().st_size for path in checkpoint.side_files)
-    tower = projector_file(checkpoint, "").plan.size if settings.mmproj else 0
-    return SPARE_BYTES + carried + tower
+def side_file_bytes(checkpoint: Checkpoint, settings: Settings) -> int:
+    """Return the maximum size in bytes of all side files, including a GGUF projector."""
+    copied_bytes = sum(path.stat().st_size for path in checkpoint.side_files)
+    projector_bytes = projector_file(checkpoint, "").plan.size if settings.mmproj else 0
+    return SPARE_BYTES + copied_bytes + projector_bytes
 
 
 def space(checkpoint: Checkpoint, planned: Planned, settings: Settings) -> int:
-    """Return the bytes that a run takes on the disk at most: the output and, if they wait there, activations."""
-    work = planned.plan.work
-    assert work is not None  # of every run that quantizes
-    states = work.guide_bytes + (work.states_bytes if settings.activations == "disk" else 0)
-    return planned.plan.output_bytes + side_bytes(checkpoint, settings) + states
+    """Return the disk space in bytes that a run needs: its output, and hidden states if they are kept on disk."""
+    run_work = planned.plan.work
+    assert run_work is not None  # of every run that quantizes
+    temporary_bytes = run_work.guide_bytes + (
+        run_work.states_bytes if settings.activations == "disk" else 0
+    )
+    return planned.plan.output_bytes + side_file_bytes(checkpoint, settings) + temporary_bytes

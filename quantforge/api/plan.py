@@ -1,4 +1,4 @@
-"""Plan: what `quantize` would do, from headers alone, and what its result, or a model as it is, needs in use."""
+"""``plan`` and ``capacity``: what `quantize` would do, and the memory and speed of its result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from quantforge.plans import Plan, Serving
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 
-_SERVED = ("engine", "tensor_parallel")  # choices of where a result is served, not of what it is
+_SERVING_OPTIONS = ("engine", "tensor_parallel")  # where a result is served; they do not change it
 
 
 @check_arguments(RecipeOptions)
@@ -44,14 +44,15 @@ def plan(
 ) -> Plan:
     """Return what `quantize` would do with the same arguments; nothing is written.
 
-    With a size nothing is measured: the plan is that of a mixture of that size, and a note says what is measured first.
-    Errors as `make_plan`, with a size those of `allocate` that headers tell.
+    With a target size nothing is measured: the plan is that of an estimated mixture of this size, and a note tells that
+    `quantize` measures first.
+    Errors as `make_plan`, and as `allocate` for a target size.
     """
     settings = settings or Settings()
     if target is None and like is None and not candidates:
-        return planned_for(model, recipe, settings, out, options).plan
-    asked = size_request(target, like, candidates, recipe, options)
-    return plan_search(model, asked, settings, Path(out) if out else None).estimate_plan().plan
+        return plan_quantization(model, recipe, settings, out, options).plan
+    request = size_request(target, like, candidates, recipe, options)
+    return plan_search(model, request, settings, Path(out) if out else None).estimate_plan().plan
 
 
 @check_arguments(RecipeOptions)
@@ -67,13 +68,13 @@ def capacity(
     candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> tuple[Plan, Capacity]:
-    """Return the plan, and what its result needs under a load; nothing is written.
+    """Return the plan, and the memory and speed of its result under a load; nothing is written.
 
-    A quantized model is looked at as it is where no recipe and no option asks for anything.
+    A quantized model is taken as it is if neither recipe nor options are given.
 
     Args:
         model: as `plan`.
-        load: what is planned for.
+        load: context length, batch size and devices to plan for.
         recipe: as `plan`.
         settings: as `plan`.
         out: as `plan`.
@@ -87,49 +88,51 @@ def capacity(
     """
     settings = settings or Settings()
     if target is not None or like is not None or candidates:
-        size = size_request(target, like, candidates, recipe, options)
-        planned = plan_search(model, size, settings, Path(out) if out else None).estimate_plan()
+        request = size_request(target, like, candidates, recipe, options)
+        planned = plan_search(model, request, settings, Path(out) if out else None).estimate_plan()
         return planned.plan, of_plan(planned.plan, planned.model_layout, load or Load())
-    chosen = (value for key, value in options.items() if key not in _SERVED)
-    asked = recipe is not None or any(value not in {None, False, ()} for value in chosen)
-    opened = None if asked else open_model(resolve(str(model), settings.offline))
-    if opened is not None and isinstance(opened.config.get("quantization_config"), Mapping):
+    chosen = (value for key, value in options.items() if key not in _SERVING_OPTIONS)
+    has_recipe = recipe is not None or any(value not in {None, False, ()} for value in chosen)
+    checkpoint = None if has_recipe else open_model(resolve(str(model), settings.offline))
+    if checkpoint is not None and isinstance(checkpoint.config.get("quantization_config"), Mapping):
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
-        made, model_layout = _as_it_is(opened, engine, parallel or 1, settings.serving)
+        result_plan, model_layout = _plan_unchanged(
+            checkpoint, engine, parallel or 1, settings.serving
+        )
     else:
-        if options.get("engine") is None:  # the devices are those of the load then
+        if options.get("engine") is None:  # then the number of devices comes from the load
             options["tensor_parallel"] = None
-        planned = planned_for(model, recipe, settings, out, options)
-        made, model_layout = planned.plan, planned.model_layout
-    return made, of_plan(made, model_layout, load or Load())
+        planned = plan_quantization(model, recipe, settings, out, options)
+        result_plan, model_layout = planned.plan, planned.model_layout
+    return result_plan, of_plan(result_plan, model_layout, load or Load())
 
 
-def planned_for(
+def plan_quantization(
     model: str | Path,
     recipe: RecipeSource,
     settings: Settings,
     out: str | Path | None,
     options: RecipeOptions,
 ) -> Planned:
-    """Return the plan of a model with what it was made from; arguments and errors as `plan`."""
-    wanted, settings = strip_local_paths(build_recipe(recipe, **options), settings)
-    place = Path(out) if out else None
+    """Return the plan of a quantization with its inputs; arguments and errors as `plan`."""
+    requested, settings = strip_local_paths(build_recipe(recipe, **options), settings)
+    out_path = Path(out) if out else None
     opened = open_model(resolve(str(model), settings.offline))
-    source = planned_source(source_as_read(opened, wanted, place, settings), wanted)
-    return make_plan(wanted, source, place, settings)
+    source = planned_source(source_as_read(opened, requested, out_path, settings), requested)
+    return make_plan(requested, source, out_path, settings)
 
 
-def _as_it_is(
+def _plan_unchanged(
     checkpoint: Checkpoint, engine: str | None, parallel: int, serving: Serving
 ) -> tuple[Plan, ModelLayout]:
-    """Return the plan of an export that changes nothing, for an engine if one is named, and the model."""
+    """Return the plan of an export into the same format, for an engine if one is given, and the model layout."""
     try:
-        form = detect_format(checkpoint.config)
-    except InputError as unread:
-        wanted = "--bits 4 or --format plain: what is to be made of it can be planned"
-        raise InputError(unread.message, wanted) from unread
+        format_module = detect_format(checkpoint.config)
+    except InputError as error:
+        hint_text = "--bits 4 or --format plain: what is to be made of it can be planned"
+        raise InputError(error.message, hint_text) from error
     headers = checkpoint.headers()
-    layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
-    same = Recipe(format=form.KEY, engine=engine, tensor_parallel=parallel)
-    made = plan_export(checkpoint, same, serving).plan
-    return made, match_quantized(checkpoint, layouts, headers)
+    layouts = {item.module: item for item in format_module.find_layouts(checkpoint.config, headers)}
+    unchanged = Recipe(format=format_module.KEY, engine=engine, tensor_parallel=parallel)
+    result_plan = plan_export(checkpoint, unchanged, serving).plan
+    return result_plan, match_quantized(checkpoint, layouts, headers)

@@ -1,7 +1,7 @@
-"""Quantize: a plan carried out and published, or gone on with after any interruption.
+"""``quantize``: plan, round and publish a model; an interrupted run is resumed.
 
-Everything that can be refused is refused before torch is imported and before a byte is written; whatever fails later
-leaves the output as it was, and beside it either a run that the same command goes on with, or nothing.
+Whatever can be checked is checked before torch is imported and before anything is written. If the run fails later, the
+output stays as it was, and next to it there is either an unfinished run that the same command resumes, or nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Unpack
 
 from quantforge.api.allocate import sized_recipe
 from quantforge.api.completed_result import earlier_outcome, forget
-from quantforge.api.imatrix import with_importance
+from quantforge.api.imatrix import add_importance_file
 from quantforge.api.job import Job, Outcome, plan_job
-from quantforge.api.output import placed_in, space
+from quantforge.api.output import files_in_stage, space
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.artifacts import manifest
@@ -62,75 +62,78 @@ def quantize(
     candidates: str | Sequence[str] = (),
     **options: Unpack[RecipeOptions],
 ) -> Outcome:
-    """Quantize a model; the same call again goes on after any interruption.
+    """Quantize a model; the same call resumes an interrupted run.
 
     Args:
         model: a directory, a GGUF file, or ``org/name[@revision]``.
-        recipe: what is wanted: a recipe, its file, or the name of a built-in one.
-        out: the result; where `naming` says when left out.
+        recipe: a recipe, its file, or the name of a built-in one.
+        out: path of the result; the default of `naming` when left out.
         settings: how to run.
-        imatrix: importance of columns, made there first where it is missing.
-        requantize: quantize the decoded weights of a quantized model again, as an event.
-        target: a size that the result is to have, as of `allocate`, which is done first.
-        like: likewise.
-        candidates: likewise.
+        imatrix: importance matrix file; it is made first if it is missing.
+        requantize: quantize the decoded weights of a quantized model again, which is recorded as an event.
+        target: target size of the result, as for `allocate`, which runs first.
+        like: as for `allocate`.
+        candidates: as for `allocate`.
         options: choices that override the recipe, see `RecipeOptions`.
 
     Raises:
-        QuantForgeError: bad input, a refusal, a busy output, no space: ``out`` is then what it was before.
+        QuantForgeError: bad input, a refusal, a busy output, or no space; ``out`` stays as it was.
     """
-    settings, place = settings or Settings(), Path(out) if out else None
+    settings, out_path = settings or Settings(), Path(out) if out else None
     if target is not None or like is not None or candidates:
-        asked = size_request(target, like, candidates, recipe, options)
-        return _quantize_to_size(model, asked, place, settings, imatrix, requantize=requantize)
-    wanted = build_recipe(recipe, **options)
+        request = size_request(target, like, candidates, recipe, options)
+        return _quantize_to_size(model, request, out_path, settings, imatrix, requantize=requantize)
+    requested = build_recipe(recipe, **options)
     with report_to(settings.progress):
         if imatrix is not None:
-            wanted, settings = with_importance(model, wanted, settings, imatrix)
+            requested, settings = add_importance_file(model, requested, settings, imatrix)
         with phase("planning", 0.01, "headers of the model"):
             checkpoint = open_model(resolve(str(model), settings.offline))
         if not is_quantized(checkpoint):
-            return quantize_opened(checkpoint, wanted, place, settings)
+            return quantize_opened(checkpoint, requested, out_path, settings)
         if not requantize:
-            typed = shlex.quote(str(checkpoint.path))
+            quoted_path = shlex.quote(str(checkpoint.path))
             raise InputError(
                 f"{checkpoint.path}: already quantized; quantizing it again rounds rounded weights",
-                f"`quantforge quantize {typed} --requantize`, with your other options, accepts the loss;"
+                f"`quantforge quantize {quoted_path} --requantize`, with your other options, accepts the loss;"
                 " the model that it was made from has none, and `quantforge export` moves it as it is",
             )
         checkpoint, event = decoded_source(checkpoint)
-        return quantize_opened(checkpoint, wanted, place, settings, event)
+        return quantize_opened(checkpoint, requested, out_path, settings, event)
 
 
 def _quantize_to_size(
     model: str | Path,
-    asked: SizeRequest,
+    request: SizeRequest,
     out: Path | None,
     settings: Settings,
     imatrix: str | Path | None,
     *,
     requantize: bool,
 ) -> Outcome:
-    """Find the scheme of every linear with which the result has a given size, as `allocate`; quantize by these."""
+    """Choose schemes for a target size as `allocate` does, then quantize with them."""
     if imatrix is not None or settings.join or requantize:
-        given = "--requantize" if requantize else f"--imatrix {imatrix}"
+        option = "--requantize" if requantize else f"--imatrix {imatrix}"
         raise UsageError(
-            f"{'--join' if settings.join else given}: not while a mixture is looked for",
+            f"{'--join' if settings.join else option}: not while a mixture is looked for",
             "quantforge allocate first, then quantize --recipe with what it writes",
         )
-    with report_to(settings.progress), sized_recipe(model, asked, out, settings) as (recipe, place):
+    with (
+        report_to(settings.progress),
+        sized_recipe(model, request, out, settings) as (recipe, result_path),
+    ):
         checkpoint = open_model(resolve(str(model), settings.offline))
-        return quantize_opened(checkpoint, recipe, place, settings)
+        return quantize_opened(checkpoint, recipe, result_path, settings)
 
 
 def is_quantized(checkpoint: Checkpoint) -> bool:
-    """Return whether a model is a result of quantization, not one that is published in low precision."""
-    found = checkpoint.config.get("quantization_config")
-    return isinstance(found, Mapping) and decode_if_low_precision(checkpoint) is checkpoint
+    """Return whether a model is quantized, other than one published in low precision by its authors."""
+    quantization = checkpoint.config.get("quantization_config")
+    return isinstance(quantization, Mapping) and decode_if_low_precision(checkpoint) is checkpoint
 
 
 def decoded_source(checkpoint: Checkpoint) -> tuple[Checkpoint, Event]:
-    """Return a quantized model as its decoded weights, and the event for quantizing them again."""
+    """Return a quantized model with decoded weights, and the event that records the second quantization."""
     event = Event("requantized", str(checkpoint.path.name), "from decoded weights")
     return decode_quantized_source(checkpoint), event
 
@@ -138,7 +141,7 @@ def decoded_source(checkpoint: Checkpoint) -> tuple[Checkpoint, Event]:
 def quantize_opened(
     checkpoint: Checkpoint, recipe: Recipe, out: Path | None, settings: Settings, *events: Event
 ) -> Outcome:
-    """Plan, check, round and publish an opened model; ``events`` are known already."""
+    """Plan, check, round and publish an opened model; ``events`` are those known already."""
     recipe, settings = strip_local_paths(recipe, settings)  # unchanged unless they name files
     job = plan_job(checkpoint, recipe, out, settings, *events)
     if settings.join:
@@ -150,7 +153,7 @@ def quantize_opened(
             job.check_text()
             settings.announce(job.planned.plan, job.stage.named)
             if settings.join:
-                outcome = _join(job)
+                outcome = _run_shared(job)
             else:
                 with job.stage:
                     inputs = job.read()  # imports torch
@@ -158,7 +161,7 @@ def quantize_opened(
 
                     with published_run(job.stage, inputs) as run:
                         execute([run])
-                    outcome = _outcome(job.stage, run)
+                    outcome = _build_outcome(job.stage, run)
         except RefusedError:  # the output exists: another process may have published meanwhile
             outcome = earlier_outcome(job)
             if outcome is None:
@@ -168,10 +171,10 @@ def quantize_opened(
 
 @contextmanager
 def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
-    """Open the files and the journal of a run, which the body executes; then publish its result.
+    """Open the output files and journal of a run; after the body has executed it, publish the result.
 
-    The caller holds the lock of the stage. After an error the journal stays, so that the same command resumes the run,
-    unless the error is one of the input.
+    The caller holds the lock of the stage. After an error the journal stays, so that the same command resumes the run;
+    after an error of the input it is removed.
     """
     from quantforge.execution.execute import Run
     from quantforge.execution.shared_run import finished_units
@@ -183,7 +186,7 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
     journal = open_journal(stage, claims, inputs.fingerprint, settings)
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
-        files = placed_in(stage, planned.files)
+        files = files_in_stage(stage, planned.files)
         with WeightsWriter(
             stage.path, files, done=finished_tensor_names(plan, journal.done)
         ) as writer:
@@ -191,16 +194,18 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
             yield run
         events = run.all_events()
         settings.policy.check(events)
-        described = inputs.calibrated.describe() if inputs.calibrated else None
+        calibration_entry = inputs.calibrated.describe() if inputs.calibrated else None
         recipe = planned.recipe.to_toml()
-        document = manifest.build_manifest(plan, recipe, source, described, events, run.figures())
+        document = manifest.build_manifest(
+            plan, recipe, source, calibration_entry, events, run.figures()
+        )
         with phase("publishing", 1.0):
             publish(stage, checkpoint, plan, planned.files, document, settings=settings)
     except DeniedError:
         journal.close()
         raise
     except InputError:
-        journal.remove()  # the same input fails again, and mended it is another: nothing to resume
+        journal.remove()  # the same input fails again, and corrected input is another run
         stage.discard()
         claims.remove()
         raise
@@ -208,17 +213,17 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
         journal.close()
         raise
     claims.remove()
-    journal.remove()  # the last: by the journal the next command knows that this one had ended
+    journal.remove()  # last: the journal tells the next command that this run had finished
 
 
-def _outcome(stage: Stage, run: Run) -> Outcome:
-    """Return the outcome of a run that was published."""
+def _build_outcome(stage: Stage, run: Run) -> Outcome:
+    """Return the outcome of a published run."""
     plan, resumed = run.inputs.planned.plan, run.journal.resumed
     return Outcome(stage.out, plan, run.all_events(), resumed, run.scaled_activations())
 
 
 def _check_shareable(job: Job) -> None:
-    """Refuse a run that several processes cannot share; errors as `check_shareable`."""
+    """Check that several processes can share a run; errors as `check_shareable`."""
     planned, family = job.planned, job.planned.model_layout.architecture
     check_shareable(
         planned.plan,
@@ -229,8 +234,8 @@ def _check_shareable(job: Job) -> None:
     )
 
 
-def _join(job: Job) -> Outcome:
-    """Do units that several processes share; then publish, or wait for the process that does."""
+def _run_shared(job: Job) -> Outcome:
+    """Run a job together with other processes; then publish it, or wait for the process that does."""
     from quantforge.execution.execute import execute
     from quantforge.execution.shared_run import Worker, run_locked, units_finished_before_sharing
     from quantforge.numerics.threads import reproducible
@@ -238,10 +243,14 @@ def _join(job: Job) -> Outcome:
     stage, settings, planned = job.stage, job.settings, job.planned
     units = claimable_units(list_units(planned.plan, planned.model_layout.blocks))
     claims = Claims(stage.units, [unit.name for unit in units])
-    waiting = replace(settings, activations="disk")  # ranks hand on hidden states in files
-    needed = planned.plan.output_bytes + space(job.checkpoint, planned, waiting)
+    shared_settings = replace(
+        settings, activations="disk"
+    )  # processes exchange hidden states in files
+    required_bytes = planned.plan.output_bytes + space(job.checkpoint, planned, shared_settings)
     note = settings.note
-    run_locked(stage, lambda: stage.check_space(needed), note, skip_if=lambda: claims.exists)
+    run_locked(
+        stage, lambda: stage.check_space(required_bytes), note, skip_if=lambda: claims.exists
+    )
     inputs = job.read_inputs()
     if inputs.sample is not None and inputs.sample.images is not None:
         raise UsageError(
@@ -255,11 +264,11 @@ def _join(job: Job) -> Outcome:
 
     run_locked(stage, prepare, note, skip_if=lambda: claims.exists)
     claims.check_fingerprint(inputs.fingerprint)
-    if kept := units_finished_before_sharing(stage, units, inputs.fingerprint):
-        note(f"{len(kept)} of {len(units)} parts are kept, which one process had finished")
+    if finished := units_finished_before_sharing(stage, units, inputs.fingerprint):
+        note(f"{len(finished)} of {len(units)} parts are kept, which one process had finished")
     try:
         with reproducible():
-            Worker(claims, units, inputs, kept).run_until_done()
+            Worker(claims, units, inputs, finished).run_until_done()
     except DeniedError:
         raise
     except InputError:  # as in `published_run`
@@ -271,7 +280,7 @@ def _join(job: Job) -> Outcome:
         claims.check_fingerprint(inputs.fingerprint)
         with published_run(stage, inputs) as run:
             execute([run])
-        return _outcome(stage, run)
+        return _build_outcome(stage, run)
 
     outcome = run_locked(stage, finish, note, wait_forever=bool(planned.plan.tune))
     assert outcome is not None

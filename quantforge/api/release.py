@@ -1,9 +1,9 @@
-"""Release: many recipes of one model, made, scored, gated and laid out to be uploaded; the same call resumes it.
+"""``release``: make, score and check many variants of one model, ready to be uploaded.
 
-Every variant (`quantforge.api.variants`) is planned before any is made, and all that cannot be made are named at
-once. What lies beside the variants (report, figures in cards, manifest, checksums, the script that uploads it) is
-derived from them alone, so that two runs give the same bytes. A directory is known as a release by its manifest, which
-is written first.
+Every variant (`quantforge.api.variants`) is planned before any is made, and one error names all that cannot be made.
+The files next to the variants (report, figures in cards, manifest, checksums, upload script) are derived from them
+alone, so that two runs give the same bytes. The manifest, which is written first, marks a directory as a release. The
+same call resumes an interrupted release.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.api.completed_result import made_again_after
+from quantforge.api.completed_result import move_away_command
 from quantforge.api.evaluate import evaluate
 from quantforge.api.folder_cards import check_folder_card, write_folder_card
 from quantforge.api.scored_text import check_text, text_name
 from quantforge.api.torch_defaults import torch_defaults
-from quantforge.api.variants import Variants, plan_variants, turn
+from quantforge.api.variants import Variants, exclusive_lock, plan_variants
 from quantforge.arguments import as_list, check_arguments
 from quantforge.artifacts import manifest
 from quantforge.artifacts.card import loading
@@ -54,23 +54,23 @@ if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
 
 SCHEMA = "quantforge.release/1"
-SPEC = "release.toml"  # the copy in the release
-MANIFEST_NAME, SUMS, UPLOAD = "release.json", "SHA256SUMS", "upload.sh"
+SPEC = "release.toml"  # copy of the release file in the release
+MANIFEST_NAME, CHECKSUMS, UPLOAD_SCRIPT = "release.json", "SHA256SUMS", "upload.sh"
 _FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
-_FILES = "GGUF"  # ends the name of the repository of all files
+_GGUF_SUFFIX = "GGUF"  # end of the name of the repository with all GGUF files
 
 
 @dataclass(frozen=True, slots=True)
 class ReleasedVariant:
-    """A finished variant.
+    """A finished variant of a release.
 
     Attributes:
-        name: of the file.
+        name: its name in the release file.
         out: the directory or file.
-        format, method: of its plan.
-        weight_bytes: of the weight files.
-        figures: measured ones; empty where nothing was scored.
-        failed: the gates that it is beyond, in words.
+        format, method: format and method of its plan.
+        weight_bytes: size of the weight files.
+        figures: measured figures; empty if nothing was scored.
+        failed: messages about the gates (limits) that it fails.
     """
 
     name: str
@@ -82,22 +82,22 @@ class ReleasedVariant:
     failed: tuple[str, ...]
 
     def document(self) -> dict[str, Any]:
-        """Return the variant as plain data; its place is inside of the release."""
+        """Return the variant as plain data, with its path relative to the release."""
         out = f"{self.out.parent.name}/{self.out.name}"
         return {**asdict(self), "out": out, "failed": list(self.failed)}
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A release.
+    """A finished release.
 
     Attributes:
         out: its directory.
-        variants: what it consists of, in the order of the file.
-        made: names of those that this run made.
-        reports: files of the evaluation.
-        left_out: variants beyond the budget, each with the bytes of its files.
-        repository: with which the names of the hub's repositories begin; "" where the file states none.
+        variants: its variants, in the order of the release file.
+        made: names of the variants that this run made.
+        reports: report files of the evaluation.
+        left_out: variants larger than the budget, with their size in bytes.
+        repository: prefix of the names of the hub repositories; "" if the release file has none.
     """
 
     out: Path
@@ -116,13 +116,13 @@ class Released:
 
     @property
     def upload(self) -> str:
-        """Return the command that uploads the release."""
-        typed = "" if self.repository else " ORG/NAME"
-        return f"sh {shlex.quote(str(self.out / UPLOAD))}{typed}"
+        """Return the shell command that uploads the release."""
+        argument = "" if self.repository else " ORG/NAME"
+        return f"sh {shlex.quote(str(self.out / UPLOAD_SCRIPT))}{argument}"
 
     def check_gates(self) -> None:
-        """Raise `GateError` where a variant is beyond a limit, naming all of them."""
-        failed = [f"{one.name}: {text}" for one in self.variants for text in one.failed]
+        """Raise `GateError` if variants fail gates (limits); the message names all of them."""
+        failed = [f"{variant.name}: {text}" for variant in self.variants for text in variant.failed]
         if failed:
             raise GateError(
                 f"{len(failed)} gate(s) failed: {'; '.join(failed)}",
@@ -132,33 +132,33 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class PlannedRelease:
-    """A release that can be made.
+    """A planned release.
 
     Attributes:
-        spec: what it consists of.
-        asked_by: the bytes of its file.
-        place: its directory.
-        variants: planned, in the order of the file.
-        left_out: variants beyond the budget, each with the bytes of its files.
+        spec: the parsed release file.
+        spec_bytes: the release file itself.
+        directory: its directory.
+        variants: planned variants, in the order of the release file.
+        left_out: variants larger than the budget, with their size in bytes.
     """
 
     spec: ReleaseSpec
-    asked_by: bytes
-    place: Path
+    spec_bytes: bytes
+    directory: Path
     variants: Variants
     left_out: Mapping[str, int]
 
     @property
     def outs(self) -> dict[str, Path]:
-        """Return where each variant goes, by its name."""
+        """Return the output path of each variant by name."""
         return {name: job.out for name, job in self.variants.jobs.items()}
 
     @property
     def reports(self) -> tuple[Path, ...]:
-        """Return where the reports go; none where nothing is scored."""
+        """Return the paths of the reports; empty if nothing is scored."""
         scoring = self.spec.scoring
         kinds = scoring.reports if scoring.text else ()
-        return tuple(self.place / f"evaluation.{kind}" for kind in kinds)
+        return tuple(self.directory / f"evaluation.{kind}" for kind in kinds)
 
 
 @check_arguments()
@@ -170,18 +170,18 @@ def release(
     only: str | Sequence[str] = (),
     budget: int | None = None,
 ) -> Released:
-    """Make a release, or go on with it; ask `Released.check_gates` then.
+    """Make a release, or resume it; call `Released.check_gates` afterwards.
 
     Args:
         spec: a release file.
-        out: a directory, new or of an earlier run.
+        out: its directory, new or from an earlier run.
         settings: how to run.
-        only: names of the variants that are made, and that the release then consists of; all when empty.
-        budget: bytes that the files of a variant may take; larger variants are left out, too.
+        only: names of the variants to include; all when empty.
+        budget: maximum size of a variant in bytes; larger variants are left out.
 
     Raises:
-        RefusedError: variants that cannot be made, all named, or none within the budget, or something else lies at
-            ``out``.
+        RefusedError: some variants cannot be made (all are named), none is within the budget, or ``out`` is not a
+            release.
         QuantForgeError: as `quantize`, `evaluate` and `read_release`.
     """
     settings = settings or Settings()
@@ -189,18 +189,20 @@ def release(
         check_new_output(overwrite=settings.overwrite)
     with report_to(settings.progress):
         planned = plan_release(spec, out, settings, only, budget)
-        asked, place, variants = planned.spec, planned.place, planned.variants
-        with writing(place, 0):
-            make_folder(place)
-        with turn(place / SPEC, settings.note):
-            _lay_out(planned)
-        scored = 1 + len(variants.jobs) if asked.scoring.text else 0
-        made = variants.make(place / SPEC, scored)
-        with turn(place / SPEC, settings.note), phase("publishing", 1.0):
-            _write_if_changed(place / SPEC, planned.asked_by)  # another release may have begun here
-            finished = _finish(planned)
-    repository = asked.card.repository
-    return Released(place, finished, made, planned.reports, planned.left_out, repository)
+        requested, directory, variants = planned.spec, planned.directory, planned.variants
+        with writing(directory, 0):
+            make_folder(directory)
+        with exclusive_lock(directory / SPEC, settings.note):
+            _prepare_directories(planned)
+        scored = 1 + len(variants.jobs) if requested.scoring.text else 0
+        made = variants.make(directory / SPEC, scored)
+        with exclusive_lock(directory / SPEC, settings.note), phase("publishing", 1.0):
+            _write_if_changed(
+                directory / SPEC, planned.spec_bytes
+            )  # another release may have begun here
+            finished = _score_and_write(planned)
+    repository = requested.card.repository
+    return Released(directory, finished, made, planned.reports, planned.left_out, repository)
 
 
 def plan_release(
@@ -210,45 +212,45 @@ def plan_release(
     only: str | Sequence[str] = (),
     budget: int | None = None,
 ) -> PlannedRelease:
-    """Plan every variant, and refuse whatever can be refused before the work; nothing is written.
+    """Plan all variants and check whatever can be checked before the work; nothing is written.
 
-    Arguments and errors as of `release`.
+    Arguments and errors as for `release`.
     """
     names = [*map(str, as_list(only))]
-    asked, place = read_release(Path(spec)).only(names), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
-    asked_by = FILES.read(Path(spec), RECIPE, None)
-    settings = replace(settings, base_model=settings.base_model or asked.card.base_model)
+    requested, directory = read_release(Path(spec)).only(names), Path(os.path.abspath(out))  # noqa: PTH100 - links stay
+    spec_bytes = FILES.read(Path(spec), RECIPE, None)
+    settings = replace(settings, base_model=settings.base_model or requested.card.base_model)
     with phase("planning", 0.02, "headers of the model"):
-        recipes = {variant.name: variant.recipe for variant in asked.variants}
+        recipes = {variant.name: variant.recipe for variant in requested.variants}
         variants, errors = plan_variants(
-            asked.model, recipes, lambda name, key: place / key / name, settings
+            requested.model, recipes, lambda name, key: directory / key / name, settings
         )
     if errors:
-        said = "; ".join(f"{name}: {error.message}" for name, error in errors.items())
+        reasons = "; ".join(f"{name}: {error.message}" for name, error in errors.items())
         hints = "; ".join(dict.fromkeys(error.hint for error in errors.values() if error.hint))
         raise RefusedError(
-            f"{len(errors)} of {len(recipes)} variants cannot be made: {said}", hints
+            f"{len(errors)} of {len(recipes)} variants cannot be made: {reasons}", hints
         )
-    if text := asked.scoring.text:
-        reference = resolve(asked.model, settings.offline)
-        check_text(reference, text, asked.scoring.length, offline=settings.offline)
-        if "html" in asked.scoring.reports:
+    if text := requested.scoring.text:
+        reference = resolve(requested.model, settings.offline)
+        check_text(reference, text, requested.scoring.length, offline=settings.offline)
+        if "html" in requested.scoring.reports:
             from quantforge.evaluation.report_page.charts import check_drawing
 
             check_drawing()
     names, left_out = _within_budget(variants, budget)
-    asked, variants = asked.only(names), variants.only(names)
-    _check_place(place)
-    _check_cards(variants, scored=bool(asked.scoring.text))
-    return PlannedRelease(asked, asked_by, place, variants, left_out)
+    requested, variants = requested.only(names), variants.only(names)
+    _check_directory(directory)
+    _check_cards(variants, scored=bool(requested.scoring.text))
+    return PlannedRelease(requested, spec_bytes, directory, variants, left_out)
 
 
 def _within_budget(variants: Variants, budget: int | None) -> tuple[list[str], dict[str, int]]:
-    """Return the names of variants whose files take at most a budget of bytes, and the size of each of the others.
+    """Return the names of the variants within a budget of bytes, and the sizes of the others.
 
     Raises:
-        UsageError: the budget is no number of bytes.
-        RefusedError: none is that small.
+        UsageError: the budget is not a number of bytes.
+        RefusedError: all variants are larger.
     """
     if budget is not None and (type(budget) is not int or budget < 1):
         raise UsageError(
@@ -257,7 +259,7 @@ def _within_budget(variants: Variants, budget: int | None) -> tuple[list[str], d
     sizes = {name: job.planned.plan.output_bytes for name, job in variants.jobs.items()}
     left_out = {name: size for name, size in sizes.items() if budget and size > budget}
     if len(left_out) == len(sizes):
-        name = min(sizes, key=lambda one: sizes[one])
+        name = min(sizes, key=lambda variant: sizes[variant])
         raise RefusedError(
             f"no variant has at most {budget} bytes: the smallest, {name}, has {sizes[name]}",
             "add a smaller variant, or allow more",
@@ -265,32 +267,46 @@ def _within_budget(variants: Variants, budget: int | None) -> tuple[list[str], d
     return [name for name in sizes if name not in left_out], left_out
 
 
-def _check_place(place: Path) -> None:
-    """Refuse a directory that holds something else than a release; errors as `check_folder` and `check_new`."""
-    check_folder(place)
-    own = run_folder(place / SPEC)  # of a process that begins this release
-    begun = re.compile(rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part")  # of one that was killed
-    there = place.iterdir() if place.exists() else ()
-    others = [path for path in there if path != own and not begun.fullmatch(path.name)]
-    if others and not _is_release(place):
+def _check_directory(directory: Path) -> None:
+    """Check that a directory is missing, empty or a release; errors as `check_folder` and `check_new`."""
+    check_folder(directory)
+    lock_directory = run_folder(directory / SPEC)  # lock of a process that starts this release
+    partial_manifest = re.compile(
+        rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part"
+    )  # left by a killed process
+    entries = directory.iterdir() if directory.exists() else ()
+    others = [
+        path
+        for path in entries
+        if path != lock_directory and not partial_manifest.fullmatch(path.name)
+    ]
+    if others and not _is_release(directory):
         raise RefusedError(
-            f"{place}: exists, and is no release", "name a new directory with -o", file=str(place)
+            f"{directory}: exists, and is no release",
+            "name a new directory with -o",
+            file=str(directory),
         )
-    for name in (SPEC, MANIFEST_NAME, UPLOAD, SUMS, *(f"evaluation.{kind}" for kind in REPORTS)):
-        if os.path.lexists(place / name):
-            check_new(place / name, overwrite=True)
+    for name in (
+        SPEC,
+        MANIFEST_NAME,
+        UPLOAD_SCRIPT,
+        CHECKSUMS,
+        *(f"evaluation.{kind}" for kind in REPORTS),
+    ):
+        if os.path.lexists(directory / name):
+            check_new(directory / name, overwrite=True)
 
 
-def _is_release(place: Path) -> bool:
-    """Return whether a release was begun in a directory: its manifest is ours."""
+def _is_release(directory: Path) -> bool:
+    """Return whether a directory has the manifest of a release."""
     try:
-        return read_object(place / MANIFEST_NAME, MANIFEST, place).get("schema") == SCHEMA
+        return read_object(directory / MANIFEST_NAME, MANIFEST, directory).get("schema") == SCHEMA
     except InputError:
         return False
 
 
 def _check_cards(variants: Variants, *, scored: bool) -> None:
-    """Refuse folders of variants that are links or files, and cards that lack a part into which figures go."""
+    """Check that folders of variants are directories, and that their cards have the parts for figures."""
     for name, job in variants.jobs.items():
         if os.path.lexists(job.out.parent):
             check_folder(job.out.parent)
@@ -300,40 +316,42 @@ def _check_cards(variants: Variants, *, scored: bool) -> None:
             read_card(job.out)
 
 
-def _lay_out(planned: PlannedRelease) -> None:
-    """Make the directories, keep the file that was asked by, and make cards of what is replaced as they were."""
-    place, variants = planned.place, planned.variants
-    with writing(place, 0):
-        if not _is_release(place):
+def _prepare_directories(planned: PlannedRelease) -> None:
+    """Create the directories, copy the release file, and reset the cards of variants that are replaced."""
+    directory, variants = planned.directory, planned.variants
+    with writing(directory, 0):
+        if not _is_release(directory):
             empty = {"schema": SCHEMA, "variants": []}
-            _write_if_changed(place / MANIFEST_NAME, json.dumps(empty) + "\n")
-        _write_if_changed(place / SPEC, planned.asked_by)
+            _write_if_changed(directory / MANIFEST_NAME, json.dumps(empty) + "\n")
+        _write_if_changed(directory / SPEC, planned.spec_bytes)
         for job in variants.jobs.values():
             make_folder(job.out.parent)
-    if variants.settings.join:  # another process may have written figures by now
+    if variants.settings.join:  # another process may have written figures already
         return
     for job in (variants.jobs[name] for name in variants.missing):
         if job.out.is_dir() and manifest.read_manifest(job.out) is not None:
-            write_figures(job.out, "", "")  # as it was published: neither is an edit of a person
+            write_figures(job.out, "", "")  # as published: these edits were not made by a person
             restore_local_loading(job.out)
 
 
-def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
-    """Score the variants, which are all there, unless that is done, and write what lies beside them.
+def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
+    """Score the finished variants, unless that is done, and write the other files of the release.
 
     Raises:
-        IntegrityError: a file of a variant is not what the variant's manifest states.
+        IntegrityError: a file of a variant differs from its manifest.
         QuantForgeError: as `evaluate` and `save`.
     """
-    place, card, outs = planned.place, planned.spec.card, planned.outs
+    directory, card, outs = planned.directory, planned.spec.card, planned.outs
     outputs = {out: (manifest.read_manifest(out) or {})["outputs"] for out in outs.values()}
     listed = {
-        out: {name: one for name, one in files.items() if name != CARD}  # figures go into cards
+        out: {
+            name: one for name, one in files.items() if name != CARD
+        }  # cards change: they get figures
         for out, files in outputs.items()
     }
-    digests = _digests(listed)
-    key = _key(planned, [*listed.values()])
-    figures, found = _scored(planned, key)
+    digests = _check_digests(listed)
+    key = _evaluation_key(planned, [*listed.values()])
+    figures, evaluation = _evaluate_variants(planned, key)
     released = []
     for one in planned.spec.variants:
         out, plan = outs[one.name], planned.variants.jobs[one.name].planned.plan
@@ -345,9 +363,9 @@ def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
             )
         )
         if out.is_dir():
-            named = repository_of(card.repository, out) or HERE
-            write_loading(out, loading(plan, named, chat=has_chat_template(out)))
-    _write_cards(planned, released, found)
+            repository = variant_repository(card.repository, out) or HERE
+            write_loading(out, loading(plan, repository, chat=has_chat_template(out)))
+    _write_cards(planned, released, evaluation)
     document = {
         "schema": SCHEMA,
         "source": dict(planned.variants.files),
@@ -355,101 +373,116 @@ def _finish(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
         "evaluation": {"key": key, "figures": figures} if figures else None,
         "variants": [one.document() for one in released],
     }
-    _write_if_changed(place / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n")
-    _write_if_changed(place / UPLOAD, upload_script(card.repository, released))
-    _write_if_changed(place / SUMS, _sums(planned, digests))
+    _write_if_changed(
+        directory / MANIFEST_NAME, json.dumps(document, indent=2, sort_keys=True) + "\n"
+    )
+    _write_if_changed(directory / UPLOAD_SCRIPT, upload_script(card.repository, released))
+    _write_if_changed(directory / CHECKSUMS, _checksum_list(planned, digests))
     return tuple(released)
 
 
 def _write_if_changed(path: Path, content: bytes | str) -> None:
-    """Write a file, in place of an earlier one; one that has these bytes stays as it is. Errors as `save`."""
+    """Write or replace a file, unless it has these bytes already; errors as `save`."""
     data = content.encode() if isinstance(content, str) else content
     digest = hashlib.sha256(data).hexdigest()
-    there = path.is_file() and not path.is_symlink()
-    if not there or manifest.sha256(path, path.parent) != digest:
+    is_file = path.is_file() and not path.is_symlink()
+    if not is_file or manifest.sha256(path, path.parent) != digest:
         save(path, data, overwrite=True)
 
 
-def _digests(listed: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
-    """Return the SHA-256 digests of files that the manifests of variants list; errors as `release`."""
-    found = {}
-    for out, files in listed.items():
+def _check_digests(outputs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:
+    """Return the SHA-256 digests of all files in the variants' manifests, checked; errors as `release`."""
+    digests = {}
+    for out, files in outputs.items():
         root = out if out.is_dir() else out.parent
         for name, entry in files.items():
-            found[root / name] = manifest.sha256(root / name, root)
-            if found[root / name] != entry["sha256"]:
+            digests[root / name] = manifest.sha256(root / name, root)
+            if digests[root / name] != entry["sha256"]:
                 raise IntegrityError(
                     f"{root / name}: is not what its manifest states, and is not published",
-                    f"move the variant away: {made_again_after(out)}; the same command makes it again",
+                    f"move the variant away: {move_away_command(out)}; the same command makes it again",
                     file=str(root / name),
                 )
-    return found
+    return digests
 
 
-def _key(planned: PlannedRelease, listed: Sequence[Mapping[str, Any]]) -> str:
-    """Return the digest of what decides the figures: source, variants, text (its content) and versions."""
+def _evaluation_key(planned: PlannedRelease, outputs: Sequence[Mapping[str, Any]]) -> str:
+    """Return a digest of everything that the figures depend on: source, variants, text content and versions."""
     variants, scoring = planned.variants, planned.spec.scoring
     text = scoring.text and text_name(scoring.text)
-    decides = [
-        variants.files, listed, asdict(scoring), text, manifest.versions(), [*variants.jobs]
+    key_fields = [
+        variants.files, outputs, asdict(scoring), text, manifest.versions(), [*variants.jobs]
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(key_fields, sort_keys=True).encode()).hexdigest()
 
 
-def _scored(planned: PlannedRelease, key: str) -> tuple[dict[str, Any], Evaluation | None]:
-    """Return the figures of every variant by its name, and the evaluation unless they are those of an earlier run."""
-    asked, place, variants = planned.spec, planned.place, planned.variants
-    scoring, outs = asked.scoring, [*planned.outs.values()]
+def _evaluate_variants(
+    planned: PlannedRelease, key: str
+) -> tuple[dict[str, Any], Evaluation | None]:
+    """Return figures by variant name, and the evaluation; None for the latter if an earlier run measured them."""
+    spec, directory, variants = planned.spec, planned.directory, planned.variants
+    scoring, outs = spec.scoring, [*planned.outs.values()]
     if not scoring.text:
         return {}, None
     cards = {out.with_name(CARD) for out in outs if out.is_file()}
     try:
-        earlier = read_object(place / MANIFEST_NAME, MANIFEST, place)["evaluation"]
-        whole = all(path.is_file() for path in (*planned.reports, *cards))
-        whole = whole and all(has_figures(out) for out in outs if out.is_dir())
-        if earlier["key"] == key and whole:
-            return dict(earlier["figures"]), None
+        recorded = read_object(directory / MANIFEST_NAME, MANIFEST, directory)["evaluation"]
+        is_complete = all(path.is_file() for path in (*planned.reports, *cards))
+        is_complete = is_complete and all(has_figures(out) for out in outs if out.is_dir())
+        if recorded["key"] == key and is_complete:
+            return dict(recorded["figures"]), None
     except (InputError, KeyError, TypeError):
         pass  # not measured yet
-    merged = shared_adapter_path(one.recipe.adapter for one in asked.variants)
-    found = evaluate(
-        asked.model, outs, replace(variants.settings, adapter=merged),
+    adapter = shared_adapter_path(variant.recipe.adapter for variant in spec.variants)
+    evaluation = evaluate(
+        spec.model, outs, replace(variants.settings, adapter=adapter),
         text=scoring.text, windows=scoring.windows, length=scoring.length, speed=scoring.speed,
     )  # fmt: skip
     from quantforge.evaluation.report import render
 
     for kind, path in zip(scoring.reports, planned.reports, strict=True):
-        _write_if_changed(path, render(found, REPORTS[kind]))
-    rows = zip(variants.jobs, found.rows[1:], strict=True)
-    return {name: {figure: row[figure] for figure in _FIGURES} for name, row in rows}, found
+        _write_if_changed(path, render(evaluation, REPORTS[kind]))
+    rows = zip(variants.jobs, evaluation.rows[1:], strict=True)
+    return {name: {figure: row[figure] for figure in _FIGURES} for name, row in rows}, evaluation
 
 
 def _write_cards(
-    planned: PlannedRelease, released: Sequence[ReleasedVariant], found: Evaluation | None
+    planned: PlannedRelease, released: Sequence[ReleasedVariant], evaluation: Evaluation | None
 ) -> None:
-    """Write the card of the folder of files, but for those beyond a gate, and put new figures into all cards."""
-    files = [one for one in released if one.out.is_file() and not one.failed]
+    """Write the card of the folder of files without failed ones, and write new figures into all cards."""
+    files = [variant for variant in released if variant.out.is_file() and not variant.failed]
     if files:
-        figures = {one.out.name: one.figures["kl_mean"] for one in files if one.figures}
-        outs = [one.out for one in files]
+        figures = {
+            variant.out.name: variant.figures["kl_mean"] for variant in files if variant.figures
+        }
+        outs = [variant.out for variant in files]
         card, source = planned.spec.card, planned.variants.source
-        repository = repository_of(card.repository, outs[0])
+        repository = variant_repository(card.repository, outs[0])
         write_folder_card(outs[0].parent, figures, source, card.base_model, outs, repository)
-    if found is None:
+    if evaluation is None:
         return
     from quantforge.evaluation.card_section import index, section
 
-    failed = {str(one.out) for one in released if one.out.is_file() and one.failed}
-    shown = replace(found, rows=tuple(row for row in found.rows if row["path"] not in failed))
-    folders = [one.out.parent for one in files] + [one.out for one in released if one.out.is_dir()]
-    for place in dict.fromkeys(folders):
-        write_figures(place, section(shown, place), index(shown, place))
+    failed = {str(variant.out) for variant in released if variant.out.is_file() and variant.failed}
+    passed_rows = replace(
+        evaluation, rows=tuple(row for row in evaluation.rows if row["path"] not in failed)
+    )
+    folders = [variant.out.parent for variant in files] + [
+        variant.out for variant in released if variant.out.is_dir()
+    ]
+    for directory in dict.fromkeys(folders):
+        write_figures(directory, section(passed_rows, directory), index(passed_rows, directory))
 
 
-def _sums(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:
-    """Return a list for ``sha256sum -c``: files of the variants and those beside them, and no others."""
-    place = planned.place
-    paths = {place / SPEC, place / MANIFEST_NAME, place / UPLOAD, *planned.reports}
+def _checksum_list(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:
+    """Return checksums of all files of the release, in the format of ``sha256sum -c``."""
+    directory = planned.directory
+    paths = {
+        directory / SPEC,
+        directory / MANIFEST_NAME,
+        directory / UPLOAD_SCRIPT,
+        *planned.reports,
+    }
     for out in planned.outs.values():
         if out.is_dir():
             paths |= {path for path in out.rglob("*") if path.is_file()}
@@ -457,52 +490,58 @@ def _sums(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:
             card = out.with_name(CARD)
             paths |= {out, *out.parent.glob(f"{glob.escape(out.name)}.*")}
             paths |= {card} if card.is_file() else set()
-    kept = sorted(path.relative_to(place).as_posix() for path in paths if path.name[0] != ".")
+    listed = sorted(path.relative_to(directory).as_posix() for path in paths if path.name[0] != ".")
     return "".join(
-        f"{digests.get(place / name) or manifest.sha256(place / name, place)}  {name}\n"
-        for name in kept
+        f"{digests.get(directory / name) or manifest.sha256(directory / name, directory)}  {name}\n"
+        for name in listed
     )
 
 
-def repository_of(begun: str, out: Path) -> str:
-    """Return where a variant is uploaded to, the model's name said once; "" where no repository is stated.
+def variant_repository(prefix: str, out: Path) -> str:
+    """Return the hub repository of a variant; "" without a prefix.
 
     Args:
-        begun: ``ORG/NAME``, with which the names of all repositories begin.
-        out: the variant; files of one folder share a repository.
+        prefix: ``ORG/NAME``, the start of the names of all repositories; NAME is not repeated.
+        out: path of the variant; files of one folder share a repository.
     """
-    named = out.name.removeprefix(f"{begun.rpartition('/')[2]}-")
-    return begun and f"{begun}-{_FILES if out.is_file() else named}"
+    short_name = out.name.removeprefix(f"{prefix.rpartition('/')[2]}-")
+    return prefix and f"{prefix}-{_GGUF_SUFFIX if out.is_file() else short_name}"
 
 
-def upload_script(begun: str, variants: Sequence[ReleasedVariant]) -> str:
-    """Return a script for a shell with one command for each repository; variants that failed are left out.
+def upload_script(prefix: str, variants: Sequence[ReleasedVariant]) -> str:
+    """Return a shell script that uploads each repository; failed variants are left out.
 
     Args:
-        begun: as `repository_of`.
-        variants: of the release.
+        prefix: as for `variant_repository`.
+        variants: variants of the release.
     """
-    named = shlex.quote(begun) if begun else '${1:?"usage: sh upload.sh ORG/NAME"}'
+    repository = shlex.quote(prefix) if prefix else '${1:?"usage: sh upload.sh ORG/NAME"}'
     lines = [
         "#!/bin/sh",
         "# Uploads this release with the command hf of huggingface_hub.",
         "set -eu",
         'CDPATH= cd -- "$(dirname -- "$0")"',
-        f"cut -c 67- {SUMS} | while IFS= read -r file; do",
+        f"cut -c 67- {CHECKSUMS} | while IFS= read -r file; do",
         '    test -f "$file" || { echo "$file is missing: put it back first" >&2; exit 1; }',
         "done",
-        f"repository={named}",
+        f"repository={repository}",
         "begun=${repository##*/}-",
     ]
-    passed = [one for one in variants if not one.failed]
-    files = [one.name for one in passed if one.out.is_file()]
+    passed = [variant for variant in variants if not variant.failed]
+    files = [variant.name for variant in passed if variant.out.is_file()]
     if files:
-        chosen = [shlex.quote(f"{name}.gguf{rest}") for name in files for rest in ("", ".*")]
-        included = " ".join(f"--include {text}" for text in (CARD, *chosen))
-        lines.append(f'hf upload "$repository-{_FILES}" gguf . {included}')
-    for one in passed:
-        if not one.out.is_file():
-            lines.append(f"name={one.name}")  # the repository may begin with the same word
-            lines.append(f'hf upload "$repository-${{name#"$begun"}}" {one.format}/{one.name} .')
-    lines += [f"# {one.name} failed: {'; '.join(one.failed)}" for one in variants if one.failed]
+        patterns = [shlex.quote(f"{name}.gguf{ending}") for name in files for ending in ("", ".*")]
+        arguments = " ".join(f"--include {text}" for text in (CARD, *patterns))
+        lines.append(f'hf upload "$repository-{_GGUF_SUFFIX}" gguf . {arguments}')
+    for variant in passed:
+        if not variant.out.is_file():
+            lines.append(f"name={variant.name}")  # the repository may begin with the same word
+            lines.append(
+                f'hf upload "$repository-${{name#"$begun"}}" {variant.format}/{variant.name} .'
+            )
+    lines += [
+        f"# {variant.name} failed: {'; '.join(variant.failed)}"
+        for variant in variants
+        if variant.failed
+    ]
     return "\n".join(lines) + "\n"

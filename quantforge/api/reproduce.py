@@ -1,8 +1,7 @@
-"""Making a result again from its manifest, and comparing every byte.
+"""``reproduce``: make a result again from its manifest and compare every byte.
 
-The manifest names the source by the digests of its files and holds the whole recipe. With the same versions of the
-packages named in it, on the same kind of processor, the same bytes come out; where they do not, the versions that
-differ are the first suspects and are named.
+The manifest has the digests of the source files and the whole recipe. The same package versions on the same kind of
+processor give the same bytes. If they differ, different versions are the likely cause and are reported.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from quantforge.settings import Settings
 from quantforge_files.roles import MANIFEST
 
 SCHEMA = "quantforge.reproduce/1"
-NAMING = (BILL, STATEMENT, MODELFILE)  # files that say what the result is called
+NAMED_FILES = (BILL, STATEMENT, MODELFILE)  # files that contain the name of the result
 
 
 @dataclass(frozen=True, slots=True)
 class Reproduced:
-    """A result that was made again.
+    """Comparison of a result with its reproduction.
 
     Attributes:
-        path: the result.
-        files: how many files were compared.
-        differing: names of files that came out otherwise than they are now, are missing, or are new.
-        edited: those of them that are not what the manifest states: somebody has changed or removed them since.
-        left_out: names of files that were not compared, since they state the name of the result.
-        versions: packages that are of another version now, ``{name: [then, now]}``.
+        path: the original result.
+        files: number of compared files.
+        differing: names of files that differ, are missing, or are new.
+        edited: the differing files that no longer match the manifest: somebody has changed or removed them.
+        left_out: names of files that were not compared, since they contain the name of the result.
+        versions: packages whose version has changed, ``{name: [then, now]}``.
     """
 
     path: Path
@@ -76,18 +75,18 @@ def reproduce(
     settings: Settings | None = None,
     keep: str | Path | None = None,
 ) -> Reproduced:
-    """Run the recipe of a manifest again and compare all files that it lists, but for the card, with what comes out.
+    """Run the recipe of a manifest again, and compare all files it lists except the card with the new ones.
 
     Args:
         path: a result with a manifest.
         source: the model that it was made from.
         settings: how to run.
-        keep: where the second result stays; a temporary directory when left out. Under another name than that of
-            the result, `NAMING` are not compared.
+        keep: path to keep the second result at; a temporary directory when left out. If its name differs from that
+            of the original, `NAMED_FILES` are not compared.
 
     Raises:
-        InputError: no manifest that holds a recipe, or what it was made with is not given.
-        IntegrityError: ``source`` is not the model that the manifest names.
+        InputError: there is no manifest with a recipe, or a file that the recipe needs is not given.
+        IntegrityError: ``source`` is not the model in the manifest.
         QuantForgeError: as `quantize`.
     """
     path, settings = Path(path), settings or Settings()
@@ -99,68 +98,72 @@ def reproduce(
     check_adapter_given(recipe.adapter, settings.adapter)
     original = resolve(str(source), settings.offline)
     check_same_source(document.get("source", {}).get("files", {}), open_model(original))
-    stated = tuple(document["outputs"])
+    outputs = tuple(document["outputs"])
     settings = replace(
         settings,
-        provenance=any(name.endswith(STATEMENT) for name in stated),
-        modelfile=not path.is_dir() and any(name.endswith(MODELFILE) for name in stated),
-        mmproj=not path.is_dir() and projector_name(path) in stated,
+        provenance=any(name.endswith(STATEMENT) for name in outputs),
+        modelfile=not path.is_dir() and any(name.endswith(MODELFILE) for name in outputs),
+        mmproj=not path.is_dir() and projector_name(path) in outputs,
     )
-    again = "requantized" in document["event_counts"]
+    requantized = "requantized" in document["event_counts"]
     with report_to(settings.progress):
         if keep is not None:
-            quantize(source, recipe, keep, settings, requantize=again)
-            return _compared(path, document, Path(keep))
+            quantize(source, recipe, keep, settings, requantize=requantized)
+            return _compare_results(path, document, Path(keep))
         with TemporaryDirectory(prefix="quantforge-") as directory:
-            out = Path(directory) / _called(path, document)
-            quantize(source, recipe, out, settings, requantize=again)
-            return _compared(path, document, out)
+            out = Path(directory) / _original_name(path, document)
+            quantize(source, recipe, out, settings, requantize=requantized)
+            return _compare_results(path, document, out)
 
 
-def _compared(path: Path, then: Mapping[str, Any], out: Path) -> Reproduced:
-    again = manifest.read_manifest(out)
-    assert again is not None
-    naming = () if side_of(out, "").name == _called(path, then) else NAMING
+def _compare_results(path: Path, recorded: Mapping[str, Any], out: Path) -> Reproduced:
+    rebuilt = manifest.read_manifest(out)
+    assert rebuilt is not None
+    ignored = () if side_of(out, "").name == _original_name(path, recorded) else NAMED_FILES
     root = path if path.is_dir() else path.parent
     outputs = {
-        name: entry for name, entry in then["outputs"].items() if name not in manifest.MUTABLE
+        name: entry for name, entry in recorded["outputs"].items() if name not in manifest.MUTABLE
     }
-    left_out = tuple(sorted(name for name in outputs if name.endswith(naming))) if naming else ()
-    lying = {name: _digest(root / name, root) for name in outputs.keys() - {*left_out}}
-    made = again["outputs"]
-    made = made if path.is_dir() else present_names(made, path, side_of(out, "").name)
-    found = {
+    left_out = tuple(sorted(name for name in outputs if name.endswith(ignored))) if ignored else ()
+    present = {name: _digest(root / name, root) for name in outputs.keys() - {*left_out}}
+    rebuilt_outputs = rebuilt["outputs"]
+    rebuilt_outputs = (
+        rebuilt_outputs
+        if path.is_dir()
+        else present_names(rebuilt_outputs, path, side_of(out, "").name)
+    )
+    rebuilt_digests = {
         name: entry["sha256"]
-        for name, entry in made.items()
-        if name not in manifest.MUTABLE and not (naming and name.endswith(naming))
+        for name, entry in rebuilt_outputs.items()
+        if name not in manifest.MUTABLE and not (ignored and name.endswith(ignored))
     }
-    names = sorted(lying.keys() | found.keys())
-    before, now = then.get("versions", {}), again["versions"]
+    names = sorted(present.keys() | rebuilt_digests.keys())
+    recorded_versions, current_versions = recorded.get("versions", {}), rebuilt["versions"]
     return Reproduced(
         path=path,
         files=len(names),
-        differing=tuple(name for name in names if lying.get(name) != found.get(name)),
-        edited=tuple(name for name in sorted(lying) if lying[name] != outputs[name]["sha256"]),
+        differing=tuple(name for name in names if present.get(name) != rebuilt_digests.get(name)),
+        edited=tuple(name for name in sorted(present) if present[name] != outputs[name]["sha256"]),
         left_out=left_out,
         versions={
-            key: [before.get(key, ""), now.get(key, "")]
-            for key in sorted(before.keys() | now.keys())
-            if before.get(key) != now.get(key)
+            key: [recorded_versions.get(key, ""), current_versions.get(key, "")]
+            for key in sorted(recorded_versions.keys() | current_versions.keys())
+            if recorded_versions.get(key) != current_versions.get(key)
         },
     )
 
 
-def _called(path: Path, document: Mapping[str, Any]) -> str:
-    """Return the name that a result had when it was made, as far as it is known: of the whole, not of a part."""
-    present, bill = side_of(path, "").name, document["outputs"].get(BILL)
-    if bill is None or _digest(path / BILL, path) != bill["sha256"]:
-        return str(document.get(manifest.RECORDED_NAME, present))
+def _original_name(path: Path, document: Mapping[str, Any]) -> str:
+    """Return the name that a result had when it was made, as far as that is known."""
+    current_name, bill_entry = side_of(path, "").name, document["outputs"].get(BILL)
+    if bill_entry is None or _digest(path / BILL, path) != bill_entry["sha256"]:
+        return str(document.get(manifest.RECORDED_NAME, current_name))
     name = bom_result_name(read_object(path / BILL, MANIFEST, path))
-    return name if Path(name).name == name else present
+    return name if Path(name).name == name else current_name
 
 
 def _digest(path: Path, root: Path) -> str:
-    """Return the digest of a file as it lies there, "" where it is missing or cannot be read."""
+    """Return the SHA-256 digest of a file; "" if it is missing or unreadable."""
     try:
         return manifest.sha256(path, root)
     except (InputError, OSError):

@@ -1,4 +1,4 @@
-"""Serve: a model of any format behind OpenAI's API over HTTP, until it is stopped."""
+"""``serve``: serve a model of any format with OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from quantforge.api.generate import check_drafts, loaded_to_answer, speculative_of
+from quantforge.api.generate import (
+    check_draft_options,
+    load_for_generation,
+    load_speculative_decoder,
+)
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.errors import RefusedError, UsageError
@@ -22,15 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ListeningServer:
-    """A server that listens.
+    """Address and limits of a running server.
 
     Attributes:
-        url: where.
-        model: name by which requests ask for it.
-        chat: whether it has a chat template.
-        context: most tokens of a prompt and its completion.
-        concurrent: completions that are computed at a time.
-        cache_tokens: that the cache has room for.
+        url: its address.
+        model: name of the model in requests.
+        chat: whether the model has a chat template.
+        context: maximum number of tokens of a prompt and its completion.
+        concurrent: maximum number of completions computed at a time.
+        cache_tokens: capacity of the KV cache in tokens.
     """
 
     url: str
@@ -41,7 +45,7 @@ class ListeningServer:
     cache_tokens: int
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data (``quantforge.serve/1``)."""
+        """Return the fields as plain data (``quantforge.serve/1``)."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -57,25 +61,25 @@ def serve(
     """Serve a model until a signal (SIGINT, SIGTERM, SIGHUP) asks it to stop.
 
     Args:
-        model: a directory, a GGUF file, ``org/name[@revision]``, or what `load` has returned.
+        model: a directory, a GGUF file, ``org/name[@revision]``, or the result of `load`.
         settings: device, threads, offline, and which events are accepted.
-        ready: is called when it listens.
+        ready: called once the server listens.
         options: see `ServeOptions`.
 
     Raises:
-        UsageError: a value that means nothing here, or a package of the extra `serve` is not installed.
-        InputError: the model or its tokenizer cannot be used, or the address cannot be had.
-        RefusedError: a family that the own decoder does not compute.
-        ResourceError: a GPU has no room for the model or the cache.
+        UsageError: an invalid value, or a package of the extra `serve` is not installed.
+        InputError: the model or its tokenizer cannot be used, or the address is not available.
+        RefusedError: QuantForge's decoder does not support the model family.
+        ResourceError: the model or the cache does not fit into GPU memory.
     """
-    settings, wanted = settings or Settings(), complete(options)
+    settings, checked_options = settings or Settings(), complete(options)
     from quantforge.serving.server import listen, server_of, url_of
 
-    listening = listen(wanted["host"], wanted["port"])
+    listening_socket = listen(checked_options["host"], checked_options["port"])
     try:
-        served = served_model(model, settings, wanted)
-        serving = ListeningServer(
-            url=url_of(listening),
+        served = served_model(model, settings, checked_options)
+        server_info = ListeningServer(
+            url=url_of(listening_socket),
             model=served.name,
             chat=served.processor.template is not None,
             context=served.room,
@@ -83,20 +87,20 @@ def serve(
             cache_tokens=served.cache_tokens,
         )
         try:
-            server_of(served, lambda: ready(serving)).run(sockets=[listening])
+            server_of(served, lambda: ready(server_info)).run(sockets=[listening_socket])
         finally:
             served.engine.stop()
     finally:
-        listening.close()
+        listening_socket.close()
 
 
 def served_model(
     model: str | Path | Loaded, settings: Settings, options: ServeOptions
 ) -> ServedModel:
-    """Return a model that is ready to be served, by options that `complete` has checked; errors as `serve`."""
+    """Load a model for serving, with options that `complete` has checked; errors as `serve`."""
     drafts = drafts_of(options)
-    check_drafts(model, drafts, settings, steps=True)
-    loaded, name = loaded_to_answer(model, settings)
+    check_draft_options(model, drafts, settings, batched=True)
+    loaded, name = load_for_generation(model, settings)
     for event in loaded.events:
         settings.note(f"{event.kind}: {event.where}: {event.detail}")
     import torch
@@ -112,31 +116,31 @@ def served_model(
             f"model_type {loaded.model.config.model_type!r} is not computed by the own decoder, which serving needs",
             "`quantforge generate` answers with it; `quantforge plan MODEL --for ENGINE` prints how another serves it",
         )
-    side = load_text_processor(loaded.path, loaded.config)
-    for note in side.template.notes if side.template else ():
+    processor = load_text_processor(loaded.path, loaded.config)
+    for note in processor.template.notes if processor.template else ():
         settings.note(note)
-    speculative = speculative_of(loaded, drafts, settings)
+    speculative = load_speculative_decoder(loaded, drafts, settings)
     decoder = speculative.decoder if speculative else Decoder(loaded.model, scales=loaded.kv_scales)
-    kind = options["cache"] or ("fp8" if loaded.kv_scales else "")
-    context = options.get("context") or min(decoder.positions, side.positions)
+    cache_kind = options["cache"] or ("fp8" if loaded.kv_scales else "")
+    context = options.get("context") or min(decoder.positions, processor.positions)
     rows = options["concurrent"]
-    wanted = EngineOptions(
+    engine_options = EngineOptions(
         rows=rows,
         tokens=context,
-        cache=kind,
+        cache=cache_kind,
         token_budget=max(EngineOptions().token_budget, rows),
     )
-    layout = CacheLayout(decoder.cache_shape(kind), context, wanted.chunk)
-    pages = _pages(layout, rows, options["cache_gib"])
-    engine = ServingEngine(decoder, replace(wanted, pages=pages), speculative)
+    layout = CacheLayout(decoder.cache_shape(cache_kind), context, engine_options.chunk)
+    pages = _num_cache_pages(layout, rows, options["cache_gib"])
+    engine = ServingEngine(decoder, replace(engine_options, pages=pages), speculative)
 
     def prepare() -> None:
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
 
     return ServedModel(
-        options["served_name"] or _name(name),
-        side,
+        options["served_name"] or _short_name(name),
+        processor,
         engine,
         rows,
         options["waiting"],
@@ -146,26 +150,30 @@ def served_model(
     )
 
 
-def _pages(layout: CacheLayout, rows: int, gib: float) -> int:
-    """Return the pages of the cache: for all rows to be full, or as many as the memory holds beside the rings.
+def _num_cache_pages(layout: CacheLayout, rows: int, gib: float) -> int:
+    """Return the number of cache pages: enough for all rows, or as many as fit beside the ring buffers.
 
     Raises:
-        UsageError: not even one.
+        UsageError: not even one page fits.
     """
     from quantforge_kernels.kv import PAGE_SIZE
 
-    full, rings = rows * -(-layout.tokens // PAGE_SIZE), rows * layout.ring_bytes
-    left = int(gib * (1 << 30)) - rings
-    pages = min(full, left // layout.page_bytes) if layout.page_bytes else full * (left >= 0)
+    max_pages, ring_bytes = rows * -(-layout.tokens // PAGE_SIZE), rows * layout.ring_bytes
+    remaining_bytes = int(gib * (1 << 30)) - ring_bytes
+    pages = (
+        min(max_pages, remaining_bytes // layout.page_bytes)
+        if layout.page_bytes
+        else max_pages * (remaining_bytes >= 0)
+    )
     if pages < 1:
-        beside = f", beside {rings} of windows" if rings else ""
+        ring_text = f", beside {ring_bytes} of windows" if ring_bytes else ""
         raise UsageError(
-            f"a cache of {gib:g} GiB: {PAGE_SIZE} tokens take {layout.page_bytes} bytes{beside}",
-            "give it more memory" + (", or less --concurrent" if rings else ""),
+            f"a cache of {gib:g} GiB: {PAGE_SIZE} tokens take {layout.page_bytes} bytes{ring_text}",
+            "give it more memory" + (", or less --concurrent" if ring_bytes else ""),
         )
     return pages
 
 
-def _name(name: str) -> str:
-    """Return the last part of a path, or a name of the hub without its revision."""
+def _short_name(name: str) -> str:
+    """Return the last part of a path, or a hub name without its revision."""
     return Path(name).resolve().name if Path(name).exists() else name.partition("@")[0]

@@ -1,7 +1,8 @@
-"""Sweep: all combinations of some choices, quantized and scored; the same call resumes it.
+"""``sweep``: quantize a model with all combinations of some choices, and score the results.
 
-Each combination is a variant (`quantforge.api.variants`) with the bytes of its own `quantize`. What a format, a
-method, an engine or the model does not allow is left out and named.
+Each combination is a variant (`quantforge.api.variants`) with the same bytes as a separate `quantize`. Combinations
+that a format, a method, an engine or the model does not support are left out and reported. The same call resumes an
+interrupted sweep.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack, get_args
 
-from quantforge.api.evaluate import MeasurementOptions, check_measurement, evaluate
-from quantforge.api.scored_text import check_text, own_text
+from quantforge.api.evaluate import MeasurementOptions, check_measurement_options, evaluate
+from quantforge.api.scored_text import check_text, find_reference_text
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.api.variants import plan_variants
 from quantforge.arguments import check_arguments
@@ -41,13 +42,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """A sweep.
+    """Results of a sweep.
 
     Attributes:
         out: its directory.
-        results: where each combination lies, by its name.
-        left_out: combinations that cannot be made, and why.
-        evaluation: of the source and all results.
+        results: path of each result, by the name of its combination.
+        left_out: combinations that cannot be made, with the reasons.
+        evaluation: evaluation of the source and all results.
     """
 
     out: Path
@@ -56,7 +57,7 @@ class Swept:
     evaluation: Evaluation
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Return the results as plain data."""
         return {
             "out": str(self.out),
             "results": {name: str(path) for name, path in self.results.items()},
@@ -76,36 +77,37 @@ def sweep(
     measured: MeasurementOptions | None = None,
     **options: Unpack[RecipeOptions],
 ) -> Swept:
-    """Quantize a model by all combinations of some choices, and measure them against it.
+    """Quantize a model with all combinations of some choices, and compare the results with it.
 
     Args:
-        model: as of `quantize`.
-        over: values of the choices that are varied, by the names of `RecipeOptions`.
-        out: a directory, new or of an earlier call; every result lies in it under the name of its combination.
-        recipe: what all have in common.
-        settings: how it runs.
-        measured: how it is measured; without speed unless it says so.
+        model: as for `quantize`.
+        over: values of the choices to vary, by the names of `RecipeOptions`.
+        out: directory, new or from an earlier call; each result in it has the name of its combination.
+        recipe: choices that all combinations share.
+        settings: how to run.
+        measured: options of the evaluation; speed is not measured by default.
         options: choices that override the recipe.
 
     Raises:
-        InputError: no directory can be made at ``out``.
-        UsageError: the grid, an unknown method, format or engine, or choices that contradict each other in all.
-        RefusedError: no combination can be made, or with a strict policy one cannot.
+        InputError: the directory ``out`` cannot be made.
+        UsageError: the grid is invalid, a method, format or engine is unknown, or choices contradict in all
+            combinations.
+        RefusedError: no combination can be made; with a strict policy, some cannot.
         QuantForgeError: as `quantize` and `evaluate`.
     """
     settings = settings or Settings()
-    check_measurement(measured or {})
+    check_measurement_options(measured or {})
     figures: MeasurementOptions = {"speed": False, **(measured or {})}
     with report_to(settings.progress):
         reference = resolve(str(model), settings.offline)
         text = figures.get("text")
-        source = own_text(reference) if text is None else text
+        source = find_reference_text(reference) if text is None else text
         check_text(reference, source, figures.get("length"), offline=settings.offline)
         results, left_out, recipes = make_results(model, over, out, recipe, settings, options)
-        merged = shared_adapter_path(one.adapter for one in recipes)
-        own = replace(settings, adapter=merged)
-        found = evaluate(model, [*results.values()], own, **figures)
-    return Swept(Path(out).absolute(), results, left_out, found)
+        adapter = shared_adapter_path(recipe_of_result.adapter for recipe_of_result in recipes)
+        evaluation_settings = replace(settings, adapter=adapter)
+        evaluation = evaluate(model, [*results.values()], evaluation_settings, **figures)
+    return Swept(Path(out).absolute(), results, left_out, evaluation)
 
 
 @torch_defaults()
@@ -117,50 +119,56 @@ def make_results(
     settings: Settings,
     options: Mapping[str, Any],
 ) -> tuple[dict[str, Path], dict[str, str], list[Recipe]]:
-    """Make what a sweep measures; arguments and errors as of `sweep`.
+    """Make the results of a sweep; arguments and errors as for `sweep`.
 
     Returns:
-        Where each combination lies, by its name, why others are left out, and the recipes.
+        The paths of the results by name, the reasons why others are left out, and the recipes.
     """
     if settings.join:
         check_new_output(overwrite=settings.overwrite)
-    place = Path(out).absolute()
-    asked = combinations(over, options)
-    check_folder(place)
+    directory = Path(out).absolute()
+    grid = combinations(over, options)
+    check_folder(directory)
     recipes: dict[str, Recipe] = {}
     left_out: dict[str, QuantForgeError] = {}
     with report_to(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
-            for name, choices in asked.items():
+            for name, choices in grid.items():
                 try:
                     recipes[name] = build_recipe(recipe, **{**options, **choices})
                 except (UsageError, InputError, RefusedError) as error:
                     left_out[name] = error
-            variants, errors = plan_variants(model, recipes, lambda name, _: place / name, settings)
-        left_out = {name: one for name in asked for one in [(left_out | errors).get(name)] if one}
+            variants, errors = plan_variants(
+                model, recipes, lambda name, _: directory / name, settings
+            )
+        left_out = {name: one for name in grid for one in [(left_out | errors).get(name)] if one}
         for refused in left_out.values():
             expected = isinstance(refused, UsageError | InputError | RefusedError)
             if not expected or isinstance(refused, UnknownNameError):
                 raise refused
         if left_out and (settings.policy.strict or not variants.jobs):
-            raise _refusal(left_out, len(asked))
-        with writing(place, 0):
-            make_folder(place)
-        variants.make(place / "sweep", 1 + len(variants.jobs))
+            raise _refusal(left_out, len(grid))
+        with writing(directory, 0):
+            make_folder(directory)
+        variants.make(directory / "sweep", 1 + len(variants.jobs))
     results = {name: job.out for name, job in variants.jobs.items()}
     made = [recipes[name] for name in results]
     return results, {name: error.message for name, error in left_out.items()}, made
 
 
-def _refusal(left_out: Mapping[str, QuantForgeError], asked: int) -> QuantForgeError:
-    """Return the refusal of a sweep: the error of all combinations if they have one, else all errors by name."""
+def _refusal(left_out: Mapping[str, QuantForgeError], num_combinations: int) -> QuantForgeError:
+    """Return the error of a sweep: the common error of all combinations, or one that lists all errors by name."""
     first = next(iter(left_out.values()))
-    same = {(type(error), error.message) for error in left_out.values()}
-    if len(left_out) == asked and len(same) == 1 and not isinstance(first, RefusedError):
+    messages = {(type(error), error.message) for error in left_out.values()}
+    if (
+        len(left_out) == num_combinations
+        and len(messages) == 1
+        and not isinstance(first, RefusedError)
+    ):
         return first
-    said = "; ".join(f"{name}: {error.message}" for name, error in left_out.items())
+    reasons = "; ".join(f"{name}: {error.message}" for name, error in left_out.items())
     return RefusedError(
-        f"{len(left_out)} of {asked} combinations cannot be made: {said}",
+        f"{len(left_out)} of {num_combinations} combinations cannot be made: {reasons}",
         "vary what the format and the method take",
     )
 
@@ -171,12 +179,13 @@ def combinations(
     """Return the choices of every combination by its name: ``{"gptq-bits3": {"method": "gptq", "bits": 3}}``.
 
     Args:
-        grid: values by the names of choices; texts are taken as on the command line.
-        fixed: choices that all combinations have in common.
+        grid: values by the names of choices; strings are parsed as on the command line.
+        fixed: choices that all combinations share.
 
     Raises:
-        UsageError: no choice has that name, one has no list of values or the same twice, takes a list, or is fixed too.
-        InputError: a value is no number where one is expected.
+        UsageError: a name is unknown, its values are not a list, repeat a value, or are lists, or the choice is fixed
+            too.
+        InputError: a value is not a number where one is expected.
     """
     if not isinstance(grid, Mapping):
         raise UsageError(f"over = {grid!a:.60}: no choices", 'e.g. over={"bits": [3, 4]}')
@@ -189,22 +198,22 @@ def combinations(
     rows = [
         [(name, value) for value in _checked_values(name, values)] for name, values in grid.items()
     ]
-    found: dict[str, dict[str, Any]] = {}
+    choices: dict[str, dict[str, Any]] = {}
     for row in itertools.product(*rows):
-        name = "-".join(_value_name(*one) for one in row)
-        if name in found:
+        name = "-".join(_value_name(*choice) for choice in row)
+        if name in choices:
             raise UsageError(
                 f"two combinations are called {name}", "vary one choice by texts that differ more"
             )
-        found[name] = dict(row)
-    return found
+        choices[name] = dict(row)
+    return choices
 
 
 def _checked_values(name: str, values: Sequence[Any]) -> list[Any]:
-    """Return the values of a choice, in its type; errors as `combinations`."""
-    kind = place_of(name)[1]
-    kinds = {kind, *get_args(kind)}
-    if any("tuple" in str(one).lower() for one in kinds):
+    """Return the values of a choice, converted to its type; errors as `combinations`."""
+    value_type = place_of(name)[1]
+    accepted_types = {value_type, *get_args(value_type)}
+    if any("tuple" in str(one).lower() for one in accepted_types):
         raise UsageError(f"--over {name}: takes a list", "vary it by recipes of their own")
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise UsageError(
@@ -217,14 +226,15 @@ def _checked_values(name: str, values: Sequence[Any]) -> list[Any]:
         raise UsageError(f"--over {name}: no values", f"write --over {name}=A,B")
     if len(set(map(str, values))) < len(values):
         raise UsageError(f"--over {name}: a value twice", "name each once")
-    texts = str in kinds
+    texts = str in accepted_types
     return [
-        _typed(name, one, kinds) if isinstance(one, str) and not texts else one for one in values
+        _parse_value(name, one, accepted_types) if isinstance(one, str) and not texts else one
+        for one in values
     ]
 
 
-def _typed(name: str, text: str, kinds: Set[Any]) -> Any:
-    """Return a text as a value of one of some types."""
+def _parse_value(name: str, text: str, kinds: Set[Any]) -> Any:
+    """Return a string converted to one of the accepted types."""
     if bool in kinds:
         if text not in {"true", "false"}:
             raise InputError(f"--over {name}={text}: not understood", "write true or false")
@@ -237,7 +247,7 @@ def _typed(name: str, text: str, kinds: Set[Any]) -> Any:
 
 
 def _value_name(name: str, value: Any) -> str:
-    """Return a value as a part of a name: a text is itself, of a number the choice is said too."""
+    """Return a value as part of a result's name; a number is preceded by the name of its choice."""
     text = re.sub(r"[^\w.+]+", "-", str(value))
     if not isinstance(value, str):
         return f"{name}{text}"

@@ -1,4 +1,4 @@
-"""State of the program that calls a verb: results do not depend on torch's defaults, and a verb leaves them alone."""
+"""Isolate API calls from the caller's torch defaults (dtype, device, gradients, threads)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from contextlib import contextmanager
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Compute with torch as it starts (float32, processor, gradients), and restore what the caller has set.
+    """Run the body with torch's initial defaults (float32, CPU, gradients), then restore the caller's.
 
-    A caller that has not imported torch has set nothing. The number of threads, too, is the caller's again afterwards.
+    Without an imported torch there is nothing to restore. The number of threads is restored as well.
     """
     if "torch" not in sys.modules:
         yield
         return
     import torch
 
-    kind, device = torch.get_default_dtype(), torch.get_default_device()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     threads = torch.get_num_threads()
-    moved = device.type != "cpu"
+    device_changed = device.type != "cpu"
     torch.set_default_dtype(torch.float32)
-    if moved:
+    if device_changed:
         torch.set_default_device(None)
     try:
         with torch.inference_mode(mode=False), torch.enable_grad():
             yield
     finally:
-        torch.set_default_dtype(kind)
-        if moved:
+        torch.set_default_dtype(dtype)
+        if device_changed:
             torch.set_default_device(device)
         torch.set_num_threads(threads)

@@ -1,16 +1,16 @@
-"""Variants: several results of one model, each a job of its own; a release and a sweep are made of them.
+"""Make several results (variants) of one model, for releases and sweeps; each is a job.
 
-All are planned before any is made. One that is there, whole and by the same recipe, source and versions, is kept; the
-others are made by this process, or by all processes that give the same command (``join``).
+All are planned before any is made. An existing result is kept if it is complete and has the same recipe, source and
+versions; the others are made by this process, or by all processes that run the same command (``join``).
 
-Each job keeps its own stage, lock, journal and writer, so that its bytes and its way of resuming are those of the
-separate command. Jobs that read the same calibration rows share the pass of the rows through the blocks, those whose
-transforms change a block last; guides, quantized inputs of the next block, ranges measured behind transforms and
-mixtures of experts are made one after another.
+Each job has its own stage, lock, journal and writer, so that it gives the same bytes and is resumed in the same way as
+a separate command. Jobs with the same calibration rows share one forward pass of the rows through the blocks, except
+jobs with gradient guides, quantized inputs of the next block, input ranges measured after transforms, or mixtures of
+experts, which run one after another.
 
-A job is made by one process at a time, and the lock of its output says so: where that process dies, the next one that
-looks for work goes on with it. Whoever looks for work takes half of what can share a pass, so that the others find some
-too. One process at a time looks (`turn`).
+A job is made by one process at a time, which holds the lock of its output. If that process dies, the next process that
+looks for work resumes the job. A process takes half of the jobs that can share a pass, so that others get some too.
+Only one process at a time looks for work (`exclusive_lock`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.api.completed_result import clear_run, is_made
+from quantforge.api.completed_result import is_up_to_date, remove_run_files
 from quantforge.api.job import Job, plan_job
 from quantforge.api.quantize import published_run
 from quantforge.artifacts.manifest import source_file_digests
@@ -50,14 +50,14 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """Results of one model that can be made, as far as headers tell.
+    """Planned results of one model.
 
     Attributes:
-        settings: how they are made.
+        settings: how to run.
         source: the model.
-        files: of the source, by `source_file_digests`.
-        jobs: what is wanted, planned, by name.
-        missing: names of those that are not there.
+        files: digests of the source files, from `source_file_digests`.
+        jobs: planned jobs by name.
+        missing: names of results that have to be made.
     """
 
     settings: Settings
@@ -67,84 +67,84 @@ class Variants:
     missing: tuple[str, ...]
 
     def only(self, names: list[str]) -> Variants:
-        """Return the variants of these names alone."""
+        """Return only the variants with these names."""
         jobs = {name: self.jobs[name] for name in names}
         return replace(self, jobs=jobs, missing=tuple(n for n in self.missing if n in jobs))
 
-    def make(self, place: Path, scored: int) -> tuple[str, ...]:
-        """Make what is missing, and return the names of those that were made for this call.
+    def make(self, lock_path: Path, num_scored: int) -> tuple[str, ...]:
+        """Make the missing results; return the names of those that this process made.
 
         Args:
-            place: of what processes share, for `turn`.
-            scored: how many models are scored afterwards, each half of the work of making one.
+            lock_path: path for `exclusive_lock`.
+            num_scored: number of models scored afterwards; for progress, each counts half as much as making one.
 
         Raises:
             QuantForgeError: as `quantize`.
         """
-        for said in decisions_by_plan(
+        for decision in decisions_by_plan(
             {name: self.jobs[name].planned.plan for name in self.missing}
         ):
-            self.settings.note(said)
+            self.settings.note(decision)
         for name, job in self.jobs.items():
             if name not in self.missing:
-                clear_run(job.out)
-        wanted = {name: self.jobs[name] for name in self.missing}
-        for job in wanted.values():
+                remove_run_files(job.out)
+        missing = {name: self.jobs[name] for name in self.missing}
+        for job in missing.values():
             job.check_text()
-        work = 2 * len(wanted)
-        with phase("variants", min(0.95, work / (work + scored)) if wanted else 0.0):
-            made = _make_all(wanted, self.files, self.settings, place)
-        return tuple(name for name in wanted if name in made)
+        work = 2 * len(missing)
+        with phase("variants", min(0.95, work / (work + num_scored)) if missing else 0.0):
+            made = _make_all(missing, self.files, self.settings, lock_path)
+        return tuple(name for name in missing if name in made)
 
 
 def plan_variants(
     model: str | Path,
     recipes: Mapping[str, Recipe],
-    place_of: Callable[[str, str], Path],
+    output_path: Callable[[str, str], Path],
     settings: Settings,
 ) -> tuple[Variants, dict[str, QuantForgeError]]:
     """Plan results of one model; nothing is written.
 
     Args:
         model: as of `quantize`.
-        recipes: what is wanted, by name.
-        place_of: returns where a result goes, by its name (with the suffix of its format) and its format.
-        settings: how they are made.
+        recipes: recipes by name.
+        output_path: returns the path of a result from its name (with the suffix of its format) and its format.
+        settings: how to run.
 
     Returns:
         The variants that can be made, and the errors of the others by name.
 
     Raises:
-        UsageError: a result would touch the model.
-        RefusedError: something else lies where a result would go.
+        UsageError: a result would overwrite the model.
+        RefusedError: something else exists at the path of a result.
     """
     source = open_model(resolve(str(model), settings.offline))
     files = source_file_digests(source)
-    own = replace(settings, join=False)  # each is made by one process
+    job_settings = replace(settings, join=False)  # one process makes each job
     jobs: dict[str, Job] = {}
     errors: dict[str, QuantForgeError] = {}
     for name, recipe in recipes.items():
         try:
-            jobs[name] = _planned(source, name, recipe, place_of, own)
+            jobs[name] = _plan_variant(source, name, recipe, output_path, job_settings)
         except QuantForgeError as error:
             errors[name] = error
     for job in jobs.values():
         check_apart(job.out, source.path)
-    missing = tuple(name for name, job in jobs.items() if not is_made(job, files))
+    missing = tuple(name for name, job in jobs.items() if not is_up_to_date(job, files))
     return Variants(settings, source, files, jobs, missing), errors
 
 
-def _planned(
+def _plan_variant(
     source: Checkpoint,
     name: str,
     recipe: Recipe,
-    place_of: Callable[[str, str], Path],
+    output_path: Callable[[str, str], Path],
     settings: Settings,
 ) -> Job:
     recipe, settings = strip_local_paths(recipe, settings)
     key = choose_format(recipe)[0].format
-    about = load_format(key).INFO
-    job = plan_job(source, recipe, place_of(f"{name}{about.file_suffix}", key), settings)
+    info = load_format(key).INFO
+    job = plan_job(source, recipe, output_path(f"{name}{info.file_suffix}", key), settings)
     if job.one_file and len(job.planned.files) > 1:
         raise RefusedError(
             f"its file would be split into {len(job.planned.files)} (max_shard_bytes)",
@@ -154,47 +154,47 @@ def _planned(
 
 
 def _make_all(
-    jobs: Mapping[str, Job], files: Mapping[str, Any], settings: Settings, place: Path
+    jobs: Mapping[str, Job], files: Mapping[str, Any], settings: Settings, lock_path: Path
 ) -> set[str]:
-    """Make results, with other processes where they share the work, until all are there; return those made here."""
+    """Make all results, together with other processes if they share the work; return the names made here."""
     queue, made = _Queue(jobs, files, settings), set[str]()
     while queue.missing:
-        with ExitStack() as held:
-            with turn(place, settings.note) if settings.join else ExitStack():
-                group = queue.take(held)
+        with ExitStack() as locks:
+            with exclusive_lock(lock_path, settings.note) if settings.join else ExitStack():
+                group = queue.take(locks)
             elsewhere = len(jobs) - len(queue.missing) - len(group)
             report_step(
                 share=elsewhere / len(jobs)
             )  # jobs made here have reported their own shares
             if group:
                 with phase("", 0.94 * len(group) / len(jobs)):
-                    carry_out([*group.values()])
+                    run_group([*group.values()])
                 made |= group.keys()
                 continue
         if queue.missing:
-            left = f"{len(queue.missing)} of {len(jobs)} variants"
-            report_step(f"made by other processes: {left}", waits=True)
+            remaining = f"{len(queue.missing)} of {len(jobs)} variants"
+            report_step(f"made by other processes: {remaining}", waits=True)
             time.sleep(POLL_SECONDS)
     return made
 
 
-def carry_out(group: Sequence[tuple[Stage, RunInputs]]) -> None:
-    """Make results whose rows pass the blocks together, or what is left of them, and publish each in its stage.
+def run_group(group: Sequence[tuple[Stage, RunInputs]]) -> None:
+    """Make the results of jobs that share a pass through the blocks, and publish each.
 
     The caller holds the locks of the stages.
     """
     from quantforge.execution.execute import execute
 
-    with ExitStack() as files:  # the last that was opened is published first
-        runs = [files.enter_context(published_run(*one)) for one in group]
+    with ExitStack() as files:  # published in reverse order
+        runs = [files.enter_context(published_run(*job)) for job in group]
         execute(runs)
 
 
 class _Queue:
-    """Jobs whose results are not there; other processes may be about some of them.
+    """Queue of jobs whose results are missing; other processes may be working on some of them.
 
     Attributes:
-        missing: these, by name.
+        missing: the jobs by name.
     """
 
     def __init__(
@@ -205,47 +205,48 @@ class _Queue:
         self._monitor = StaleLockMonitor(settings.note)
         self._read: dict[str, RunInputs] = {}
 
-    def take(self, held: ExitStack) -> dict[str, tuple[Stage, RunInputs]]:
-        """Enter the stages of jobs that are free and share a pass of the rows, of half of them where others join in.
+    def take(self, locks: ExitStack) -> dict[str, tuple[Stage, RunInputs]]:
+        """Lock free jobs that can share a pass, and remove them from the queue.
 
-        All that are free are looked at and read, so that what cannot be made is refused before work on any.
+        If processes share the work, only half of these jobs are taken. The inputs of all free jobs
+        are read first, so that errors occur before any work.
         """
         if self._shared:
             for job in self.missing.values():
                 check_versions(job.stage)
         group: dict[str, tuple[Stage, RunInputs]] = {}
-        stages: dict[str, ExitStack] = {}
+        stage_locks: dict[str, ExitStack] = {}
         for name, job in [*self.missing.items()]:
-            stage = held.enter_context(ExitStack())
-            if not self._enter(name, job, stage):
+            stage_lock = locks.enter_context(ExitStack())
+            if not self._enter(name, job, stage_lock):
                 continue
             if name not in self._read:
                 with phase("", 0.05 / self._count):
                     self._read[name] = job.read()
             inputs = self._read[name]
-            if group and not _share_pass(next(iter(group.values()))[1], inputs):
-                stage.close()
+            if group and not _can_share_pass(next(iter(group.values()))[1], inputs):
+                stage_lock.close()
                 continue
-            group[name], stages[name] = (job.stage, inputs), stage
+            group[name], stage_locks[name] = (job.stage, inputs), stage_lock
         names = [*group][: (len(group) + 1) // 2 if self._shared else None]
         for name in group.keys() - names:
-            stages[name].close()
+            stage_locks[name].close()
         for name in names:
             del self.missing[name]
         return {name: group[name] for name in names}
 
-    def _enter(self, name: str, job: Job, stage: ExitStack) -> bool:
-        """Enter the stage of a job, unless its result is there or another process makes it."""
-        if not is_made(job, self._files):
+    def _enter(self, name: str, job: Job, stage_lock: ExitStack) -> bool:
+        """Lock the stage of a job; return False if its result exists or another process is making it."""
+        if not is_up_to_date(job, self._files):
             try:
-                stage.enter_context(job.stage)
+                stage_lock.enter_context(job.stage)
             except BusyError as error:
                 if not self._shared:
                     raise
                 self._monitor.check(error)
                 return False
             except RefusedError:
-                if not is_made(job, self._files):  # else it was published just now
+                if not is_up_to_date(job, self._files):  # else it was published just now
                     raise
             else:
                 return True
@@ -253,18 +254,18 @@ class _Queue:
         return False
 
 
-def _share_pass(first: RunInputs, other: RunInputs) -> bool:
-    """Return whether the rows may pass the blocks once for two jobs."""
+def _can_share_pass(first: RunInputs, other: RunInputs) -> bool:
+    """Return whether two jobs can share one pass of the calibration rows."""
     if first.sample is None or other.sample is None:
         return False
     from quantforge.execution.execute import can_share_pass
 
-    one, two = first.planned, other.planned
+    first_plan, second_plan = first.planned, other.planned
     return (
-        one.recipe.calibration == two.recipe.calibration
+        first_plan.recipe.calibration == second_plan.recipe.calibration
         and first.source == other.source
-        and [tensor.header for tensor in one.model_layout.tensors]
-        == [tensor.header for tensor in two.model_layout.tensors]
+        and [tensor.header for tensor in first_plan.model_layout.tensors]
+        == [tensor.header for tensor in second_plan.model_layout.tensors]
         and all(
             inputs.checkpoint.facts.keys() <= {QUANTIZATION}
             and inputs.planned.recipe.prune_experts is None
@@ -275,22 +276,22 @@ def _share_pass(first: RunInputs, other: RunInputs) -> bool:
 
 
 @contextmanager
-def turn(place: Path, note: Callable[[str], None]) -> Iterator[None]:
-    """Wait until no other process does what is inside, for the same place.
+def exclusive_lock(path: Path, note: Callable[[str], None]) -> Iterator[None]:
+    """Hold a lock between processes while the body runs; wait until it is free.
 
     Args:
-        place: which.
-        note: called with a sentence about a process that does it and does not respond.
+        path: path next to which the lock is made.
+        note: called with a message about a process that holds the lock and does not respond.
 
     Raises:
-        RefusedError: what lies there is no lock.
-        ResourceError: it cannot be made.
+        RefusedError: the path of the lock is something else.
+        ResourceError: the lock cannot be made.
     """
-    lock, monitor = Lock(run_folder(place)), StaleLockMonitor(note)
-    try:  # a signal may come between the lock and what is inside
+    lock, monitor = Lock(run_folder(path)), StaleLockMonitor(note)
+    try:  # a signal may arrive between the lock and the body
         while True:
             try:
-                with writing(place.parent, 0):
+                with writing(path.parent, 0):
                     lock.take()
                 break
             except BusyError as error:

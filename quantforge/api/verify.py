@@ -1,4 +1,4 @@
-"""`verify`: check a quantized model, whoever made it."""
+"""``verify``: check a quantized model, made by any tool."""
 
 from __future__ import annotations
 
@@ -37,46 +37,46 @@ def verify(
     """Check files, structure, every number and one forward pass of a model directory or a GGUF file.
 
     Args:
-        path: the artifact.
+        path: the model.
         source: the model that it was made from, to compare with.
-        engine: an engine that has to load it.
+        engine: an engine that must be able to load it.
         forward: run the model once.
-        device: where it runs.
+        device: device to run on.
         threads: CPU threads; None for all.
         key: public key (PEM) to check the signature with.
         adapter: directory of the adapter that was merged into the source.
-        offline: never ask the hub.
-        progress: called with the progress.
+        offline: never access the hub.
+        progress: called with progress reports.
 
     Raises:
-        InputError: there is no such artifact, the source or the key cannot be read, or an adapter is missing.
-        IntegrityError: the adapter is not the one that the manifest declares, or it declares none.
-        UsageError: an adapter is given without a source, no engine has that name, there is no such device, the number
-            of threads is out of range, or the library for signatures is not installed.
+        InputError: the model, the source or the key cannot be read, or an adapter is missing.
+        IntegrityError: the adapter is not the one in the manifest, or the manifest has none.
+        UsageError: an adapter is given without a source, the engine or device is unknown, the number of threads is out
+            of range, or the library for signatures is not installed.
     """
     Settings(device=device, threads=threads)  # checks them
-    place = Path(path) if Path(path).exists() else resolve(str(path), offline)
+    artifact = Path(path) if Path(path).exists() else resolve(str(path), offline)
     original = resolve(str(source), offline) if source else None
     check_device(device)  # imports torch, which takes seconds
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
-    merged, public = (Path(one) if one else None for one in (adapter, key))
+    adapter_path, public_key = (Path(one) if one else None for one in (adapter, key))
     if engine is not None:
         target_of(engine)  # refuse an unknown name before the work
-    if public is not None:
-        FILES.read(public, KEY, None)
+    if public_key is not None:
+        FILES.read(public_key, KEY, None)
     return_freed_memory()
     from quantforge.verification.verify import verify as check
 
     with report_to(progress), phase("verifying", 1.0):
         return check(
-            place,
+            artifact,
             original,
             engine=engine,
             forward=forward,
             device=device,
-            key=public,
-            adapter=merged,
+            key=public_key,
+            adapter=adapter_path,
         )

@@ -159,7 +159,7 @@ def generate(
     run: options.Given,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
-    from quantforge.api.generate import check_drafts, open_text_model, opened_to_answer
+    from quantforge.api.generate import check_draft_options, open_for_generation, open_text_model
 
     console, as_json = processes.console_of(run), bool(run["as_json"])
     rules = _typed_options(given)
@@ -180,8 +180,8 @@ def generate(
     models = (model, *(compare or ()))
     for one in models:  # what headers refuse is refused before one is said to load
         if not is_hub_name(one.partition("@")[0]):
-            opened_to_answer(one, settings)
-    check_drafts(model, drafts, settings)
+            open_for_generation(one, settings)
+    check_draft_options(model, drafts, settings)
     console.note(f"loading {model}")  # what comes next imports torch
     if text is None:
         text_model = open_text_model(model, settings, drafts, cache)

@@ -11,7 +11,7 @@ import pytest
 
 from quantforge.api import demo
 from quantforge.api.demo_text import evaluation_text
-from quantforge.api.scored_text import BUILTIN, OWN, own_text
+from quantforge.api.scored_text import BUILTIN, REFERENCE_TEXT, find_reference_text
 from quantforge.evaluation.text_tables import FOREIGN
 from tests.runs import command
 
@@ -23,13 +23,16 @@ def test_the_text_beside_a_reference_is_scored_and_said(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert command(capsys, "demo").code == 0
-    text = Path("demo", OWN).read_bytes()
+    text = Path("demo", REFERENCE_TEXT).read_bytes()
     assert text.decode() == evaluation_text()
     ended = command(capsys, "eval", "demo", *FEW, "--json-progress")
     found = json.loads(ended.out)
-    assert found["protocol"]["text"] == f"{OWN} (SHA-256 {hashlib.sha256(text).hexdigest()})"
+    assert (
+        found["protocol"]["text"]
+        == f"{REFERENCE_TEXT} (SHA-256 {hashlib.sha256(text).hexdigest()})"
+    )
     assert found["models"][0]["perplexity"] < FOREIGN / 2
-    assert f"--text demo/{OWN}: the text that lies beside the reference" in ended.err
+    assert f"--text demo/{REFERENCE_TEXT}: the text that lies beside the reference" in ended.err
     named = json.loads(command(capsys, "eval", "demo", *FEW, "--text", "builtin").out)
     assert named["protocol"]["text"] == "builtin evaluation text"
     assert named["models"][0]["perplexity"] > FOREIGN
@@ -40,10 +43,10 @@ def test_without_a_text_beside_it_the_built_in_one_is_scored(
 ) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda _: str(tmp_path))  # a Python without sources
     made = demo(tmp_path / "demo")
-    assert not (made / OWN).exists()
-    assert own_text(made) == BUILTIN
-    (made / OWN).mkdir()
-    assert own_text(made) == BUILTIN
+    assert not (made / REFERENCE_TEXT).exists()
+    assert find_reference_text(made) == BUILTIN
+    (made / REFERENCE_TEXT).mkdir()
+    assert find_reference_text(made) == BUILTIN
     file = tmp_path / "x.gguf"
     file.touch()
-    assert own_text(file) == BUILTIN
+    assert find_reference_text(file) == BUILTIN

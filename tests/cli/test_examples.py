@@ -15,7 +15,7 @@ import typer
 
 import quantforge
 from quantforge.api import bench
-from quantforge.api.scored_text import OWN
+from quantforge.api.scored_text import REFERENCE_TEXT
 from quantforge.cli.app import app
 from quantforge.errors import RefusedError
 from quantforge.evaluation import speed
@@ -113,7 +113,7 @@ def test_the_demo_is_the_model_whole_and_replaces_nothing(
     made = quantforge.demo(tmp_path / "mine")
     source = ROOT / "models/demo"
     held = {path.name: path.read_bytes() for path in made.iterdir()}
-    assert held.pop(OWN)
+    assert held.pop(REFERENCE_TEXT)
     assert held == {path.name: path.read_bytes() for path in source.iterdir()}
     assert {path.name for path in tmp_path.iterdir()} == {"mine"}
     with pytest.raises(RefusedError, match="exists"):

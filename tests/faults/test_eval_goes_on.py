@@ -217,7 +217,7 @@ def full(*_, **__):
     [
         ("cli.evaluate", "save", ("--report", "r.json")),
         ("cli.evaluate", "append", ("--summary", "s.md")),
-        ("api.evaluate", "write_card_of", ("--card", "bits4")),
+        ("api.evaluate", "write_evaluation_card", ("--card", "bits4")),
     ],
 )
 def test_where_the_last_thing_cannot_be_written_figures_are_shown_or_kept(

@@ -8,7 +8,12 @@ from importlib import import_module
 import pytest
 
 from quantforge.api import evaluate, release
-from quantforge.api.folder_cards import FILES_PART, FolderFile, files_part, shown_file
+from quantforge.api.folder_cards import (
+    FILES_PART,
+    FolderFile,
+    choose_example_file,
+    render_files_part,
+)
 from quantforge.artifacts.number_text import size
 from quantforge.errors import InputError
 from tests.faults.test_release import Q8, written
@@ -125,14 +130,16 @@ def test_which_one_is_what_fits_and_is_closest():
     large, small, bad = (
         file("l", 30_000_000_000, 0.001), file("s", 5_000_000_000, 0.1), file("b", 9_000_000_000, 0.2),
     )  # fmt: skip
-    text = files_part([large, small, bad], 8192, [])
+    text = render_files_part([large, small, bad], 8192, [])
     rows = [line for line in text.splitlines() if "GB | `" in line and line.startswith("| ")]
     assert [row for row in rows if row.count("|") == 4] == [
         "| 6 GB | `s` | 5.50 GB |", "| 48 GB | `l` | 33.0 GB |",
     ]  # fmt: skip
     assert "closer to the source: `b` (`s`)." in text
-    assert r"| a\|b |" in files_part([FolderFile("x", "a|b", 4.0, 1, 1.0, None)], 8, [])
-    unmeasured = files_part([file("s", 5_000_000_000, None), file("b", 9_000_000_000, None)], 8, [])
+    assert r"| a\|b |" in render_files_part([FolderFile("x", "a|b", 4.0, 1, 1.0, None)], 8, [])
+    unmeasured = render_files_part(
+        [file("s", 5_000_000_000, None), file("b", 9_000_000_000, None)], 8, []
+    )
     assert "| 12 GB | `b` |" in unmeasured
     assert "most bits per weight" in unmeasured
     assert "closer" not in unmeasured
@@ -143,7 +150,9 @@ def test_the_examples_load_a_file_that_is_advised_and_measured():
         return FolderFile(name, "gptq", bits, int(bits * size), bits * size * 1.1, kl)
 
     small, bad, good = file("2", 2.5, 0.5), file("5", 5.0, 0.9), file("6", 6.5, 0.01)
-    assert shown_file([small, bad, good]).name == "6"  # the one of 5 bits is advised to nobody
-    assert shown_file([small, file("5", 5.0, None), good]).name == "6"  # not measured
-    assert shown_file([file("2", 2.5, None), file("5", 5.0, None)]).name == "5"
-    assert shown_file([file("4", 4.0, None, 1e12), file("8", 8.5, None, 1e12)]).name == "8"
+    assert (
+        choose_example_file([small, bad, good]).name == "6"
+    )  # the one of 5 bits is advised to nobody
+    assert choose_example_file([small, file("5", 5.0, None), good]).name == "6"  # not measured
+    assert choose_example_file([file("2", 2.5, None), file("5", 5.0, None)]).name == "5"
+    assert choose_example_file([file("4", 4.0, None, 1e12), file("8", 8.5, None, 1e12)]).name == "8"

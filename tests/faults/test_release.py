@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from quantforge.api import release
-from quantforge.api.release import SPEC, ReleasedVariant, repository_of, upload_script
+from quantforge.api.release import SPEC, ReleasedVariant, upload_script, variant_repository
 from quantforge.errors import GateError, RefusedError
 from quantforge.settings import Settings
 from tests.runs import command, ended, forked, tree
@@ -112,7 +112,7 @@ def test_the_name_of_the_model_is_said_once_in_a_repository(stated, tmp_path):
     (out / "upload.sh").write_text(upload_script(stated, made))
     for name in names:
         (out / name).mkdir()
-    cards = [f"{repository_of('acme/demo', one.out)} awq/{one.name}" for one in made]
+    cards = [f"{variant_repository('acme/demo', one.out)} awq/{one.name}" for one in made]
     assert cards[0] == "acme/demo-vllm-4bit awq/demo-vllm-4bit"
     assert uploads(out, *([] if stated else ["acme/demo"])) == sorted(cards, reverse=True)
 

@@ -94,8 +94,8 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
 @pytest.mark.parametrize(
     ("place", "name", "number"),
     [
-        further(release_module, "_lay_out", signal.SIGCONT), further(variants, "carry_out", signal.SIGKILL),
-        (UnitOutput, "finish", signal.SIGKILL), (release_module, "_finish", signal.SIGCONT),
+        further(release_module, "_prepare_directories", signal.SIGCONT), further(variants, "run_group", signal.SIGKILL),
+        (UnitOutput, "finish", signal.SIGKILL), (release_module, "_score_and_write", signal.SIGCONT),
     ],
 )  # fmt: skip
 def test_who_waits_for_a_release_says_who_was_stopped(

@@ -74,14 +74,14 @@ def test_each_has_the_bytes_of_its_separate_command_also_after_a_stop(model, tmp
 
 
 def test_a_stage_is_left_when_its_group_has_ended(model, tmp_path):
-    carried_out, groups = variants.carry_out, []
+    carried_out, groups = variants.run_group, []
 
     def noting(group):
         assert not any(run_folder(out).exists() for outs in groups for out in outs)
         carried_out(group)
         groups.append([stage.out for stage, _ in group])
 
-    with patch.object(variants, "carry_out", noting):
+    with patch.object(variants, "run_group", noting):
         _made(model, tmp_path / "out")
     assert [len(outs) for outs in groups] == [4, 1]
 
@@ -135,7 +135,7 @@ def test_who_waits_for_others_moves_with_what_they_have_made_and_estimates_nothi
     with ExitStack() as others, report_to(listen):
         for job in held.jobs.values():
             others.enter_context(job.stage)
-        with patch.object(variants, "is_made", lambda job, _: job.out.name in there):
+        with patch.object(variants, "is_up_to_date", lambda job, _: job.out.name in there):
             assert planned.make(tmp_path / "x", 0) == ("2",)
     waiting = [one for one in told if one.waits]
     assert [round(one.share / 0.95, 1) for one in waiting] == [0.3, 0.7]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quantforge import api
-from quantforge.api.export import loaded_format
+from quantforge.api.export import find_loadable_format
 from quantforge.architectures.configuration import untied
 from quantforge.artifacts import manifest
 from quantforge.artifacts.provenance import BILL, STATEMENT
@@ -274,8 +274,8 @@ def test_the_revision_of_a_model_of_the_hub_is_recorded(model: Path, tmp_path: P
 
 
 def test_engines_are_asked_about_quantized_models_only(model: Path, quantized: Path) -> None:
-    assert loaded_format(str(model), "vllm", 1) is None
-    assert loaded_format(str(quantized), "vllm", 1) == "compressed-tensors"
+    assert find_loadable_format(str(model), "vllm", 1) is None
+    assert find_loadable_format(str(quantized), "vllm", 1) == "compressed-tensors"
 
 
 def test_a_quantized_model_is_quantized_again_on_request_only(

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from quantforge.api.evaluate import check_measurement
+from quantforge.api.evaluate import check_measurement_options
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.cache_quality import (
     BEFORE,
@@ -198,7 +198,7 @@ def test_a_model_without_such_caches_is_refused_before_any_work(tiny, family, mo
 )
 def test_names_that_mean_nothing_are_refused(given):
     if given == []:
-        check_measurement({"cache": given})
+        check_measurement_options({"cache": given})
         return
     with pytest.raises(UsageError, match="--cache"):
-        check_measurement({"cache": given})
+        check_measurement_options({"cache": given})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantforge import api
-from quantforge.api.plan import planned_for
+from quantforge.api.plan import plan_quantization
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.execution.calibration import calibrate
@@ -75,7 +75,7 @@ def test_rows_that_come_are_known_before_the_run(options, coming):
 
 
 def test_a_file_states_the_rows_that_came_and_not_those_that_were_asked_for():
-    planned = planned_for(DEMO, Recipe(type="Q4_K_M", method="rtn"), Settings(), None, {})
+    planned = plan_quantization(DEMO, Recipe(type="Q4_K_M", method="rtn"), Settings(), None, {})
     stated = [read(planned, name) for name in ("chunks_count", "dataset")]
     assert stated == [THERE, "builtin"]
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from quantforge.api.serve import _pages
+from quantforge.api.serve import _num_cache_pages
 from quantforge.runtime.batching.engine import EngineOptions, ServingEngine
 from quantforge.runtime.batching.generation_requests import Finished, GenerationRequest
 from quantforge.runtime.cache import PAGED, CacheLayout, CacheShape, PagedCache
@@ -129,6 +129,6 @@ def test_a_server_has_room_for_more_tokens(decoder):
     shape = decoder("gemma3").cache_shape()
     layout = CacheLayout(shape, 128, CHUNK)
     memory = 4 * layout.sequence_bytes(128)
-    assert _pages(layout, 4, memory / (1 << 30)) == 4 * 4
+    assert _num_cache_pages(layout, 4, memory / (1 << 30)) == 4 * 4
     without = CacheLayout(shape, 128)
-    assert _pages(without, 4, memory / (1 << 30)) < 4 * 4
+    assert _num_cache_pages(without, 4, memory / (1 << 30)) < 4 * 4
