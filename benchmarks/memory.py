@@ -1,6 +1,6 @@
 """Peak memory of a run against what `plan` printed, on synthetic checkpoints of several depths.
 
-    python benchmarks/memory.py --depths 8 24 [--methods gptq "gptq tune=0 guide=1"] --out PREFIX
+    python benchmarks/memory.py --depths 8 24 [--methods gptq "gptq tune=0 guided_hessians=1"] --out PREFIX
 
 Each run is a process of its own. Its peak above the imports is the kernel's high-water mark of resident memory, which
 is reset after the imports, less what was resident then. A method may be followed by other choices of a recipe. Seconds

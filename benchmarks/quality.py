@@ -38,9 +38,9 @@ OURS = {
     ),  # at the default effort, which tunes for one epoch at 4 bits and fewer
     "gptq, untuned": UNTUNED,
     "gptq, untuned, no refinement": (*UNTUNED, "--refine", "0"),
-    "gptq --guide 1, untuned": (*UNTUNED, "--guide", "1"),
-    "gptq --guide 4, untuned": (*UNTUNED, "--guide", "4"),
-    "gptq --guide 1": ("--method", "gptq", "--guide", "1"),
+    "gptq --guided-hessians 1, untuned": (*UNTUNED, "--guided-hessians", "1"),
+    "gptq --guided-hessians 4, untuned": (*UNTUNED, "--guided-hessians", "4"),
+    "gptq --guided-hessians 1": ("--method", "gptq", "--guided-hessians", "1"),
     "gptq --tune 1": ("--method", "gptq", "--tune", "1"),
     "gptq --tune 2": ("--method", "gptq", "--tune", "2"),
     "gptq --effort low": ("--method", "gptq", "--effort", "low"),

@@ -247,7 +247,9 @@ class Plan:
     ] = ()  # notes on source files that are not copied (`quantforge.planning.notes`)
     late: tuple[str, ...] = ()  # tensors that are quantized after the last block: a quantized head
     needs: tuple[str, ...] = ()  # statistics that calibration collects (`model.statistics`)
-    guide: int = 0  # number of strips of rows with their own guided Hessian; 0 for plain Hessians
+    guided_hessians: int = (
+        0  # number of strips of rows with their own guided Hessian; 0 for plain Hessians
+    )
     tune: int = 0  # tuning epochs after rounding; 0 for none
     untie: bool = False  # whether a tied head is stored separately
     name: str = ""  # default name of the result (`quantforge.planning.naming`)

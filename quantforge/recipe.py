@@ -28,16 +28,16 @@ from quantforge_files.roles import RECIPE
 # Smallest and largest values of numbers; more sweeps would only waste time.
 LIMITS = {
     "bits": (min(INTEGER_BITS), max(INTEGER_BITS)),
-    "guide": (0, 1024),
+    "guided_hessians": (0, 1024),
     "tune": (0, 1000),
     "gptq.shrinkage": (0, 1),
     "gptq.refine": (0, 1000),
-    "gptq.runs": (0, 1000),
+    "gptq.passes": (0, 1000),
     "tensor_parallel": (1, 2**20),
-    "awq.rows": (1, 2**40),
+    "awq.search_samples": (1, 2**40),
     "calibration.samples": (1, 2**32),
     "calibration.length": (2, 2**32),
-    "calibration.random": (0, 1),
+    "calibration.random_share": (0, 1),
     "calibration.seed": (-(2**63), 2**63 - 1),
     "calibration.micro_batch": (1, 2**32),
     "calibration.min_expert_tokens": (0, 2**32),
@@ -47,11 +47,11 @@ LIMITS = {
 VALUES = {
     "effort": ("low", "medium", "high"),
     "scales": ("absmax", "search", "reference"),
-    "inputs": ("absmax", "percentile", "mse"),
+    "activation_range": ("absmax", "percentile", "mse"),
     "kv_cache": ("none", "fp8", "fp8_head"),
     "mtp": ("keep", "quantize", "drop"),
     "calibration.precision": ("float32", "bfloat16"),
-    "calibration.experts": ("routed", "all"),
+    "calibration.expert_tokens": ("routed", "all"),
 }
 # Hints for values of other options, in the form that `nearest` takes: types of the cache at run time.
 OTHER_TOOLS_VALUES = {
@@ -60,7 +60,16 @@ OTHER_TOOLS_VALUES = {
     }
 }
 # Keys whose values are converted to lower case.
-LOWER_CASE_KEYS = ("method", "effort", "format", "engine", "scales", "inputs", "kv_cache", "mtp")
+LOWER_CASE_KEYS = (
+    "method",
+    "effort",
+    "format",
+    "engine",
+    "scales",
+    "activation_range",
+    "kv_cache",
+    "mtp",
+)
 IMATRIX = "imatrix:"  # prefix of a calibration source: importance is read from the named file
 NO_DATA = "none"  # calibration source for no calibration at all
 
@@ -75,7 +84,7 @@ class GptqOptions:
         None  # of the Hessian's diagonal, added to it; None: as the grid has it
     )
     refine: int = 2  # sweeps of coordinate descent over the codes, a refit of the scales after each
-    runs: int = 0  # of error feedback, each with scales fitted to what the last one rounded; 0: as the grid has it
+    passes: int = 0  # of error feedback, each with scales fitted to what the last one rounded; 0: as the grid has it
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -83,8 +92,8 @@ class GptqOptions:
             raise RecipeError(f"gptq.damping = {self.damping}", "between 0 and 1, e.g. 0.01")
 
     def passes_of(self, grid: int) -> int:
-        """Return the number of passes over the columns: `runs`, or that of the ``grid`` if `runs` is 0."""
-        return self.runs or (grid if self.refine else 1)
+        """Return the number of passes over the columns: `passes`, or that of the ``grid`` if `passes` is 0."""
+        return self.passes or (grid if self.refine else 1)
 
 
 @strict_fields
@@ -92,7 +101,7 @@ class GptqOptions:
 class AwqOptions:
     """``[awq]``: see `quantforge.quantizers.awq`."""
 
-    rows: int = 16  # calibration rows that the search compares outputs on
+    search_samples: int = 16  # calibration rows that the search compares outputs on
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -121,13 +130,13 @@ class CalibrationOptions:
     samples: int = 128  # rows
     length: int = 512  # tokens of a row
     seed: int = 0
-    random: float | None = (
+    random_share: float | None = (
         None  # share of the rows whose tokens are drawn at random, see `planning.calibration_rows`
     )
     chat_template: bool = False  # render `messages` documents through the model's chat template
     micro_batch: int = 2  # rows of one forward; part of the recipe because sums depend on it
     precision: str = "float32"  # of the products of the forward: float32 | bfloat16, twice as fast where it is native
-    experts: str = "routed"  # tokens that calibrate an expert: those sent to it | all
+    expert_tokens: str = "routed"  # tokens that calibrate an expert: those sent to it | all
     min_expert_tokens: int = 128  # of an expert that saw fewer an event tells
     sha256: tuple[str, ...] = ()  # `DIGEST  NAME` of the source's files, see `planning.local_paths`
 
@@ -182,22 +191,24 @@ class Recipe:
     scheme: str | None = None
     format: str = ""  # "": by name, type, engine or scheme (`formats.format_choice`)
     scales: str = "search"  # absmax | search | reference (ggml's own quantizer)
-    guide: int | None = (
-        None  # strips of rows with a Hessian guided by gradients; 0: a plain one; None: by effort
+    guided_hessians: int | None = (
+        None  # per matrix, each for a strip of its rows; 0: a plain one; None: by effort
     )
     tune: int | None = None  # epochs in which scales, norms and codes are learned; None: by effort
     ignore: tuple[str, ...] = ()
     rules: tuple[Rule, ...] = ()
-    inputs: str = "absmax"  # range of static inputs: absmax | percentile | mse
+    activation_range: str = "absmax"  # range of static inputs: absmax | percentile | mse
     kv_cache: str = "none"  # measured scales of an fp8 cache: none | fp8 (per tensor) | fp8_head
     engine: str | None = None  # that has to load the result
     tensor_parallel: int = 1  # devices that it is split over
-    head: str = "keep"  # scheme of the output projection, or keep
+    lm_head: str = "keep"  # scheme of the output projection, or keep
     embedding: str = ""  # its scheme, or keep; "": as the tool of the format has it
     mtp: str = "keep"  # heads that predict further tokens: keep | quantize (plainly) | drop
     max_shard_bytes: int | None = None  # None: 5 GB for safetensors, one file for GGUF
     type: str | None = None  # GGUF: the mixture, e.g. Q4_K_M
-    pre: str | None = None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
+    pre_tokenizer: str | None = (
+        None  # GGUF: llama.cpp's name of a pre-tokenizer that is not recognised
+    )
     prune_experts: str | None = None  # the share of every layer's experts that is removed: "25%"
     sparsity: str | None = None  # zeros of every row: a share, or how many of neighbours stay
     adapter: AdapterOptions = field(default_factory=AdapterOptions)

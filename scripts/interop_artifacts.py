@@ -24,7 +24,7 @@ ARTIFACTS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "ct-int2-g64": ("int2:g64:sym", "compressed-tensors", ()),
     "ct-int8-g128": ("int8:g128:sym", "compressed-tensors", ()),
     "ct-mixed-4-8": ("int4:g128:sym", "compressed-tensors", ("--rule", "down_proj=int8:g128:sym")),
-    "ct-head-int8": ("int4:g128:sym", "compressed-tensors", ("--head", "int8:g128:sym")),
+    "ct-head-int8": ("int4:g128:sym", "compressed-tensors", ("--lm-head", "int8:g128:sym")),
     "gptq-int4-g128": ("int4:g128:sym", "gptq", ()),
     "gptq-int4-g32": ("int4:g32:sym", "gptq", ()),
     "gptq-int4-skipped": ("int4:g128:sym", "gptq", ("--ignore", "layers.0.mlp.down_proj")),
@@ -84,7 +84,7 @@ def write(model: Path, entry: tuple[str, str, tuple[str, ...]], out: Path) -> No
     pairs = dict(zip(extra[::2], extra[1::2], strict=True))
     recipe = build_recipe(
         None, method="rtn", scales="absmax", scheme=scheme, format=form,
-        head=pairs.get("--head"), ignore=[v for k, v in pairs.items() if k == "--ignore"],
+        lm_head=pairs.get("--lm-head"), ignore=[v for k, v in pairs.items() if k == "--ignore"],
         rules=[v for k, v in pairs.items() if k == "--rule"],
     )  # fmt: skip
     quantize(str(model), recipe, out, Settings(overwrite=True))

@@ -59,7 +59,7 @@ CANARIES = (
     "m.txt", "m.gguf.part", "m.log.jsonl", ".m.qf-stage/model.safetensors", ".m.gguf.qf.lock", "m.Modelfile", "*.gguf",
 )  # fmt: skip
 ROWS = CalibrationOptions(samples=8, length=64)
-EVERYONE = replace(ROWS, experts="all")
+EVERYONE = replace(ROWS, expert_tokens="all")
 TEXT = "The quick brown fox jumps over the lazy dog, and then it rests. " * 200
 EARLIER = {  # earlier releases by the name of the output; the directory is also what is exported
     "m": Recipe(bits=8, scales="absmax"),

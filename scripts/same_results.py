@@ -101,10 +101,10 @@ OPTIONS = (
     "--type Q4_0 --scales absmax --max-shard-bytes 2000000",
     "--type Q4_K_M --imatrix {out}/importance.gguf --modelfile",
     "--bits 4 --method gptq --refine 0",
-    "--bits 4 --head int8:g128:sym --embedding int8:g64:sym",
+    "--bits 4 --lm-head int8:g128:sym --embedding int8:g64:sym",
     "--bits 4 --rule *down_proj=int8:g64:sym --ignore *k_proj",
-    "--scheme FP8_STATIC --kv-cache fp8 --inputs percentile",
-    "--scheme W8A8_STATIC --kv-cache fp8_head --inputs mse",
+    "--scheme FP8_STATIC --kv-cache fp8 --activation-range percentile",
+    "--scheme W8A8_STATIC --kv-cache fp8_head --activation-range mse",
     "--bits 4 --method gptq --activations disk --max-shard-bytes 1000000",
     "--bits 4 --method magnitude --sparsity 50% --format plain",
     "--bits 4 --method wanda --sparsity 2:4 --format plain",
@@ -201,8 +201,8 @@ def _kinds() -> dict[str, list[str]]:
         "much work": [
             quantize("one", options)
             for options in (
-                "--bits 3 --method gptq --guide 2 --tune 1", "--bits 2 --effort high",
-                "--bits 3 --method gptq --tune 1", "--scheme int3:g64:sym --method gptq --guide 1",
+                "--bits 3 --method gptq --guided-hessians 2 --tune 1", "--bits 2 --effort high",
+                "--bits 3 --method gptq --tune 1", "--scheme int3:g64:sym --method gptq --guided-hessians 1",
                 "--type Q3_K_S --method gptq --tune 1",
                 "--target 3.5bpw --candidates int2:g32:asym,int4:g128:sym,int8:g128:sym",
             )
@@ -212,7 +212,8 @@ def _kinds() -> dict[str, list[str]]:
             quantize("moe", options)
             for options in (
                 "--bits 4 --method gptq", "--bits 4 --method rtn", "--bits 3 --method awq+gptq",
-                "--bits 4 --method gptq --experts all", "--type Q4_K_M --method rtn", "--type Q4_K_M --method gptq",
+                "--bits 4 --method gptq --expert-tokens all",
+                "--type Q4_K_M --method rtn", "--type Q4_K_M --method gptq",
                 "--scheme MXFP4 --method gptq", "--format mlx --bits 4 --method awq", "--prune-experts 25% --bits 4",
                 "--format gptq --bits 4 --method gptq", "--scheme FP8_BLOCK --format fp8", "--bits 4 --for vllm",
                 "--method wanda --sparsity 2:4 --format plain",
@@ -407,7 +408,16 @@ def _translated(value: Any, keys: Mapping[str, str], words: Mapping[str, Any], p
         return [_translated(item, keys, words, path) for item in value]
     if not isinstance(value, str):
         return value
-    return words["events" if path.endswith(".kind") else "values"].get(value, value)
+    if path.endswith(".kind"):
+        return words["events"].get(value, value)
+    return words["values"].get(value) or _renamed_in_text(value)
+
+
+def _renamed_in_text(text: str) -> str:
+    """Translate the options and the keys of recipes (``KEY = VALUE``) in a sentence."""
+    options, keys = renamed_words()["options"], renamed_words()["recipe"]
+    text = re.sub(r"(?<!\S)--[a-z-]+", lambda found: options.get(found[0], found[0]), text)
+    return re.sub(r"[\w.]+(?= = )", lambda found: keys.get(found[0], found[0]), text)
 
 
 def _new_key(path: str, key: str, keys: Mapping[str, str]) -> str:

@@ -237,7 +237,7 @@ def export_recipe(
         )
     format_key = options.get("format") or format_from_filename(out) or None
     engine, type_name = options.get("engine"), options.get("type")
-    choices = (format_key, engine, type_name, options.get("pre"), options.get("scheme"))
+    choices = (format_key, engine, type_name, options.get("pre_tokenizer"), options.get("scheme"))
     if all(value is None for value in choices):
         raise UsageError(
             "--format is missing, or --for, or a name that ends in .gguf",
@@ -319,11 +319,11 @@ def _quantize_again(
             _recorded_recipe(checkpoint, original),
             format=wanted.format,
             type=wanted.type,
-            pre=wanted.pre,
+            pre_tokenizer=wanted.pre_tokenizer,
             bits=None,
             scheme=None,
             rules=(),
-            head="keep",
+            lm_head="keep",
             embedding=wanted.embedding,
             kv_cache="none",
             max_shard_bytes=wanted.max_shard_bytes,

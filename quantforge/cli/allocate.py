@@ -24,7 +24,7 @@ _CHOSEN_HERE = {
     "scheme",
     "type",
     "rules",
-    "guide",
+    "guided_hessians",
     "tune",
     "prune_experts",
     "sparsity",

@@ -46,11 +46,11 @@ class RecipeOption:
 # Groups of ``--help``: choices of a recipe by their names, then those of the other options.
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is asked for": (
-        "method", "effort", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre", "recipe",
+        "method", "effort", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre_tokenizer", "recipe",
     ),
-    "Which layers": ("ignore", "rules", "head", "embedding", "mtp", "adapter", "prune_experts", "sparsity"),
-    "Rounding": ("scales", "guide", "refine", "tune", "inputs", "kv_cache"),
-    "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "experts", "min_expert_tokens"),
+    "Which layers": ("ignore", "rules", "lm_head", "embedding", "mtp", "adapter", "prune_experts", "sparsity"),
+    "Rounding": ("scales", "guided_hessians", "refine", "tune", "activation_range", "kv_cache"),
+    "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "expert_tokens", "min_expert_tokens"),
     "Result": ("max_shard_bytes",),
 }  # fmt: skip
 _METAVARS = {int: "N", float: "X"}  # where an option names none
@@ -78,7 +78,7 @@ RECIPE: Mapping[str, RecipeOption] = {
         "GGUF: the mixture, by default the one of --bits: {words}. `export --format plain`: F32, F16 or BF16.",
         "TYPE",
     ),
-    "pre": RecipeOption(
+    "pre_tokenizer": RecipeOption(
         "GGUF: llama.cpp's name of a pre-tokenizer that is not recognised.", "NAME"
     ),
     "ignore": RecipeOption("Leave matching layers alone (repeatable).", "PATTERN"),
@@ -89,18 +89,18 @@ RECIPE: Mapping[str, RecipeOption] = {
     "scales": RecipeOption(
         "{words}; reference: into GGUF, with the bytes of llama.cpp's own quantizer.", "HOW"
     ),
-    "inputs": RecipeOption("Range of static inputs: {words}.", "HOW"),
+    "activation_range": RecipeOption("Range of static inputs: {words}.", "HOW"),
     "kv_cache": RecipeOption(
         "Measure scales of an fp8 KV cache, per tensor or per head: {words}.", "KIND"
     ),
-    "head": RecipeOption("Quantize the output projection too.", "SCHEME"),
+    "lm_head": RecipeOption("Quantize the output projection too.", "SCHEME"),
     "embedding": RecipeOption(
         "Quantize the token embedding too; keep: not, where the format's own tool does.",
         "SCHEME|keep",
     ),
     "mtp": RecipeOption("What becomes of heads that predict further tokens: {words}.", "WHICH"),
     "adapter": RecipeOption("Merge this adapter (of PEFT's LoRA) into the model first.", "DIR"),
-    "guide": RecipeOption(
+    "guided_hessians": RecipeOption(
         "For gptq: weigh calibration tokens by gradients, in so many strips of the rows of a matrix; 0: not."
     ),
     "tune": RecipeOption(
@@ -121,7 +121,7 @@ RECIPE: Mapping[str, RecipeOption] = {
     "chat_template": RecipeOption(
         "Render `messages` through the model's chat template (sandboxed)."
     ),
-    "experts": RecipeOption(
+    "expert_tokens": RecipeOption(
         "Tokens that calibrate an expert, those sent to it or all: {words}.", "WHICH"
     ),
     "prune_experts": RecipeOption(
@@ -150,7 +150,7 @@ WORDS: Mapping[str, Iterable[str]] = {
 }
 OF_CHOICES: Mapping[str, Completer] = {
     **{name: among(words) for name, words in WORDS.items()},
-    **dict.fromkeys(("scheme", "head", "embedding"), among(_SCHEMES)),
+    **dict.fromkeys(("scheme", "lm_head", "embedding"), among(_SCHEMES)),
     "recipe": among(builtin_recipes()),
 }
 

@@ -18,7 +18,7 @@ FORM = (
     "engine",
     "tensor_parallel",
     "type",
-    "pre",
+    "pre_tokenizer",
     "bits",
     "scheme",
     "scales",

@@ -40,7 +40,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "exclude modules-to-not-convert ignore-layers": ("--ignore",),
     "tensor-type layer-config dynamic quant-predicate": ("--rule",),
     "token-embedding-type": ("--embedding",),
-    "output-tensor-type": ("--head",),
+    "output-tensor-type": ("--lm-head",),
     "temp": ("--temperature",),
     "ctx-size n-ctx max-model-len context-length": ("--context", "--length"),
     "n-predict max-new-tokens": ("--max-tokens", "--new-tokens"),

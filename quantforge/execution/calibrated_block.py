@@ -164,7 +164,7 @@ class BlockRounder:
     @property
     def saved_row_count(self) -> int:
         """Return the number of rows whose input states must be saved for transforms that run the block on them."""
-        return self.recipe.awq.rows if self.has_transforms else 0
+        return self.recipe.awq.search_samples if self.has_transforms else 0
 
     def plan_observation(self, block: DecoderBlock) -> Observation:
         """Return which statistics of a block have to be observed.
@@ -175,7 +175,7 @@ class BlockRounder:
             self.tensors.quantized_linears(block),
             self.tensors.modified_linears(block),
         )
-        if not self.plan.guide:
+        if not self.plan.guided_hessians:
             wanted = needs(self.plan.method, importance=self.recipe.rounding.weighs)
         else:
             transforms = (METHODS[word].needs for word in self.plan.transforms)

@@ -66,7 +66,7 @@ class ExpertRounder:
     def _statistics(self, wanted: frozenset[Statistic]) -> ExpertStatistics:
         options = self._rounder.recipe.calibration
         return ExpertStatistics(
-            self._experts, wanted, all_tokens=options.experts == "all", seed=options.seed
+            self._experts, wanted, all_tokens=options.expert_tokens == "all", seed=options.seed
         )
 
     def round_experts(self, process_expert: ProcessExpert) -> Record:

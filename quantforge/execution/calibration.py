@@ -118,7 +118,7 @@ def calibrate(
     source = local_source or options.source
     request = Request(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
-        offline=offline, random=options.random or 0.0,
+        offline=offline, random=options.random_share or 0.0,
     )  # fmt: skip
     try:
         unused = UnusedColumns()
@@ -148,7 +148,7 @@ def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Eve
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)
     if warning := tokens_per_column_warning(tokens, widest):
         events.append(Event("few-calibration-tokens", "calibration", warning))
-    asked = int(report.rows * (options.random or 0))
+    asked = int(report.rows * (options.random_share or 0))
     if sample.images is None and report.random_rows < asked:
         detail = (
             f"no rows of random tokens, {asked} asked for: the tokenizer has special ones alone"

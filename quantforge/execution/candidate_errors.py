@@ -193,7 +193,7 @@ class CandidateErrors:
         if not inputs:
             return found
         statistics = ExpertStatistics(
-            experts, HESSIAN, all_tokens=options.experts == "all", seed=options.seed
+            experts, HESSIAN, all_tokens=options.expert_tokens == "all", seed=options.seed
         )
         for index, number in enumerate(experts.numbers):
             report_step(

@@ -150,7 +150,7 @@ def _open_stream(
             yield None, None
             return
         for run in runs:
-            if run.inputs.planned.plan.guide:
+            if run.inputs.planned.plan.guided_hessians:
                 stack.enter_context(run.guided_rounding(sample))
         if first.tuning.tunes_any_while_rounding:
             tuning_stream = stack.enter_context(first.tuning.stream(sample))
@@ -164,7 +164,7 @@ def can_share_pass(planned: Planned) -> bool:
     """Return whether a run can share a pass with others: it reads a block only before it changes it."""
     plan = planned.plan
     stacks = any(kind.stacks for kind in planned.model_layout.layers)
-    return not (stacks or plan.guide or observes_after_transforms(plan))
+    return not (stacks or plan.guided_hessians or observes_after_transforms(plan))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,7 +322,7 @@ class Run:
     def guided_rounding(self, sample: Sample) -> Iterator[None]:
         """Round blocks under guided Hessians inside this context; compute token weights first if missing."""
         planned, directory = self.inputs.planned, self.journal.directory
-        record, strips = self.journal.done.get(GUIDE), planned.plan.guide
+        record, strips = self.journal.done.get(GUIDE), planned.plan.guided_hessians
         with open_token_weights(planned, directory, sample.ids.shape, strips, record) as weights:
             if record is None:
                 with self.record_unit(GUIDE) as guide_record:

@@ -93,7 +93,7 @@ class MatrixRounder:
         record: Record = {}
         for name, result in rounded.items():
             tensor = self._by_name[name]
-            inputs = self._recipe.inputs
+            inputs = self._recipe.activation_range
             whole = add_input_parameters(result.tensor, tensor, weights[name], statistics, inputs)
             self.pack_and_write(tensor, whole)
             counted, left = count_outliers(tensor, statistics)

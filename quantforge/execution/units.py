@@ -72,7 +72,7 @@ def list_units(plan: Plan, blocks: int) -> tuple[Unit, ...]:
     for tensor in plan.tensors if plan.needs else ():
         if tensor.expert >= 0:
             experts.setdefault(tensor.block, set()).add(tensor.expert)
-    names = [OUTSIDE_BLOCKS, *([GUIDE] if plan.guide else [])]
+    names = [OUTSIDE_BLOCKS, *([GUIDE] if plan.guided_hessians else [])]
     for index in range(blocks):
         names += [expert_unit(index, number) for number in sorted(experts.get(index, ()))]
         names.append(block_unit(index))
@@ -146,8 +146,8 @@ def check_shareable(
         "calibration rows pass its blocks one after the other":
             (calibrated and not torchrun, "start torchrun -m quantforge, use one process, or --calibration none"),
         "blocks of this family pass on more than hidden states": (calibrated and replayed, alone),
-        "the weights of tokens for --guide are made in one process":
-            (plan.guide, f"{alone}; or {without('--guide')}"),
+        "the weights of tokens for --guided-hessians are made in one process":
+            (plan.guided_hessians, f"{alone}; or {without('--guided-hessians')}"),
         "--prune-experts is calibrated here, in one process": (prunes_experts, alone),
     }  # fmt: skip
     for reason, (holds, hint) in reasons.items():

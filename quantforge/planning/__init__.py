@@ -17,7 +17,7 @@ In this folder:
     format_choice      Choose the format of a result if none is requested, and check that the result's name matches it
     gguf_draft         Plan a GGUF file: the name, type and position of every tensor, and the metadata
     gpu_cards          GPUs: memory, bandwidth and 16-bit compute of the devices that models are served on
-    gradient_options   Options that need gradients (``--guide``, ``--tune``): when they are possible and what they cost
+    gradient_options   Options that need gradients (guided Hessians, tuning): when they are possible and what they cost
     importance_check   Compare an importance file (imatrix) with a plan by names and widths
     layer_schemes      Schemes of linears in formats that store a model module by module: defaults and substitutes
     local_paths        Separate local paths from recipes: a recipe holds names and digests of the files it uses

@@ -52,8 +52,8 @@ def random_row_share(
         tensors: plans of all tensors.
     """
     options = recipe.calibration
-    if options.random is not None:
-        return options.random
+    if options.random_share is not None:
+        return options.random_share
     inputs = (tensor.scheme.input for tensor in tensors if tensor.scheme is not None)
     static_inputs = any(activation is not None and activation.measured for activation in inputs)
     measures_text = recipe.prune_experts or recipe.kv_cache != "none"
@@ -188,9 +188,9 @@ def add_image_memory(
 def row_notes(options: CalibrationOptions, model: Path) -> tuple[str, ...]:
     """Return notes on random calibration rows, and on rows that the builtin text is known to lack."""
     random_note: tuple[str, ...] = ()
-    if options.random:
+    if options.random_share:
         random_note = (
-            f"calibration: {options.random:.4g} of the rows hold random tokens, not text",
+            f"calibration: {options.random_share:.4g} of the rows hold random tokens, not text",
         )
     if options.source != CalibrationOptions().source or _accepts_fewer_rows(options):
         return random_note

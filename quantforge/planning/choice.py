@@ -1,7 +1,7 @@
 """The order in which rules, options and defaults decide the scheme of each tensor, for every format.
 
-An ignore pattern or a rule decides first, then ``--head`` and ``--embedding``, then the default of the format. If the
-shape of a tensor cannot hold the chosen scheme, a similar one is substituted and recorded as an event; if there is
+An ignore pattern or a rule decides first, then ``--lm-head`` and ``--embedding``, then the default of the format. If
+the shape of a tensor cannot hold the chosen scheme, a similar one is substituted and recorded as an event; if there is
 none, the tensor stays unquantized. A format only defines what a scheme means in its files, what its default is, and
 what replaces a scheme that does not fit (`FormatSchemes`). Most engines load linears that read the same activation (q,
 k, v) as one matrix: there a rule for one of them decides for all.
@@ -242,7 +242,7 @@ class SchemeChooser(Generic[AnyScheme]):
         self._rules = RecipeRules(recipe, tensors)
         self.notes = self._rules.notes
         self.substitutions: list[Event] = []
-        head = "" if recipe.head == KEEP else recipe.head
+        head = "" if recipe.lm_head == KEEP else recipe.lm_head
         self._outer_schemes = {Role.HEAD: head, Role.EMBEDDING: recipe.embedding}
         roles = {tensor.role for tensor in tensors}
         for role, text in self._outer_schemes.items():
@@ -292,7 +292,7 @@ class SchemeChooser(Generic[AnyScheme]):
         return self._scheme_for(tensor, self._request(tensor))
 
     def _request(self, tensor: MatchedTensor) -> RequestedScheme | None:
-        """Return what a rule requests for a tensor, else what ``--head`` or ``--embedding`` does."""
+        """Return what a rule requests for a tensor, else what ``--lm-head`` or ``--embedding`` does."""
         wanted = self._outer_schemes.get(tensor.role, "")
         if (ruled := self._rule_request(tensor)) is not None or not wanted:
             return ruled

@@ -10,9 +10,10 @@ values that a recipe or an option names are not changed. What a model, method or
 with the reason of the refusal. The settings are written into the plan's recipe, so that planning that recipe again does
 not set anything more.
 
-All defaults of ``gptq``: effort sets ``tune``, ``guide`` and ``calibration.samples`` (`EFFORT_SETTINGS`),
-``calibration.random`` is a share of rows with random tokens (`calibration_rows.random_row_share`), ``gptq.refine`` and
-``gptq.damping`` are constants (`GptqOptions`), and passes and shrinkage belong to the grid (`Grid`).
+All defaults of ``gptq``: effort sets ``tune``, ``guided_hessians`` and ``calibration.samples`` (`EFFORT_SETTINGS`),
+``calibration.random_share`` is a share of rows with random tokens (`calibration_rows.random_row_share`),
+``gptq.refine`` and ``gptq.damping`` are constants (`GptqOptions`), and passes and shrinkage belong to the grid
+(`Grid`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ LOW_EFFORT = "low"  # the level that takes plain rounding as the default method
 EFFORT_SETTINGS: Mapping[str, Mapping[str, int]] = {
     LOW_EFFORT: {"calibration.samples": 32},
     "medium": {"tune": 1},
-    "high": {"guide": 1, "tune": 4, "gptq.runs": 4},
+    "high": {"guided_hessians": 1, "tune": 4, "gptq.passes": 4},
 }
 DEFAULT_RECIPE = Recipe()
 # Limits within which the default level tunes: schemes of few bits lose most, few rows give little signal
@@ -125,7 +126,7 @@ def _requested_schemes(recipe: Recipe, file_format: Format) -> list[Scheme]:
         texts = [grid] if grid in GRIDS else []
     else:
         texts = [base_scheme(file_format, recipe)]
-    texts += [recipe.head, recipe.embedding, *(rule.scheme for rule in recipe.rules)]
+    texts += [recipe.lm_head, recipe.embedding, *(rule.scheme for rule in recipe.rules)]
     return [parse_layer(text).weight for text in texts if text not in ("", KEEP)]
 
 
@@ -146,10 +147,10 @@ class EffortContext(NamedTuple):
 
     def refuse(self, recipe: Recipe) -> None:
         """Refuse a guide or tuning that the model does not support; errors as `refuse_guide` and `refuse_tune`."""
-        if recipe.guide:
-            all_tokens = recipe.calibration.experts == "all"
+        if recipe.guided_hessians:
+            all_tokens = recipe.calibration.expert_tokens == "all"
             refuse_guide(
-                recipe.guide,
+                recipe.guided_hessians,
                 self.method_words,
                 self.tensors,
                 self.model_layout,
@@ -183,7 +184,7 @@ def apply_effort(recipe: Recipe, context: EffortContext) -> tuple[Recipe, tuple[
         else:
             recipe = _with_key(recipe, key, value)
             applied.append(f"{key} = {value}")
-    recipe = replace(recipe, guide=recipe.guide or 0, tune=recipe.tune or 0)
+    recipe = replace(recipe, guided_hessians=recipe.guided_hessians or 0, tune=recipe.tune or 0)
     if recipe.effort == DEFAULT_RECIPE.effort:
         faster = "; --tune 0 is faster, and worse"
         return recipe, (choice(f"{', '.join(applied)}: --effort {recipe.effort}{faster}"),) * bool(
@@ -220,11 +221,11 @@ def _setting_obstacle(key: str, value: int, recipe: Recipe, context: EffortConte
     if option and method_word not in context.method_words:
         return f"of {method_word} alone, the method is {'+'.join(context.method_words)}"
     if option:
-        return _gptq_runs_obstacle(value, recipe, context.tensors)
+        return _gptq_passes_obstacle(value, recipe, context.tensors)
     try:
         context.refuse(_with_key(recipe, key, value))
     except QuantForgeError as error:
-        return error.message.removeprefix(f"--{key} {value}: ")
+        return error.message.removeprefix(f"--{key.replace('_', '-')} {value}: ")
     family = context.model_layout.architecture
     if family is not None and family.replayed:
         return (
@@ -253,7 +254,7 @@ def _tuning_obstacle(recipe: Recipe, context: EffortContext) -> str:
     )
 
 
-def _gptq_runs_obstacle(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
+def _gptq_passes_obstacle(value: int, recipe: Recipe, tensors: Sequence[TensorPlan]) -> str:
     if recipe.scales != DEFAULT_RECIPE.scales:
         return "scales are fitted again only where they are searched for"
     schemes = [tensor.scheme.weight for tensor in tensors if tensor.scheme and tensor.block >= 0]

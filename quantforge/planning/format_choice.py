@@ -38,9 +38,9 @@ def choose_format(recipe: Recipe, out: Path | None = None) -> tuple[Recipe, tupl
     """
     notes: tuple[str, ...] = ()
     if not recipe.format:
-        key, notes = _format_from_options(recipe.type, recipe.pre, out) or _format_from_scheme(
-            recipe
-        )
+        key, notes = _format_from_options(
+            recipe.type, recipe.pre_tokenizer, out
+        ) or _format_from_scheme(recipe)
         recipe = replace(recipe, format=key)
     if out is not None:
         _check_name(recipe.format, recipe.engine, out)
@@ -70,7 +70,7 @@ def _format_from_options(
     mixture: str | None, pre: str | None, out: Path | None
 ) -> tuple[str, tuple[str, ...]] | None:
     """Return the format implied by an option that only it has, or by the name of the result; None if neither."""
-    for option, value in (("--type", mixture), ("--pre", pre)):
+    for option, value in (("--type", mixture), ("--pre-tokenizer", pre)):
         if value is not None:
             return GGUF, (choice(f"--format {GGUF}: {option} {value} is of GGUF files"),)
     if implied := format_from_filename(out):
@@ -98,7 +98,11 @@ def _holds_all_schemes(recipe: Recipe, key: str) -> bool:
         base = base_scheme(file_format, recipe)
     except (RefusedError, InputError):
         return False
-    texts = {"model.layers.0.base": base, "lm_head": recipe.head, "embed_tokens": recipe.embedding}
+    texts = {
+        "model.layers.0.base": base,
+        "lm_head": recipe.lm_head,
+        "embed_tokens": recipe.embedding,
+    }
     texts |= {f"model.layers.0.rule{n}": rule.scheme for n, rule in enumerate(recipe.rules)}
     layers = {name: parse_layer(text) for name, text in texts.items() if text not in ("", KEEP)}
     if not layers or not all(_holds(file_format, layer) for layer in layers.values()):

@@ -190,7 +190,7 @@ def plan_gguf_export(
     """
     contents = _contents(checkpoint, model_layout, observed=False)
     types = SourceTypes(schemes, tied=model_layout.tied)
-    export_recipe = Recipe(embedding=recipe.embedding, pre=recipe.pre)
+    export_recipe = Recipe(embedding=recipe.embedding, pre_tokenizer=recipe.pre_tokenizer)
 
     def recipe_metadata(_: Recipe) -> Metadata:
         return provenance_keys(original_recipe(checkpoint), "", 0, 0)
@@ -228,7 +228,9 @@ def _plan_file(
     ]
     types.check(file_tensors)
     vocabulary_size = next(item.shape[0] for item in file_tensors if item.named.name == _EMBEDDING)
-    tokenizer = _file_vocabulary(checkpoint, vocabulary_size, model_layout.config, recipe.pre)
+    tokenizer = _file_vocabulary(
+        checkpoint, vocabulary_size, model_layout.config, recipe.pre_tokenizer
+    )
     table = _tensor_table(file_tensors, found)
     weights, label = sum(math.prod(tensor.shape) for tensor in table), _label(file_tensors, types)
     types_and_shapes = {tensor.name: (tensor.type, tensor.shape) for tensor in table}
@@ -365,12 +367,12 @@ def _without_tied_head(
     """
     if not model_layout.tied or any(tensor.role is Role.HEAD for tensor in written):
         return recipe
-    if recipe.head not in {KEEP, recipe.embedding}:
+    if recipe.lm_head not in {KEEP, recipe.embedding}:
         raise InputError(
-            f"--head {recipe.head}: the head is tied to the embedding, and a GGUF file holds both as one",
-            f"--embedding {recipe.head} for both, or drop --head",
+            f"--lm-head {recipe.lm_head}: the head is tied to the embedding, and a GGUF file holds both as one",
+            f"--embedding {recipe.lm_head} for both, or drop --lm-head",
         )
-    return replace(recipe, head=KEEP)
+    return replace(recipe, lm_head=KEEP)
 
 
 def _label(file_tensors: Sequence[FileTensor], types: FileTypes) -> str:

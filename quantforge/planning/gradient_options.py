@@ -1,4 +1,4 @@
-"""Options that need gradients (``--guide``, ``--tune``): when they are possible and what they cost.
+"""Options that need gradients (guided Hessians, tuning): when they are possible and what they cost.
 
 The weights of all calibration tokens (`guidance.token_weights`) are stored in one file, in the order of the linears
 that `quantized_linears` lists.
@@ -109,7 +109,7 @@ def refuse_guide(
     tensors: Iterable[TensorPlan],
     model_layout: ModelLayout,
     option: str = "",
-    hint: str = "leave --guide out",
+    hint: str = "leave --guided-hessians out",
     *,
     every_expert: bool = False,
 ) -> None:
@@ -120,7 +120,7 @@ def refuse_guide(
         method_words: names of the transforms and of the rounder, in order.
         tensors: plans of all tensors.
         model_layout: the model.
-        option: the option that needs it, for messages; ``--guide`` if empty.
+        option: the option that needs it, for messages; ``--guided-hessians`` if empty.
         hint: what to type instead.
         every_expert: whether every token passes through every expert.
 
@@ -129,7 +129,7 @@ def refuse_guide(
             strips, or tokens pass through experts that the router does not choose.
         RefusedError: the model has experts that it does not compute as one stack.
     """
-    label = option or f"--guide {strips}"
+    label = option or f"--guided-hessians {strips}"
     if method_words[-1] != GPTQ:
         raise UsageError(
             f"{label}: --method {'+'.join(method_words)} does not take guided statistics",
@@ -138,15 +138,16 @@ def refuse_guide(
     linears = linears_with_gradients(label, hint, tensors, model_layout)
     if every_expert and any(tensor.expert >= 0 for tensor in linears.values()):
         raise UsageError(
-            f"{label}: --experts all sends every token through every expert, and only those that the router"
+            f"{label}: --expert-tokens all sends every token through every expert, and only those that the router"
             " sends have gradients",
-            f"leave --experts out, or {hint}",
+            f"leave --expert-tokens out, or {hint}",
         )
     name = min(linears, key=lambda name: linears[name].matrix[0])
     fewest_rows = linears[name].matrix[0]
     if strips > fewest_rows:
         raise UsageError(
-            f"--guide {strips}: {name} has {fewest_rows} rows", f"--guide {fewest_rows} at most"
+            f"--guided-hessians {strips}: {name} has {fewest_rows} rows",
+            f"--guided-hessians {fewest_rows} at most",
         )
 
 

@@ -134,7 +134,7 @@ def make_plan(
         recipe, effort_context
     )  # the default level tunes after gptq at few bits
     random_share = random_row_share(recipe, statistics.method_words, partial_plan.tensors)
-    recipe = replace(recipe, calibration=replace(recipe.calibration, random=random_share))
+    recipe = replace(recipe, calibration=replace(recipe.calibration, random_share=random_share))
     files = partial_plan.files(recipe)
     chosen_recipe, partial_plan, embedding_note = choose_embedding(
         file_format,
@@ -163,11 +163,11 @@ def make_plan(
     run = RunSizes(
         recipe.calibration,
         method_words=statistics.method_words,
-        search_rows=recipe.awq.rows,
+        search_rows=recipe.awq.search_samples,
         needs=needs,
         in_memory=settings.activations == "memory",
         workers=rounding_workers(settings),
-        guide=recipe.guide or 0,
+        guide=recipe.guided_hessians or 0,
         tune=recipe.tune or 0,
         source_transforms=source_transforms(recipe.method),
     )
@@ -248,7 +248,7 @@ def make_plan(
         left_behind=left_behind(checkpoint),
         late=partial_plan.late,
         needs=tuple(sorted(statistics_needed)),
-        guide=run.guide,
+        guided_hessians=run.guide,
         tune=run.tune,
         untie=partial_plan.untie,
         work=work,
@@ -379,9 +379,9 @@ def _plan_tensors(
     """Return the format's partial plan and the statistics that it needs; refuse options the format does not support."""
     check_draft_heads(recipe, model_layout)
     method_needs = statistics.for_method(model_layout)
-    if recipe.format != GGUF and (recipe.type or recipe.pre) is not None:
+    if recipe.format != GGUF and (recipe.type or recipe.pre_tokenizer) is not None:
         raise UsageError(
-            f"--type and --pre belong to GGUF files, not to {recipe.format}",
+            f"--type and --pre-tokenizer belong to GGUF files, not to {recipe.format}",
             "add --format gguf, or say --bits or --scheme; `export --format plain --type F16` sets the type of numbers",
         )
     if recipe.kv_cache != kv_scales.NONE and not load_format(recipe.format).INFO.holds_kv_scales:

@@ -31,7 +31,7 @@ PLACES: Mapping[str, str] = {
     "length": "calibration.length",
     "seed": "calibration.seed",
     "chat_template": "calibration.chat_template",
-    "experts": "calibration.experts",
+    "expert_tokens": "calibration.expert_tokens",
     "min_expert_tokens": "calibration.min_expert_tokens",
 }
 _LEADING_COMMENTS = re.compile(
@@ -48,7 +48,7 @@ class ExportOptions(TypedDict, total=False):
     engine: str | None
     tensor_parallel: int | None
     type: str | None
-    pre: str | None
+    pre_tokenizer: str | None
     bits: int | None
     scheme: str | None
     scales: str | None
@@ -65,18 +65,18 @@ class RecipeOptions(ExportOptions, total=False):
 
     method: str | None
     effort: str | None
-    inputs: str | None
+    activation_range: str | None
     kv_cache: str | None
-    head: str | None
+    lm_head: str | None
     mtp: str | None
-    guide: int | None
+    guided_hessians: int | None
     tune: int | None
     refine: int | None
     samples: int | None
     length: int | None
     seed: int | None
     chat_template: bool | None
-    experts: str | None
+    expert_tokens: str | None
     prune_experts: str | None
     sparsity: str | None
     min_expert_tokens: int | None
@@ -204,7 +204,7 @@ def _check_values(given: Mapping[str, Any]) -> None:
         if known and isinstance(value, str) and value.lower() not in known:
             option = f"--{name.replace('_', '-')}"
             raise UnknownNameError(f"{option} {value}: unknown", value_hint(field, value))
-    schemes = [given.get(name) for name in ("scheme", "head", "embedding")]
+    schemes = [given.get(name) for name in ("scheme", "lm_head", "embedding")]
     schemes += [_rule(text).scheme for text in given.get("rules", ())]
     for text in schemes:
         if isinstance(text, str) and text != KEEP:

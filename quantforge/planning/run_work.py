@@ -85,7 +85,7 @@ def run_work(
         guide_bytes: disk space of the guide, see `RunWork`.
     """
     streamed = bool(run.needs) and model_layout.dimensions is not None
-    routed = run.calibration.experts == "routed"
+    routed = run.calibration.expert_tokens == "routed"
     share = expert_share(model_layout, tensors) if routed else 1.0
     counts = dict.fromkeys(("pass", "observe", "search", "round"), 0.0)
     for group in group_by_shared_input(tensors, together=streamed).values():

@@ -103,8 +103,11 @@ def _check_no_width(recipe: Recipe) -> None:
             "a width, a type or rules are given, and the size decides on them",
             "name --candidates instead, or leave the size out",
         )
-    if recipe.guide:
-        raise UsageError(f"--guide {recipe.guide}: errors are measured without it", "leave it out")
+    if recipe.guided_hessians:
+        raise UsageError(
+            f"--guided-hessians {recipe.guided_hessians}: errors are measured without it",
+            "leave it out",
+        )
     if recipe.effort != default_effort:
         raise UsageError(
             f"--effort {recipe.effort}: errors are measured at {default_effort}",

@@ -135,7 +135,9 @@ class _ScaleSearch:
         self._schemes = {name: layers[name].weight for name in shared.linears if name in layers}
         self._importance = _floor_squares(statistics.importance)
         self._activation = _floor_squares(self._sum_tied(statistics.importance)).log2() / 2
-        self._error = OutputErrorEstimator(block, shared, statistics, rounding.awq.rows, moments)
+        self._error = OutputErrorEstimator(
+            block, shared, statistics, rounding.awq.search_samples, moments
+        )
         self._weights = {name: self._error.weights[name] for name in self._schemes}
         self._row_steps = {
             name: 1

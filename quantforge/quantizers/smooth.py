@@ -65,7 +65,7 @@ def apply(
         block: the block.
         statistics: statistics by `SharedInput.key`; peaks are required for each input read by a quantized linear.
         layers: schemes of the linears that will be quantized.
-        rounding: ``awq.rows`` is the number of calibration rows used.
+        rounding: ``awq.search_samples`` is the number of calibration rows used.
 
     Returns:
         The statistics of the changed block; a ``scale-fold-skipped`` event for each pair that could not be stored; and
@@ -78,7 +78,7 @@ def apply(
             continue
         schemes = {name: layers[name].weight for name in readers}
         pair = _StrengthSearch(block, shared, schemes, layers[readers[0]].input)
-        found = pair.search(statistics[shared.key], rounding.awq.rows)
+        found = pair.search(statistics[shared.key], rounding.awq.search_samples)
         if found.strength is not None:
             skipped = fold_if_storable(block, shared, layers, found.scale)
             if skipped:

@@ -141,7 +141,7 @@ def test_inspect_derives_what_reads_the_same_activation(model: Model, tmp_path: 
         (("quantize", "MODEL", "--bits 4 --allow nothing=1"), 2, "nothing"),
         (("quantize", "MODEL", "--format gptq --scheme nf4"), 4, "nf4"),
         (("quantize", "MODEL", "--method rtn --tune 1 --bits 4"), 2, "--tune"),
-        (("quantize", "MODEL", "--method rtn --type Q8_0 --head int8:row"), 4, "head"),
+        (("quantize", "MODEL", "--method rtn --type Q8_0 --lm-head int8:row"), 4, "head"),
         (("quantize", "./absent", "--bits 4"), 3, "absent"),
         (("quantize", "MODEL", "--bits 4 --device cuda:99"), 2, "--device"),
         (("eval", "MODEL", "--report r.txt"), 2, ".html"),

@@ -33,7 +33,7 @@ METHODS = {
     "smooth": f"--method smooth --scheme W8A8 {ROWS}",
     "smooth+gptq": f"--method smooth+gptq --scheme W8A8 {ROWS}",
     "rotate+rtn": f"--method rotate+rtn --bits 4 {ROWS}",
-    "guided": f"{GPTQ} --guide 2",
+    "guided": f"{GPTQ} --guided-hessians 2",
 }
 
 
@@ -98,7 +98,7 @@ def test_a_scale_search_is_closer_than_the_largest_value(model: Model, make: Mak
 @pytest.mark.parametrize(
     "words",
     [
-        "--refine 0", "--seed 1", "--samples 6", "--length 48", "--guide 2",
+        "--refine 0", "--seed 1", "--samples 6", "--length 48", "--guided-hessians 2",
         "--scales absmax", "--max-shard-bytes 200000", "--calibration TEXT", "--calibration self",
     ],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_an_option_changes_the_bytes(
 
 def test_layers_are_chosen_by_patterns(make: Make) -> None:
     words = "--ignore re:.*k_proj --rule down_proj=int8:g128:sym --rule *.1.mlp.*=int3:g128:sym"
-    made = make("quantize", "llama", RTN, words, "--head int8:g128:sym").path
+    made = make("quantize", "llama", RTN, words, "--lm-head int8:g128:sym").path
     schemes = document("inspect", made)["schemes"]
     assert schemes["int8:g128:sym:bf16"] == 3  # both down_proj and the head: the first rule wins
     assert schemes["int3:g128:sym:bf16"] == 2
@@ -168,7 +168,7 @@ def test_static_inputs_have_measured_ranges(make: Make) -> None:
     words = f"--method rtn --scheme FP8_STATIC {ROWS}"
     ranges = {}
     for how in ("absmax", "percentile", "mse"):
-        stored = tensors(make("quantize", "llama", words, "--inputs", how).path)
+        stored = tensors(make("quantize", "llama", words, "--activation-range", how).path)
         ranges[how] = torch.cat(
             [
                 tensor.flatten().float()
@@ -229,7 +229,7 @@ def test_effort_sets_what_is_not_named(model: Model, tmp_path: Path) -> None:
     assert made.code == 0, made.err
     recipe = manifest(tmp_path / "high")["recipe"]
     assert 'effort = "high"' in recipe
-    assert "guide = 1\n" in recipe
+    assert "guided_hessians = 1\n" in recipe
     assert "tune = 4\n" in recipe
 
 

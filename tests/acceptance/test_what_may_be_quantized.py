@@ -100,7 +100,7 @@ def test_experts_are_calibrated_by_their_tokens(make: Make) -> None:
     assert made.document["event_counts"]["expert-few-tokens"] >= 1
     enough = make("quantize", "mixture", GPTQ, "--min-expert-tokens 1")
     assert "expert-few-tokens" not in enough.document["event_counts"]
-    every = make("quantize", "mixture", GPTQ, "--experts all")
+    every = make("quantize", "mixture", GPTQ, "--expert-tokens all")
     assert digest(every.path / "model.safetensors") != digest(made.path / "model.safetensors")
 
 

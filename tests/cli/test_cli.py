@@ -202,7 +202,7 @@ def test_times_go_to_a_log_that_is_named_and_to_no_file_of_others(model, tmp_pat
         (["plan", "MODEL", "--rule", "q_proj=int8", "--rule", "k_proj=int4"], 3, ["one matrix"]),
         (["plan", "MODEL", "--recipe", "balancd-4bit"], 3, ["'balanced-4bit'"]),
         (["plan", "MODEL", "--recipe", "RECIPE"], 3, ["unknown key", "'method'"]),
-        (["plan", "MODEL", "--head", "int8", "--ignore", "*"], 3, ["nothing"]),
+        (["plan", "MODEL", "--lm-head", "int8", "--ignore", "*"], 3, ["nothing"]),
         (["recipes", "fast"], 2, ["'fast-8bit'"]),
         (["quantize", "MODEL", "-o", "OUT/a/b"], 3, ["mkdir -p"]),
         (["quantize", "MODEL", "--method", "gptq", "--calibration", "no.txt", "-o", "OUT"], 3, ["no.txt"]),

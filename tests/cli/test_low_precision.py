@@ -24,7 +24,7 @@ def test_every_observer_of_static_inputs_goes_all_the_way(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ("--scheme", "W8A8_STATIC", "--scales", "absmax", *ROWS)
-    planned = command(capsys, "plan", model, *options, "--inputs", "mse", "--json")
+    planned = command(capsys, "plan", model, *options, "--activation-range", "mse", "--json")
     document = json.loads(planned.out)
     schemes = {tensor["scheme"] for tensor in document["tensors"] if tensor["scheme"]}
     assert schemes == {"int8:row:sym:bf16+int8:tensor:static"}
@@ -32,7 +32,7 @@ def test_every_observer_of_static_inputs_goes_all_the_way(
     for observer in ("absmax", "percentile", "mse"):
         out = tmp_path / observer
         done = command(
-            capsys, "quantize", model, *options, "--inputs", observer, "-o", out, "--json"
+            capsys, "quantize", model, *options, "--activation-range", observer, "-o", out, "--json"
         )
         assert done.code == 0, done.err
         assert json.loads(done.out)["output_bytes"] == document["output_bytes"]
@@ -54,7 +54,9 @@ def test_every_observer_of_static_inputs_goes_all_the_way(
 def test_an_observer_that_does_not_exist_is_refused(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = command(capsys, "plan", model, "--scheme", "W8A8_STATIC", "--inputs", "percentil")
+    result = command(
+        capsys, "plan", model, "--scheme", "W8A8_STATIC", "--activation-range", "percentil"
+    )
     assert result.code == 2
     assert "percentile" in result.err
 

@@ -24,8 +24,8 @@ TEXT = "\n".join((Path(__file__).parents[2] / f"docs/{page}.md").read_text() for
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 # What only a recipe file says: no option, because few ever change it.
 IN_FILES_ALONE = {
-    "calibration.micro_batch", "calibration.precision", "calibration.sha256", "calibration.random",
-    "gptq.damping", "gptq.shrinkage", "gptq.runs", "awq.rows", "adapter.sha256",
+    "calibration.micro_batch", "calibration.precision", "calibration.sha256", "calibration.random_share",
+    "gptq.damping", "gptq.shrinkage", "gptq.passes", "awq.search_samples", "adapter.sha256",
 }  # fmt: skip
 
 

@@ -54,10 +54,10 @@ def test_bytes_do_not_follow_the_callers_defaults(
     "options",
     [
         {"seed": 1.5}, {"seed": True}, {"bits": numpy.int64(4)}, {"bits": True}, {"bits": "4"}, {"method": 5},
-        {"method": ["rtn"]}, {"scheme": b"int4"}, {"head": True}, {"rules": "a=int8"}, {"rules": [5]},
+        {"method": ["rtn"]}, {"scheme": b"int4"}, {"lm_head": True}, {"rules": "a=int8"}, {"rules": [5]},
         {"rules": [("a", "int8")]}, {"ignore": "lm_head"}, {"ignore": [None]}, {"calibration": Path("x")},
         {"engine": 5}, {"samples": "4"}, {"chat_template": "yes"}, {"tensor_parallel": 2.0}, {"refine": 1.5},
-        {"max_shard_bytes": True}, {"pre": 5}, {"type": 5},
+        {"max_shard_bytes": True}, {"pre_tokenizer": 5}, {"type": 5},
     ],
     ids=str,
 )  # fmt: skip
@@ -121,9 +121,9 @@ def use(made: Any) -> None:
     [
         lambda: quantforge.GptqOptions(refine=-3),
         lambda: quantforge.GptqOptions(damping=1.5),
-        lambda: quantforge.AwqOptions(rows=0),
+        lambda: quantforge.AwqOptions(search_samples=0),
         lambda: quantforge.CalibrationOptions(samples=0),
-        lambda: quantforge.CalibrationOptions(experts="none"),
+        lambda: quantforge.CalibrationOptions(expert_tokens="none"),
         lambda: quantforge.Rule("down_proj"),  # type: ignore[call-arg]
         lambda: quantforge.Policy(allow={"substitution": "2"}),  # type: ignore[dict-item]
         lambda: quantforge.Load(cache="int3"),

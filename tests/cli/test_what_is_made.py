@@ -33,7 +33,7 @@ QUICK = ["--method", "rtn", "--scales", "absmax"]
         [*QUICK, "--scheme", "int4:tensor"], [*QUICK, "--scheme", "int5:g256"],
         [*QUICK, "--bits", "4", "--format", "gptq"], ["--bits", "4", "--format", "awq"],
         [*QUICK, "--rule", "down_proj=int8:g64:sym", "--ignore", "*.layers.0.*", "--max-shard-bytes", "50000"],
-        [*QUICK, "--head", "int8", "--embedding", "int8"], [*QUICK, "--rule", "lm_head=int6"],
+        [*QUICK, "--lm-head", "int8", "--embedding", "int8"], [*QUICK, "--rule", "lm_head=int6"],
     ],
 )  # fmt: skip
 def test_the_plan_is_what_quantize_does(model, tmp_path, capsys, arguments):

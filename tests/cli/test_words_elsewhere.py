@@ -77,12 +77,12 @@ TYPED = [
     ("--scheme w4a8", "int4:g128:sym+int8:token:dynamic"),
     ("--scheme bnb-4bit", "nf4:g64:sym:double"),
     ("--scheme q4_k_m", "--type Q4_K_M"),
-    ("--head fp16", "--ignore PATTERN"),
+    ("--lm-head fp16", "--ignore PATTERN"),
     ("--rule down_proj=w8g64", "int8:g64:sym"),
     # words that take few
     ("--scales mse", "known: absmax, reference, search"),
     ("--kv-cache int8", "hold scales of fp8 alone"),
-    ("--experts every", "known: all, routed"),
+    ("--expert-tokens every", "known: all, routed"),
 ]  # fmt: skip
 
 

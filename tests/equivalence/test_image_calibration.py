@@ -131,7 +131,11 @@ def test_gradients_go_back_through_rows_with_images(
     family: str, model: Path, tmp_path: Path
 ) -> None:
     found = {}
-    choices = {GEMMA: {"tune": 1}, QWEN: {"guide": 1}, DEEP: {"guide": 1, "tune": 1}}[family]
+    choices = {
+        GEMMA: {"tune": 1},
+        QWEN: {"guided_hessians": 1},
+        DEEP: {"guided_hessians": 1, "tune": 1},
+    }[family]
     for name, seed in (("one", 0), ("two", 100)):
         file = rows_file(tmp_path / name, family, seed)
         wanted = swift("gptq", calibration=options(file), scheme=SCHEME, **choices)

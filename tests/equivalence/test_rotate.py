@@ -165,7 +165,7 @@ def test_rows_are_the_same_in_every_strip(tiny: Tiny, family: str) -> None:
     [
         ("llama-tied", "rotate+gptq", {"scheme": "int8:g32:sym"}),
         further("llama-wide", "rotate+awq+gptq", {"scheme": "int4:g32:sym"}),
-        ("qwen2", "rotate+rtn", {"scheme": "int8:row:sym", "head": "int8:row:sym"}),
+        ("qwen2", "rotate+rtn", {"scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
         further("mixtral", "rotate+rtn", {"scheme": "int8:g32:sym"}),
         further("llama-wide", "rotate+smooth+gptq", {"scheme": "W8A8"}),
         ("gemma", "rotate+gptq", {"scheme": "int8:g32:sym"}),

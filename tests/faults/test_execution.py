@@ -46,8 +46,8 @@ def errors(source: Path, out: Path) -> dict[str, float]:
         ("llama-wide", {"method": "rtn", "bits": 8, "scales": "absmax"}),
         ("gpt2", {"method": "rtn", "scheme": "int8:row:sym", "scales": "absmax"}),
         ("gpt2", {"method": "gptq", "scheme": "int8:row:sym"}),
-        ("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "head": "int8:row:sym"}),
-        ("llama-tied", {"method": "rtn", "scheme": "int8:row:sym", "head": "int8:row:sym", "scales": "absmax"}),
+        ("llama-tied", {"method": "gptq", "scheme": "int8:row:sym", "lm_head": "int8:row:sym"}),
+        ("llama-tied", {"method": "rtn", "scheme": "int8:row:sym", "lm_head": "int8:row:sym", "scales": "absmax"}),
     ],
 )  # fmt: skip
 def test_every_tensor_is_kept_or_near(
@@ -203,7 +203,7 @@ def test_a_head_is_rounded_for_what_it_reads(
 
     monkeypatch.setattr(execution, "observe_head", noted)
     monkeypatch.setattr(Job, "read_inputs", sampled)
-    wanted = swift("gptq", scheme="int8:row:sym", head="int8:row:sym")
+    wanted = swift("gptq", scheme="int8:row:sym", lm_head="int8:row:sym")
     quantize(model, out, replace(wanted, **values))
     rows, found = seen
     whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -104,7 +104,7 @@ def test_variants_that_only_one_process_can_make_are_shared_too(model, tmp_path)
     variant = VARIANT.replace('"}}', '", {more}}}')
     alone = {
         "tuned": "tune = 1",
-        "guided": "guide = 1",
+        "guided": "guided_hessians = 1",
     }
     asked = HEAD.format(model=model) + "".join(
         variant.format(name=name, method="gptq", scheme="int4:g32:sym", more=more)

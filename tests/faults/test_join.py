@@ -49,7 +49,7 @@ from tests.runs import (
 from tests.thorough import further
 
 PLAIN = swift(scales="absmax", bits=4)
-GPTQ = swift("gptq", bits=4, head="int8:row")
+GPTQ = swift("gptq", bits=4, lm_head="int8:row")
 FILE = Recipe(type="Q4_K_M", format="gguf", scales="absmax", max_shard_bytes=100_000)
 UNITS = ".out.qf/units"
 Start = Callable[[Callable[[], object]], int]
@@ -579,7 +579,7 @@ def test_a_value_that_is_not_finite_ends_it_and_nothing_is_left(model: Path, out
 @pytest.mark.parametrize(
     ("wanted", "changes", "words"),
     [
-        (swift("gptq", guide=1), {}, "--guide"),
+        (swift("gptq", guided_hessians=1), {}, "--guided-hessians"),
         (PLAIN, {"overwrite": True}, "--overwrite"),
     ],
 )

@@ -35,7 +35,7 @@ from tests.runs import (
 
 STARTED = "TORCHELASTIC_RUN_ID"
 ROOT = Path(__file__).parents[2]
-OPTIONS = ("--method", "gptq", "--bits", "4", "--head", "int8:row", *ROWS)
+OPTIONS = ("--method", "gptq", "--bits", "4", "--lm-head", "int8:row", *ROWS)
 
 
 def torchrun(words: tuple[object, ...], count: int, errors: Path) -> int:

@@ -107,7 +107,7 @@ PARTS = ["outer", "block 0", "block 1", "head"]
 def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, crashes):
     reference = out.with_name("m")
     for part in crashes:
-        wanted = swift(method, head="int8:g128:sym")
+        wanted = swift(method, lm_head="int8:g128:sym")
         place = out.with_name(f"out-{part[-1]}")
         with pytest.raises(StopError):
             quantize(model, place, wanted, progress=crash_after(part))

@@ -70,7 +70,7 @@ WEIGHTS = {
     "a norm": ("m", "model.layers.1.input_layernorm.weight", "block 0", recipe()),
     "the last block, with data": ("m", "model.layers.1.mlp.up_proj.weight", "block 0", swift("gptq")),
     "the head, late": (
-        "m", "lm_head.weight", "block 1", swift("gptq", head="int8:g128:sym"),
+        "m", "lm_head.weight", "block 1", swift("gptq", lm_head="int8:g128:sym"),
     ),
     "shards": ("shards", "model.layers.1.mlp.down_proj.weight", "block 0", recipe()),
     "into a file": ("m", "model.layers.1.mlp.down_proj.weight", "block 0", GGUF),

@@ -28,7 +28,7 @@ def _recipes():
         "plain": swift("rtn", bits=4),
         "ranges": swift("smooth", scheme="int8:row:sym+int8:tensor:static"),
     }
-    text = replace(CALIBRATION, random=0.0)  # rows of gptq are others by default
+    text = replace(CALIBRATION, random_share=0.0)  # rows of gptq are others by default
     return {name: replace(one, calibration=text) for name, one in found.items()}
 
 

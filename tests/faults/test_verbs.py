@@ -333,7 +333,7 @@ def test_nested_configurations_are_untied_too() -> None:
 
 
 def test_a_head_of_its_own_is_said_in_the_configuration(tiny: Tiny, tmp_path: Path) -> None:
-    quantize(tiny("llama-tied"), tmp_path / "own", recipe(head="int8:g32:sym", scales="absmax"))
+    quantize(tiny("llama-tied"), tmp_path / "own", recipe(lm_head="int8:g32:sym", scales="absmax"))
     quantize(tiny("llama-tied"), tmp_path / "tied", recipe(scales="absmax"))
     configs = [
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("own", "tied")

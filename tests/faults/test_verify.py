@@ -457,7 +457,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "3 bits by gptq": {"method": "gptq", "scheme": "int3:g64:sym"},
     "2 bits by awq+gptq": {"method": "awq+gptq", "scheme": "int2:g32:asym"},
     "6 bits by row": {"scheme": "int6:row:sym"},
-    "8 bits": {"scheme": "int8:g128:sym", "head": "int8:g128:sym"},
+    "8 bits": {"scheme": "int8:g128:sym", "lm_head": "int8:g128:sym"},
     "awq in its format": {"method": "awq", "scheme": "int4:g32:asym", "format": "awq"},
     "smooth": {"method": "smooth", "scheme": "W8A8"},
     "nf4": {"scheme": "nf4:g64:sym:double", "format": "bnb"},

@@ -46,7 +46,7 @@ def work(
 
     def quantized(out: Path, settings: Settings) -> object:
         named = {name: getattr(settings, name) for name in ("join", "note")}
-        return quantize(model, out, recipe("gptq", bits=4, head="int8:row"), **named)
+        return quantize(model, out, recipe("gptq", bits=4, lm_head="int8:row"), **named)
 
     if request.param == "quantize":
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")

@@ -91,7 +91,7 @@ def test_no_row_is_worse_than_what_rtn_writes_for_it(grid: str, data: st.DataObj
 )
 def test_nor_after_a_transform(tiny: Tiny, transform: ModuleType, grid: str) -> None:
     generator, scheme = torch.Generator().manual_seed(7), parse(grid)
-    rounding = Rounding(awq=AwqOptions(rows=2))
+    rounding = Rounding(awq=AwqOptions(search_samples=2))
     with first_block(tiny("llama")) as part:
         layers = layers_of(part, LayerScheme(scheme))
         for name, kind in zip(layers, KINDS, strict=False):

@@ -29,7 +29,7 @@ RECIPES = st.builds(
     scales=st.sampled_from(["absmax", "search"]),
     ignore=st.lists(TEXT, max_size=3).map(tuple),
     rules=st.lists(st.builds(Rule, TEXT, TEXT), max_size=3).map(tuple),
-    head=TEXT,
+    lm_head=TEXT,
     max_shard_bytes=st.integers(1, 10**15),
     calibration=st.builds(
         CalibrationOptions,
@@ -44,7 +44,7 @@ RECIPES = st.builds(
         shrinkage=st.none() | st.floats(0, 1),
         refine=st.integers(0, 9),
     ),
-    awq=st.builds(AwqOptions, rows=st.integers(1, 99)),
+    awq=st.builds(AwqOptions, search_samples=st.integers(1, 99)),
 )
 
 
@@ -96,7 +96,7 @@ def test_every_key_is_spelled_out():
         ("[gptq]\nshrinkage = 1.5", "too large", "to 1"),
         ("[gptq]\nshrinkage = nan", "shrinkage", "to 1"),
         ("[gptq]\nshrinkage = -0.1", "too small", "from 0"),
-        ("[awq]\nrows = 0", "rows", "from 1"),
+        ("[awq]\nsearch_samples = 0", "search_samples", "from 1"),
         ("[calibration]\nsamples = 0", "too small", "from 1"),
         (f"[calibration]\nseed = {2**63}", "too large", f"to {2**63 - 1}"),
         (f"[calibration]\nseed = {-(2**63) - 1}", "too small", f"from {-(2**63)}"),

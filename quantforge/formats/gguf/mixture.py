@@ -36,7 +36,10 @@ MIXTURE_BY_BITS: Mapping[int, str] = {
     8: "Q8_0",
 }
 # Words of other tools, as `nearest` looks them up.
-_EIGHT_BIT_ENDS = " (with --embedding q8_0, and --head q8_0 where the model has a head of its own, as such files have)"
+_EIGHT_BIT_ENDS = (
+    " (with --embedding q8_0, and --lm-head q8_0 where the model has a head of its own,"
+    " as such files have)"
+)
 TYPE_HINTS: Mapping[str, str] = {
     "q4kl q4kxl udq4kxl": f"--type Q4_K_M{_EIGHT_BIT_ENDS}",
     "q3kxl udq3kxl": f"--type Q3_K_L{_EIGHT_BIT_ENDS}",

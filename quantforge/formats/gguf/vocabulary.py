@@ -405,7 +405,7 @@ def _byte_level(tokenizer: Mapping[str, Any], pre: str | None) -> Vocabulary:
     if kind is not None and pre is None:
         raise RefusedError(
             f"tokenizer.json: llama.cpp does no normalisation, the tokenizer does {kind}",
-            "accept that with --pre NAME",
+            "accept that with --pre-tokenizer NAME",
         )
     found = Vocabulary("gpt2", pre or _recognize_pre_tokenizer(tokenizer), [], [])
     found.merges = [
@@ -430,7 +430,7 @@ def _recognize_pre_tokenizer(tokenizer: Mapping[str, Any]) -> str:
         shown = " then ".join(step if len(step) < 60 else step[:60] + "..." for step in steps)
         raise RefusedError(
             f"tokenizer.json: unknown pre-tokenizer: {shown or 'none'}{', ignore_merges' if whole else ''}",
-            "name llama.cpp's equivalent with --pre NAME (e.g. llama-bpe, qwen2, gpt-2)",
+            "name llama.cpp's equivalent with --pre-tokenizer NAME (e.g. llama-bpe, qwen2, gpt-2)",
         )
     return name
 
@@ -529,7 +529,7 @@ def _check_merges(
                 raise RefusedError(
                     f"{path}: {pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
                     "join them, this tokenizer does not",
-                    "accept other tokens for some words with --pre default",
+                    "accept other tokens for some words with --pre-tokenizer default",
                 )
 
 
@@ -552,7 +552,7 @@ def _adds_space_prefix(
         path: ``tokenizer.json``.
         tokenizer: its content.
         added: its added tokens.
-        named: other tokens for some words are accepted (``--pre``).
+        named: other tokens for some words are accepted (``--pre-tokenizer``).
     """
     prefix = replaced = False
     model = tokenizer["model"]
@@ -582,7 +582,7 @@ def _adds_space_prefix(
             if node.get("split", True) and across is not None and not named:
                 raise RefusedError(
                     f"{path}: Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
-                    "accept other tokens for some words with --pre default",
+                    "accept other tokens for some words with --pre-tokenizer default",
                 )
         elif kind == "Replace" and spaces and node.get("content") == SENTENCEPIECE_SPACE:
             replaced = True

@@ -102,7 +102,7 @@ class TokenWeights:
         if seen.tokens is None and seen.gradients.shape[1:-1] != (self._shape[1],):
             raise RefusedError(
                 f"{seen.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
-                without("--guide"),
+                without("--guided-hessians"),
                 tensor=seen.name,
             )
         weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
@@ -111,7 +111,7 @@ class TokenWeights:
             row = seen.start + bad if seen.tokens is None else seen.tokens[bad] // self._shape[1]
             raise InputError(
                 f"{seen.name}: the squares of the gradients of its output are not finite in calibration row {row}",
-                f"the model is damaged, or {without('--guide')}",
+                f"the model is damaged, or {without('--guided-hessians')}",
                 tensor=seen.name,
             )
         if seen.tokens is not None:

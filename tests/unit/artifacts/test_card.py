@@ -94,7 +94,7 @@ def test_the_base_model_is_a_name_of_the_hub_or_left_out(tiny: Tiny, tmp_path: P
 
 
 def test_an_export_tells_the_whole_chain(tiny: Tiny, tmp_path: Path) -> None:
-    rows = replace(CALIBRATION, random=0.5)
+    rows = replace(CALIBRATION, random_share=0.5)
     wanted = swift("gptq", scheme="int4:g32:sym:f16", calibration=rows)
     quantize(tiny("llama-wide"), tmp_path / "a", wanted, base_model="org/name")
     export(tmp_path / "a", format="gptq", out=tmp_path / "b")

@@ -75,7 +75,7 @@ def test_the_size_is_met_and_the_recipe_makes_it(made, half, tmp_path):
 
 def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small, tmp_path, capsys):
     out, model = tmp_path / "mixed.toml", str(small)
-    given = ("--samples", "2", "--length", "32", "--head", "int8",
+    given = ("--samples", "2", "--length", "32", "--lm-head", "int8",
              "--candidates", "int3:g64:sym,int4:g64:sym")  # fmt: skip
     said = command(capsys, "allocate", model, "--target", "3.6bpw", "-o", out, *given).out
     assert "bits in blocks" in said
@@ -86,7 +86,7 @@ def test_the_planned_bits_are_found_again_where_the_head_is_quantized_too(small,
     assert f", {planned} in blocks (" in plan.density
     quantized = command(capsys, "quantize", model, "--recipe", out, "-o", tmp_path / "out")
     assert f", {planned} in blocks (" in quantized.err
-    alone = api.plan(small, bits=4, ignore=["*.layers.*"], head="int8")
+    alone = api.plan(small, bits=4, ignore=["*.layers.*"], lm_head="int8")
     assert "none in blocks" in alone.density
     assert "all in blocks" in api.plan(DEMO, bits=4).density
 
@@ -287,7 +287,7 @@ def test_a_measurement_that_was_interrupted_goes_on(tiny, tmp_path, monkeypatch)
         ("12bpw", {}, RefusedError, "above the largest"),
         ("3bpw", {"bits": 4}, UsageError, "--candidates"),
         ("3bpw", {"method": "awq"}, UsageError, "gptq alone"),
-        ("3bpw", {"guide": 2}, UsageError, "guide"),
+        ("3bpw", {"guided_hessians": 2}, UsageError, "guided-hessians"),
         ("3bpw", {"candidates": ("int4:g64:sym",)}, UsageError, "two candidates"),
         ("3bpw", {"candidates": ("keep", "int4:g64:sym")}, UsageError, "--ignore PATTERN"),
         ("3bpw", {"candidates": ("int3:g64:sym", "q4_k")}, QuantForgeError, ""),

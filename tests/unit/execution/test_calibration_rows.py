@@ -160,13 +160,16 @@ def read(planned, name):
         ({"method": "gptq", "scheme": "int8:row+int8:token"}, 1 / 16),
         ({"method": "gptq", "scheme": "int8:row+int8:tensor:static"}, 0),  # scales of inputs
         ({"method": "gptq", "bits": 4, "kv_cache": "fp8"}, 0),
-        ({"method": "gptq", "bits": 4, "calibration": CalibrationOptions(random=0.0)}, 0),
-        ({"method": "rtn", "type": "Q2_K", "calibration": CalibrationOptions(random=0.5)}, 0.5),
+        ({"method": "gptq", "bits": 4, "calibration": CalibrationOptions(random_share=0.0)}, 0),
+        (
+            {"method": "rtn", "type": "Q2_K", "calibration": CalibrationOptions(random_share=0.5)},
+            0.5,
+        ),
     ],
 )
 def test_error_feedback_takes_random_rows(options, share):
     found = make_plan(Recipe(**options), open_checkpoint(DEMO))
-    assert found.recipe.calibration.random == share
+    assert found.recipe.calibration.random_share == share
     assert make_plan(found.recipe, open_checkpoint(DEMO)).recipe == found.recipe
 
 
@@ -174,7 +177,7 @@ def test_random_tokens_are_those_of_the_model(tmp_path):
     text = tmp_path / "letters.txt"
     text.write_text("qzxkvjw" * 2000)  # no two are one token: all ids are below 300
     plan = api.plan(DEMO, method="gptq", bits=4)
-    options = CalibrationOptions(source=str(text), random=0.0, length=64)
+    options = CalibrationOptions(source=str(text), random_share=0.0, length=64)
     plain, found = (
         calibrate(DEMO, replace(options, random=share), plan, vocabulary=300).sample
         for share in (0.0, 0.5)
@@ -192,7 +195,7 @@ def test_a_plan_tells_of_random_rows():
 
 
 def test_a_model_without_tokens_to_draw_is_an_event(monkeypatch):
-    options = CalibrationOptions(random=0.5)
+    options = CalibrationOptions(random_share=0.5)
     plan = api.plan(DEMO, method="gptq", bits=4)
     words = load_tokenizer(DEMO)
     words.tokenizer.add_special_tokens([*words.tokenizer.get_vocab(with_added_tokens=False)])

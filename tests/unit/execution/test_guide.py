@@ -62,7 +62,7 @@ def test_every_strip_is_rounded_under_its_own_hessian(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=3))
+    quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=3))
     assert len(seen.rounded) % 3 == 0
     names = {name for weights, _ in seen.rounded for name in weights}
     assert len(seen.rounded) == 3 * len(names)
@@ -83,7 +83,7 @@ def test_matrices_whose_rows_share_parameters_are_rounded_as_one(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = Seen(monkeypatch)
-    wanted = swift("gptq", scheme="NVFP4", guide=2, rules=())
+    wanted = swift("gptq", scheme="NVFP4", guided_hessians=2, rules=())
     quantize(tiny("llama"), tmp_path / "out", wanted)
     groups = [sorted(name.split(".")[-2] for name in weights) for weights, _ in seen.rounded]
     assert ["k_proj", "q_proj", "v_proj"] in groups
@@ -116,7 +116,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
     for strips in (0, 1):
         seen = Seen(monkeypatch) if strips else None
         monkeypatch.setattr(gptq, "round_matrices", keeping(strips))
-        wanted = swift("gptq", bits=3, guide=strips, calibration=calibration)
+        wanted = swift("gptq", bits=3, guided_hessians=strips, calibration=calibration)
         quantize(tiny("llama"), tmp_path / str(strips), wanted)
         monkeypatch.setattr(gptq, "round_matrices", shared)
     assert seen is not None
@@ -144,7 +144,7 @@ def test_it_lowers_the_guided_error_and_raises_the_plain_one(
 def test_neither_threads_nor_place_change_a_byte(
     tiny: Tiny, tmp_path: Path, family: str, choices: dict[str, Any]
 ) -> None:
-    wanted = swift("gptq", guide=2, **choices)
+    wanted = swift("gptq", guided_hessians=2, **choices)
     found = []
     for number, settings in enumerate(({"threads": 1}, {"threads": 3, "activations": "disk"})):
         out = tmp_path / f"{number}.gguf" if "type" in choices else tmp_path / str(number)
@@ -154,7 +154,7 @@ def test_neither_threads_nor_place_change_a_byte(
     assert found[0] == found[1]
 
 
-GUIDED = swift("gptq", bits=4, guide=2)
+GUIDED = swift("gptq", bits=4, guided_hessians=2)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def test_it_goes_on_where_it_was_stopped(
 
 
 def test_behind_a_transform_threads_and_kills_change_no_byte(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("smooth+gptq", guide=2, scheme="W8A8_STATIC", kv_cache="fp8")
+    wanted = swift("smooth+gptq", guided_hessians=2, scheme="W8A8_STATIC", kv_cache="fp8")
     quantize(tiny("llama"), tmp_path / "whole", wanted, threads=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("block 0"))
@@ -211,7 +211,7 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
     diagonals = {}
     for method in ("gptq", "awq+gptq"):
         found.clear()
-        wanted = swift(method, bits=3, guide=1)
+        wanted = swift(method, bits=3, guided_hessians=1)
         quantize(tiny("llama"), tmp_path / method, wanted)
         diagonals[method] = dict(found)
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -224,7 +224,7 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
 
 
 def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("gptq", bits=4, guide=1)
+    wanted = swift("gptq", bits=4, guided_hessians=1)
     with pytest.raises(StopError):
         quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("guide"))
     file = tmp_path / ".out.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE
@@ -240,12 +240,17 @@ def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: 
     [
         ("llama", {"method": "rtn", "bits": 4}, UsageError, "--method rtn does not take guided"),
         ("llama", {"method": "awq", "bits": 4}, UsageError, "awq.rtn does not take guided"),
-        ("llama", {"method": "gptq", "bits": 4, "guide": 1000}, UsageError, r"proj has \d\d rows"),
+        (
+            "llama",
+            {"method": "gptq", "bits": 4, "guided_hessians": 1000},
+            UsageError,
+            r"proj has \d\d rows",
+        ),
         (
             "mixtral",
-            {"method": "gptq", "bits": 4, "calibration": replace(CALIBRATION, experts="all")},
+            {"method": "gptq", "bits": 4, "calibration": replace(CALIBRATION, expert_tokens="all")},
             UsageError,
-            "--experts all sends every token",
+            "--expert-tokens all sends every token",
         ),
     ],
 )
@@ -254,8 +259,8 @@ def test_what_cannot_be_guided_is_refused(
 ) -> None:  # fmt: skip
     method = choices.pop("method")
     with pytest.raises(error, match=words) as found:
-        quantize(tiny(family), tmp_path / "out", swift(method, **{"guide": 1} | choices))
-    assert "--guide" in str(found.value.hint)  # type: ignore[attr-defined]
+        quantize(tiny(family), tmp_path / "out", swift(method, **{"guided_hessians": 1} | choices))
+    assert "--guided-hessians" in str(found.value.hint)  # type: ignore[attr-defined]
     assert not any(tmp_path.iterdir())
 
 
@@ -271,7 +276,7 @@ def test_gradients_that_overflow_are_named(
 
     monkeypatch.setattr(TokenWeights, "__call__", overflowing)
     with pytest.raises(InputError, match=r"model\.layers\.1\.\S+: the squares .* row 0"):
-        quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=1))
+        quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=1))
     assert not any(tmp_path.iterdir())
 
 
@@ -287,18 +292,18 @@ def test_rows_that_no_gradient_reaches_are_an_event(
         return found
 
     monkeypatch.setattr(TokenWeights, "of", blind)
-    outcome = quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guide=2))
+    outcome = quantize(tiny("llama"), tmp_path / "out", swift("gptq", bits=4, guided_hessians=2))
     events = [event for event in outcome.events if event.kind == "no-gradient"]
     assert [event.where for event in events] == ["model.layers.0.self_attn.v_proj.weight"]
     assert "strip 2 of 2" in events[0].detail
 
 
 def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
-    wanted = swift("gptq", bits=4, guide=2, calibration=replace(CALIBRATION, samples=1))
+    wanted = swift("gptq", bits=4, guided_hessians=2, calibration=replace(CALIBRATION, samples=1))
     outcome = quantize(tiny("llama"), tmp_path / "out", wanted)
     assert {event.kind for event in outcome.events} >= {"few-calibration-tokens"}
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
-    assert "guide = 2" in document["recipe"]
+    assert "guided_hessians = 2" in document["recipe"]
     figures = [item for item in document["tensors"] if item["action"] == "quantize"]
     assert all(0 < item["error"] < 1 and "rows_rtn" in item for item in figures)
 
@@ -312,4 +317,4 @@ def test_the_largest_weights_are_cut(tiny: Tiny) -> None:
 
 
 def test_the_plan_states_it(tiny: Tiny) -> None:
-    assert plan(tiny("llama"), swift("gptq", bits=4, guide=2)).guide == 2
+    assert plan(tiny("llama"), swift("gptq", bits=4, guided_hessians=2)).guided_hessians == 2

@@ -45,7 +45,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
     monkeypatch.setattr(gptq, "round_matrices", rounding)
     for name in ("PRIOR_WEIGHT", "OFF_DIAGONAL_SHRINKAGE"):  # a prior that counts nothing
         monkeypatch.setattr(expert_statistics, name, 1e-9)
-    wanted = swift("gptq", bits=4, guide=2, calibration=ROWS)
+    wanted = swift("gptq", bits=4, guided_hessians=2, calibration=ROWS)
     quantize(tiny("qwen3-moe"), tmp_path / "out", wanted)
     compared = 0
     for name, hessians in strips.items():
@@ -64,7 +64,7 @@ def test_every_strip_of_an_expert_is_rounded_under_the_weights_of_its_own_tokens
 
 def test_neither_threads_nor_kills_change_a_byte(tiny: Tiny, tmp_path: Path) -> None:
     model = tiny("gpt-oss")
-    wanted = swift("gptq", bits=4, guide=2, scales="absmax", calibration=CALIBRATION)
+    wanted = swift("gptq", bits=4, guided_hessians=2, scales="absmax", calibration=CALIBRATION)
     quantize(model, tmp_path / "whole", wanted, threads=1)
     out, settings = tmp_path / "out", {"threads": 3, "activations": "disk"}
     with pytest.raises(StopError):
@@ -80,7 +80,7 @@ def test_the_file_holds_what_the_plan_says_and_of_experts_their_own_tokens(
 ) -> None:
     sizes, forecasts = [], []
     for strips in (1, 3):
-        wanted = swift("gptq", bits=4, guide=strips, calibration=ROWS)
+        wanted = swift("gptq", bits=4, guided_hessians=strips, calibration=ROWS)
         out = tmp_path / str(strips)
         with pytest.raises(StopError):
             quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after("guide"))

@@ -262,7 +262,7 @@ def test_blocks_need_each_other_where_rows_pass_through_them() -> None:
         tensors=[planned("embed", -1), planned("one", 1), planned("head", -1)],
         late=("head",),
         needs=(),
-        guide=0,
+        guided_hessians=0,
         tune=0,
     )
     found = list_units(plan, 2)

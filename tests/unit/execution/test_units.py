@@ -25,9 +25,14 @@ def planned(
 
 
 def plan_of(
-    *tensors: TensorPlan, needs: tuple[str, ...] = ("hessian",), guide: int = 0, tune: int = 0
+    *tensors: TensorPlan,
+    needs: tuple[str, ...] = ("hessian",),
+    guided_hessians: int = 0,
+    tune: int = 0,
 ) -> Any:
-    return SimpleNamespace(tensors=tensors, late=("head",), needs=needs, guide=guide, tune=tune)
+    return SimpleNamespace(
+        tensors=tensors, late=("head",), needs=needs, guided_hessians=guided_hessians, tune=tune
+    )
 
 
 MIXTURE = (
@@ -62,7 +67,7 @@ def test_experts_are_claimed_with_their_block() -> None:
 
 
 def test_weights_of_tokens_are_made_before_the_blocks() -> None:
-    units = list_units(plan_of(MIXTURE[1], MIXTURE[4], guide=2), 2)
+    units = list_units(plan_of(MIXTURE[1], MIXTURE[4], guided_hessians=2), 2)
     assert [unit.name for unit in units] == ["outer", "guide", "block 0", "block 1", "head"]
     assert work_shares(units)["guide"] == pytest.approx(0.5)
 
@@ -89,9 +94,9 @@ def test_what_processes_cannot_share_is_refused() -> None:
     with pytest.raises(UsageError, match="--prune-experts"):
         check(plan_of(*MIXTURE, needs=()), prunes_experts=True)
     check(plan_of(*MIXTURE))
-    with pytest.raises(UsageError, match=r"torchrun.*--guide") as refused:
-        check(plan_of(MIXTURE[1], guide=1))
-    assert refused.value.hint.endswith("; or --guide 0")
+    with pytest.raises(UsageError, match=r"torchrun.*--guided-hessians") as refused:
+        check(plan_of(MIXTURE[1], guided_hessians=1))
+    assert refused.value.hint.endswith("; or --guided-hessians 0")
     assert "without --join and torchrun" in refused.value.hint
     tuned = plan_of(*MIXTURE, tune=2)  # by whoever puts the result together
     check(tuned)

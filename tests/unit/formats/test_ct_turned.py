@@ -81,4 +81,4 @@ def test_only_groups_of_symmetric_integers_are_stored_turned(tiny: Tiny) -> None
         with pytest.raises(RefusedError, match="Conv1D"):
             plan(model, scheme=scheme, engine="transformers")
     with pytest.raises(RefusedError, match="Conv1D"):
-        plan(model, scheme="int4:g32:sym", head="int8:g32:sym", engine="transformers")
+        plan(model, scheme="int4:g32:sym", lm_head="int8:g32:sym", engine="transformers")

@@ -100,7 +100,7 @@ NAMES = defaultdict(lambda: "out", gguf="out.gguf")  # of results, by format
         further("llama-wide", "awq+gptq", {"calibration.source": "self"}),
         ("llama-wide", "smooth+gptq", {"scheme": "w8a8"}),
         ("llama-wide", "gptq", {"format": "gguf", "type": "Q4_0"}),
-        further("llama-wide", "awq", {"head": "int4:g32:sym"}),
+        further("llama-wide", "awq", {"lm_head": "int4:g32:sym"}),
         ("gemma2", "gptq", {"scheme": "int4:g32:sym"}),
         further("gpt2", "awq+gptq", {"scheme": "int4:g32:asym"}),
     ],

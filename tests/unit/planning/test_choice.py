@@ -36,8 +36,8 @@ def test_ignores_rules_options_and_defaults_come_in_this_order(tiny: Tiny, form:
     assert given(DOWN, rules=both, ignore=("down_proj",)) == Action.KEEP
     default = given(DOWN)
     assert default not in {first, Action.KEEP}
-    assert given(DOWN, head=first, embedding=first) == default
-    for option, layer in (("head", HEAD), ("embedding", EMBEDDING)):
+    assert given(DOWN, lm_head=first, embedding=first) == default
+    for option, layer in (("lm_head", HEAD), ("embedding", EMBEDDING)):
         assert given(layer, **{option: first}) == first
         assert given(layer, **{option: first}, rules=(Rule(layer, second),)) == second
         assert given(layer, **{option: first}, ignore=(layer,)) == Action.KEEP

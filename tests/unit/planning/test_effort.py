@@ -16,7 +16,7 @@ from quantforge.errors import QuantForgeError, UsageError
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.planning import effort
-from quantforge.planning.effort import EFFORT_SETTINGS, MIN_TUNING_ROWS, _gptq_runs_obstacle
+from quantforge.planning.effort import EFFORT_SETTINGS, MIN_TUNING_ROWS, _gptq_passes_obstacle
 from quantforge.planning.planner import Planned, make_plan
 from quantforge.planning.recipe_options import build_recipe
 from quantforge.planning.release_spec import parse_release
@@ -29,7 +29,7 @@ from tests.thorough import further
 LOW, MEDIUM, HIGH = VALUES["effort"]
 SHORT = replace(CALIBRATION, length=24)
 ONE_ROW = CalibrationOptions(samples=1)
-EVERYONE = CalibrationOptions(experts="all")
+EVERYONE = CalibrationOptions(expert_tokens="all")
 
 
 def planned(tiny: Tiny, wanted: Recipe, family: str = "llama") -> Planned:
@@ -55,9 +55,9 @@ def test_medium_tunes_for_one_epoch(tiny: Tiny, method: str) -> None:
         method=method or "awq+gptq",
         bits=4,
         format=found.recipe.format,
-        guide=0,
+        guided_hessians=0,
         tune=1,
-        calibration=CalibrationOptions(random=1 / 16),
+        calibration=CalibrationOptions(random_share=1 / 16),
     )
     assert said(found) == "chosen: tune = 1: --effort medium; --tune 0 is faster, and worse"
     assert planned(tiny, found.recipe).recipe == found.recipe
@@ -79,7 +79,7 @@ def test_medium_sets_and_says_nothing_where_tuning_does_not_pay(
     tiny: Tiny, family: str, choices: dict[str, Any]
 ) -> None:
     found = planned(tiny, Recipe(**{"method": "gptq", "bits": 4, **choices}), family)
-    assert (found.recipe.guide, found.recipe.tune) == (0, 0)
+    assert (found.recipe.guided_hessians, found.recipe.tune) == (0, 0)
     assert not any("effort" in note for note in found.plan.notes)
 
 
@@ -124,9 +124,9 @@ def test_a_file_states_what_effort_has_set(block: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_high_guides_tunes_and_runs_more_often(tiny: Tiny, family: str) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=HIGH), family)
-    assert (found.recipe.guide, found.recipe.tune, found.recipe.gptq.runs) == (1, 4, 4)
-    assert (found.plan.guide, found.plan.tune) == (1, 4)
-    assert said(found) == "chosen: guide = 1, tune = 4, gptq.runs = 4: --effort high"
+    assert (found.recipe.guided_hessians, found.recipe.tune, found.recipe.gptq.passes) == (1, 4, 4)
+    assert (found.plan.guided_hessians, found.plan.tune) == (1, 4)
+    assert said(found) == "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high"
     assert said(planned(tiny, Recipe(method="gptq", type="Q4_0", effort=HIGH))) == said(found)
 
 
@@ -150,7 +150,7 @@ def test_low_rounds_plainly_where_no_method_is_named(tiny: Tiny) -> None:
 
 def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4, effort=LOW))
-    assert found.recipe.calibration == CalibrationOptions(samples=32, random=1 / 16)
+    assert found.recipe.calibration == CalibrationOptions(samples=32, random_share=1 / 16)
     nothing = Recipe(method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions("none"))
     read = Recipe(
         method="rtn", bits=4, effort=LOW, calibration=CalibrationOptions(source="imatrix:a")
@@ -164,11 +164,11 @@ def test_low_calibrates_on_fewer_rows(tiny: Tiny) -> None:
 @pytest.mark.parametrize(
     ("choices", "kept"),
     [
-        ({"guide": 4}, "guide"),
+        ({"guided_hessians": 4}, "guided_hessians"),
         ({"tune": 2}, "tune"),
-        ({"guide": 0}, "guide"),
+        ({"guided_hessians": 0}, "guided_hessians"),
         ({"tune": 0}, "tune"),
-        ({"gptq": GptqOptions(runs=1)}, "gptq.runs"),
+        ({"gptq": GptqOptions(passes=1)}, "gptq.passes"),
     ],
 )
 def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str) -> None:
@@ -183,15 +183,16 @@ def test_keys_that_are_named_stay(tiny: Tiny, choices: dict[str, Any], kept: str
 @pytest.mark.parametrize(
     ("family", "choices", "taken", "reasons"),
     [
-        ("llama", {"method": "smooth+gptq", "bits": 4}, "guide = 1, gptq.runs = 4", ["smooth+gptq are not tuned"]),
-        ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guide = 1, tune = 4", ["has anyway"]),
-        ("llama", {"method": "gptq", "scheme": "mxfp8"}, "guide = 1, gptq.runs = 4", ["are powers of two"]),
-        ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.runs = 4",
-         ["guide = 1 (--experts all sends"]),
-        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guide = 1, tune = 4", ["searched for"]),
+        ("llama", {"method": "smooth+gptq", "bits": 4}, "guided_hessians = 1, gptq.passes = 4",
+         ["smooth+gptq are not tuned"]),
+        ("llama", {"method": "gptq", "scheme": "NVFP4"}, "guided_hessians = 1, tune = 4", ["has anyway"]),
+        ("llama", {"method": "gptq", "scheme": "mxfp8"}, "guided_hessians = 1, gptq.passes = 4", ["are powers of two"]),
+        ("mixtral", {"method": "gptq", "bits": 4, "calibration": EVERYONE}, "tune = 4, gptq.passes = 4",
+         ["guided_hessians = 1 (--expert-tokens all sends"]),
+        ("llama", {"method": "gptq", "bits": 4, "scales": "absmax"}, "guided_hessians = 1, tune = 4", ["searched for"]),
         ("llama", {"method": "rtn", "bits": 4}, "nothing",
          ["rtn does not take guided", "of --method rtn are not", "of gptq alone"]),
-        ("llama", {"method": "gptq", "bits": 4, "calibration": ONE_ROW}, "guide = 1, gptq.runs = 4",
+        ("llama", {"method": "gptq", "bits": 4, "calibration": ONE_ROW}, "guided_hessians = 1, gptq.passes = 4",
          ["one calibration row"]),
     ],
 )  # fmt: skip
@@ -210,7 +211,7 @@ def test_what_is_impossible_is_left_out_with_the_reason(
 
 def test_without_a_matrix_no_runs_are_set() -> None:
     assert (
-        _gptq_runs_obstacle(EFFORT_SETTINGS[HIGH]["gptq.runs"], Recipe(), ())
+        _gptq_passes_obstacle(EFFORT_SETTINGS[HIGH]["gptq.passes"], Recipe(), ())
         == "no matrix of a block is quantized"
     )
 
@@ -224,13 +225,17 @@ def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.planning.planner._match_unquantized", lambda *_: replayed)
         wanted = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)
-    assert (wanted.recipe.guide, wanted.recipe.tune, wanted.recipe.gptq.runs) == (0, 0, 4)
+    assert (wanted.recipe.guided_hessians, wanted.recipe.tune, wanted.recipe.gptq.passes) == (
+        0,
+        0,
+        4,
+    )
     assert "name it to try" in said(wanted)
 
 
 def test_a_guide_that_is_named_and_impossible_is_refused_still(tiny: Tiny) -> None:
-    with pytest.raises(UsageError, match="--guide 1: --method rtn"):
-        plan(tiny("llama"), recipe("rtn", bits=4, guide=1, effort=HIGH))
+    with pytest.raises(UsageError, match="--guided-hessians 1: --method rtn"):
+        plan(tiny("llama"), recipe("rtn", bits=4, guided_hessians=1, effort=HIGH))
 
 
 @pytest.mark.parametrize("level", [LOW, further(HIGH)])
@@ -252,7 +257,7 @@ def test_the_manifest_has_what_was_set_and_makes_it_again(
 def test_more_runs_change_the_codes(tiny: Tiny, tmp_path: Path) -> None:
     files = []
     for runs in (0, 1, 2):
-        wanted = recipe("gptq", bits=4, gptq=GptqOptions(runs=runs))
+        wanted = recipe("gptq", bits=4, gptq=GptqOptions(passes=runs))
         quantize(tiny("llama"), tmp_path / str(runs), wanted)
         files.append(tree(tmp_path / str(runs))["model.safetensors"])
     assert files[0] == files[1] != files[2]  # the grid of 4 bits has one
@@ -306,7 +311,7 @@ def test_the_command_line_takes_it(
         "24",
     )
     shown = command(capsys, *asked, "--effort", "HIGH")
-    assert "chosen: guide = 1, tune = 4, gptq.runs = 4: --effort high" in shown.out
+    assert "chosen: guided_hessians = 1, tune = 4, gptq.passes = 4: --effort high" in shown.out
     wrong = command(capsys, *asked, "--effort", "hihg")
     assert wrong.code == 2
     assert "did you mean 'high'?" in wrong.err

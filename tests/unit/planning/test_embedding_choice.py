@@ -73,7 +73,7 @@ def test_a_tied_embedding_is_one_tensor_in_the_scheme_of_the_linears_of_mlx(tmp_
     assert f"{name}: BF16, 2.10 MB -> int4:g64:min:bf16, 590 kB" in note
     assert plan(embedding="keep") == ({name: "None"}, [])
     assert plan(embedding="int8:g64:min") == ({name: "int8:g64:min:bf16"}, [])
-    assert plan(head="int8:g64:min")[0] == {
+    assert plan(lm_head="int8:g64:min")[0] == {
         name: "int4:g64:min:bf16",
         "lm_head.weight": "int8:g64:min:bf16",
     }

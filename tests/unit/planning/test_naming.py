@@ -158,7 +158,7 @@ def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path
         (Recipe(bits=8), "x.GGUF", "gguf"),
         (Recipe(format="gguf"), "x.gguf", "gguf"),
         (Recipe(type="Q4_K_M"), None, "gguf"),
-        (Recipe(pre="llama-bpe"), None, "gguf"),
+        (Recipe(pre_tokenizer="llama-bpe"), None, "gguf"),
         (Recipe(scheme="nf4"), None, "bnb"),
         (Recipe(scheme="fp4:g64"), "x", "bnb"),
         (Recipe(scheme="LLM_INT8"), None, "bnb"),
@@ -172,7 +172,7 @@ def test_it_goes_beside_a_model_that_the_working_directory_is_inside_of(tmp_path
         (Recipe(scheme="int4:g64:sym", engine="mlx"), None, "mlx"),
         # no format holds both: the plan of the default one says what is in the way
         (Recipe(scheme="nf4", rules=(Rule("down_proj", "q6_k"),)), None, "compressed-tensors"),
-        (Recipe(scheme="nf4", head="nf4"), None, "compressed-tensors"),
+        (Recipe(scheme="nf4", lm_head="nf4"), None, "compressed-tensors"),
     ],
 )
 def test_the_format_follows_from_what_is_said(recipe, out, key):

@@ -225,7 +225,7 @@ def test_a_group_that_divides_none_of_what_it_was_asked_for_is_refused_with_thos
     for asked in (
         {"scheme": "int4:g127"},
         {"bits": 4, "rules": (Rule("up_proj", "int4:g100"),)},
-        {"bits": 4, "head": "int8:g100"},
+        {"bits": 4, "lm_head": "int8:g100"},
         {"scheme": "int8:g127", "format": "gptq"},
     ):
         with pytest.raises(UsageError, match="divide the columns of no linear") as refused:
@@ -271,7 +271,7 @@ def loaded(model: Path) -> torch.nn.Module:
 def test_a_quantized_head_loads_in_transformers(tiny, tmp_path, family):
     model, out = tiny(family), tmp_path / "out"
     done = quantize(
-        model, out, recipe("rtn", scheme="int8:g64:sym", head="int8:g64:sym", scales="absmax")
+        model, out, recipe("rtn", scheme="int8:g64:sym", lm_head="int8:g64:sym", scales="absmax")
     )
     assert done.plan.late == ("lm_head.weight",)
     assert all(verdict.loads for verdict in done.plan.engines if verdict.engine == "transformers")
@@ -296,7 +296,9 @@ def test_a_quantized_embedding_is_no_engine_s_but_ours(tiny, tmp_path, family, h
     from quantforge.runtime.load import load
 
     model, out = tiny(family), tmp_path / "out"
-    done = quantize(model, out, recipe("rtn", embedding="int8:g64:sym", head=head, scales="absmax"))
+    done = quantize(
+        model, out, recipe("rtn", embedding="int8:g64:sym", lm_head=head, scales="absmax")
+    )
     assert not any(verdict.loads for verdict in done.plan.engines)
     assert any("eval" in verdict.reason for verdict in done.plan.engines)
     names = {tensor.name for tensor in done.plan.tensors}
@@ -329,7 +331,7 @@ def test_a_tied_head_that_is_stored_twice_is_stored_once(tiny, tmp_path):
     assert schemes(made, "lm_head") == {"drop"}
     quantize(source, tmp_path / "out", recipe(scales="absmax"))
     assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
-    quantize(source, tmp_path / "head", recipe(scales="absmax", head="int8"))
+    quantize(source, tmp_path / "head", recipe(scales="absmax", lm_head="int8"))
     assert "lm_head.weight_packed" in load_file(tmp_path / "head" / "model.safetensors")
     tensors["lm_head.weight"][3, 5] += 1
     save_file(tensors, source / "model.safetensors", {"format": "pt"})
@@ -364,7 +366,7 @@ def test_an_unknown_family_is_rounded_plainly_and_nothing_else(tiny, tmp_path):
     ours, known = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "known"))
     assert ours.keys() == known.keys()
     with pytest.raises((InputError, RefusedError)) as bad:
-        plan(source, head="int8", ignore=("*",))
+        plan(source, lm_head="int8", ignore=("*",))
     assert bad.value.hint
 
 
@@ -375,7 +377,7 @@ def test_an_undeclared_tied_family_keeps_its_embedding(tmp_path):
     with pytest.raises(RefusedError, match="tied"):
         plan(model, embedding="int8")
     with pytest.raises(InputError, match="no head"):
-        plan(model, head="int8")
+        plan(model, lm_head="int8")
 
 
 def test_a_multimodal_model_keeps_its_other_tower(tiny, tmp_path):
@@ -404,7 +406,9 @@ def test_a_multimodal_model_loads_in_transformers(tiny, tmp_path, ignored, head)
 
     model, out = tiny("gemma3-multimodal"), tmp_path / "out"
     quantize(
-        model, out, recipe("rtn", scheme="int8:g32:sym", scales="absmax", ignore=ignored, head=head)
+        model,
+        out,
+        recipe("rtn", scheme="int8:g32:sym", scales="absmax", ignore=ignored, lm_head=head),
     )
     ours, original = (
         AutoModelForImageTextToText.from_pretrained(place, dtype=torch.float32).eval()

@@ -66,7 +66,7 @@ def test_tokens_pass_the_blocks_once_and_columns_are_multiplied_in_pairs(large: 
     assert sweeps.operations["round"] > 1.3 * found.operations["round"]
     few = work(large, "gptq", calibration=CalibrationOptions(samples=32))
     assert few.operations["observe"] == found.operations["observe"] / 4
-    guided = work(large, "gptq", guide=2)
+    guided = work(large, "gptq", guided_hessians=2)
     assert guided.reads == 4
     assert guided.guide_bytes > 0
     assert guided.operations["pass"] > 2 * found.operations["pass"]
@@ -116,7 +116,7 @@ def test_experts_see_the_tokens_that_are_sent_to_them(tmp_path: Path, tiles: boo
     )
     routed = 2 * TOKENS * experts * 8 / 384
     assert dense + routed < gptq.work.operations["pass"] < 1.3 * (dense + routed)
-    every = CalibrationOptions(experts="all")
+    every = CalibrationOptions(expert_tokens="all")
     assert work(tmp_path / "m", "gptq", calibration=every).operations["pass"] > 20 * routed
     source = sum(file.stat().st_size for file in (tmp_path / "m").glob("*.safetensors"))
     assert gptq.work.source_bytes == source

@@ -29,7 +29,7 @@ from tests.conftest import VOCABULARY, Tiny
 from tests.equivalence.test_stream import NO_ROWS, InFloat64
 
 ROWS = torch.randint(0, VOCABULARY, (4, 40), generator=torch.Generator().manual_seed(1))
-ROUNDING = Rounding(awq=AwqOptions(rows=4))
+ROUNDING = Rounding(awq=AwqOptions(search_samples=4))
 LAYER = LayerScheme(parse("int4:g32:sym:f16"))
 SCHEME = LAYER.weight
 ALL = frozenset(Statistic)

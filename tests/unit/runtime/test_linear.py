@@ -37,7 +37,7 @@ def quantized(tiny, tmp_path_factory):
     @cache
     def make(family: str, form: str, scheme: str, head: str = "keep") -> Path:
         out = tmp_path_factory.mktemp("quantized") / family
-        recipe = Recipe(scheme=scheme, format=form, scales="absmax", head=head)
+        recipe = Recipe(scheme=scheme, format=form, scales="absmax", lm_head=head)
         quantize(str(tiny(family)), recipe, out, Settings())
         return out
 

@@ -60,7 +60,7 @@ def test_tokenizers_that_do_not_fit_are_refused(models, tmp_path):
     split = {"type": "Split", "pattern": {"Regex": "\\d+"}, "behavior": "Isolated", "invert": False}
     odd = with_change("pre", lambda it: it.update(pre_tokenizer=split))
     refused(RefusedError, r"unknown pre-tokenizer: \\d\+", odd, tmp_path)
-    export(odd, tmp_path / "named.gguf", pre="qwen2")
+    export(odd, tmp_path / "named.gguf", pre_tokenizer="qwen2")
     assert read_gguf(tmp_path / "named.gguf").value("tokenizer.ggml.pre", str) == "qwen2"
     more = with_change("more", lambda it: it["model"]["vocab"].update({"\u00e9\u00e9": 320}))
     more = edited(more, tmp_path / "z", lambda it: it["model"]["merges"].append(["\u00e9"] * 2))
@@ -107,7 +107,7 @@ def test_values_that_blocks_cannot_hold_are_refused(tmp_path):
 
 
 def test_a_type_is_for_gguf_alone(models):
-    for values in ({"type": "Q4_K_M"}, {"pre": "qwen2"}):
+    for values in ({"type": "Q4_K_M"}, {"pre_tokenizer": "qwen2"}):
         with pytest.raises(UsageError, match="belong to GGUF"):
             api.plan(str(models("llama-tied")), Recipe(format="bnb", **values))
     with pytest.raises(InputError, match="'type' is given beside"):
@@ -232,9 +232,9 @@ def test_what_a_file_cannot_do_for_a_layer_is_never_left_out_silently(models):
     """A tied head is no tensor of its own there, and the inputs of no layer are quantized."""
     tied = str(models("llama-tied"))
     for head, embedding in (("q8_0", "keep"), ("q8_0", "q6_k")):
-        with pytest.raises(InputError, match="--head q8_0: the head is tied to the embedding"):
-            api.plan(tied, Recipe(format="gguf", bits=4, head=head, embedding=embedding))
-    same = Recipe(format="gguf", bits=4, head="q8_0", embedding="q8_0", calibration=NO_DATA)
+        with pytest.raises(InputError, match="--lm-head q8_0: the head is tied to the embedding"):
+            api.plan(tied, Recipe(format="gguf", bits=4, lm_head=head, embedding=embedding))
+    same = Recipe(format="gguf", bits=4, lm_head="q8_0", embedding="q8_0", calibration=NO_DATA)
     types = {t.name: str(t.scheme) for t in api.plan(tied, same).tensors}
     assert types["model.embed_tokens.weight"] == "q8_0"
     inputs = Rule("down_proj", "q8_0+int8:token:dynamic")

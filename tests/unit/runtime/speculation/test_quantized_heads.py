@@ -58,7 +58,7 @@ def test_quantized_heads_guess_and_the_text_stays(heads, tmp_path, kind, scheme)
 
 def test_a_quantized_head_computes_with_what_its_codes_stand_for(heads, embedding, tmp_path):
     out = tmp_path / "q"
-    quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", head="int8:row:sym"))
+    quantize(heads["eagle"], out, recipe(scheme="int4:g64:sym", lm_head="int8:row:sym"))
     found = open_draft_heads(out)
     packed, plain = (
         Eagle3Layer(found, embedding, 4),
@@ -125,7 +125,7 @@ def test_engines_are_told_of_heads(heads):
     found = quantforge.plan(heads["eagle"], recipe(**wanted))
     loads = {one.engine: one.loads for one in found.engines}
     assert [engine for engine, there in loads.items() if there] == ["vllm"]
-    mixed = quantforge.plan(heads["eagle"], recipe(**wanted, head="int8:row:sym"))
+    mixed = quantforge.plan(heads["eagle"], recipe(**wanted, lm_head="int8:row:sym"))
     for plan in (mixed, quantforge.plan(heads["medusa"], recipe(**wanted))):
         assert not any(one.loads for one in plan.engines)
 
