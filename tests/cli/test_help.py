@@ -181,7 +181,7 @@ def test_help_shows_groups_defaults_and_values(capsys: pytest.CaptureFixture[str
     for text in ("Calibration:", "Which layers:", "How it runs:", "[default: search]", "absmax, search, reference",
                  "compressed-tensors", "IQ4_XS", "tensorrt-llm", "[@revision]"):  # fmt: skip
         assert text in shown
-    assert "--bits N             Bits per weight; the other choices follow.  [2 to 8]\n" in shown
+    assert "--bits N              Bits per weight; the other choices follow.  [2 to 8]\n" in shown
     everything = "".join(command(capsys, "help", verb).out for verb in VERBS)
     for text in ("<", "TypeAdapter", "x>=", "<=x"):
         assert text not in everything

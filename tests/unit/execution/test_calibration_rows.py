@@ -179,7 +179,7 @@ def test_random_tokens_are_those_of_the_model(tmp_path):
     plan = api.plan(DEMO, method="gptq", bits=4)
     options = CalibrationOptions(source=str(text), random_share=0.0, length=64)
     plain, found = (
-        calibrate(DEMO, replace(options, random=share), plan, vocabulary=300).sample
+        calibrate(DEMO, replace(options, random_share=share), plan, vocabulary=300).sample
         for share in (0.0, 0.5)
     )
     drawn = found.ids[found.ids.ne(plain.ids).any(1)]

@@ -113,7 +113,7 @@ def test_each_row_has_the_best_of_all_runs_under_one_divisor() -> None:
     assert Rounding().gptq.passes_of(GRIDS["nvfp4"].passes) == 4
     found = []
     for runs in (1, 2, 4):
-        rounding = Rounding(gptq=GptqOptions(refine=0, runs=runs))
+        rounding = Rounding(gptq=GptqOptions(refine=0, passes=runs))
         found.append(gptq._round_rows("w", factor, SCHEME, rounding, [weight]))
         tensor = QuantizedTensor(found[-1].codes, found[-1].parameters, SCHEME)
         expected = factor.objective.evaluate_float64((weight - tensor.decode()).double())[1]
