@@ -160,7 +160,7 @@ def test_whose_tokens_calibrate_an_expert_is_a_choice(
             super().__init__(*arguments, **named)
 
     monkeypatch.setattr(calibrated_experts, "ExpertStatistics", Noted)
-    wanted = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, experts=experts))
+    wanted = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, expert_tokens=experts))
     quantize(tiny("mixtral"), tmp_path / "q", wanted)
     assert set(asked) == {experts == "all"}
 
@@ -183,7 +183,7 @@ def test_gptq_errs_less_than_rtn_on_what_experts_read(
     mixture, *leaves = LEAVES[family]
     errors = {}
     for method in ("rtn", "gptq"):
-        calibration = replace(MORE, experts=experts)
+        calibration = replace(MORE, expert_tokens=experts)
         wanted = swift(method, scheme="int3:g32:asym", calibration=calibration)
         quantize(tiny(family), tmp_path / method, wanted)
         after = decode_checkpoint(open_checkpoint(tmp_path / method))
