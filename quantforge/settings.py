@@ -17,7 +17,7 @@ from quantforge.files.hub import is_hub_name
 from quantforge.plans import Plan, Serving
 
 if TYPE_CHECKING:
-    from quantforge.execution.progress import Progress
+    from quantforge.progress import Progress
 
 MOST_WORKERS = 8
 INPUT_BITS = (16, 8)

@@ -34,9 +34,9 @@ LEAVES = ("quantforge_calibration", "quantforge_kernels", "quantforge_files")
 # From top to bottom. The folder of `quantforge` itself is the empty name, which anybody may import (the version).
 ORDER = (
     "__main__", "cli", "api", "serving", "verification", "evaluation", "execution", "runtime", "planning",
-    "artifacts", "engines", "formats", "quantizers", "model", "recipe", "settings", "files", "packers", "numerics",
-    "architectures", "plans", "notation", "scheme", "grids", "events", "cache_kinds", "arguments", "errors",
-    *LEAVES, "",
+    "artifacts", "engines", "formats", "quantizers", "model", "recipe", "settings", "progress", "files", "packers",
+    "numerics", "architectures", "plans", "notation", "scheme", "grids", "events", "cache_kinds", "arguments",
+    "errors", *LEAVES, "",
 )  # fmt: skip
 TABLE, WIDEST = "In this folder:", 114
 ENFORCED = ("imports against the order of folders", "import cycles")

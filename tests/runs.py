@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from quantforge import api
 from quantforge.api.variants import plan_variants
 from quantforge.cli.app import app, main
-from quantforge.execution.progress import Progress
+from quantforge.progress import Progress
 from quantforge.recipe import CalibrationOptions, GptqOptions, Recipe
 from quantforge.settings import Settings
 

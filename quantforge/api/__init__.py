@@ -50,10 +50,10 @@ from quantforge.api.sweep import Swept, sweep
 from quantforge.api.verify import verify
 from quantforge.errors import QuantForgeError
 from quantforge.events import Event, Policy
-from quantforge.execution.progress import Progress
 from quantforge.planning.allocation import Allocated
 from quantforge.planning.capacity import Capacity, Load
 from quantforge.plans import Plan, Serving
+from quantforge.progress import Progress
 from quantforge.recipe import AwqOptions, CalibrationOptions, GptqOptions, Recipe, Rule
 from quantforge.runtime.generated_text import Generated, GeneratedText, LikelyToken, ScoredToken
 from quantforge.settings import Settings

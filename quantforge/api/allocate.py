@@ -27,7 +27,6 @@ from quantforge.artifacts.number_text import significant
 from quantforge.artifacts.publish import digest_source
 from quantforge.errors import UsageError
 from quantforge.execution.journal import Journal
-from quantforge.execution.progress import phase, report_to
 from quantforge.files.disk import check_new, run_folder, save
 from quantforge.files.hub import resolve
 from quantforge.files.lock import Lock
@@ -42,6 +41,7 @@ from quantforge.planning.allocation import (
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource
 from quantforge.planning.size_target import SizeRequest, size_request
+from quantforge.progress import phase, report_to
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, check_device
 

@@ -24,7 +24,7 @@ from quantforge.evaluation.bench_requests import (
     figures,
     read_trace,
 )
-from quantforge.execution.progress import phase, report_step, report_to
+from quantforge.progress import phase, report_step, report_to
 from quantforge.runtime.speculation.options import DraftOptions
 from quantforge.settings import Settings, check_device
 

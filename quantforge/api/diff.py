@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.execution.progress import ProgressListener, ignore_progress, phase, report_to
 from quantforge.files.hub import resolve
 from quantforge.formats.open_model import open_model
+from quantforge.progress import ProgressListener, ignore_progress, phase, report_to
 
 if TYPE_CHECKING:
     from quantforge.verification.difference import Difference

@@ -23,12 +23,12 @@ from quantforge.artifacts import manifest
 from quantforge.cache_kinds import parse_cache_kinds
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
-from quantforge.execution.progress import phase, report_step, report_to
 from quantforge.files.hub import resolve
 from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_unsupported
+from quantforge.progress import phase, report_step, report_to
 from quantforge.recipe import AdapterOptions
 from quantforge.settings import Settings, check_device
 

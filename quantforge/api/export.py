@@ -29,7 +29,6 @@ from quantforge.artifacts.publish import digest_source, publish, stage_side_file
 from quantforge.engines import preferred_formats
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.execution.progress import phase, report_to
 from quantforge.execution.run_conversion import (
     CheckedValues,
     check_values,
@@ -59,6 +58,7 @@ from quantforge.planning.recipe_options import (
     RecipeSource,
     build_recipe,
 )
+from quantforge.progress import phase, report_to
 from quantforge.quantizers import RTN
 from quantforge.recipe import NO_DATA, Recipe, from_toml
 from quantforge.settings import Settings, check_device, rounding_workers

@@ -8,7 +8,6 @@ from pathlib import Path
 from quantforge.api.plan import plan
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.execution.progress import phase, report_to
 from quantforge.files.disk import check_new
 from quantforge.files.hub import resolve
 from quantforge.formats.match_quantized import drop_tied_copy
@@ -17,6 +16,7 @@ from quantforge.planning.format_choice import choose_format
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.planner import make_plan
 from quantforge.planning.source_views import single_experts
+from quantforge.progress import phase, report_to
 from quantforge.quantizers import RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.settings import Settings, check_device

@@ -18,7 +18,6 @@ from quantforge.artifacts.manifest import digest_small_files
 from quantforge.artifacts.publish import digest_source
 from quantforge.events import Event
 from quantforge.execution.journal import run_fingerprint
-from quantforge.execution.progress import phase, report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.without_experts import fewer_heads
@@ -29,6 +28,7 @@ from quantforge.planning import naming
 from quantforge.planning.planner import Planned, check_text, make_plan
 from quantforge.planning.source_views import planned_source, source_as_read, transformed_source
 from quantforge.plans import Plan
+from quantforge.progress import phase, report_step
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, check_device
 

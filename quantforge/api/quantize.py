@@ -26,7 +26,6 @@ from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.journal import check_unshared_journal, finished_tensor_names, open_journal
-from quantforge.execution.progress import phase, report_to
 from quantforge.execution.units import check_shareable, claimable_units, list_units
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
@@ -40,6 +39,7 @@ from quantforge.formats.sources.low_precision import (
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe
 from quantforge.planning.size_target import SizeRequest, size_request
+from quantforge.progress import phase, report_to
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings, under_torchrun
 

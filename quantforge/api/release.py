@@ -39,7 +39,6 @@ from quantforge.artifacts.card_figures import (
 )
 from quantforge.artifacts.publish import has_chat_template
 from quantforge.errors import GateError, InputError, IntegrityError, RefusedError, UsageError
-from quantforge.execution.progress import phase, report_to
 from quantforge.execution.units import check_new_output
 from quantforge.files.disk import check_new, make_folder, run_folder, save, writing
 from quantforge.files.hub import resolve
@@ -47,6 +46,7 @@ from quantforge.files.opener import FILES, read_object
 from quantforge.files.stage import check_folder
 from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.release_spec import REPORTS, ReleaseSpec, read_release
+from quantforge.progress import phase, report_to
 from quantforge.settings import Settings
 from quantforge_files.roles import MANIFEST, RECIPE
 

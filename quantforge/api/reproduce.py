@@ -19,12 +19,12 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.manifest import check_same_source
 from quantforge.artifacts.provenance import BILL, STATEMENT, bom_result_name
 from quantforge.errors import InputError
-from quantforge.execution.progress import report_to
 from quantforge.files.hub import resolve
 from quantforge.files.opener import read_object
 from quantforge.files.output_names import MODELFILE, present_names, projector_name, side_of
 from quantforge.formats.open_model import open_model
 from quantforge.planning.local_paths import check_adapter_given, check_calibration_given
+from quantforge.progress import report_to
 from quantforge.recipe import from_toml
 from quantforge.settings import Settings
 from quantforge_files.roles import MANIFEST

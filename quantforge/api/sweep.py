@@ -26,13 +26,13 @@ from quantforge.errors import (
     UnknownNameError,
     UsageError,
 )
-from quantforge.execution.progress import phase, report_to
 from quantforge.execution.units import check_new_output
 from quantforge.files.disk import make_folder, writing
 from quantforge.files.hub import resolve
 from quantforge.files.stage import check_folder
 from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe, place_of
+from quantforge.progress import phase, report_to
 from quantforge.recipe import LOWER_CASE_KEYS, Recipe
 from quantforge.settings import Settings
 

@@ -28,7 +28,6 @@ from quantforge.api.quantize import published_run
 from quantforge.artifacts.manifest import source_file_digests
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.journal import check_versions
-from quantforge.execution.progress import phase, report_step
 from quantforge.files.disk import run_folder, writing
 from quantforge.files.hub import resolve
 from quantforge.files.lock import Lock, StaleLockMonitor
@@ -39,6 +38,7 @@ from quantforge.formats.open_model import open_model
 from quantforge.planning.format_choice import choose_format
 from quantforge.planning.local_paths import strip_local_paths
 from quantforge.plans import decisions_by_plan
+from quantforge.progress import phase, report_step
 from quantforge.recipe import Recipe
 from quantforge.settings import Settings
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.engines import target_of
-from quantforge.execution.progress import ProgressListener, ignore_progress, phase, report_to
 from quantforge.files.hub import resolve
 from quantforge.files.opener import FILES
 from quantforge.numerics.allocator import return_freed_memory
+from quantforge.progress import ProgressListener, ignore_progress, phase, report_to
 from quantforge.settings import Settings, check_device
 from quantforge_files.roles import KEY
 

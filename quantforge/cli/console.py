@@ -21,7 +21,7 @@ from quantforge.cli.path_arguments import as_typed, in_one_line, option_as_typed
 from quantforge.cli.progress_bar import Bar, Lines, MachineLines, Meter, Silence
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column, folded
-from quantforge.execution.progress import Progress
+from quantforge.progress import Progress
 
 _KEPT_IN_TEXT = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
 PIPE_WIDTH = 80  # characters, where there is no terminal

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, Self
 
-from quantforge.execution.progress import Progress, part_label
+from quantforge.progress import Progress, part_label
 
 if TYPE_CHECKING:
     from rich.console import Console as Rich

@@ -11,9 +11,9 @@ from quantforge.artifacts.number_text import size
 from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import shown
 from quantforge.errors import UsageError
-from quantforge.execution.progress import Progress, part_label
 from quantforge.files.disk import append, check_new, open_existing
 from quantforge.plans import Plan, decisions
+from quantforge.progress import Progress, part_label
 
 _LOG = b'{"part": "'  # how the file of --log begins
 

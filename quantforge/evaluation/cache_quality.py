@@ -32,8 +32,8 @@ from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
 from quantforge.evaluation.output_head import checked_head, compare_predictions
 from quantforge.evaluation.text_windows import Windows, cut_windows
-from quantforge.execution.progress import phase, report_step
 from quantforge.files.reader import Checkpoint
+from quantforge.progress import phase, report_step
 from quantforge.runtime.batching.engine import EngineOptions
 from quantforge.runtime.cache import CacheLayout, CacheShape, PagedCache
 from quantforge.runtime.decoder import Decoder, supports

@@ -45,11 +45,11 @@ from quantforge.evaluation.text_windows import (
     cut_windows,
 )
 from quantforge.evaluation.verdict import Verdict, judge
-from quantforge.execution.progress import phase, report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter
+from quantforge.progress import phase, report_step
 from quantforge.runtime.adapter_layers import add_adapter, open_correction
 from quantforge.runtime.linear import UNROUNDED_BITS
 from quantforge.runtime.load import Loaded, load

@@ -41,9 +41,9 @@ from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
 from quantforge.evaluation.output_head import Head, checked_head, compare_predictions
 from quantforge.evaluation.text_windows import Windows
-from quantforge.execution.progress import report_step
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.model_parts import base_model, block_list_name
+from quantforge.progress import report_step
 from quantforge.runtime.linear import cache_decoded_weights
 
 if TYPE_CHECKING:

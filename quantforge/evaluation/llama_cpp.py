@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quantforge.errors import InputError, UsageError
-from quantforge.execution.progress import report_step
+from quantforge.progress import report_step
 
 if TYPE_CHECKING:
     from quantforge.evaluation.text_windows import Windows

@@ -28,9 +28,9 @@ from torch import Tensor
 from quantforge.architectures.configuration import positions_in
 from quantforge.errors import InputError
 from quantforge.evaluation.text_windows import Windows
-from quantforge.execution.progress import report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.numerics.shared_processors import ProcessorShare
+from quantforge.progress import report_step
 from quantforge.runtime.decoding import DecodingEngine, create_engine
 from quantforge.runtime.load import Loaded, load
 from quantforge.runtime.memory import PeakMemory

@@ -26,7 +26,6 @@ In this folder:
     guide               Guided rounding: weight calibration tokens by output gradients
     importance          Importance of input columns (imatrix): observe it on calibration rows
     journal             Journal of a run: records the finished units
-    progress            Progress reports of a verb (a command such as ``quantize``): its phase
     rounding            Read, round and write the matrices that share an input
     run_conversion      Carry out a planned conversion: check all values, round the embedding if planned
     run_tuning          Tuning step of a run: optimize scales, norms and codes of rounded blocks on calibration rows

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from quantforge.execution.calibrated_experts import ExpertRounder
 from quantforge.execution.journal import Record, merge_records
-from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics, statistics_for_inputs
 from quantforge.numerics.allocator import trim
 from quantforge.plans import Action, Plan
+from quantforge.progress import report_step
 from quantforge.quantizers import METHODS, is_sparse, load_transform, needs
 from quantforge.quantizers.sparsity import sparsify, sparsity_figures
 from quantforge.runtime.cache_scales import CachePeaks, attached_cache

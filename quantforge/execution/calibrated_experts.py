@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records
-from quantforge.execution.progress import report_step
 from quantforge.execution.units import expert_unit
 from quantforge.model.expert_statistics import ExpertStatistics
 from quantforge.model.statistics import Statistic
 from quantforge.numerics.allocator import trim
+from quantforge.progress import report_step
 
 if TYPE_CHECKING:
     from quantforge.execution.calibrated_block import BlockRounder, Observation, ProcessExpert

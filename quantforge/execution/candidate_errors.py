@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from quantforge.execution.guide import HESSIAN, compute_token_weights, open_token_weights
-from quantforge.execution.progress import phase, report_step
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.block import WeightedInput
 from quantforge.model.expert_statistics import ExpertStatistics
@@ -31,6 +30,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.planning.gradient_options import quantized_linears
 from quantforge.planning.run_work import GRADIENT_ROWS, OUTPUT_ROWS
+from quantforge.progress import phase, report_step
 from quantforge.quantizers import load_rounder
 from quantforge.quantizers.guidance.token_weights import TokenWeights
 

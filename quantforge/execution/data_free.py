@@ -19,7 +19,6 @@ from torch import Tensor
 
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records
-from quantforge.execution.progress import report_step
 from quantforge.execution.units import HEAD
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.threads import BackgroundTask, in_order
@@ -27,6 +26,7 @@ from quantforge.packers.row_encoding import strip_of
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.peak_memory import STRIP_ELEMENTS, can_round_in_strips
 from quantforge.plans import Action, Plan, TensorPlan
+from quantforge.progress import report_step
 from quantforge.quantizers import RTN, Rounded, load_rounder
 from quantforge.quantizers.rtn import error_importance, row_squares
 

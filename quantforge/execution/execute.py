@@ -40,7 +40,6 @@ from quantforge.execution.journal import (
     events_of,
     figures_of,
 )
-from quantforge.execution.progress import phase, progress_of
 from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.run_tuning import TuningStep
 from quantforge.execution.unit_output import UnitOutput
@@ -55,6 +54,7 @@ from quantforge.execution.units import (
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import get_storage
 from quantforge.numerics.threads import reproducible
+from quantforge.progress import phase, progress_of
 
 if TYPE_CHECKING:
     from torch import Tensor

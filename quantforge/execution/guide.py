@@ -23,13 +23,13 @@ from torch import Tensor
 from quantforge.errors import IntegrityError, RefusedError
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records
-from quantforge.execution.progress import report_step
 from quantforge.execution.unit_output import checksum
 from quantforge.model.block import WeightedInput
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.allocator import trim
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.planning.gradient_options import quantized_linears
+from quantforge.progress import report_step
 from quantforge.quantizers import Rounded
 from quantforge.quantizers.guidance.token_weights import TokenWeights, clip_largest
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from quantforge.artifacts import manifest
 from quantforge.errors import RefusedError
-from quantforge.execution.progress import report_step
 from quantforge.files.opener import changed
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.gguf.importance_file import Imatrix, WeightImportance, read_imatrix
@@ -18,6 +17,7 @@ from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.planning.importance_check import importance_sizes, names_in_gguf
 from quantforge.planning.planner import Planned
+from quantforge.progress import report_step
 
 if TYPE_CHECKING:
     from quantforge_calibration.sampler import Sample

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.files.writer import WeightsWriter
@@ -34,6 +33,7 @@ from quantforge.planning.conversion import (
     stores_group_index,
 )
 from quantforge.plans import Action, TensorPlan
+from quantforge.progress import report_step
 from quantforge.quantizers import RTN, load_rounder
 from quantforge.scheme import LayerScheme
 

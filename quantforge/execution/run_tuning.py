@@ -22,11 +22,11 @@ from torch import Tensor
 from quantforge.errors import IntegrityError
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records, write_durably
-from quantforge.execution.progress import phase, report_step
 from quantforge.execution.unit_output import checksum
 from quantforge.execution.units import TUNE, tune_unit
 from quantforge.files.opener import FILES
 from quantforge.files.safetensors import torch_dtype
+from quantforge.progress import phase, report_step
 from quantforge.quantizers.tuning import whole_model_epochs
 from quantforge.quantizers.tuning.tuned_matrix import CODES
 from quantforge_files.roles import TUNED

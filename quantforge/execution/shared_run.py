@@ -47,7 +47,6 @@ from quantforge.execution.journal import (
     recorded_fingerprint,
     written,
 )
-from quantforge.execution.progress import progress_of, report_step
 from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTSIDE_BLOCKS, Unit, block_unit, claimable_units
@@ -58,6 +57,7 @@ from quantforge.files.safetensors import TensorEntry
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import get_storage
 from quantforge.plans import FilePlan, StoredTensor
+from quantforge.progress import progress_of, report_step
 from quantforge_files.roles import STATES
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from quantforge.artifacts import manifest
-from quantforge.execution.progress import report_step
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import tokenizer_side_files
+from quantforge.progress import report_step
 from quantforge.recipe import read_toml
 from quantforge.verification.opening import Original, open_source
 from quantforge.verification.side_files import STORAGE_KEYS

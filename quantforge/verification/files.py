@@ -18,13 +18,13 @@ from typing import Any
 from quantforge.artifacts import manifest
 from quantforge.artifacts.signing import check_signature, signature_path
 from quantforge.errors import InputError, IntegrityError
-from quantforge.execution.progress import report_step
 from quantforge.files.hub import source_name
 from quantforge.files.opener import FILES
 from quantforge.files.output_names import set_of, side_of
 from quantforge.files.previous_output import OF_DIRECTORY
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import open_model
+from quantforge.progress import report_step
 from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Report
 from quantforge.verification.opening import Artifact
 

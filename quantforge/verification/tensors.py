@@ -25,9 +25,9 @@ from torch import Tensor
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, IntegrityError
-from quantforge.execution.progress import report_step
 from quantforge.files.finite_values import scan_finite
 from quantforge.packers.tensor import QuantizedTensor
+from quantforge.progress import report_step
 from quantforge.quantizers.tuning import MAX_RELATIVE_CHANGE
 from quantforge.verification.findings import Report
 from quantforge.verification.folded_scales import (

@@ -12,10 +12,10 @@ import torch
 from quantforge.architectures.match import ModelLayout
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError
-from quantforge.execution.progress import phase, report_step
 from quantforge.formats.configuration import quantization_config
 from quantforge.formats.match_quantized import match_quantized
 from quantforge.planning.notes import CHANGE_FACTS
+from quantforge.progress import phase, report_step
 from quantforge.quantizers import RTN, is_sparse
 from quantforge.verification.consistency import check_within
 from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source

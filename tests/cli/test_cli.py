@@ -14,7 +14,7 @@ import pytest
 
 from quantforge.cli.console import Console
 from quantforge.errors import InputError
-from quantforge.execution.progress import Progress
+from quantforge.progress import Progress
 from tests.runs import command, copied
 
 VERBS = (

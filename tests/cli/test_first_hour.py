@@ -12,11 +12,11 @@ from quantforge.cli.progress_bar import Clock
 from quantforge.cli.release import _place
 from quantforge.engines import with_output_path
 from quantforge.errors import InputError, nearest
-from quantforge.execution.progress import Progress
 from quantforge.files.disk import no_space
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.notation import parse_share
 from quantforge.plans import Note, NoteKind
+from quantforge.progress import Progress
 from quantforge_calibration.readers import RowReader, read_hub
 from quantforge_calibration.source_error import SourceError
 from tests.runs import command, copied

@@ -14,7 +14,7 @@ import pytest
 
 import quantforge
 from quantforge.cli.progress_bar import Lines, MachineLines, duration
-from quantforge.execution.progress import Progress, phase, report_step, report_to
+from quantforge.progress import Progress, phase, report_step, report_to
 from tests.conftest import Tiny
 from tests.runs import ROWS, command
 

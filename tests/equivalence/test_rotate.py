@@ -26,12 +26,12 @@ from quantforge.architectures.residual_stream import residual_stream
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
 from quantforge.execution import data_free
-from quantforge.execution.progress import Progress
 from quantforge.files.computed_tensors import ROTATION
 from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.files.safetensors import read_tensor
 from quantforge.model.stream import ModelStream
 from quantforge.plans import Plan
+from quantforge.progress import Progress
 from quantforge.quantizers import METHODS, apply_source_transforms
 from quantforge.quantizers.rotate import RotatedTensorReader
 from quantforge.recipe import NO_DATA, CalibrationOptions

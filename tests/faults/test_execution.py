@@ -19,10 +19,10 @@ from quantforge.artifacts import manifest
 from quantforge.execution import execute as execution
 from quantforge.execution import unit_output
 from quantforge.execution.execute import RunInputs
-from quantforge.execution.progress import Progress
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.open_model import open_model
+from quantforge.progress import Progress
 from tests.conftest import Tiny
 from tests.runs import StopError, crash_after, quantize, recipe, swift, tree
 

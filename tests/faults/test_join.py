@@ -28,10 +28,10 @@ from quantforge.errors import (
 )
 from quantforge.execution import claims, shared_run
 from quantforge.execution.claims import Claim
-from quantforge.execution.progress import Progress
 from quantforge.execution.shared_run import SharedStates, Worker
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.files.stage import Stage
+from quantforge.progress import Progress
 from quantforge.recipe import Recipe
 from tests.conftest import Tiny
 from tests.runs import (

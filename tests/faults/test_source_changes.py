@@ -18,13 +18,13 @@ from safetensors import safe_open
 from quantforge import api
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError
-from quantforge.execution.progress import Progress
 from quantforge.files import checksums, safetensors
 from quantforge.files.checksums import Checksums, take_checksums
 from quantforge.files.opener import changed
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
+from quantforge.progress import Progress
 from quantforge.settings import Settings
 from quantforge_files import system
 from tests.runs import copied, leftovers, quantize, recipe, swift

@@ -14,8 +14,8 @@ from quantforge.api.variants import plan_variants
 from quantforge.cli.progress_bar import Clock
 from quantforge.errors import QuantForgeError
 from quantforge.execution import execute
-from quantforge.execution.progress import report_to
 from quantforge.files.disk import run_folder
+from quantforge.progress import report_to
 from quantforge.settings import Settings
 from tests.runs import CALIBRATION, StopError, make_variants, quantize, swift, tree
 

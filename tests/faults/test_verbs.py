@@ -20,11 +20,11 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.provenance import BILL, STATEMENT
 from quantforge.artifacts.publish import describe_source
 from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
-from quantforge.execution.progress import Progress
 from quantforge.files.output_names import SIDE
 from quantforge.files.reader import open_checkpoint
 from quantforge.files.stage import Stage
 from quantforge.model.hidden_states import OnDisk
+from quantforge.progress import Progress
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import copied, leftovers, quantize, recipe, swift

@@ -18,7 +18,7 @@ OPENER = "quantforge_files"  # the one leaf that others stand on: there is one w
 WITHOUT_TORCH = (
     "errors", "events", "scheme", "notation", "plans", "recipe", "settings", "artifacts", "planning", "api", "engines",
     "files", "formats", "architectures", "quantizers", "cli", "model.statistics", "numerics.allocator",
-    "execution.journal", "execution.progress", "grids", "arguments", "cache_kinds",
+    "execution.journal", "progress", "grids", "arguments", "cache_kinds",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "datasets", "triton", "numpy", "safetensors", "tokenizers")
 

@@ -16,10 +16,10 @@ from quantforge.api.reproduce import reproduce
 from quantforge.architectures.match import match_tensors
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError, UsageError
-from quantforge.execution.progress import Progress
 from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.files.safetensors import read_tensor
 from quantforge.model.stream import ModelStream
+from quantforge.progress import Progress
 from quantforge.quantizers import METHODS, Method, MethodKind, MethodMemory, apply_source_transforms
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings

@@ -19,8 +19,8 @@ from quantforge.evaluation.divergence import (
     score_reference,
 )
 from quantforge.evaluation.output_head import Head
-from quantforge.execution.progress import Progress, report_to
 from quantforge.model.hidden_states import InMemory, OnDisk
+from quantforge.progress import Progress, report_to
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings

@@ -23,7 +23,7 @@ from quantforge.evaluation import divergence, report, speed, tasks
 from quantforge.evaluation.compare_models import Evaluation
 from quantforge.evaluation.divergence import score, score_reference
 from quantforge.evaluation.reference_text import Prompts
-from quantforge.execution.progress import report_to
+from quantforge.progress import report_to
 from quantforge.recipe import Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
