@@ -25,7 +25,7 @@ from peers.ggml import quantized
 from torch import Tensor
 
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import decode_blocks, to_blocks
+from quantforge.packers.ggml.blocks import decode_blocks, pack_blocks
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.lattices import LATTICES
 from quantforge.quantizers import rtn
@@ -62,10 +62,10 @@ def ours(weight: Tensor, grid: str, importance: Tensor | None, search: str = "se
     """Return the blocks of ``weight`` by quantforge."""
     if grid in LATTICES:
         schemes = {"w": parse(grid)}
-        return to_blocks(
+        return pack_blocks(
             rtn.quantize_matrices({"w": weight.float()}, importance, schemes, search)["w"]
         )
-    return to_blocks(encode_rows(weight.float(), parse(grid), importance, search))
+    return pack_blocks(encode_rows(weight.float(), parse(grid), importance, search))
 
 
 def seconds(run: Callable[[Tensor], Tensor], weight: Tensor, repeats: int) -> float:

@@ -24,7 +24,7 @@ import torch
 
 from quantforge import api
 from quantforge.notation import parse
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
@@ -125,7 +125,7 @@ def speed() -> list[dict[str, object]]:
 
     def rounding(text: str) -> Callable[[], object]:
         scheme = parse(text)
-        packer = packer_of(scheme)
+        packer = get_packer(scheme)
 
         def work() -> object:
             codes = packer.encode(weight, packer.fit(weight, scheme), scheme)

@@ -19,9 +19,9 @@ import torch
 
 from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import to_blocks
+from quantforge.packers.ggml.blocks import pack_blocks
 from quantforge.packers.lattices import LATTICES
-from quantforge.packers.lattices.points import FILE, STORED, digit_values
+from quantforge.packers.lattices.points import POINTS_FILE, STORED_TYPES, digit_values
 from quantforge.packers.tensor import QuantizedTensor
 
 BLOCK = 256
@@ -43,7 +43,7 @@ def recovered(grid: str) -> numpy.ndarray:
     if lattice.vectors > 1:
         pairs = index.view(rows, -1, 2)
         codes = pairs[..., 0] | (pairs[..., 1] << lattice.index_bits)
-    raw = to_blocks(QuantizedTensor(codes, parameters, parse(grid))).numpy()
+    raw = pack_blocks(QuantizedTensor(codes, parameters, parse(grid))).numpy()
     kind = gguf.GGMLQuantizationType[grid.upper()]
     values = (
         gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift
@@ -59,11 +59,11 @@ def main() -> None:
     """Write the file, or compare it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
-    found = b"".join(recovered(grid).tobytes() for grid in STORED)
+    found = b"".join(recovered(grid).tobytes() for grid in STORED_TYPES)
     if not parser.parse_args().check:
-        FILE.write_bytes(found)
-    elif FILE.read_bytes() != found:
-        sys.exit(f"{FILE} is not what gguf decodes")
+        POINTS_FILE.write_bytes(found)
+    elif POINTS_FILE.read_bytes() != found:
+        sys.exit(f"{POINTS_FILE} is not what gguf decodes")
 
 
 if __name__ == "__main__":

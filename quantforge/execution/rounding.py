@@ -20,7 +20,7 @@ from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records
 from quantforge.files.finite_values import scan_finite
 from quantforge.model.statistics import Statistics
-from quantforge.packers.input_rounding import static_scale
+from quantforge.packers.input_rounding import choose_static_scale
 from quantforge.quantizers import Rounded, load_rounder
 from quantforge.settings import rounding_workers
 
@@ -196,8 +196,8 @@ def add_input_parameters(
 ) -> QuantizedTensor:
     """Return a rounded matrix with the scheme and measured parameters of its quantized input.
 
-    The parameters are the range of a static input, chosen by ``observer`` (see `static_scale`), or the outlier columns
-    of LLM.int8(), copied from ``weight``, the matrix before rounding.
+    The parameters are the range of a static input, chosen by ``observer`` (see `choose_static_scale`), or the outlier
+    columns of LLM.int8(), copied from ``weight``, the matrix before rounding.
 
     Raises:
         RefusedError: a static range or outlier columns are needed, but the input was not observed.
@@ -219,7 +219,7 @@ def add_input_parameters(
     else:
         assert statistics.histogram is not None
         peak = float(statistics.peaks.max())
-        scale = static_scale(activation, statistics.histogram, peak, observer)
+        scale = choose_static_scale(activation, statistics.histogram, peak, observer)
         found = {"input_scale": torch.tensor([[scale]], dtype=torch.float32)}
     return replace(tensor, parameters={**tensor.parameters, **found}, input=activation)
 

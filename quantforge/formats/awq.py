@@ -163,7 +163,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Pack codes, zero points and scales as in the module's table."""
     import torch
 
-    from quantforge.packers.bits import unsigned
+    from quantforge.packers.bits import to_unsigned_codes
 
     scheme = stored_scheme(tensor.scheme, tensor.shape)
     require_possible(module, check_layer(LayerScheme(scheme), tensor.shape))
@@ -173,7 +173,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     if not tensor.scheme.symmetric:
         zeros = tensor.parameters["zeros"].T
     return {
-        f"{module}.qweight": _pack_words(unsigned(tensor.codes, 4).T),
+        f"{module}.qweight": _pack_words(to_unsigned_codes(tensor.codes, 4).T),
         f"{module}.qzeros": _pack_words(zeros),
         f"{module}.scales": scales,
     }
@@ -196,7 +196,7 @@ def _unpack_codes(words: Tensor) -> Tensor:
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Unpack codes and parameters."""
-    from quantforge.packers.bits import signed
+    from quantforge.packers.bits import to_signed_codes
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
@@ -216,7 +216,7 @@ def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTens
             fault=Fault.ZERO,
         )
     else:
-        codes = signed(codes, 4)
+        codes = to_signed_codes(codes, 4)
     return require_valid_scales(Quantized(codes, parameters, scheme), f"{module}.scales")
 
 

@@ -276,7 +276,7 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 def _pack_blocks(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     import torch
 
-    from quantforge.packers.nf4 import book, dynamic_map
+    from quantforge.packers.nf4 import codebook, dynamic_map
 
     scheme, weight = tensor.scheme, f"{module}.weight"
     flat, parameters = tensor.codes.reshape(-1), tensor.parameters
@@ -285,7 +285,7 @@ def _pack_blocks(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     packed = {
         weight: ((flat[::2] << 4) | flat[1::2]).unsqueeze(1),
         f"{weight}.absmax": parameters["scales"].flatten(),
-        f"{weight}.quant_map": book(scheme.grid),
+        f"{weight}.quant_map": codebook(scheme.grid),
         module + STATE_SUFFIX + scheme.grid: torch.frombuffer(state, dtype=torch.uint8),
     }
     if scheme.scale is ScaleType.DOUBLE:
@@ -297,14 +297,16 @@ def _pack_blocks(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 def _pack_rows(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     import torch
 
-    from quantforge.packers.tensor import OUTLIERS
+    from quantforge.packers.tensor import OUTLIER_PARAMS
 
     scales = tensor.parameters["scales"].flatten()
     ranges = scales * 127
     # The absolute maximum of half-precision weights, where it is one that gives the same scale.
     short = ranges.bfloat16().float()
     kept = {
-        f"{module}.{key}": tensor.parameters[key] for key in OUTLIERS if key in tensor.parameters
+        f"{module}.{key}": tensor.parameters[key]
+        for key in OUTLIER_PARAMS
+        if key in tensor.parameters
     }
     return kept | {
         f"{module}.weight": tensor.codes,
@@ -354,7 +356,7 @@ def _read_outlier_columns(
 def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     import torch
 
-    from quantforge.packers.nf4 import book, dynamic_map, unnest
+    from quantforge.packers.nf4 import codebook, dequantize_scales, dynamic_map
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
@@ -382,7 +384,7 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
             "the checkpoint is damaged: fetch it again",
             tensor=name,
         )
-    _require_codebook(f"{weight}.quant_map", tensors, book(scheme.grid))
+    _require_codebook(f"{weight}.quant_map", tensors, codebook(scheme.grid))
     octets = tensors[weight].flatten().view(torch.uint8)
     codes = torch.stack((octets >> 4, octets & 15), 1).view(shape)
     groups = scheme.parameter_shape(shape)
@@ -401,7 +403,9 @@ def _unpack_blocks(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quant
         parameters["nested"] = require_finite(f"{weight}.nested_absmax", nested)
         parameters["offset"] = torch.tensor([[offset]], dtype=torch.float32)
         require_finite(name, parameters["offset"], "nested_offset")
-        require_finite(f"{weight}.absmax", unnest(parameters))  # the sum may be beyond float32
+        require_finite(
+            f"{weight}.absmax", dequantize_scales(parameters)
+        )  # the sum may be beyond float32
     return require_valid_scales(Quantized(codes, parameters, scheme), f"{weight}.absmax")
 
 

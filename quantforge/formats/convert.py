@@ -220,9 +220,9 @@ def convert(
         raise RefusedError(reason, "accept the rounded scales with --allow-inexact")
     if not target.integer:
         return replace(tensor, parameters=parameters, scheme=target)
-    from quantforge.packers.bits import signed, unsigned
+    from quantforge.packers.bits import to_signed_codes, to_unsigned_codes
 
-    codes = unsigned(tensor.codes, target.bits)
+    codes = to_unsigned_codes(tensor.codes, target.bits)
     if tensor.scheme.zero is Zero.MIN and target.zero is not Zero.MIN:
         zero_scales = (tensor.parameters["scales"] == 0).repeat_interleave(
             codes.shape[1] // tensor.parameters["scales"].shape[1], 1
@@ -230,15 +230,15 @@ def convert(
         codes = codes.masked_fill(
             zero_scales, 1 << (target.bits - 1)
         )  # of `_minima_to_zero_points`
-    codes = signed(codes, target.bits) if target.symmetric else codes
+    codes = to_signed_codes(codes, target.bits) if target.symmetric else codes
     return replace(tensor, codes=codes, parameters=parameters, scheme=target)
 
 
 def input_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the parameters that belong to the layer's input."""
-    from quantforge.packers.tensor import OF_INPUT
+    from quantforge.packers.tensor import INPUT_PARAMS
 
-    return {key: value for key, value in parameters.items() if key in OF_INPUT}
+    return {key: value for key, value in parameters.items() if key in INPUT_PARAMS}
 
 
 def ggml_as_integers(tensor: QuantizedTensor) -> QuantizedTensor:
@@ -259,9 +259,9 @@ def _convert_parameters(
         )
     scales = parameters["scales"]
     if scheme.scale is ScaleType.DOUBLE:
-        from quantforge.packers.nf4 import unnest
+        from quantforge.packers.nf4 import dequantize_scales
 
-        scales = unnest(parameters)
+        scales = dequantize_scales(parameters)
     scales, reason = _convert_scales(scales, target)
     converted = input_parameters(parameters)
     converted["scales"] = _repeat_for_groups(scales, scheme, target, shape)

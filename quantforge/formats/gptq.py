@@ -199,7 +199,7 @@ def pack(
     """Pack codes, zero points (minus ``min_zero_point``), scales and the group index of each column."""
     import torch
 
-    from quantforge.packers.bits import pack_rows, unsigned
+    from quantforge.packers.bits import pack_rows, to_unsigned_codes
 
     scheme, columns = stored_scheme(tensor.scheme, tensor.shape), tensor.shape[1]
     require_possible(module, check_layer(LayerScheme(scheme), tensor.shape))
@@ -211,7 +211,7 @@ def pack(
     index = torch.arange(columns, dtype=torch.int32) // scheme.group_size(columns)
     return {
         f"{module}.qweight": pack_rows(
-            unsigned(tensor.codes, scheme.bits), scheme.bits
+            to_unsigned_codes(tensor.codes, scheme.bits), scheme.bits
         ).T.contiguous(),
         f"{module}.qzeros": pack_rows(zeros - min_zero_point, scheme.bits),
         f"{module}.scales": scales,
@@ -223,7 +223,7 @@ def unpack(
     layout: ModuleLayout, tensors: Mapping[str, Tensor], *, min_zero_point: int = MIN_ZERO_POINT
 ) -> QuantizedTensor:
     """Unpack codes and parameters; act-order groups are resolved by `apply_group_index`."""
-    from quantforge.packers.bits import signed, unpack_rows
+    from quantforge.packers.bits import to_signed_codes, unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
@@ -233,7 +233,7 @@ def unpack(
     _check_zero_points(f"{module}.qzeros", zeros, scheme, min_zero_point)
     parameters = {"scales": tensors[f"{module}.scales"].T.contiguous()}
     if scheme.symmetric:
-        codes = signed(codes, scheme.bits)
+        codes = to_signed_codes(codes, scheme.bits)
     else:
         parameters["zeros"] = (zeros + min_zero_point).T.contiguous()
     tensor = require_valid_scales(Quantized(codes, parameters, scheme), f"{module}.scales")

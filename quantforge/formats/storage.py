@@ -71,10 +71,10 @@ class GgufStorage(Storage):
 
     def pack(self, plan: TensorPlan, tensor: QuantizedTensor) -> dict[str, Tensor]:
         """Return the rows as ggml blocks, uint8 ``[rows, bytes per row]``; integers become the equivalent ggml type."""
-        from quantforge.packers.ggml.blocks import to_blocks
+        from quantforge.packers.ggml.blocks import pack_blocks
 
         assert plan.scheme is not None
-        blocks = to_blocks(replace(tensor, scheme=plan.scheme.weight))
+        blocks = pack_blocks(replace(tensor, scheme=plan.scheme.weight))
         heads = plan.heads * len(tensor.codes) // plan.matrix[0]  # those of a run of rows
         return {plan.outputs[0].name: interleave_rotary_rows(blocks, heads)}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import TileTask, addmm_
 from quantforge.numerics.threads import side_by_side
-from quantforge.packers.input_rounding import histogram
+from quantforge.packers.input_rounding import magnitude_histogram
 
 
 class Accumulator:
@@ -77,7 +77,7 @@ class Accumulator:
                 peaks = x.abs().amax(0)
                 self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
             if Statistic.HISTOGRAM in requested:
-                counts = histogram(x)
+                counts = magnitude_histogram(x)
                 self._histogram = counts if self._histogram is None else self._histogram + counts
             if Statistic.SQUARES in requested:
                 self._add(Statistic.SQUARES, x.square().sum(0, dtype=torch.float64))

@@ -36,7 +36,7 @@ class Statistics:
         squares: float32 ``[in_features]``, mean of x^2, or None when it was not asked for.
         hessian: float32 ``[in_features, in_features]``, mean of x x^T: summed first, divided once.
         peaks: float32 ``[in_features]``, largest of |x|.
-        histogram: int64, see `quantforge.packers.input_rounding.histogram`.
+        histogram: int64, see `quantforge.packers.input_rounding.magnitude_histogram`.
         sample: float32 ``[tokens, in_features]``, the inputs themselves.
     """
 

@@ -1,23 +1,24 @@
 """Packers: one module per number family, each with the functions of `Packer`.
 
-``fit`` chooses the parameters of a weight (as stored), ``encode`` turns any run of columns into codes, ``decode``
-turns codes back; ``points`` and ``refits`` say the same in terms that fast loops and refinement work in. Rounders call
-only these, so that one GPTQ works on every grid. `bits` lays codes out in the words of a file.
+``fit`` chooses the parameters of a weight (as stored), ``encode`` rounds any run of columns to codes, ``decode`` turns
+codes back into floats. ``column_grid`` and ``refit_steps`` describe the same grid to the fast loops of GPTQ and to the
+refinement of scales. Quantizers call only these functions, so that one GPTQ works with every grid. `bits` packs codes
+into the words of a file.
 
 In this folder:
 
-    bits            A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file
+    bits            Pack integer codes of any width into the 32-bit words of a file, and unpack them
     fp4             nvfp4 and mxfp8: elements of 4 or 8 bits under block scales of 8 bits
     fp8             8-bit floating point: e4m3 (without infinities) and e5m2, under a scale per tensor, row
-    hessian_refit   Parameters fitted again with the codes held, under the whole Hessian
-    input_rounding  Inputs of linear layers, rounded at run time: what an engine does to them
+    hessian_refit   Fit parameters again for fixed codes, minimizing the error under the whole Hessian
+    input_rounding  Inputs of linear layers, rounded at run time as an engine does, and their static scales
     integer         Uniform integer grids, 2 to 8 bits: symmetric, with an integer zero point, or with a stored minimum
-    nearest_levels  Nearest of a few sorted levels for each of many values: thresholds are counted, levels looked up
+    nearest_levels  Round values to the nearest of a few sorted levels by counting thresholds
     nf4             The 4-bit codebooks of bitsandbytes: NF4 and FP4, in groups that share one absolute maximum
-    row_encoding    Codes of whole matrices on a CPU, in one pass: the loops of `nf4`, `fp8` and `integer`
-    scale_loops     The search of `scale_search` for scales of integers, in loops that numba compiles
-    scale_search    Scales that minimise the weighted squared error of a group instead of covering its range
-    tensor          The one thing that every method makes and every format stores: a quantized tensor
+    row_encoding    Loops of `nf4`, `fp8` and `integer` that encode whole matrices on a CPU, compiled by numba
+    scale_loops     The search of `scale_search` for integer scales, in loops compiled by numba
+    scale_search    Search scales that minimize the weighted squared error of a group
+    tensor          A quantized tensor: what every method makes and every format stores
     ggml/           The number types of ggml, as GGUF files hold them: blocks of 32 or 256 weights with fixed layouts
     lattices/       The lattice types of ggml, IQ1 to IQ3: a code picks the magnitudes of 4 or 8 weights at once
 """
@@ -35,15 +36,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from quantforge.packers.hessian_refit import Refit
-    from quantforge.packers.tensor import KernelTerms, QuantizedTensor
+    from quantforge.packers.hessian_refit import RefitStep
+    from quantforge.packers.tensor import KernelInputs, QuantizedTensor
 
 
-class Points(NamedTuple):
-    """The grid of some columns: ``(code - zero) * scale + offset`` with codes inside of ``limits``.
+class ColumnGrid(NamedTuple):
+    """The values that the weights of some columns can take.
 
-    With a ``table`` (thresholds, then the values between them and the codes of these, float32) it is
-    ``value * scale + offset``; a value at a threshold belongs above it.
+    Without a ``table`` they are ``(code - zero) * scale + offset`` for the codes within ``limits``. With a ``table``
+    (sorted thresholds, the values between them and the codes of those values, float32) they are ``value * scale +
+    offset``; a number equal to a threshold belongs to the value above it.
     """
 
     scales: Tensor  # float32 [columns, rows], as the two that follow
@@ -55,7 +57,7 @@ class Points(NamedTuple):
 
 
 class Packer(Protocol):
-    """Interface of the module of a number family."""
+    """Functions that the module of each number family has."""
 
     def fit(
         self,
@@ -67,11 +69,11 @@ class Packer(Protocol):
     ) -> dict[str, Tensor]:
         """Choose the parameters of ``weight`` ``[out, in]`` (float32), rounded to their stored types.
 
-        They cover the range of what shares them; with ``search`` they minimise its squared error, weighted by
-        ``importance`` ``[in]`` (the diagonal of the Hessian; None: equal weights).
+        Without ``search`` they cover the range of the weights that share them. With ``search`` they minimize the
+        squared error, weighted with ``importance`` ``[in]`` (the diagonal of the Hessian; None: equal weights).
 
         Raises:
-            InputError: a parameter is beyond the largest number of its stored type.
+            InputError: a parameter is larger than its stored type can hold.
         """
 
     def encode(
@@ -81,9 +83,10 @@ class Packer(Protocol):
         scheme: Scheme,
         columns: slice | None = None,
     ) -> Tensor:
-        """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix.
+        """Return the nearest codes of ``weight`` ``[out, n]``.
 
-        ``parameters`` are those of the whole matrix; ``columns`` says which of its groups apply.
+        ``columns`` are the positions of ``weight`` in the whole matrix (None: it is the whole matrix), whose parameters
+        are ``parameters``.
         """
 
     def decode(
@@ -93,38 +96,39 @@ class Packer(Protocol):
         scheme: Scheme,
         columns: slice | None = None,
     ) -> Tensor:
-        """Return float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+        """Return the float32 values of ``codes`` ``[out, n]``, which are the given columns of the whole matrix."""
 
-    def points(
+    def column_grid(
         self, parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor
-    ) -> Points | None:
+    ) -> ColumnGrid | None:
         """Return the values that some columns can take, or None.
 
-        With None, rounders ask `encode` and `decode` for one column after the other, which takes a few times as long.
+        If it is None, quantizers call `encode` and `decode` for one column after another, which takes a few times as
+        long.
 
         Args:
-            parameters: float32 copies of the whole matrix's.
-            scheme: of the matrix.
-            columns: int64 ``[n]``, in any order.
+            parameters: float32 copies of the parameters of the whole matrix.
+            scheme: scheme of the matrix.
+            columns: column indices, int64 ``[n]``, in any order.
         """
 
-    def refits(self, scheme: Scheme, in_features: int) -> Sequence[Refit]:
-        """Return the steps that fit parameters again with the codes held, fewest shared columns first.
+    def refit_steps(self, scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
+        """Return the steps that fit the parameters again for fixed codes, those for the fewest columns first.
 
-        `Refit.columns` of each step divides that of the next. Without a step neither parameters nor codes are refined.
+        `RefitStep.num_columns` of each step divides that of the next. An empty sequence means that nothing is refined.
         """
 
-    def kernel_terms(self, tensor: QuantizedTensor) -> KernelTerms:
-        """Return a tensor in the terms of the kernels, without the parameters of its input."""
+    def kernel_inputs(self, tensor: QuantizedTensor) -> KernelInputs:
+        """Return the tensor as the matmul kernels take it, without the parameters of the quantized input."""
 
 
 class VectorPacker(Packer, Protocol):
-    """Interface of the module of a number family in which one code stands for several adjacent weights of a row.
+    """Functions that the module of a number family has if one code stands for several adjacent weights of a row.
 
     With ``v`` weights per code (`Grid.weights_per_code`) the codes of ``[out, n]`` weights are ``[out, n / v]``.
     """
 
-    def nearest(
+    def nearest_vectors(
         self,
         targets: Tensor,
         parameters: Mapping[str, Tensor],
@@ -135,13 +139,13 @@ class VectorPacker(Packer, Protocol):
         """Return the codes ``[out, 1]`` of the vectors nearest to ``targets`` ``[out, v]``.
 
         The distance of ``q`` from ``t`` is ``|(t - q) root|``, with ``root`` ``[v, v]``. Where there are too many
-        vectors to try them all, the nearest may be missed.
+        vectors to try them all, a slightly farther one may be returned.
         """
 
-    def weighed(
+    def encode_weighted(
         self, weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
     ) -> Tensor:
-        """Return the codes of ``weight`` ``[out, in]`` with the least errors weighted by ``importance`` ``[in]``."""
+        """Return the codes of ``weight`` ``[out, in]`` with the least squared error under ``importance`` ``[in]``."""
 
 
 if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
@@ -153,16 +157,19 @@ if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
     _VECTOR_PACKERS: tuple[VectorPacker, ...] = (lattices,)
 
 
-def weighed_codes(
+def encode_with_importance(
     weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor | None
 ) -> Tensor:
-    """Return the best codes of ``weight`` ``[out, in]``: of a vector it matters which of its weights are important."""
-    packer = packer_of(scheme)
+    """Return the codes of ``weight`` ``[out, in]`` that minimize the error weighted with ``importance`` ``[in]``.
+
+    The importance matters only if a code stands for several weights.
+    """
+    packer = get_packer(scheme)
     if importance is None or GRIDS[scheme.grid].weights_per_code == 1:
         return packer.encode(weight, parameters, scheme)
-    return cast("VectorPacker", packer).weighed(weight, parameters, scheme, importance)
+    return cast("VectorPacker", packer).encode_weighted(weight, parameters, scheme, importance)
 
 
-def packer_of(scheme: Scheme) -> Packer:
-    """Return the packer of the scheme's grid, imported when it is first asked for: it needs torch."""
+def get_packer(scheme: Scheme) -> Packer:
+    """Return the packer module of the scheme's grid; it is imported at the first call, since it needs torch."""
     return cast("Packer", import_module(GRIDS[scheme.grid].packer))

@@ -1,16 +1,14 @@
-"""A dense little-endian bit stream: how integer codes lie in the 32-bit words of a file.
+"""Pack integer codes of any width into the 32-bit words of a file, and unpack them.
 
-Code ``i`` of a row occupies bits ``i*b .. i*b + b - 1`` of the row's stream, least significant bit
-first, and the row is padded with zero bits to a whole word. For 2, 4 and 8 bits that puts ``32/b``
-codes in a word; for 3, 5, 6 and 7 bits some codes cross a word boundary and no bit is wasted. Every
-integer layout that we read or write is this stream along one axis of a matrix: compressed-tensors
-along the inputs (zero points along the outputs), GPTQ along the inputs and then transposed, AWQ
-along the outputs in a permuted order.
+Each row is a dense little-endian bit stream: code ``i`` occupies the bits ``i*b .. i*b + b - 1``, least significant bit
+first, and the row is padded with zero bits to a whole word. With 2, 4 and 8 bits a word holds ``32/b`` codes; with 3,
+5, 6 and 7 bits some codes cross a word boundary and no bit is wasted. Every integer layout that QuantForge reads or
+writes is this stream along one axis of a matrix: compressed-tensors along the inputs (zero points along the outputs),
+GPTQ along the inputs and then transposed, AWQ along the outputs in a permuted order.
 
-The one fact that makes it short: eight codes of ``b`` bits are exactly ``b`` bytes. So eight codes
-are shifted into one 64-bit integer and its low ``b`` bytes are kept; 2, 4 and 8 bits fill a single
-byte, which is faster. Words are assembled from bytes, which equals arithmetic on a little-endian
-machine, the only kind that safetensors and torch wheels are made for.
+Eight codes of ``b`` bits are exactly ``b`` bytes. So eight codes are shifted into one 64-bit integer, of which the low
+``b`` bytes are kept; with 2, 4 and 8 bits a single byte is filled, which is faster. Words are assembled from bytes,
+which is correct on little-endian machines, the only ones that safetensors and torch wheels support.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from quantforge.grids import words_per_row
 
-_CHUNK = 1 << 22  # codes in flight at once; bounds the temporary memory to some 20 MB
+_CHUNK_CODES = 1 << 22  # codes in flight at once; bounds the temporary memory to some 20 MB
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
@@ -29,12 +27,14 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
     Raises:
         ValueError: a code needs more than ``bits`` bits; it would spill into its neighbours.
     """
-    rows, columns = codes.shape
+    num_rows, columns = codes.shape
     if codes.numel() and int(codes.max()) >> bits:
         raise ValueError(f"a code does not fit in {bits} bits: {int(codes.max())}")
-    words = torch.empty(rows, words_per_row(columns, bits), dtype=torch.int32, device=codes.device)
-    for chunk in _chunks(rows, columns):
-        words[chunk] = _pack(codes[chunk], bits)[:, : words.shape[1]]
+    words = torch.empty(
+        num_rows, words_per_row(columns, bits), dtype=torch.int32, device=codes.device
+    )
+    for rows in _row_chunks(num_rows, columns):
+        words[rows] = _pack(codes[rows], bits)[:, : words.shape[1]]
     return words
 
 
@@ -44,57 +44,63 @@ def unpack_rows(words: Tensor, bits: int, columns: int) -> Tensor:
     Raises:
         ValueError: ``W`` is not the number of words that ``columns`` codes take.
     """
-    rows, width = words.shape
-    if width != (needed := words_per_row(columns, bits)):
-        raise ValueError(f"{columns} codes of {bits} bits take {needed} words, not {width}")
-    codes = torch.empty(rows, columns, dtype=torch.uint8, device=words.device)
-    for chunk in _chunks(rows, columns):
-        codes[chunk] = _unpack(words[chunk], bits)[:, :columns]
+    num_rows, num_words = words.shape
+    if num_words != (expected_words := words_per_row(columns, bits)):
+        raise ValueError(
+            f"{columns} codes of {bits} bits take {expected_words} words, not {num_words}"
+        )
+    codes = torch.empty(num_rows, columns, dtype=torch.uint8, device=words.device)
+    for rows in _row_chunks(num_rows, columns):
+        codes[rows] = _unpack(words[rows], bits)[:, :columns]
     return codes
 
 
-def unsigned(codes: Tensor, bits: int) -> Tensor:
-    """Return codes as a file stores them: uint8, a signed code shifted by ``2^(bits-1)``."""
+def to_unsigned_codes(codes: Tensor, bits: int) -> Tensor:
+    """Return codes as a file stores them: uint8, with ``2^(bits-1)`` added to signed codes."""
     return codes if codes.dtype == torch.uint8 else codes.view(torch.uint8) + (1 << (bits - 1))
 
 
-def signed(codes: Tensor, bits: int) -> Tensor:
-    """Undo `unsigned` for a symmetric grid: uint8 to int8."""
+def to_signed_codes(codes: Tensor, bits: int) -> Tensor:
+    """Convert the stored codes of a symmetric grid from uint8 to int8; the inverse of `to_unsigned_codes`."""
     return (codes - (1 << (bits - 1))).view(torch.int8)
 
 
-def _chunks(rows: int, columns: int) -> list[slice]:
-    step = max(1, _CHUNK // max(1, columns))
-    return [slice(start, start + step) for start in range(0, rows, step)]
+def _row_chunks(rows: int, columns: int) -> list[slice]:
+    rows_per_chunk = max(1, _CHUNK_CODES // max(1, columns))
+    return [slice(first, first + rows_per_chunk) for first in range(0, rows, rows_per_chunk)]
 
 
-def _padded(tensor: Tensor, multiple: int) -> Tensor:
-    missing = -tensor.shape[-1] % multiple
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+def _pad_columns(tensor: Tensor, multiple: int) -> Tensor:
+    padding = -tensor.shape[-1] % multiple
+    return torch.nn.functional.pad(tensor, (0, padding)) if padding else tensor
 
 
-def _lane(bits: int) -> tuple[torch.dtype, int, int]:
-    """Return the integer type that codes are gathered in, the number of its codes and of its bytes that are kept."""
+def _packing_unit(bits: int) -> tuple[torch.dtype, int, int]:
+    """Return the integer type that codes are packed in, and how many codes and bytes one such integer holds."""
     return (torch.uint8, 8 // bits, 1) if 8 % bits == 0 else (torch.int64, 8, bits)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    rows = codes.shape[0]
-    kind, count, kept = _lane(bits)
-    lanes = _padded(codes, 32).contiguous().view(rows, -1, count)
-    joined = lanes[..., 0].to(kind, copy=True)
-    for index in range(1, count):
-        joined |= lanes[..., index].to(kind) << (index * bits)
-    octets = joined.view(torch.uint8).view(rows, joined.shape[1], -1)[..., :kept]
-    return octets.reshape(rows, -1).view(torch.int32)
+    num_rows = codes.shape[0]
+    dtype, codes_per_unit, bytes_per_unit = _packing_unit(bits)
+    grouped = _pad_columns(codes, 32).contiguous().view(num_rows, -1, codes_per_unit)
+    packed = grouped[..., 0].to(dtype, copy=True)
+    for index in range(1, codes_per_unit):
+        packed |= grouped[..., index].to(dtype) << (index * bits)
+    packed_bytes = packed.view(torch.uint8).view(num_rows, packed.shape[1], -1)[
+        ..., :bytes_per_unit
+    ]
+    return packed_bytes.reshape(num_rows, -1).view(torch.int32)
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
-    rows = words.shape[0]
-    kind, count, kept = _lane(bits)
-    octets = _padded(words, bits).contiguous().view(torch.uint8).view(rows, -1, kept)
-    joined = _padded(octets, kind.itemsize).contiguous().view(kind)
-    codes = torch.empty(*joined.shape, count, dtype=torch.uint8, device=words.device)
-    for index in range(count):
-        codes[..., index] = (joined >> (index * bits)) & ((1 << bits) - 1)
-    return codes.view(rows, -1)
+    num_rows = words.shape[0]
+    dtype, codes_per_unit, bytes_per_unit = _packing_unit(bits)
+    packed_bytes = (
+        _pad_columns(words, bits).contiguous().view(torch.uint8).view(num_rows, -1, bytes_per_unit)
+    )
+    packed = _pad_columns(packed_bytes, dtype.itemsize).contiguous().view(dtype)
+    codes = torch.empty(*packed.shape, codes_per_unit, dtype=torch.uint8, device=words.device)
+    for index in range(codes_per_unit):
+        codes[..., index] = (packed >> (index * bits)) & ((1 << bits) - 1)
+    return codes.view(num_rows, -1)

@@ -1,13 +1,13 @@
-"""Inputs of linear layers, rounded at run time: what an engine does to them, and ranges that calibration measured.
+"""Inputs of linear layers, rounded at run time as an engine does, and their static scales.
 
-A dynamic range is that of a token, of a run of its channels, or of the whole tensor; the scale is ``absmax / 127`` for
-int8, ``absmax / 448`` for e4m3, a power of two for the mx grids. A static one is a single scale, found beforehand by an
-observer from a histogram of magnitudes: ``absmax`` covers everything that was seen, ``percentile`` all but 1 in 10 000
-values, ``mse`` minimises the squared error. The static scale of nvfp4 covers everything whatever the observer: below
-it each group of 16 has an e4m3 scale of its own, found at run time.
+A dynamic input has a scale per token, per group of its channels or per tensor, computed at run time: ``absmax / 127``
+for int8, ``absmax / 448`` for e4m3, a power of two for the mx grids. A static input has a single scale, which an
+observer chose during calibration from a histogram of magnitudes: ``absmax`` covers all values, ``percentile`` all but 1
+in 10,000, ``mse`` minimizes the squared error. The static scale of nvfp4 covers all values whatever the observer is,
+since each group of 16 has an e4m3 scale of its own in addition, computed at run time.
 
-With a ``threshold``, columns in which any value is larger are left as they are (LLM.int8(), arXiv 2208.07339), and so
-are those that calibration chose to keep.
+With a ``threshold`` the columns in which any value is larger are not rounded (LLM.int8(), arXiv 2208.07339), nor are
+those that calibration chose to keep.
 """
 
 from __future__ import annotations
@@ -16,131 +16,140 @@ import torch
 from torch import Tensor
 
 from quantforge.packers.fp4 import (
-    E2M1_LARGEST,
-    E4M3_LARGEST,
+    E2M1_MAX,
+    E4M3_MAX,
+    decode_e8m0,
     e8m0_exponents,
-    nearest_e2m1,
-    nearest_scales,
-    power_of_two,
+    round_scales_to_e4m3,
+    round_to_e2m1,
 )
-from quantforge.packers.fp8 import cast, largest
+from quantforge.packers.fp8 import max_value, round_to_float8
 from quantforge.scheme import Activation
 
-BINS = 1 << 15  # of magnitudes: sign, exponent and 7 bits of mantissa make 16 bits
-PERCENTILE = 0.9999
-FRACTIONS = tuple(1.0 - 0.02 * step for step in range(40))
-TINY = 1e-12
+HISTOGRAM_BINS = 1 << 15  # of magnitudes: sign, exponent and 7 bits of mantissa make 16 bits
+PERCENTILE_SHARE = 0.9999
+MSE_RANGE_FRACTIONS = tuple(1.0 - 0.02 * step for step in range(40))
+MIN_ABSMAX = 1e-12
 
 
-def histogram(x: Tensor) -> Tensor:
-    """Count magnitudes by the upper 16 bits of their float32, int64 ``[BINS]``: the same in any order of tokens."""
+def magnitude_histogram(x: Tensor) -> Tensor:
+    """Count values by the upper 16 bits of their float32 magnitude, int64 ``[HISTOGRAM_BINS]``.
+
+    The order of the tokens makes no difference.
+    """
     bits = x.detach().abs().float().contiguous().view(torch.int32) >> 16
-    return torch.bincount(bits.flatten(), minlength=BINS)
+    return torch.bincount(bits.flatten(), minlength=HISTOGRAM_BINS)
 
 
-def largest_input(grid: str) -> float:
-    """Return the largest magnitude that an input can have under a static scale of 1."""
+def max_input(grid: str) -> float:
+    """Return the largest magnitude of an input that a static scale of 1 can represent."""
     if grid == "nvfp4":
-        return E4M3_LARGEST * E2M1_LARGEST
-    return 127.0 if grid == "int8" else largest(grid)
+        return E4M3_MAX * E2M1_MAX
+    return 127.0 if grid == "int8" else max_value(grid)
 
 
-def static_scale(activation: Activation, counts: Tensor, peak: float, observer: str) -> float:
-    """Return the scale of a static input, positive.
+def choose_static_scale(
+    activation: Activation, histogram: Tensor, absmax: float, observer: str
+) -> float:
+    """Return the scale of a static input, which is positive.
 
     Args:
         activation: how the input is rounded.
-        counts: `histogram` of what calibration saw.
-        peak: the largest magnitude seen.
+        histogram: `magnitude_histogram` of the calibration inputs.
+        absmax: the largest magnitude of the calibration inputs.
         observer: ``absmax``, ``percentile`` or ``mse``.
     """
-    limit = largest_input(activation.grid)
+    max_code = max_input(activation.grid)
     if activation.grid == "nvfp4":  # groups find their own range below the largest
-        return max(peak, TINY) / limit
-    values = (torch.arange(BINS, dtype=torch.int32) << 16).view(torch.float32)
-    seen = counts.cpu() > 0
-    values, weights = values[seen].double(), counts.cpu()[seen].double()
+        return max(absmax, MIN_ABSMAX) / max_code
+    values = (torch.arange(HISTOGRAM_BINS, dtype=torch.int32) << 16).view(torch.float32)
+    nonempty = histogram.cpu() > 0
+    values, weights = values[nonempty].double(), histogram.cpu()[nonempty].double()
     if observer == "percentile":
-        total = weights.cumsum(0)
-        peak = float(values[int((total < PERCENTILE * total[-1]).sum())])
+        cumulative = weights.cumsum(0)
+        absmax = float(values[int((cumulative < PERCENTILE_SHARE * cumulative[-1]).sum())])
     elif observer == "mse":
 
         def error(fraction: float) -> float:
-            missed = values - _rounded(values, fraction * peak / limit, activation.grid)
-            return float((weights * missed**2).sum())
+            error_values = values - _fake_quantize_static(
+                values, fraction * absmax / max_code, activation.grid
+            )
+            return float((weights * error_values**2).sum())
 
-        peak *= min(FRACTIONS, key=error)
-    return max(peak, TINY) / limit
+        absmax *= min(MSE_RANGE_FRACTIONS, key=error)
+    return max(absmax, MIN_ABSMAX) / max_code
 
 
-def _rounded(values: Tensor, scale: float, grid: str) -> Tensor:
-    scaled = values / max(scale, TINY)
+def _fake_quantize_static(values: Tensor, scale: float, grid: str) -> Tensor:
+    scaled = values / max(scale, MIN_ABSMAX)
     if grid == "int8":
         return scaled.round().clamp(-128, 127) * scale
-    return cast(scaled.float(), grid).double() * scale
+    return round_to_float8(scaled.float(), grid).double() * scale
 
 
-def simulate(
+def fake_quantize_input(
     x: Tensor,
     activation: Activation,
     scale: Tensor | None = None,
-    kept: Tensor | None = None,
+    unquantized_columns: Tensor | None = None,
 ) -> Tensor:
-    """Return ``x`` ``[tokens, in]`` as an engine's kernel sees it, in float32.
+    """Return ``x`` ``[tokens, in]`` quantized and dequantized as an engine's kernel does it, in float32.
 
     Args:
         x: the input.
-        activation: how it is rounded.
-        scale: one number, of a static input and of nvfp4.
-        kept: int64, columns that stay as they are; looked at only with a threshold.
+        activation: how the input is rounded.
+        scale: the scale of a static input or the tensor scale of nvfp4, one number.
+        unquantized_columns: columns that are not rounded, int64; used only with a threshold.
     """
     x = x.float()
     if activation.threshold is None:
-        return _quantized(x, activation, scale)
+        return _fake_quantize(x, activation, scale)
     outliers = (x.abs() > activation.threshold).any(0)
-    if kept is not None:
-        outliers[kept] = True
-    rest = _quantized(x.masked_fill(outliers, 0), activation, scale)
-    return torch.where(outliers, x, rest)
+    if unquantized_columns is not None:
+        outliers[unquantized_columns] = True
+    quantized = _fake_quantize(x.masked_fill(outliers, 0), activation, scale)
+    return torch.where(outliers, x, quantized)
 
 
-def _quantized(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
+def _fake_quantize(x: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
     granularity, groups = activation.granularity, x
     if granularity.startswith("g"):
         size = int(granularity[1:])
         padded = torch.nn.functional.pad(x, (0, -x.shape[1] % size))  # the last run may be shorter
         groups = padded.view(len(x), -1, size)
-    return _levels(groups, activation, scale).view(len(x), -1)[:, : x.shape[1]]
+    return _fake_quantize_groups(groups, activation, scale).view(len(x), -1)[:, : x.shape[1]]
 
 
-def _levels(groups: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
-    """Round ``[rows, ..., n]``, with one range along the last dimension, or for all."""
+def _fake_quantize_groups(groups: Tensor, activation: Activation, scale: Tensor | None) -> Tensor:
+    """Quantize and dequantize ``[rows, ..., n]``, with one scale along the last dimension, or for the whole tensor."""
     grid, granularity = activation.grid, activation.granularity
-    peak = groups.abs().amax() if granularity == "tensor" else groups.abs().amax(-1, keepdim=True)
+    absmax = groups.abs().amax() if granularity == "tensor" else groups.abs().amax(-1, keepdim=True)
     if grid == "nvfp4":
         assert scale is not None
-        return _nvfp4(groups, peak, scale)
+        return _fake_quantize_nvfp4(groups, absmax, scale)
     if grid in {"mxfp4", "mxfp8"}:
-        return _microscaled(groups, peak, grid)
-    limit = 127.0 if grid == "int8" else largest(grid)
+        return _fake_quantize_mx(groups, absmax, grid)
+    max_code = 127.0 if grid == "int8" else max_value(grid)
     if not activation.dynamic:
         assert scale is not None
         step = scale.float().view(1, 1)
     else:
-        step = peak.clamp(min=TINY) / limit
+        step = absmax.clamp(min=MIN_ABSMAX) / max_code
     scaled = groups / step
     if grid == "int8":
         return scaled.round_().clamp_(-128, 127) * step
-    return cast(scaled, grid).float() * step
+    return round_to_float8(scaled, grid).float() * step
 
 
-def _nvfp4(groups: Tensor, peak: Tensor, scale: Tensor) -> Tensor:
+def _fake_quantize_nvfp4(groups: Tensor, absmax: Tensor, scale: Tensor) -> Tensor:
     scale = scale.float().view(1, 1, 1)
-    step = nearest_scales(peak / E2M1_LARGEST / scale).float() * scale
-    return nearest_e2m1(groups / step) * step
+    step = round_scales_to_e4m3(absmax / E2M1_MAX / scale).float() * scale
+    return round_to_e2m1(groups / step) * step
 
 
-def _microscaled(groups: Tensor, peak: Tensor, grid: str) -> Tensor:
-    step = power_of_two(e8m0_exponents(peak, grid))
+def _fake_quantize_mx(groups: Tensor, absmax: Tensor, grid: str) -> Tensor:
+    step = decode_e8m0(e8m0_exponents(absmax, grid))
     scaled = groups / step
-    return (nearest_e2m1(scaled) if grid == "mxfp4" else cast(scaled, "fp8_e4m3").float()) * step
+    return (
+        round_to_e2m1(scaled) if grid == "mxfp4" else round_to_float8(scaled, "fp8_e4m3").float()
+    ) * step

@@ -1,20 +1,20 @@
 """Uniform integer grids, 2 to 8 bits: symmetric, with an integer zero point, or with a stored minimum.
 
 A symmetric code ``q`` in ``[-2^(b-1), 2^(b-1) - 1]`` stands for ``q * scale``; an asymmetric one in
-``[0, 2^b - 1]`` for ``(q - zero) * scale``, or for ``q * scale + minimum``, as MLX has them. One scale (and zero, or
-minimum) serves a group of input columns of one row, a whole row, or the whole matrix.
+``[0, 2^b - 1]`` for ``(q - zero) * scale`` or, as in MLX, for ``q * scale + minimum``. One scale (and zero, or minimum)
+is shared by a group of input columns of one row, by a whole row, or by the whole matrix.
 
-The plain fit is symmetric ``scale = absmax / (2^(b-1) - 1)``, asymmetric ``scale = (max - min) / (2^b - 1)`` over a
-range that includes 0. `quantforge.packers.scale_search` finds better ones. Either way a scale is rounded to its
-stored type first and the codes are computed with the rounded scale, so nothing is lost between here and a file.
-A scale may be negative: that turns the grid around, and its longer side to the positive weights.
+The plain fit is ``scale = absmax / (2^(b-1) - 1)`` if symmetric and ``scale = (max - min) / (2^b - 1)`` if asymmetric,
+over a range that includes 0. `quantforge.packers.scale_search` finds better ones. In both cases the scale is first
+rounded to its stored type and the codes are computed with the rounded scale, so that nothing is lost in the file.
+A scale may be negative: this mirrors the grid, so that its longer side covers the positive weights.
 
-No stored scale is 0 or infinite. A group of zeros gets `EMPTY_SCALE`; a scale too small for its type becomes the
+A stored scale is never 0 or infinite. A group of zeros gets `EMPTY_SCALE`; a scale too small for its type becomes the
 smallest number of the type; one too large is an error, because clamping it would destroy the largest weights.
 
-Minima are fitted plainly as ``mx.quantize`` does: code 0 is the end of the range that is farther from 0 (the scale is
-negative where that is the upper end), and the step is changed a little so that 0 lies on the grid. A search takes the
-scale and zero point of the asymmetric grid, and stores the minimum ``-zero * scale``.
+Plain minima are those of ``mx.quantize``: code 0 is the end of the range that is farther from 0 (the scale is negative
+if that is the upper end), and the step is changed a little so that 0 lies on the grid. A search takes the scale and
+zero point of the asymmetric grid, and stores the minimum ``-zero * scale``.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import PerGroup, PerTensor, ScaleType, Zero
-from quantforge.packers import Points
+from quantforge.packers import ColumnGrid
 from quantforge.packers import row_encoding as rows
-from quantforge.packers.bits import unsigned
-from quantforge.packers.hessian_refit import Held, Refit, ScaleMoments
+from quantforge.packers.bits import to_unsigned_codes
+from quantforge.packers.hessian_refit import FixedCodes, RefitStep, ScaleMoments
 from quantforge.packers.scale_search import search_scales, search_scales_and_zeros
-from quantforge.packers.tensor import KernelTerms, QuantizedTensor
+from quantforge.packers.tensor import KernelInputs, QuantizedTensor
 from quantforge.scheme import Scheme
 
 SCALE_DTYPES = {
@@ -42,18 +42,18 @@ SCALE_DTYPES = {
     ScaleType.F32: torch.float32,
 }
 EMPTY_SCALE = 2.0**-14  # the smallest normal float16, exact in every scale type
-LEAST_ZERO = 1  # the first GPTQ layout stores zero points less one
-LEAST_STEP = 1e-7  # of a group of equal weights under a minimum, as in MLX
+MIN_ZERO = 1  # the first GPTQ layout stores zero points less one
+MIN_STEP = 1e-7  # of a group of equal weights under a minimum, as in MLX
 
 
 def code_range(scheme: Scheme) -> tuple[int, int]:
-    """Return the least and the greatest code of the grid."""
+    """Return the smallest and the largest code of the grid."""
     half = 1 << (scheme.bits - 1)
     return (-half, half - 1) if scheme.symmetric else (0, 2 * half - 1)
 
 
 def code_dtype(scheme: Scheme) -> torch.dtype:
-    """Return the type of codes: int8 (symmetric) or uint8 (asymmetric)."""
+    """Return the type of the codes: int8 (symmetric) or uint8 (asymmetric)."""
     return torch.int8 if scheme.symmetric else torch.uint8
 
 
@@ -64,37 +64,37 @@ def fit(
 
     Args:
         weight: finite values.
-        scheme: its group size divides ``in``.
-        importance: ``[in]``, non-negative; weights the squared error of the search.
-        search: minimise the squared error instead of covering the whole range.
+        scheme: a scheme whose group size divides ``in``.
+        importance: ``[in]``, non-negative; weights of the squared error in the search.
+        search: minimize the squared error instead of covering the whole range.
 
     Returns:
-        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, `LEAST_ZERO` or more, or ``mins``
-        in the stored type; all of ``parameter_shape``.
+        ``scales`` in the stored type and, for an asymmetric scheme, ``zeros`` uint8, at least `MIN_ZERO`, or ``mins``
+        in the stored type; all have the scheme's ``parameter_shape``.
 
     Raises:
-        InputError: a scale or minimum is beyond the largest number of its stored type.
+        InputError: a scale or minimum is larger than its stored type can hold.
     """
     if scheme.zero is Zero.MIN:
         return _fit_minima(weight, scheme, importance, search=search)
-    groups = _grouped(weight, scheme)
+    groups = _split_groups(weight, scheme)
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     low, high = code_range(scheme)
     if scheme.symmetric:
-        scales = stored(_absmax(weight, scheme) / high, dtype)
+        scales = round_scales(_absmax(weight, scheme) / high, dtype)
         if search:
-            weights = _grouped_importance(importance, groups)
+            weights = _split_importance(importance, groups)
             scales = search_scales(groups, scales, weights, low, high)
         return {"scales": scales}
-    bottom, top = groups.amin((-2, -1)), groups.amax((-2, -1)).clamp(min=0)
-    scales = stored((top - bottom) / high, dtype)
-    zeros = (-bottom / scales.float()).round().clamp(0, high)
+    minimum, maximum = groups.amin((-2, -1)), groups.amax((-2, -1)).clamp(min=0)
+    scales = round_scales((maximum - minimum) / high, dtype)
+    zeros = (-minimum / scales.float()).round().clamp(0, high)
     # Values that are all but positive: a step is spent on a zero point that every format can hold.
-    scales = torch.where(zeros < LEAST_ZERO, stored(top / (high - LEAST_ZERO), dtype), scales)
-    zeros = zeros.clamp(min=LEAST_ZERO)
+    scales = torch.where(zeros < MIN_ZERO, round_scales(maximum / (high - MIN_ZERO), dtype), scales)
+    zeros = zeros.clamp(min=MIN_ZERO)
     if search:
-        weights = _grouped_importance(importance, groups)
-        scales, zeros = search_scales_and_zeros(groups, scales, zeros, weights, LEAST_ZERO, high)
+        weights = _split_importance(importance, groups)
+        scales, zeros = search_scales_and_zeros(groups, scales, zeros, weights, MIN_ZERO, high)
     return {"scales": scales, "zeros": zeros.to(torch.uint8)}
 
 
@@ -104,24 +104,24 @@ def encode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return the nearest codes of ``weight`` ``[out, n]``, see `code_dtype`.
+    """Return the nearest codes of ``weight`` ``[out, n]``, of type `code_dtype`.
 
-    ``columns`` is the run of columns of the whole matrix that ``weight`` holds.
+    ``columns`` are the positions of ``weight`` in the whole matrix.
     """
     low, high = code_range(scheme)
-    if scheme.symmetric and rows.suits(weight, columns):
-        return rows.integers(
+    if scheme.symmetric and rows.supports(weight, columns):
+        return rows.encode_integers(
             weight, parameters["scales"].float().expand(len(weight), -1), low, high
         )
-    scales = by_column(parameters["scales"], scheme, columns).float()
+    scales = expand_to_columns(parameters["scales"], scheme, columns).float()
     if scheme.zero is Zero.MIN:
-        mins = by_column(parameters["mins"], scheme, columns).float()
+        mins = expand_to_columns(parameters["mins"], scheme, columns).float()
         codes = (weight - mins) / torch.where(scales == 0, 1, scales)
         return codes.round_().clamp_(low, high).to(torch.uint8)
     codes = (weight / scales).round_()
     if scheme.symmetric:
         return codes.clamp_(low, high).to(code_dtype(scheme))
-    codes += by_column(parameters["zeros"], scheme, columns)
+    codes += expand_to_columns(parameters["zeros"], scheme, columns)
     return codes.clamp_(low, high).to(code_dtype(scheme))
 
 
@@ -132,19 +132,19 @@ def decode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return the float32 values of ``codes`` ``[out, n]``; ``columns`` as in `encode`."""
-    values, scales = codes.float(), by_column(parameters["scales"], scheme, columns).float()
+    values, scales = codes.float(), expand_to_columns(parameters["scales"], scheme, columns).float()
     if scheme.zero is Zero.MIN:
-        return values.mul_(scales).add_(by_column(parameters["mins"], scheme, columns))
+        return values.mul_(scales).add_(expand_to_columns(parameters["mins"], scheme, columns))
     if not scheme.symmetric:
-        values -= by_column(parameters["zeros"], scheme, columns)
+        values -= expand_to_columns(parameters["zeros"], scheme, columns)
     return values.mul_(scales)
 
 
-def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round non-negative ``scales`` to ``dtype``: never 0, never infinite.
+def round_scales(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round non-negative ``scales`` to ``dtype``; the result is never 0 or infinite.
 
     Raises:
-        InputError: a scale is beyond the largest number of ``dtype``.
+        InputError: a scale is larger than ``dtype`` can hold.
     """
     limits = torch.finfo(dtype)
     if bool((scales > limits.max).any()):
@@ -152,8 +152,8 @@ def stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
             f"a scale of {scales.max().item():.3g} is beyond the range of {dtype}",
             "store the scales as f32, e.g. --format compressed-tensors --scheme int4:g128:sym:f32",
         )
-    least = limits.smallest_normal * limits.eps  # the smallest subnormal
-    return torch.where(scales > 0, scales.clamp(min=least), EMPTY_SCALE).to(dtype)
+    smallest = limits.smallest_normal * limits.eps  # the smallest subnormal
+    return torch.where(scales > 0, scales.clamp(min=smallest), EMPTY_SCALE).to(dtype)
 
 
 def _fit_minima(
@@ -161,112 +161,122 @@ def _fit_minima(
 ) -> dict[str, Tensor]:
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     if search:
-        found = fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
-        mins = -found["zeros"].float() * found["scales"].float()
-        return {"scales": found["scales"], "mins": _stored_minima(mins, dtype)}
+        searched = fit(weight, replace(scheme, zero=Zero.INT), importance, search=True)
+        mins = -searched["zeros"].float() * searched["scales"].float()
+        return {"scales": searched["scales"], "mins": _round_minima(mins, dtype)}
     groups = weight.reshape(len(weight), scheme.groups(weight.shape[1]), -1)
     low, high = groups.amin(-1), groups.amax(-1)
-    step = ((high - low) / ((1 << scheme.bits) - 1)).clamp(min=LEAST_STEP)
-    turned = low.abs() <= high.abs()
-    step = torch.where(turned, -step, step)
-    edge = torch.where(turned, high, low)
-    whole = (edge / step).round()
-    scales = torch.where(whole != 0, edge / torch.where(whole == 0, 1, whole), step)
-    mins = torch.where(whole != 0, edge, 0)
-    stored(scales.abs(), dtype)  # refuses what is beyond the type
-    return {"scales": scales.to(dtype), "mins": _stored_minima(mins, dtype)}
+    step = ((high - low) / ((1 << scheme.bits) - 1)).clamp(min=MIN_STEP)
+    reversed_grid = low.abs() <= high.abs()
+    step = torch.where(reversed_grid, -step, step)
+    farther_end = torch.where(reversed_grid, high, low)
+    edge_code = (farther_end / step).round()
+    scales = torch.where(
+        edge_code != 0, farther_end / torch.where(edge_code == 0, 1, edge_code), step
+    )
+    mins = torch.where(edge_code != 0, farther_end, 0)
+    round_scales(scales.abs(), dtype)  # refuses what is beyond the type
+    return {"scales": scales.to(dtype), "mins": _round_minima(mins, dtype)}
 
 
-def _stored_minima(mins: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round minima to ``dtype``; raise `InputError` where one is beyond its largest number."""
-    found = mins.to(dtype)
-    if not bool(found.isfinite().all()):
+def _round_minima(mins: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round minima to ``dtype``; raise `InputError` if one is larger than it can hold."""
+    rounded = mins.to(dtype)
+    if not bool(rounded.isfinite().all()):
         raise InputError(
             f"a minimum of {mins.abs().max().item():.3g} is beyond the range of {dtype}",
             "store scales and minima as bf16, e.g. --scheme int4:g64:min:bf16",
         )
-    return found
+    return rounded
 
 
 def _absmax(weight: Tensor, scheme: Scheme) -> Tensor:
     if isinstance(scheme.granularity, PerTensor):
         return weight.abs().amax().view(1, 1)
-    return rows.peaks(weight, scheme.groups(weight.shape[1]))
+    return rows.group_absmax(weight, scheme.groups(weight.shape[1]))
 
 
-def _grouped(weight: Tensor, scheme: Scheme) -> Tensor:
-    """View ``weight`` as ``[rows, groups, parts, size]``: all parts of a group share one scale."""
+def _split_groups(weight: Tensor, scheme: Scheme) -> Tensor:
+    """View ``weight`` as ``[rows, groups, parts, size]``, where all parts of a group share one scale."""
     if isinstance(scheme.granularity, PerTensor):
         return weight.unsqueeze(0).unsqueeze(0)
     return weight.reshape(len(weight), scheme.groups(weight.shape[1]), 1, -1)
 
 
-def _grouped_importance(importance: Tensor | None, groups: Tensor) -> Tensor:
+def _split_importance(importance: Tensor | None, groups: Tensor) -> Tensor:
     if importance is None:
         return groups.new_ones(1, 1, 1, 1)
     return importance.view(1, groups.shape[1], 1, groups.shape[3])
 
 
-def by_column(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:
-    """Return a parameter so that it broadcasts over the run ``columns`` of a matrix; None: all columns."""
+def expand_to_columns(parameter: Tensor, scheme: Scheme, columns: slice | None) -> Tensor:
+    """Repeat a parameter per group so that it broadcasts over the given columns of a matrix; None: all columns."""
     if not isinstance(scheme.granularity, PerGroup):
         return parameter
     size = scheme.granularity.size
     if columns is None:
         return parameter.repeat_interleave(size, dim=1)
-    first, last = columns.start // size, (columns.stop - 1) // size
-    if first == last:
-        return parameter[:, first : first + 1]
-    run = torch.arange(columns.start, columns.stop, device=parameter.device)
-    return parameter[:, run // size]
+    first_group, last_group = columns.start // size, (columns.stop - 1) // size
+    if first_group == last_group:
+        return parameter[:, first_group : first_group + 1]
+    column_indices = torch.arange(columns.start, columns.stop, device=parameter.device)
+    return parameter[:, column_indices // size]
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
-    """Return the values that ``columns`` can take; None where all rows share one scale."""
+def column_grid(
+    parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor
+) -> ColumnGrid | None:
+    """Return the values that ``columns`` can take; None if all rows share one scale."""
     if isinstance(scheme.granularity, PerTensor):
         return None
-    grouped = isinstance(scheme.granularity, PerGroup)
-    groups = columns // scheme.group_size(0) if grouped else columns * 0
+    per_group = isinstance(scheme.granularity, PerGroup)
+    groups = columns // scheme.group_size(0) if per_group else columns * 0
     scales = parameters["scales"].T[groups]
-    none = torch.zeros_like(scales)
-    zeros, mins = (
-        parameters[key].T[groups] if key in parameters else none for key in ("zeros", "mins")
+    zeros_tensor = torch.zeros_like(scales)
+    zeros, minima = (
+        parameters[key].T[groups] if key in parameters else zeros_tensor
+        for key in ("zeros", "mins")
     )
-    return Points(scales, zeros, mins, code_range(scheme), code_dtype(scheme))
+    return ColumnGrid(scales, zeros, minima, code_range(scheme), code_dtype(scheme))
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
-    """Return one step: it fits the scale of a group, under its zero and the two zeros next to that; minima stay."""
+def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
+    """Return one step, which fits each group's scale under its zero, zero - 1 and zero + 1; none for stored minima."""
     if scheme.zero is Zero.MIN:
         return ()
-    return (Refit(scheme.group_size(in_features), partial(_refit, scheme)),)
+    return (RefitStep(scheme.group_size(in_features), partial(_refit_scale_and_zero, scheme)),)
 
 
-def _refit(scheme: Scheme, parameters: dict[str, Tensor], held: Held) -> Tensor:
-    scales, zeros, group = parameters["scales"], parameters.get("zeros"), held.group
-    zero = torch.zeros_like(scales[:, group]) if zeros is None else zeros[:, group].clone()
-    whole = isinstance(scheme.granularity, PerTensor)
-    moments = ScaleMoments(held.codes - zero, held, whole)
-    scale, chosen = scales[:, group].double(), scales[:, group].clone()
-    best, moved = torch.zeros_like(scale), torch.zeros_like(chosen)
+def _refit_scale_and_zero(
+    scheme: Scheme, parameters: dict[str, Tensor], fixed: FixedCodes
+) -> Tensor:
+    scales, zeros, group = parameters["scales"], parameters.get("zeros"), fixed.group
+    old_zero = torch.zeros_like(scales[:, group]) if zeros is None else zeros[:, group].clone()
+    per_tensor = isinstance(scheme.granularity, PerTensor)
+    moments = ScaleMoments(fixed.codes - old_zero, fixed, per_tensor)
+    old_scale, new_scale = scales[:, group].double(), scales[:, group].clone()
+    best_gain, zero_shift = torch.zeros_like(old_scale), torch.zeros_like(new_scale)
     dtype = SCALE_DTYPES[scheme.scale or ScaleType.F16]
     for shift in (0,) if zeros is None else (0, -1, 1):
-        fitted = moments.fit(scale, shift).to(dtype)
-        gain = moments.gain(scale, fitted.double(), shift)
-        better = (gain > best) & fitted.isfinite() & (fitted != 0)
+        candidate = moments.fit(old_scale, shift).to(dtype)
+        gain = moments.gain(old_scale, candidate.double(), shift)
+        better = (gain > best_gain) & candidate.isfinite() & (candidate != 0)
         if shift:
-            better &= (zero + shift >= LEAST_ZERO) & (zero + shift < 1 << scheme.bits)
-        best, chosen = torch.where(better, gain, best), torch.where(better, fitted, chosen)
-        moved = torch.where(better, shift, moved)
-    scales[:, group] = chosen
+            better &= (old_zero + shift >= MIN_ZERO) & (old_zero + shift < 1 << scheme.bits)
+        best_gain, new_scale = (
+            torch.where(better, gain, best_gain),
+            torch.where(better, candidate, new_scale),
+        )
+        zero_shift = torch.where(better, shift, zero_shift)
+    scales[:, group] = new_scale
     if zeros is not None:
-        zeros[:, group] += moved
-    return best
+        zeros[:, group] += zero_shift
+    return best_gain
 
 
-def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
-    """Return a tensor in the terms of the kernels, which subtract minima."""
+def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
+    """Return the tensor as the kernels take it; they subtract minima, so the stored ones are negated."""
     parameters = dict(tensor.parameters)
     if "mins" in parameters:
         parameters["mins"] = -parameters["mins"]
-    return KernelTerms("int", unsigned(tensor.codes, tensor.scheme.bits), parameters)
+    return KernelInputs("int", to_unsigned_codes(tensor.codes, tensor.scheme.bits), parameters)

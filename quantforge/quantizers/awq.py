@@ -41,7 +41,7 @@ from quantforge.model.block_inputs import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul
 from quantforge.numerics.values import total
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.quantizers import TransformResult
 from quantforge.quantizers.rtn import floor_importance
 from quantforge.quantizers.scale_pairs import (
@@ -210,7 +210,7 @@ class _ScaleSearch:
         rounded = {}
         for name, weight in weights.items():
             scheme = self._schemes[name].with_scale(ScaleType.F16)
-            packer = packer_of(scheme)
+            packer = get_packer(scheme)
             scaled = weight * scale
             parameters = packer.fit(
                 scaled, scheme, floor_importance(self._importance / scale.square()), search=search

@@ -16,8 +16,8 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.numerics.values import finite
-from quantforge.packers import packer_of
-from quantforge.packers.ggml.search import LEAST
+from quantforge.packers import get_packer
+from quantforge.packers.ggml.search import MIN_FLOAT16
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
@@ -57,7 +57,7 @@ def fit_parameters(
 ) -> dict[str, Tensor]:
     """Return the parameters fitted by the scheme's packer; errors mention ``name``."""
     with add_tensor_name(name):
-        return packer_of(scheme).fit(weight, scheme, importance, search=search)
+        return get_packer(scheme).fit(weight, scheme, importance, search=search)
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def _underflow_events(
     block = tensor.scheme.block
     unit = tensor.parameters.get("d", tensor.parameters.get("scales")) if block else None
     tiny = (
-        None if unit is None else unit.abs() <= LEAST
+        None if unit is None else unit.abs() <= MIN_FLOAT16
     )  # rows with larger scales may legitimately round to zero
     if tiny is not None and not bool(tiny.any()):
         return ()

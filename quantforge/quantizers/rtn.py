@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
-from quantforge.packers import weighed_codes
+from quantforge.packers import encode_with_importance
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.lattices.packer import encode_rows as lattice_rows
@@ -95,7 +95,7 @@ def quantize_matrices(
             rows = slice(stop, stop + len(weight))
             stop = rows.stop
             mine = parameters if len(members) == 1 else slice_parameters(parameters, rows)
-            codes = weighed_codes(weight, mine, scheme, floor)
+            codes = encode_with_importance(weight, mine, scheme, floor)
             found[name] = QuantizedTensor(codes, mine, scheme)
     return {name: found[name] for name in weights}
 

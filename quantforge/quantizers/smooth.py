@@ -27,8 +27,8 @@ from quantforge.model.block import DecoderBlock
 from quantforge.model.statistics import Statistics
 from quantforge.numerics.products import matmul
 from quantforge.numerics.values import total
-from quantforge.packers import packer_of
-from quantforge.packers.input_rounding import largest_input, simulate
+from quantforge.packers import get_packer
+from quantforge.packers.input_rounding import fake_quantize_input, max_input
 from quantforge.quantizers import TransformResult
 from quantforge.quantizers.scale_pairs import (
     fold_if_storable,
@@ -144,14 +144,14 @@ class _StrengthSearch:
         if activation is None:
             return x
         if activation.dynamic:
-            return simulate(x, activation)
-        scale = torch.tensor([[max(peak, 1e-12) / largest_input(activation.grid)]])
-        return simulate(x, activation, scale.to(x.device))
+            return fake_quantize_input(x, activation)
+        scale = torch.tensor([[max(peak, 1e-12) / max_input(activation.grid)]])
+        return fake_quantize_input(x, activation, scale.to(x.device))
 
     def _rounded(self, name: str, scale: Tensor) -> Tensor:
         """Return the weight of a reader with its columns scaled, then rounded."""
         scheme, scaled = self._schemes[name].with_scale(ScaleType.F16), self._weights[name] * scale
-        packer = packer_of(scheme)
+        packer = get_packer(scheme)
         parameters = packer.fit(scaled, scheme)
         return packer.decode(packer.encode(scaled, parameters, scheme), parameters, scheme)
 

@@ -21,7 +21,7 @@ from quantforge.errors import InputError
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.kv_scales import ATTENTION_MODULE, HEAD, KVCacheScales
 from quantforge.formats.read_checks import require_positive
-from quantforge.packers.fp8 import cast, largest
+from quantforge.packers.fp8 import max_value, round_to_float8
 
 if TYPE_CHECKING:
     from quantforge.runtime.tensor_parallel import TensorParallelRank
@@ -141,7 +141,7 @@ def _update_peaks(previous: Tensor | None, x: Tensor) -> Tensor:
 def _scales_from_peaks(peaks: Tensor | None, kind: str) -> Tensor:
     if peaks is None or not bool(peaks.isfinite().all()):
         raise InputError("keys and values of the cache were not seen, or are not finite", "")
-    scales = [_round_up_scale(float(peak) / largest(GRID)) for peak in peaks]
+    scales = [_round_up_scale(float(peak) / max_value(GRID)) for peak in peaks]
     if kind == HEAD:
         return torch.tensor(scales).view(-1, 1, 1)
     return torch.tensor([max(scales)])
@@ -155,4 +155,4 @@ def _round_up_scale(scale: float) -> float:
 
 def _round_to_fp8(x: Tensor, scale: Tensor) -> Tensor:
     step = scale.to(x.device).float()
-    return (cast(x.float() / step, GRID).float() * step).to(x.dtype)
+    return (round_to_float8(x.float() / step, GRID).float() * step).to(x.dtype)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from quantforge.events import Event
 from quantforge.grids import Tile
-from quantforge.packers import packer_of
-from quantforge.packers.input_rounding import simulate
-from quantforge.packers.tensor import OF_INPUT, QuantizedTensor
+from quantforge.packers import get_packer
+from quantforge.packers.input_rounding import fake_quantize_input
+from quantforge.packers.tensor import INPUT_PARAMS, QuantizedTensor
 from quantforge_kernels import fallback
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.grouped import GroupedKernel
@@ -59,9 +59,9 @@ def to_kernel_weight(
     """
     scheme, (rows, columns) = tensor.scheme, tensor.shape
     weight_parameters = {
-        key: part for key, part in tensor.parameters.items() if key not in OF_INPUT
+        key: part for key, part in tensor.parameters.items() if key not in INPUT_PARAMS
     }
-    terms = packer_of(scheme).kernel_terms(replace(tensor, parameters=weight_parameters))
+    terms = get_packer(scheme).kernel_inputs(replace(tensor, parameters=weight_parameters))
     parameters = terms.parameters
     tile_rows = scheme.granularity.rows if isinstance(scheme.granularity, Tile) else 1
     problem = MatmulSpec(
@@ -76,8 +76,8 @@ def to_kernel_weight(
         tile_rows=tile_rows,
         activation_kind=_activation(tensor),
         has_minima="mins" in parameters,
-        superblock_size=terms.superblock,
-        lower_encoding=terms.lower,
+        superblock_size=terms.superblock_size,
+        lower_encoding=terms.lower_encoding,
     )
     if tile_rows == 1:  # expand parameters that are shared by all rows
         for name in {"scales", "zeros", "mins"} & parameters.keys():
@@ -215,7 +215,9 @@ class PackedLinear(PackedWeights):
         """Multiply ``x`` ``[..., in_features]``; return ``[..., out_features]``."""
         rows = x.reshape(-1, self.problem.in_features)
         if self._input is not None:
-            rounded = simulate(rows, self._input, self._input_scale, self._outlier_columns)
+            rounded = fake_quantize_input(
+                rows, self._input, self._input_scale, self._outlier_columns
+            )
             if self._outlier_columns is not None:
                 rounded[:, self._outlier_columns] = 0
             rows = rounded.to(x.dtype)

@@ -40,8 +40,8 @@ from quantforge.model.model_class import model_class
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream
 from quantforge.model.weight_loading import TensorSource
-from quantforge.packers.fp8 import largest
-from quantforge.packers.input_rounding import largest_input, simulate
+from quantforge.packers.fp8 import max_value
+from quantforge.packers.input_rounding import fake_quantize_input, max_input
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache_scales import CachePeaks, attached_cache, read_cache_scales
 from quantforge.runtime.text_processing import load_model_tokenizer
@@ -471,12 +471,12 @@ def check_input(
     if seen and not float(scale) > 0:
         report.add("scale", module, f"input scale {float(scale):.4g}; the source shows {seen:.3g}")
         return
-    covered = float(scale) * largest_input(activation.grid)
+    covered = float(scale) * max_input(activation.grid)
     if not seen or INPUT_RANGES[0] * seen <= covered <= INPUT_RANGES[1] * seen:
         return
 
     def error(value: Tensor) -> float:
-        return float((simulate(raw, activation, value) - raw).square().sum())
+        return float((fake_quantize_input(raw, activation, value) - raw).square().sum())
 
     least = min(error(scale * (seen / covered) * candidate) for candidate in CANDIDATES)
     if error(scale) > MAX_ERROR * least:
@@ -508,7 +508,7 @@ def cache_problems(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[
     for which, (peaks, scale) in enumerate(zip((seen.keys, seen.values), scales, strict=True)):
         if peaks is None:
             continue
-        room = scale.float().cpu().flatten() * largest("fp8_e4m3")
+        room = scale.float().cpu().flatten() * max_value("fp8_e4m3")
         held = peaks.cpu() if len(room) > 1 else peaks.max().view(1).cpu()
         bad = (held > 0) & ((room < CACHE_RANGES[0] * held) | (room > CACHE_RANGES[1] * held))
         if bool(bad.any()):

@@ -33,7 +33,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.formats.convert import ggml_as_integers
 from quantforge.grids import GRIDS, PerGroup, PerTensor, Row, ScaleType
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
@@ -148,7 +148,7 @@ def plain_rounding(target: Tensor, scheme: Scheme, outliers: Tensor | None = Non
 
     An unrounded copy is returned where the scheme cannot represent the matrix. ``outliers``: columns kept in 16 bits.
     """
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     try:
         parameters = packer.fit(target, scheme)
     except InputError:
@@ -173,7 +173,7 @@ def steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
         name: value if value.dtype == torch.uint8 else value.float()
         for name, value in tensor.parameters.items()
     }
-    points = packer_of(scheme).points(parameters, scheme, torch.arange(0, columns, width))
+    points = get_packer(scheme).column_grid(parameters, scheme, torch.arange(0, columns, width))
     return None if points is None or points.table is not None else points.scales.abs().T
 
 
@@ -337,7 +337,7 @@ def damaged_part(
     Returns:
         A description, and whether codes are wrong and not only scales; None where no part is damaged.
     """
-    packer, scheme = packer_of(found.scheme), found.scheme
+    packer, scheme = get_packer(found.scheme), found.scheme
     if GRIDS[scheme.grid].weights_per_code > 1:
         return None
     codes = packer.encode(target, found.parameters, scheme)

@@ -14,7 +14,7 @@ from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, load_format
 from quantforge.formats.convert import compare_values, convert, layer_scheme_in_format
 from quantforge.notation import parse_layer
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme
 
@@ -29,8 +29,8 @@ def made(source: str, text: str) -> QuantizedTensor:
     form, layer = load_format(source), parse_layer(text)
     scheme = form.stored_scheme(layer.weight.with_scale(form.default_scale_type("BF16")), SHAPE)
     weight = torch.randn(SHAPE, generator=torch.Generator().manual_seed(3)) * 0.03
-    parameters = packer_of(scheme).fit(weight, scheme)
-    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    parameters = get_packer(scheme).fit(weight, scheme)
+    codes = get_packer(scheme).encode(weight, parameters, scheme)
     return QuantizedTensor(codes, parameters, scheme, layer.input)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.gptq import gptq
 from quantforge.recipe import Rounding
@@ -55,7 +55,7 @@ def matrix() -> tuple[Tensor, Tensor]:
 
 
 def rounded(weight: Tensor, scheme: Scheme, *, search: bool = True) -> QuantizedTensor:
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     parameters = packer.fit(weight, scheme, search=search)
     return QuantizedTensor(packer.encode(weight, parameters, scheme), parameters, scheme)
 

@@ -11,7 +11,12 @@ import torch
 from benchmarks.peers.ggml import quantized
 from quantforge.notation import parse
 from quantforge.packers.ggml import GGML_TYPES
-from quantforge.packers.ggml.blocks import TERNARY_RUNS, decode_blocks, from_blocks, to_blocks
+from quantforge.packers.ggml.blocks import (
+    TERNARY_BYTE_RUNS,
+    decode_blocks,
+    pack_blocks,
+    unpack_blocks,
+)
 from quantforge.packers.ggml.packer import encode_rows
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
@@ -83,7 +88,7 @@ def mixed(generator):
 
 
 def digest(x, grid, columns):
-    raw = to_blocks(encode_rows(x, parse(grid), columns, "reference"))
+    raw = pack_blocks(encode_rows(x, parse(grid), columns, "reference"))
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
@@ -100,7 +105,7 @@ def test_reference_equals_the_library(grid):
     x = mixed(generator)
     columns = torch.rand(1024, generator=generator) ** 4 + 1e-4
     for given in (None, columns):
-        raw = to_blocks(encode_rows(x, parse(grid), given, "reference"))
+        raw = pack_blocks(encode_rows(x, parse(grid), given, "reference"))
         assert torch.equal(raw, quantized(x, grid, given))
 
 
@@ -117,7 +122,7 @@ def test_zeros_keep_their_signs(grid):
     generator = torch.Generator().manual_seed(2)
     x, columns = zeros(generator), torch.rand(512, generator=generator) + 1e-4
     for given in (None, columns):
-        raw = to_blocks(encode_rows(x, parse(grid), given, "reference"))
+        raw = pack_blocks(encode_rows(x, parse(grid), given, "reference"))
         assert torch.equal(raw, quantized(x, grid, given))
 
 
@@ -126,7 +131,7 @@ def test_blocks_of_columns_without_any_importance(grid):
     generator = torch.Generator().manual_seed(3)
     x, columns = mixed(generator), torch.rand(1024, generator=generator) + 1e-4
     columns[256:512] = 0
-    raw = to_blocks(encode_rows(x, parse(grid), columns, "reference"))
+    raw = pack_blocks(encode_rows(x, parse(grid), columns, "reference"))
     assert torch.equal(raw, quantized(x, grid, columns))
 
 
@@ -157,13 +162,13 @@ def test_decoding_random_bytes_equals_gguf(name):
 @pytest.mark.parametrize("grid", sorted({*ENCODED} - {"tq1_0"}))
 def test_bytes_survive_being_unpacked(grid):
     raw = random_bytes(grid.upper())
-    assert torch.equal(to_blocks(from_blocks(raw, parse(grid))), raw)
+    assert torch.equal(pack_blocks(unpack_blocks(raw, parse(grid))), raw)
 
 
 def test_five_ternary_digits_survive_being_packed():
     # 256 bytes stand for 243 numbers: here only the codes come back, not any bytes.
-    codes = from_blocks(random_bytes("TQ1_0"), parse("tq1_0"))
-    assert torch.equal(from_blocks(to_blocks(codes), parse("tq1_0")).codes, codes.codes)
+    codes = unpack_blocks(random_bytes("TQ1_0"), parse("tq1_0"))
+    assert torch.equal(unpack_blocks(pack_blocks(codes), parse("tq1_0")).codes, codes.codes)
 
 
 def test_five_ternary_digits_are_the_least_byte_whose_fraction_starts_with_them():
@@ -174,11 +179,11 @@ def test_five_ternary_digits_are_the_least_byte_whose_fraction_starts_with_them(
         some = digits[32 * block : 32 * block + 32].T - 1
         blocks[block, :160].view(5, 32)[:, : some.shape[1]] = some
     scales = torch.ones(8, 1, dtype=torch.float16)
-    raw = to_blocks(QuantizedTensor(blocks, {"scales": scales}, parse("tq1_0")))
+    raw = pack_blocks(QuantizedTensor(blocks, {"scales": scales}, parse("tq1_0")))
     packed = raw[:, :32].flatten()[:243]
     assert packed.tolist() == [math.ceil(number * 256 / 243) for number in range(243)]
-    assert sum(size for size, _ in TERNARY_RUNS) == GGML_TYPES["TQ1_0"].block_bytes - 2
-    assert sum(size * count for size, count in TERNARY_RUNS) == 256
+    assert sum(size for size, _ in TERNARY_BYTE_RUNS) == GGML_TYPES["TQ1_0"].block_bytes - 2
+    assert sum(size * count for size, count in TERNARY_BYTE_RUNS) == 256
 
 
 @pytest.mark.parametrize(
@@ -189,5 +194,5 @@ def test_reference_equals_the_python_quantizers(grid):
     with numpy.errstate(all="ignore"):
         expected = gguf.quants.quantize(x.numpy(), gguf.GGMLQuantizationType[grid.upper()])
     assert torch.equal(
-        to_blocks(encode_rows(x, parse(grid), None, "reference")), torch.from_numpy(expected)
+        pack_blocks(encode_rows(x, parse(grid), None, "reference")), torch.from_numpy(expected)
     )

@@ -5,7 +5,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
 
 from quantforge.formats import awq, compressed_tensors, gptq, gptq_v2
-from quantforge.packers.bits import pack_rows, unsigned
+from quantforge.packers.bits import pack_rows, to_unsigned_codes
 from quantforge.packers.tensor import QuantizedTensor
 from tests.quantized import decoded, random_tensor
 from tests.thorough import each_value
@@ -25,7 +25,7 @@ def hexadecimal(words):
 )
 def test_compressed_tensors_words(bits, codes, words):
     row = torch.tensor([list(codes)], dtype=torch.int8)
-    assert hexadecimal(pack_rows(unsigned(row, bits), bits)) == words
+    assert hexadecimal(pack_rows(to_unsigned_codes(row, bits), bits)) == words
 
 
 @each_value(

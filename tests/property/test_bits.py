@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from quantforge.grids import words_per_row
 from quantforge.packers import bits as module
-from quantforge.packers.bits import pack_rows, signed, unpack_rows, unsigned
+from quantforge.packers.bits import pack_rows, to_signed_codes, to_unsigned_codes, unpack_rows
 
 
 def slow_words(row, bits):
@@ -40,7 +40,7 @@ def test_stream_is_its_definition_and_comes_back(bits, rows, columns, seed):
 def test_chunks_do_not_show(bits, monkeypatch):
     codes = random_codes(23, 70, bits, bits)
     whole = pack_rows(codes, bits)
-    monkeypatch.setattr(module, "_CHUNK", 150)  # two rows at a time
+    monkeypatch.setattr(module, "_CHUNK_CODES", 150)  # two rows at a time
     assert torch.equal(pack_rows(codes, bits), whole)
     assert torch.equal(unpack_rows(whole, bits, 70), codes)
 
@@ -88,5 +88,5 @@ def test_a_wrong_word_count_is_refused(columns):
 def test_signed_codes_shift_and_return(bits):
     half = 1 << (bits - 1)
     codes = torch.arange(-half, half).to(torch.int8).view(2, -1)
-    assert unsigned(codes, bits).flatten().tolist() == list(range(2 * half))
-    assert torch.equal(signed(unsigned(codes, bits), bits), codes)
+    assert to_unsigned_codes(codes, bits).flatten().tolist() == list(range(2 * half))
+    assert torch.equal(to_signed_codes(to_unsigned_codes(codes, bits), bits), codes)

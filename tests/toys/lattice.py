@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
-from quantforge.packers.hessian_refit import Held, Refit
+from quantforge.packers.hessian_refit import FixedCodes, RefitStep
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale
 
@@ -73,12 +73,12 @@ def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) ->
     """Return None: a column alone has no points."""
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
-    def improve(parameters: dict[str, Tensor], held: Held) -> Tensor:
+def refits(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
+    def improve(parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
         values = BOOK[held.codes.long()].transpose(1, 2).flatten(0, 1)
         return refit_scale(parameters["scales"], values, held, torch.float32)
 
-    return (Refit(scheme.group_size(in_features), improve),)
+    return (RefitStep(scheme.group_size(in_features), improve),)
 
 
 def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None) -> Tensor:

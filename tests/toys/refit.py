@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantforge.packers.hessian_refit import Held, ScaleMoments
+from quantforge.packers.hessian_refit import FixedCodes, ScaleMoments
 
 
-def refit_scale(scales: Tensor, values: Tensor, held: Held, dtype: torch.dtype) -> Tensor:
+def refit_scale(scales: Tensor, values: Tensor, held: FixedCodes, dtype: torch.dtype) -> Tensor:
     """Fit the scale of one group, where values are ``scale * value``; return what that gains (see `Refit`).
 
     Args:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from quantforge.grids import Grid, PerGroup, ScaleType
-from quantforge.packers import Points
-from quantforge.packers.hessian_refit import Held, Refit
-from quantforge.packers.tensor import KernelTerms, QuantizedTensor
+from quantforge.packers import ColumnGrid
+from quantforge.packers.hessian_refit import FixedCodes, RefitStep
+from quantforge.packers.tensor import KernelInputs, QuantizedTensor
 from quantforge.scheme import Scheme
 from tests.toys.refit import refit_scale
 
@@ -40,23 +40,23 @@ def decode(
     return TABLE[codes.long()] * _scales(parameters, scheme, columns)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points:
+def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> ColumnGrid:
     scales = parameters["scales"].T[columns // scheme.group_size(0)]
     none = torch.zeros_like(scales)
     table = ((TABLE[1:] + TABLE[:-1]) / 2, TABLE, torch.arange(16).float())
-    return Points(scales, none, none, (0, 15), torch.uint8, table)
+    return ColumnGrid(scales, none, none, (0, 15), torch.uint8, table)
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:
-    def improve(parameters: dict[str, Tensor], held: Held) -> Tensor:
+def refits(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
+    def improve(parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
         values = TABLE[held.codes.long()]
         return refit_scale(parameters["scales"], values, held, torch.float32)
 
-    return (Refit(scheme.group_size(in_features), improve),)
+    return (RefitStep(scheme.group_size(in_features), improve),)
 
 
-def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
-    return KernelTerms("table", tensor.codes, {**tensor.parameters, "table": TABLE})
+def kernel_terms(tensor: QuantizedTensor) -> KernelInputs:
+    return KernelInputs("table", tensor.codes, {**tensor.parameters, "table": TABLE})
 
 
 def _scales(parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None) -> Tensor:

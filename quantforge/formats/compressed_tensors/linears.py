@@ -157,11 +157,11 @@ def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
 def _pack_words(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     import torch
 
-    from quantforge.packers.bits import pack_rows, unsigned
+    from quantforge.packers.bits import pack_rows, to_unsigned_codes
 
     bits = tensor.scheme.bits
     packed = {
-        module + PACKED_SUFFIX: pack_rows(unsigned(tensor.codes, bits), bits),
+        module + PACKED_SUFFIX: pack_rows(to_unsigned_codes(tensor.codes, bits), bits),
         f"{module}.weight_scale": tensor.parameters["scales"].contiguous(),
         f"{module}.weight_shape": torch.tensor(tensor.shape, dtype=torch.int64),
     }
@@ -240,7 +240,7 @@ def _unpack_nibbles(
 
 
 def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
-    from quantforge.packers.bits import signed, unpack_rows
+    from quantforge.packers.bits import to_signed_codes, unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme, shape = layout.module, layout.scheme.weight, layout.shape
@@ -256,7 +256,7 @@ def _unpack_words(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Quanti
     parameters = {"scales": tensors[f"{module}.weight_scale"]}
     zeros = tensors.get(f"{module}.weight_zero_point")
     if scheme.symmetric:
-        codes = signed(codes, scheme.bits)
+        codes = to_signed_codes(codes, scheme.bits)
     elif zeros is not None:
         rows = unpack_rows(zeros.T.contiguous(), scheme.bits, shape[0])
         parameters["zeros"] = rows.T.contiguous()
@@ -403,11 +403,13 @@ def pack_transposed(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Pack codes and scales of a matrix ``[out, in]`` as `packed_transposed_tensors` describes."""
     import torch
 
-    from quantforge.packers.bits import pack_rows, unsigned
+    from quantforge.packers.bits import pack_rows, to_unsigned_codes
 
     bits = tensor.scheme.bits
     return {
-        module + PACKED_SUFFIX: pack_rows(unsigned(tensor.codes.T.contiguous(), bits), bits),
+        module + PACKED_SUFFIX: pack_rows(
+            to_unsigned_codes(tensor.codes.T.contiguous(), bits), bits
+        ),
         f"{module}.weight_scale": tensor.parameters["scales"].T.contiguous(),
         f"{module}.weight_shape": torch.tensor(tensor.shape[::-1], dtype=torch.int64),
     }
@@ -419,7 +421,7 @@ def _unpack_transposed(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Q
     Raises:
         InputError: the tensors are not as `packed_transposed_tensors` announces, or a scale is not sound.
     """
-    from quantforge.packers.bits import signed, unpack_rows
+    from quantforge.packers.bits import to_signed_codes, unpack_rows
     from quantforge.packers.tensor import QuantizedTensor as Quantized
 
     module, scheme = layout.module, layout.scheme.weight
@@ -428,7 +430,9 @@ def _unpack_transposed(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> Q
     )
     codes = unpack_rows(tensors[module + PACKED_SUFFIX], scheme.bits, layout.shape[0])
     scales = tensors[f"{module}.weight_scale"].T.contiguous()
-    tensor = Quantized(signed(codes, scheme.bits).T.contiguous(), {"scales": scales}, scheme)
+    tensor = Quantized(
+        to_signed_codes(codes, scheme.bits).T.contiguous(), {"scales": scales}, scheme
+    )
     return require_valid_scales(tensor, f"{module}.weight_scale")
 
 

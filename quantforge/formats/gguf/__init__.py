@@ -157,17 +157,17 @@ def packed_tensors(
 
 def pack(module: str, tensor: QuantizedTensor) -> dict[str, Tensor]:
     """Return the blocks of one module, uint8 ``[rows, bytes per row]``, in the source's row order."""
-    from quantforge.packers.ggml.blocks import to_blocks
+    from quantforge.packers.ggml.blocks import pack_blocks
 
-    return {f"{module}.weight": to_blocks(replace(tensor, scheme=ggml_scheme(tensor.scheme)))}
+    return {f"{module}.weight": pack_blocks(replace(tensor, scheme=ggml_scheme(tensor.scheme)))}
 
 
 def unpack(layout: ModuleLayout, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
     """Unpack the blocks of one module."""
-    from quantforge.packers.ggml.blocks import from_blocks
+    from quantforge.packers.ggml.blocks import unpack_blocks
 
     (name,) = layout.tensor_names
-    tensor = from_blocks(tensors[name], layout.scheme.weight)
+    tensor = unpack_blocks(tensors[name], layout.scheme.weight)
     for key, value in tensor.parameters.items():
         if value.is_floating_point():
             require_finite(name, value, key)

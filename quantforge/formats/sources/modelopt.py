@@ -76,18 +76,18 @@ class _MatrixReader:
     def _values(self, stored: torch.Tensor) -> torch.Tensor:
         import torch
 
-        from quantforge.packers.fp4 import values_e2m1
-        from quantforge.packers.fp8 import widened
+        from quantforge.packers.fp4 import decode_e2m1
+        from quantforge.packers.fp8 import to_float32
 
         if not self.nibbles:
-            return widened(stored)
-        return values_e2m1(torch.stack((stored & 15, stored >> 4), 2).view(len(stored), -1))
+            return to_float32(stored)
+        return decode_e2m1(torch.stack((stored & 15, stored >> 4), 2).view(len(stored), -1))
 
     def _steps(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
         """Return the scales of rows ``first:last`` in float32, ``[rows, groups]`` or ``[1, 1]``."""
         import torch
 
-        from quantforge.packers.fp4 import power_of_two
+        from quantforge.packers.fp4 import decode_e8m0
 
         name = self.module + _SCALE_SUFFIX
         if not self.high:
@@ -95,7 +95,7 @@ class _MatrixReader:
         low, up = first // self.high, -(-last // self.high)
         scales = checkpoint.read_rows(name, low, up).reshape(up - low, -1)
         if scales.dtype == torch.uint8:
-            steps = power_of_two(scales).masked_fill_(scales == 255, torch.nan)
+            steps = decode_e8m0(scales).masked_fill_(scales == 255, torch.nan)
         else:
             steps = scales.float()
         second = self.module + _SECOND_SCALE_SUFFIX

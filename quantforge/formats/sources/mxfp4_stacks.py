@@ -50,7 +50,7 @@ class _ExpertReader:
         """Decode the weight of one expert as stored, ``[out, in]``."""
         import torch
 
-        from quantforge.packers.fp4 import power_of_two, values_e2m1
+        from quantforge.packers.fp4 import decode_e2m1, decode_e8m0
 
         octets = checkpoint.read_rows(self.name + _BLOCKS_SUFFIX, expert, expert + 1)[0]
         exponents = checkpoint.read_rows(self.name + _SCALES_SUFFIX, expert, expert + 1)[0]
@@ -64,8 +64,8 @@ class _ExpertReader:
                 fault=Fault.NOT_FINITE,
             )
         codes = torch.stack((octets & 15, octets >> 4), -1).view(len(octets), -1)
-        values = values_e2m1(codes).view(*exponents.shape, _GROUP_SIZE)
-        return values.mul_(power_of_two(exponents).unsqueeze(-1)).view(len(octets), -1)
+        values = decode_e2m1(codes).view(*exponents.shape, _GROUP_SIZE)
+        return values.mul_(decode_e8m0(exponents).unsqueeze(-1)).view(len(octets), -1)
 
 
 def find_encoded_weights(

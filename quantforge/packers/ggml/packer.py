@@ -1,6 +1,6 @@
 """The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`.
 
-`reference` has ggml's own codes, `search` better ones.
+`reference` has ggml's own codes, `search_parameters` better ones.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.grids import GGML_BLOCKS
-from quantforge.packers import Points
-from quantforge.packers.bits import unsigned
+from quantforge.packers import ColumnGrid
+from quantforge.packers.bits import to_unsigned_codes
 from quantforge.packers.ggml.grid import (
-    GRIDS,
+    CODE_RANGES,
     CodeRange,
+    code_table,
     code_thresholds,
-    nearest,
-    of_columns,
-    power_of_two,
-    steps,
-    table,
-    values_of,
+    column_steps,
+    decode_half_e8m0,
+    decode_values,
+    group_steps,
+    nearest_codes,
 )
-from quantforge.packers.ggml.reference import COVERED, quantize
-from quantforge.packers.ggml.refit import refits
-from quantforge.packers.ggml.search import search as searched
-from quantforge.packers.tensor import KernelTerms, QuantizedTensor
+from quantforge.packers.ggml.reference import TYPES_COVERING_RANGE, quantize
+from quantforge.packers.ggml.refit import refit_steps
+from quantforge.packers.ggml.search import search_parameters
+from quantforge.packers.tensor import KernelInputs, QuantizedTensor
 from quantforge.scheme import Scheme
 
-__all__ = ["decode", "encode", "encode_rows", "fit", "kernel_terms", "points", "refits"]
+__all__ = ["column_grid", "decode", "encode", "encode_rows", "fit", "kernel_inputs", "refit_steps"]
 
 
 def encode(
@@ -42,10 +42,12 @@ def encode(
 ) -> Tensor:
     """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
     if columns is None and weight.device.type == "cpu":
-        return _encode_rows(weight, *steps(parameters, scheme.grid), GRIDS[scheme.grid])
-    step, offset = of_columns(parameters, scheme.grid, columns)
+        return _encode_rows(weight, *group_steps(parameters, scheme.grid), CODE_RANGES[scheme.grid])
+    step, offset = column_steps(parameters, scheme.grid, columns)
     divisor = torch.where(step == 0, 1.0, step)  # then every code stands for the same value
-    return nearest((weight if offset is None else weight - offset) / divisor, GRIDS[scheme.grid])
+    return nearest_codes(
+        (weight if offset is None else weight - offset) / divisor, CODE_RANGES[scheme.grid]
+    )
 
 
 def _encode_rows(weight: Tensor, step: Tensor, offset: Tensor | None, grid: CodeRange) -> Tensor:
@@ -66,8 +68,8 @@ def decode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return the float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
-    step, offset = of_columns(parameters, scheme.grid, columns)
-    values = values_of(codes, GRIDS[scheme.grid]) * step
+    step, offset = column_steps(parameters, scheme.grid, columns)
+    values = decode_values(codes, CODE_RANGES[scheme.grid]) * step
     return values if offset is None else values + offset
 
 
@@ -76,15 +78,15 @@ def fit(
 ) -> dict[str, Tensor]:
     """Choose the parameters of ``weight`` ``[out, in]`` float32; ``in`` is a multiple of the block.
 
-    Without a ``search`` they are ggml's own for the types that ggml covers the range of (`COVERED`). The others need
-    one in any case, and ours is the faster one.
+    Without ``search`` they are ggml's own for the types that ggml covers the range of (`TYPES_COVERING_RANGE`). The
+    others need one in any case, and ours is the faster one.
 
     Raises:
         InputError: a scale is beyond the range of float16.
     """
-    if search or scheme.grid not in COVERED:
-        return _checked(searched(weight, scheme, importance))
-    return _checked(quantize(weight, scheme, importance).parameters)
+    if search or scheme.grid not in TYPES_COVERING_RANGE:
+        return _require_finite(search_parameters(weight, scheme, importance))
+    return _require_finite(quantize(weight, scheme, importance).parameters)
 
 
 def encode_rows(
@@ -94,7 +96,7 @@ def encode_rows(
 
     Args:
         weight: finite; ``in`` is a multiple of the block.
-        scheme: one of `GRIDS`.
+        scheme: one of `CODE_RANGES`.
         importance: ``[in]``, weighs the columns.
         search: "reference" has ggml's codes to the last bit; "search" has a smaller error.
 
@@ -103,13 +105,13 @@ def encode_rows(
     """
     if search == "reference":
         tensor = quantize(weight, scheme, importance)
-        _checked(tensor.parameters)
+        _require_finite(tensor.parameters)
         return tensor
-    parameters = _checked(searched(weight, scheme, importance))
+    parameters = _require_finite(search_parameters(weight, scheme, importance))
     return QuantizedTensor(encode(weight, parameters, scheme), parameters, scheme)
 
 
-def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _require_finite(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for value in parameters.values():
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise InputError(
@@ -119,37 +121,43 @@ def _checked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(parameters)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> Points | None:
+def column_grid(
+    parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor
+) -> ColumnGrid | None:
     """Return the values that ``columns`` can take."""
-    block, grid = GGML_BLOCKS[scheme.grid], GRIDS[scheme.grid]
+    block, grid = GGML_BLOCKS[scheme.grid], CODE_RANGES[scheme.grid]
     sizes = {"d": block.columns, "dmin": block.columns}
     mine = {
         key: value.T[columns // sizes.get(key, block.group)].T for key, value in parameters.items()
     }
-    step, offset = steps(mine, scheme.grid)
+    step, offset = group_steps(mine, scheme.grid)
     scales = step.T.contiguous()
     none = torch.zeros_like(scales)
     offsets = none if offset is None else offset.T.contiguous()
-    found = Points(scales, none, offsets, (grid.low, grid.high), grid.dtype)
+    found = ColumnGrid(scales, none, offsets, (grid.low, grid.high), grid.dtype)
     if grid.values is None:
         return found
-    middles, codes = table(grid)
-    return found._replace(table=(middles, values_of(codes, grid), codes.float()))
+    middles, codes = code_table(grid)
+    return found._replace(table=(middles, decode_values(codes, grid), codes.float()))
 
 
-def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
     """Return the terms of the kernels; minima are added where there is one level of scales, subtracted where two."""
     parameters, grid = dict(tensor.parameters), tensor.scheme.grid
     if "exponents" in parameters:
-        parameters = {"scales": power_of_two(parameters["exponents"]).bfloat16()}
+        parameters = {"scales": decode_half_e8m0(parameters["exponents"]).bfloat16()}
     if "mins" in parameters and "dmin" not in parameters:
         parameters["mins"] = -parameters["mins"]
     superblock = GGML_BLOCKS[grid].columns if "d" in parameters else 0
     lower = "pairs" if grid == "q2_k" else ""
-    values = GRIDS[grid].values
+    values = CODE_RANGES[grid].values
     if values is None:
-        return KernelTerms(
-            "int", unsigned(tensor.codes, tensor.scheme.bits), parameters, superblock, lower
+        return KernelInputs(
+            "int",
+            to_unsigned_codes(tensor.codes, tensor.scheme.bits),
+            parameters,
+            superblock,
+            lower,
         )
     parameters["table"] = torch.tensor(values).float()
-    return KernelTerms("table", tensor.codes, parameters, superblock)
+    return KernelInputs("table", tensor.codes, parameters, superblock)

@@ -12,13 +12,13 @@ import numpy
 
 from quantforge.numerics.compiled import inner, jit
 from quantforge.packers.ggml.grid import LANES
-from quantforge.packers.ggml.row_loops import look_up, rounded
-from quantforge.packers.ggml.search_loops import TOGETHER
+from quantforge.packers.ggml.row_loops import look_up, round_and_clamp
+from quantforge.packers.ggml.search_loops import UNROLLED_COLUMNS
 
 EPSILON = numpy.float32(1e-15)  # a group below it is empty
 _ZERO, _ONE = numpy.float32(0), numpy.float32(1)
 # Places in the scratch of all searches.
-_PRODUCTS, _SQUARES, _SCALE, _BEST, _INVERSE, _TRIED = (place * LANES for place in range(6))
+_PRODUCTS, _SQUARES, _SCALE, _BEST, _INVERSE, _CANDIDATE = (place * LANES for place in range(6))
 # Of grids around 0.
 _EXTREME = 6 * LANES
 _RATIOS = 7 * LANES  # of a group with a table, 32 places, and as many for its values
@@ -56,7 +56,7 @@ def signed_extreme(x, found):  # type: ignore[no-untyped-def]
 
 
 @jit
-def symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-untyped-def]
+def search_symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-untyped-def]
     """Search as `reference.symmetric` does; the first of the ``numerators`` is taken whatever error it leaves."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -69,22 +69,22 @@ def symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-u
         for trial in range(len(numerators)):
             _sum_codes(xs, ws, s, -numerators[trial], low, top)
             if trial == 0:
-                _start_with(s)
+                _start_best(s)
             else:
-                _keep_better(s)
+                _update_best(s)
         count = min(LANES, x.shape[1] - first)
         for lane in range(count):
             empty = abs(s[_EXTREME + lane]) < EPSILON
             scales[first + lane] = _ZERO if empty else s[_SCALE + lane]
         for index in range(x.shape[0]):
             for lane in range(LANES):
-                code = rounded(s[_INVERSE + lane] * xs[index, lane], low, top)
+                code = round_and_clamp(s[_INVERSE + lane] * xs[index, lane], low, top)
                 xs[index, lane] = low if abs(s[_EXTREME + lane]) < EPSILON else code
         _store_panel(xs, first, codes)
 
 
 @jit
-def from_table(x, weights, ratios, low, middles, rises, scales):  # type: ignore[no-untyped-def]
+def search_table_scale(x, weights, ratios, low, middles, rises, scales):  # type: ignore[no-untyped-def]
     """Search as `reference.from_table` does; inverses are ``ratios / extreme``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -97,11 +97,11 @@ def from_table(x, weights, ratios, low, middles, rises, scales):  # type: ignore
             for lane in range(LANES):
                 extreme = s[_EXTREME + lane]
                 inverse = ratios[trial] / extreme
-                s[_TRIED + lane] = _ONE / (-extreme / low) if trial == 0 else inverse
+                s[_CANDIDATE + lane] = _ONE / (-extreme / low) if trial == 0 else inverse
                 s[_PRODUCTS + lane], s[_SQUARES + lane] = _ZERO, _ZERO
             for index in range(x.shape[0]):
                 for lane in range(LANES):
-                    s[_RATIOS + index * LANES + lane] = s[_TRIED + lane] * xs[index, lane]
+                    s[_RATIOS + index * LANES + lane] = s[_CANDIDATE + lane] * xs[index, lane]
             look_up(s, _RATIOS, _VALUES, x.shape[0] * LANES, low, middles, rises)
             for index in range(x.shape[0]):
                 for lane in range(LANES):
@@ -109,16 +109,16 @@ def from_table(x, weights, ratios, low, middles, rises, scales):  # type: ignore
                     s[_PRODUCTS + lane] += weight * value * xs[index, lane]
                     s[_SQUARES + lane] += weight * value * value
             if trial == 0:
-                _start_with(s)
+                _start_best(s)
             else:
-                _keep_better(s)
+                _update_best(s)
         for lane in range(min(LANES, x.shape[1] - first)):
             empty = abs(s[_EXTREME + lane]) < EPSILON
             scales[first + lane] = _ZERO if empty else s[_SCALE + lane]
 
 
 @jit
-def descend(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-def]
+def descend_coordinates(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-def]
     """Search as `reference.descend` does; ``codes`` are changed in place."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -136,7 +136,7 @@ def descend(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-de
                 s[_SQUARES + lane] += weight * code * code
         for _ in range(5):
             for lane in range(LANES):
-                s[_TRIED + lane] = _ZERO
+                s[_CANDIDATE + lane] = _ZERO
             for index in range(x.shape[0]):
                 for lane in range(LANES):
                     value, weight, code = xs[index, lane], ws[index, lane], cs[index, lane]
@@ -144,7 +144,7 @@ def descend(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-de
                     product = products - weight * value * code
                     square = squares - weight * code * code
                     possible = (product > _ZERO) & ((square > _ZERO) | (low < _ZERO))
-                    new = rounded(value * square / product, low, high)
+                    new = round_and_clamp(value * square / product, low, high)
                     with_product = product + weight * value * new
                     with_square = square + weight * new * new
                     gained = with_product * with_product * squares
@@ -153,8 +153,8 @@ def descend(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-de
                     cs[index, lane] = new if better else code
                     s[_PRODUCTS + lane] = with_product if better else products
                     s[_SQUARES + lane] = with_square if better else squares
-                    s[_TRIED + lane] += _ONE if better else _ZERO
-            if not s[_TRIED : _TRIED + LANES].any():
+                    s[_CANDIDATE + lane] += _ONE if better else _ZERO
+            if not s[_CANDIDATE : _CANDIDATE + LANES].any():
                 break
         count = min(LANES, x.shape[1] - first)
         for lane in range(count):
@@ -178,32 +178,36 @@ def _find_extremes(x, s):  # type: ignore[no-untyped-def]
 def _sum_codes(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
     """Sum products and squares of the codes that ``numerator / extreme`` gives, with weights."""
     for lane in range(LANES):
-        s[_TRIED + lane] = numerator / s[_EXTREME + lane]
+        s[_CANDIDATE + lane] = numerator / s[_EXTREME + lane]
         s[_PRODUCTS + lane], s[_SQUARES + lane] = _ZERO, _ZERO
-    for first in range(0, x.shape[0], TOGETHER):
+    for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, products, squares = s[_TRIED + lane], s[_PRODUCTS + lane], s[_SQUARES + lane]
-            for index in range(TOGETHER):
+            inverse, products, squares = (
+                s[_CANDIDATE + lane],
+                s[_PRODUCTS + lane],
+                s[_SQUARES + lane],
+            )
+            for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
-                code = rounded(inverse * value, low, high)
+                code = round_and_clamp(inverse * value, low, high)
                 products += weight * value * code
                 squares += weight * code * code
             s[_PRODUCTS + lane], s[_SQUARES + lane] = products, squares
 
 
 @inner
-def _start_with(s):  # type: ignore[no-untyped-def]
+def _start_best(s):  # type: ignore[no-untyped-def]
     """Begin with the scale that fits the sums, 0 where nothing has weight."""
     for lane in range(LANES):
         products, squares = s[_PRODUCTS + lane], s[_SQUARES + lane]
         scale = products / squares
         scale = _ZERO if squares == _ZERO else scale
         s[_SCALE + lane], s[_BEST + lane] = scale, scale * products
-        s[_INVERSE + lane] = s[_TRIED + lane]
+        s[_INVERSE + lane] = s[_CANDIDATE + lane]
 
 
 @inner
-def _keep_better(s):  # type: ignore[no-untyped-def]
+def _update_best(s):  # type: ignore[no-untyped-def]
     """Take the scale that fits the sums where it leaves less than the best so far."""
     for lane in range(LANES):
         products, squares, best = s[_PRODUCTS + lane], s[_SQUARES + lane], s[_BEST + lane]
@@ -212,14 +216,14 @@ def _keep_better(s):  # type: ignore[no-untyped-def]
         better = (squares > _ZERO) & (products * products > best * squares)
         s[_SCALE + lane] = found if better else scale
         s[_BEST + lane] = found * products if better else best
-        s[_INVERSE + lane] = s[_TRIED + lane] if better else inverse
+        s[_INVERSE + lane] = s[_CANDIDATE + lane] if better else inverse
 
 
 # Grids with a minimum
 
 
 @jit
-def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type: ignore[no-untyped-def]
+def search_affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type: ignore[no-untyped-def]
     """Search as `reference.affine` does; inverses: the first ``high / range``, then ``widths / (most - least)``."""
     s = numpy.empty(_AFFINE_SCRATCH, numpy.float32)
     floor = numpy.empty(LANES, numpy.float32)
@@ -234,15 +238,15 @@ def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type:
             least = s[_LEAST + lane]
             floor[lane] = _ZERO if least > _ZERO else least
             s[_LEAST + lane] = floor[lane]
-            s[_TRIED + lane] = high / (s[_MOST + lane] - floor[lane])
-            s[_FITTED + lane], s[_LOWEST + lane] = _ONE / s[_TRIED + lane], floor[lane]
+            s[_CANDIDATE + lane] = high / (s[_MOST + lane] - floor[lane])
+            s[_FITTED + lane], s[_LOWEST + lane] = _ONE / s[_CANDIDATE + lane], floor[lane]
         _sum_errors(xs, ws, s, high, absolute)
         for lane in range(LANES):
             s[_SCALE + lane], s[_BEST + lane] = s[_FITTED + lane], s[_ERROR + lane]
-            s[_INVERSE + lane], start[lane] = s[_TRIED + lane], floor[lane]
+            s[_INVERSE + lane], start[lane] = s[_CANDIDATE + lane], floor[lane]
         for trial in range(len(widths)):
             for lane in range(LANES):
-                s[_TRIED + lane] = widths[trial] / (s[_MOST + lane] - s[_LEAST + lane])
+                s[_CANDIDATE + lane] = widths[trial] / (s[_MOST + lane] - s[_LEAST + lane])
             _fit_line(xs, ws, s, high)
             _sum_errors(xs, ws, s, high, absolute)
             for lane in range(LANES):
@@ -250,7 +254,7 @@ def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type:
                 better = (s[_SQUARES + lane] > _ZERO) & (error < s[_BEST + lane])
                 s[_BEST + lane] = error if better else s[_BEST + lane]
                 s[_SCALE + lane] = s[_FITTED + lane] if better else s[_SCALE + lane]
-                s[_INVERSE + lane] = s[_TRIED + lane] if better else s[_INVERSE + lane]
+                s[_INVERSE + lane] = s[_CANDIDATE + lane] if better else s[_INVERSE + lane]
                 start[lane] = s[_LEAST + lane] if better else start[lane]
                 s[_LEAST + lane] = s[_LOWEST + lane] if better else s[_LEAST + lane]
         count = min(LANES, x.shape[1] - first)
@@ -260,7 +264,9 @@ def affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type:
             lowered[first + lane] = -floor[lane] if flat else -s[_LEAST + lane]
         for index in range(x.shape[0]):
             for lane in range(LANES):
-                code = rounded(s[_INVERSE + lane] * (xs[index, lane] - start[lane]), _ZERO, high)
+                code = round_and_clamp(
+                    s[_INVERSE + lane] * (xs[index, lane] - start[lane]), _ZERO, high
+                )
                 xs[index, lane] = _ZERO if s[_MOST + lane] <= floor[lane] else code
         _store_panel(xs, first, codes)
 
@@ -286,13 +292,13 @@ def _fit_line(x, w, s, high):  # type: ignore[no-untyped-def]
     """Fit scale and minimum to the codes of the candidate."""
     for lane in range(LANES):
         s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = _ZERO, _ZERO, _ZERO
-    for first in range(0, x.shape[0], TOGETHER):
+    for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, least = s[_TRIED + lane], s[_LEAST + lane]
+            inverse, least = s[_CANDIDATE + lane], s[_LEAST + lane]
             ones, squares, products = s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane]
-            for index in range(TOGETHER):
+            for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
-                code = rounded(inverse * (value - least), _ZERO, high)
+                code = round_and_clamp(inverse * (value - least), _ZERO, high)
                 ones += weight * code
                 squares += weight * code * code
                 products += weight * code * value
@@ -314,13 +320,13 @@ def _sum_errors(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
     """Sum weighted errors of the candidate's scale and minimum: magnitudes with ``absolute``, else squares."""
     for lane in range(LANES):
         s[_ERROR + lane] = _ZERO
-    for first in range(0, x.shape[0], TOGETHER):
+    for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, least, error = s[_TRIED + lane], s[_LEAST + lane], s[_ERROR + lane]
+            inverse, least, error = s[_CANDIDATE + lane], s[_LEAST + lane], s[_ERROR + lane]
             fitted, lowest = s[_FITTED + lane], s[_LOWEST + lane]
-            for index in range(TOGETHER):
+            for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
-                code = rounded(inverse * (value - least), _ZERO, high)
+                code = round_and_clamp(inverse * (value - least), _ZERO, high)
                 difference = fitted * code + lowest - value
                 other = abs(difference) if absolute else difference * difference
                 error += weight * other

@@ -19,38 +19,38 @@ from torch import Tensor
 
 from quantforge.grids import GGML_BLOCKS
 from quantforge.numerics.products import matmul
-from quantforge.packers.ggml.grid import GRIDS, LIMITS, steps, values_of
-from quantforge.packers.hessian_refit import Held, Refit
+from quantforge.packers.ggml.grid import CODE_RANGES, SCALE_RANGES, decode_values, group_steps
+from quantforge.packers.hessian_refit import FixedCodes, RefitStep
 from quantforge.scheme import Scheme
 
-Columns = dict[str, Tensor]  # of one group or block: [rows, 1] each
-NEAR = (0, -1, 1)
+GroupParams = dict[str, Tensor]  # of one group or block: [rows, 1] each
+NEIGHBOR_MOVES = (0, -1, 1)
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:  # noqa: ARG001
     """Return the steps of fitting again: step and offset of each group, then the units of each block that has any."""
     block = GGML_BLOCKS[scheme.grid]
-    groups = Refit(block.group, partial(_refit_group, scheme.grid))
-    units = Refit(block.columns, partial(_refit_units, scheme.grid))
-    return (groups, units) if scheme.grid in LIMITS else (groups,)
+    groups = RefitStep(block.group, partial(_refit_group, scheme.grid))
+    units = RefitStep(block.columns, partial(_refit_units, scheme.grid))
+    return (groups, units) if scheme.grid in SCALE_RANGES else (groups,)
 
 
-def _refit_group(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+def _refit_group(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
     """Choose other parameters of one group where they are better; return what they gain."""
-    values = values_of(held.codes, GRIDS[grid])
-    columns = _of_group(parameters, grid, held.group)
-    plane = Plane.of(values, torch.ones_like(values), held)
+    values = decode_values(held.codes, CODE_RANGES[grid])
+    columns = _group_params(parameters, grid, held.group)
+    plane = QuadraticError.of(values, torch.ones_like(values), held)
     step, offset = _step_and_offset(columns, grid)
     wished = plane.best(offset="mins" in columns)
 
-    def gain(tried: Columns) -> Tensor:
+    def gain(tried: GroupParams) -> Tensor:
         new_step, new_offset = _step_and_offset(columns | tried, grid)
         return plane.gain(new_step - step, new_offset - offset)
 
-    return take_best(columns, _near(columns, grid, *wished), gain)
+    return take_best(columns, _candidate_params(columns, grid, *wished), gain)
 
 
-def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+def _refit_units(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
     """Choose other units of one block, the integers of its groups held; return what they gain."""
     block, place = GGML_BLOCKS[grid], held.group
     count = block.columns // block.group
@@ -59,24 +59,24 @@ def _refit_units(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
     def spread(key: str) -> Tensor:
         return parameters[key][:, groups].T.repeat_interleave(block.group, 0)
 
-    up = values_of(held.codes, GRIDS[grid]) * spread("scales")
+    up = decode_values(held.codes, CODE_RANGES[grid]) * spread("scales")
     affine = "dmin" in parameters
     down = -spread("mins") if affine else torch.zeros_like(up)
-    columns: Columns = {
+    columns: GroupParams = {
         key: parameters[key][:, place : place + 1] for key in ("d", "dmin") if key in parameters
     }
-    plane = Plane.of(up, down, held)
+    plane = QuadraticError.of(up, down, held)
     none = torch.zeros_like(columns["d"])
 
-    def gain(tried: Columns) -> Tensor:
+    def gain(tried: GroupParams) -> Tensor:
         changes = (tried[key] - columns[key] if key in tried else none for key in ("d", "dmin"))
         return plane.gain(*changes)
 
     unit, lowering = plane.best(offset=affine)
-    return take_best(columns, [_rounded(columns, {"d": unit, "dmin": lowering})], gain)
+    return take_best(columns, [_round_to_float16(columns, {"d": unit, "dmin": lowering})], gain)
 
 
-def _of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Columns:
+def _group_params(parameters: Mapping[str, Tensor], grid: str, group: int) -> GroupParams:
     """Return views of the parameters of one group."""
     block = group * GGML_BLOCKS[grid].group // GGML_BLOCKS[grid].columns
     places = {"d": block, "dmin": block}
@@ -86,22 +86,22 @@ def _of_group(parameters: Mapping[str, Tensor], grid: str, group: int) -> Column
     }
 
 
-def _near(
-    columns: Columns, grid: str, step_change: Tensor, offset_change: Tensor
-) -> Iterator[Columns]:
+def _candidate_params(
+    columns: GroupParams, grid: str, step_change: Tensor, offset_change: Tensor
+) -> Iterator[GroupParams]:
     """Yield parameters that a group could store instead, its unit held, near the wished changes ``[rows, 1]``."""
     if "exponents" in columns:
         for move in (-1, 1):
             yield {"exponents": (columns["exponents"] + move).clamp(0, 254)}
     elif "d" not in columns:
-        yield _rounded(columns, {"scales": step_change, "mins": offset_change})
+        yield _round_to_float16(columns, {"scales": step_change, "mins": offset_change})
     else:
-        limits = LIMITS[grid]
-        wished = {"scales": _in_units(step_change, columns["d"])}
+        limits = SCALE_RANGES[grid]
+        wished = {"scales": _integer_change(step_change, columns["d"])}
         if "mins" in columns:
-            wished["mins"] = _in_units(-offset_change, columns["dmin"])
-        for scale in NEAR:
-            for least in NEAR if "mins" in columns else (0,):
+            wished["mins"] = _integer_change(-offset_change, columns["dmin"])
+        for scale in NEIGHBOR_MOVES:
+            for least in NEIGHBOR_MOVES if "mins" in columns else (0,):
                 moves = {"scales": scale, "mins": least}
                 yield {
                     key: (columns[key] + wish + moves[key]).clamp(limits.low, limits.high)
@@ -109,7 +109,7 @@ def _near(
                 }
 
 
-def _rounded(columns: Columns, changes: Mapping[str, Tensor]) -> Columns:
+def _round_to_float16(columns: GroupParams, changes: Mapping[str, Tensor]) -> GroupParams:
     return {
         key: (columns[key] + change).half().float()
         for key, change in changes.items()
@@ -117,24 +117,24 @@ def _rounded(columns: Columns, changes: Mapping[str, Tensor]) -> Columns:
     }
 
 
-def _in_units(change: Tensor, unit: Tensor) -> Tensor:
+def _integer_change(change: Tensor, unit: Tensor) -> Tensor:
     return (change / torch.where(unit == 0, torch.inf, unit)).round()
 
 
-def _step_and_offset(columns: Columns, grid: str) -> tuple[Tensor, Tensor]:
+def _step_and_offset(columns: GroupParams, grid: str) -> tuple[Tensor, Tensor]:
     """Return the step and offset that the parameters of a group stand for, ``[rows, 1]``."""
-    step, offset = steps(columns, grid)
+    step, offset = group_steps(columns, grid)
     return step, torch.zeros_like(step) if offset is None else offset
 
 
 def take_best(
-    columns: Columns,
-    candidates: Iterable[Columns],
-    gain_of: Callable[[Columns], Tensor],
+    columns: GroupParams,
+    candidates: Iterable[GroupParams],
+    gain_of: Callable[[GroupParams], Tensor],
 ) -> Tensor:
     """Write the candidate with the largest gain into ``columns``, row by row; return the gains ``[rows]``."""
     best = torch.zeros_like(next(iter(columns.values())), dtype=torch.float64)
-    chosen: Columns = {}
+    chosen: GroupParams = {}
     for tried in candidates:
         gain = gain_of(tried)
         better = gain > best  # false for what is not a number
@@ -151,7 +151,7 @@ def take_best(
 
 
 @dataclass(frozen=True, slots=True)
-class Plane:
+class QuadraticError:
     """The error as a function of ``a`` and ``b`` when values change by ``a up + b down``: sums, ``[rows, 1]``."""
 
     up_gradient: Tensor
@@ -161,7 +161,7 @@ class Plane:
     down_down: Tensor
 
     @classmethod
-    def of(cls, up: Tensor, down: Tensor, held: Held) -> Plane:
+    def of(cls, up: Tensor, down: Tensor, held: FixedCodes) -> QuadraticError:
         """Sum the products of ``up``, ``down`` and the gradient, each ``[columns, rows]``."""
         gradient, hessian = held.gradient, held.hessian
         up_moved, down_moved = matmul(hessian, up), matmul(hessian, down)

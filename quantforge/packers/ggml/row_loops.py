@@ -13,16 +13,16 @@ from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
 from quantforge.numerics.compiled import inner, jit
-from quantforge.packers.ggml.grid import THRESHOLDS
+from quantforge.packers.ggml.grid import MAX_THRESHOLDS
 
-LINE = 16  # floats of a cache line, and the smallest group
+CACHE_LINE_FLOATS = 16  # floats of a cache line, and the smallest group
 _MAGIC = numpy.float32(1.5 * 2**23)  # added and subtracted, it rounds to an integer, halves to even
 _ZERO, _HALF = numpy.float32(0), numpy.float32(0.5)
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 
 
 @jit
-def cover(rows, affine, magnitude, low, high, scales, mins, codes):  # type: ignore[no-untyped-def]
+def cover_range(rows, affine, magnitude, low, high, scales, mins, codes):  # type: ignore[no-untyped-def]
     """Cover the range of each block with codes, without a search.
 
     With ``affine`` the least and greatest values go to the first and last code, with ``magnitude`` the largest
@@ -160,8 +160,8 @@ def encode(weight, step, offset, low, high, middles, rises, found):  # type: ign
         for group in range(groups):
             unit = step[row, group]
             unit = _ONE if unit == _ZERO else unit
-            for first in range(group * size, group * size + size, LINE):
-                for index in range(LINE):
+            for first in range(group * size, group * size + size, CACHE_LINE_FLOATS):
+                for index in range(CACHE_LINE_FLOATS):
                     units[first + index] = unit
                     if offset.size:
                         starts[first + index] = offset[row, group]
@@ -174,7 +174,7 @@ def encode(weight, step, offset, low, high, middles, rises, found):  # type: ign
         else:
             for place in range(columns):
                 ratio = (x[place] - starts[place]) / units[place]
-                codes[place] = numpy.int8(numpy.int32(rounded(ratio, low, high)))
+                codes[place] = numpy.int8(numpy.int32(round_and_clamp(ratio, low, high)))
 
 
 @inner
@@ -182,7 +182,7 @@ def look_up(s, ratios, values, count, low, middles, rises):  # type: ignore[no-u
     """Fill in ``count`` values of a table; five thresholds at a time, as many as fit in registers."""
     for place in range(count):
         s[values + place] = low
-    for first in range(0, THRESHOLDS, 5):
+    for first in range(0, MAX_THRESHOLDS, 5):
         m0, m1, m2 = middles[first], middles[first + 1], middles[first + 2]
         m3, m4 = middles[first + 3], middles[first + 4]
         r0, r1, r2 = rises[first], rises[first + 1], rises[first + 2]
@@ -198,7 +198,7 @@ def look_up(s, ratios, values, count, low, middles, rises):  # type: ignore[no-u
 
 
 @inner
-def rounded(ratio, low, high):  # type: ignore[no-untyped-def]
+def round_and_clamp(ratio, low, high):  # type: ignore[no-untyped-def]
     """Round to the nearest integer, halves to even, and clamp."""
     value = (ratio + _MAGIC) - _MAGIC
     value = low if value < low else value

@@ -12,14 +12,14 @@ import numpy
 
 from quantforge.numerics.compiled import inner, jit
 from quantforge.packers.ggml.grid import LANES
-from quantforge.packers.ggml.row_loops import LINE, look_up, rounded
+from quantforge.packers.ggml.row_loops import CACHE_LINE_FLOATS, look_up, round_and_clamp
 
-TOGETHER = 4  # columns between two visits to the sums
+UNROLLED_COLUMNS = 4  # columns between two visits to the sums
 _ZERO = numpy.float32(0)
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 _INFINITY = numpy.float32(numpy.inf)
 # Of the squares of the codes: less is a rounding error of equal codes.
-_LEAST_SHARE = numpy.float32(1e-5)
+_MIN_VARIANCE_SHARE = numpy.float32(1e-5)
 # Places in the scratch.
 _STEP, _OFFSET, _INVERSE = 0, LANES, 2 * LANES  # of the candidate
 _ERROR, _SQUARES, _ONES, _PRODUCTS, _RESIDUE = (place * LANES for place in range(3, 8))
@@ -31,17 +31,17 @@ _SCRATCH = _VALUES + 32 * LANES
 
 
 @jit
-def arrange(rows, importance, x, weights):  # type: ignore[no-untyped-def]
-    """Fill ``x`` and ``weights`` ``[panels, columns, LANES]``; see `search.arrange`."""
+def arrange_panels(rows, importance, x, weights):  # type: ignore[no-untyped-def]
+    """Fill ``x`` and ``weights`` ``[panels, columns, LANES]``; see `search.arrange_panels`."""
     # A cache line of each row at a time: rows are often a power of two apart, and would evict each other.
     for row in range(x.shape[0] * LANES):
         if row >= rows.shape[0]:
             x[row // LANES, :, row % LANES] = _ZERO
     for panel in range(x.shape[0]):
         count = min(LANES, rows.shape[0] - panel * LANES)
-        for first in range(0, x.shape[1], LINE):
+        for first in range(0, x.shape[1], CACHE_LINE_FLOATS):
             for lane in range(count):
-                for index in range(LINE):
+                for index in range(CACHE_LINE_FLOATS):
                     x[panel, first + index, lane] = rows[panel * LANES + lane, first + index]
     mean = numpy.empty(LANES, numpy.float32)
     for panel in range(x.shape[0]):
@@ -59,15 +59,15 @@ def arrange(rows, importance, x, weights):  # type: ignore[no-untyped-def]
 
 
 @jit
-def fit(x, w, starts, polish, affine, below, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
-    """Fill ``found`` with step and offset of each group; see `search.fit`."""
+def fit_groups(x, w, starts, polish, affine, below, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    """Fill ``found`` with step and offset of each group; see `search.fit_groups`."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     size = x.shape[1] // found.shape[2]
     for panel in range(x.shape[0]):
         for group in range(found.shape[2]):
             columns = slice(group * size, group * size + size)
             xs, ws = x[panel, columns], w[panel, columns]
-            _describe(xs, ws, s)
+            _describe_group(xs, ws, s)
             for lane in range(LANES):
                 least = s[_LOW + lane]
                 least = _ZERO if below and least > _ZERO else least
@@ -77,13 +77,13 @@ def fit(x, w, starts, polish, affine, below, low, high, middles, rises, found): 
                 s[_BEST + 3 * LANES + lane] = _ZERO
             for trial in range(len(starts) + polish):
                 if trial < len(starts):
-                    _start(s, starts[trial, 0], starts[trial, 1], affine, high)
+                    _start_candidate(s, starts[trial, 0], starts[trial, 1], affine, high)
                 else:
                     for lane in range(LANES):
                         s[_STEP + lane] = s[_BEST + LANES + lane]
                         s[_OFFSET + lane] = s[_BEST + 2 * LANES + lane]
-                _measure(xs, ws, s, low, high, middles, rises)
-                _improve(s, affine, below)
+                _measure_candidate(xs, ws, s, low, high, middles, rises)
+                _improve_best(s, affine, below)
             for lane in range(LANES):
                 s[_BEST + 4 * LANES + lane] = s[_WEIGHT + lane]
             for part in range(4):
@@ -92,8 +92,8 @@ def fit(x, w, starts, polish, affine, below, low, high, middles, rises, found): 
 
 
 @jit
-def choose(x, w, start, units, moves, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
-    """Fill ``found`` with the best integers of each group; see `search.choose`. ``moves`` begin with the limits."""
+def choose_integers(x, w, start, units, moves, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
+    """Fill ``found`` with the best integers of each group; see `search.choose_integers`. ``moves`` begin with the limits."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     groups = start.shape[2]
     size, share = x.shape[1] // groups, groups // units.shape[2]
@@ -109,14 +109,18 @@ def choose(x, w, start, units, moves, low, high, middles, rises, found):  # type
                     unit = units[0, panel, group // share, lane]
                     lowering = units[1, panel, group // share, lane]
                     ratio = start[0, panel, group, lane] / (_ONE if unit == _ZERO else unit)
-                    scale = rounded(rounded(ratio, least, most) + moves[move, 0], least, most)
+                    scale = round_and_clamp(
+                        round_and_clamp(ratio, least, most) + moves[move, 0], least, most
+                    )
                     ratio = -start[1, panel, group, lane] / (
                         _ONE if lowering == _ZERO else lowering
                     )
-                    lowered = rounded(rounded(ratio, least, most) + moves[move, 1], least, most)
+                    lowered = round_and_clamp(
+                        round_and_clamp(ratio, least, most) + moves[move, 1], least, most
+                    )
                     s[_LOW + lane], s[_HIGH + lane] = scale, lowered
                     s[_STEP + lane], s[_OFFSET + lane] = unit * scale, -(lowering * lowered)
-                _measure(xs, ws, s, low, high, middles, rises)
+                _measure_candidate(xs, ws, s, low, high, middles, rises)
                 for lane in range(LANES):
                     better = s[_ERROR + lane] < s[_BEST + lane]
                     for part in range(5):
@@ -131,7 +135,7 @@ def choose(x, w, start, units, moves, low, high, middles, rises, found):  # type
 
 
 @inner
-def _describe(x, w, s):  # type: ignore[no-untyped-def]
+def _describe_group(x, w, s):  # type: ignore[no-untyped-def]
     """Find the range, the value of largest magnitude and the sum of weights of one group."""
     for lane in range(LANES):
         s[_LOW + lane], s[_HIGH + lane] = _INFINITY, -_INFINITY
@@ -149,7 +153,7 @@ def _describe(x, w, s):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _start(s, first, last, affine, high):  # type: ignore[no-untyped-def]
+def _start_candidate(s, first, last, affine, high):  # type: ignore[no-untyped-def]
     """Set step and offset of a candidate from one of `Trials.starts`."""
     for lane in range(LANES):
         if affine:
@@ -162,7 +166,7 @@ def _start(s, first, last, affine, high):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
+def _measure_candidate(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
     """Fill in the sums over one group ``x``, ``w`` ``[size, LANES]`` for the candidate in the scratch."""
     for lane in range(LANES):
         step = s[_STEP + lane]
@@ -189,14 +193,14 @@ def _measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def
                 s[_PRODUCTS + lane] += owed * value
                 s[_RESIDUE + lane] += owed
         return
-    for first in range(0, x.shape[0], TOGETHER):
+    for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
             step, offset, inverse = s[_STEP + lane], s[_OFFSET + lane], s[_INVERSE + lane]
             error, squares, ones = s[_ERROR + lane], s[_SQUARES + lane], s[_ONES + lane]
             products, residue = s[_PRODUCTS + lane], s[_RESIDUE + lane]
-            for index in range(TOGETHER):
+            for index in range(UNROLLED_COLUMNS):
                 above, weight = x[first + index, lane] - offset, w[first + index, lane]
-                value = rounded(above * inverse, low, high)
+                value = round_and_clamp(above * inverse, low, high)
                 rest = above - step * value
                 weighted, owed = weight * value, weight * rest
                 error += owed * rest
@@ -209,7 +213,7 @@ def _measure(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def
 
 
 @inner
-def _improve(s, affine, below):  # type: ignore[no-untyped-def]
+def _improve_best(s, affine, below):  # type: ignore[no-untyped-def]
     """Fit step and offset to the codes of the candidate; keep them where they are better."""
     for lane in range(LANES):
         step, offset = s[_STEP + lane], s[_OFFSET + lane]
@@ -221,7 +225,7 @@ def _improve(s, affine, below):  # type: ignore[no-untyped-def]
             change = shared / spread
             moved = (residue - change * ones) / weight
             fallen = shared * change + residue * residue / weight
-            equal = not spread > _LEAST_SHARE * squares
+            equal = not spread > _MIN_VARIANCE_SHARE * squares
             above = below and (equal or offset + moved > _ZERO)
             at_zero = products + offset * ones
             change = at_zero / squares if above else change

@@ -12,7 +12,7 @@ shortcuts find the same bits with less work:
 - *Sums part by part.* Changes at the ends of runs add up to approximate sums for every scale. Only scales within
   `REACH` of the greatest are tried as ggml tries them; rounding moves a value by less than half of that.
 
-Points lie as `quantforge.packers.lattices.points.Neighbours` says: ``tables`` is one of these. Read `search` first.
+Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search` first.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _TENTH, _EIGHT, _COLUMNS = numpy.float32(0.1), numpy.float32(8), numpy.float32(2
 
 
 @jit
-def weigh(x, importance, twice, share, w):  # type: ignore[no-untyped-def]
+def compute_error_weights(x, importance, twice, share, w):  # type: ignore[no-untyped-def]
     """Fill in the weights of errors: ``importance sqrt(mean + x^2)``, or without one ``share * mean + x^2``.
 
     Args:

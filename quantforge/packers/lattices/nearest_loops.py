@@ -5,8 +5,8 @@ Two metrics, with the same answer for the same input on every processor, since s
 - *Weighted squares* (`nearest_weighted`, `search_scales`). Each weight keeps its sign; where the number of negative
   signs has to be even, the cheapest one is turned. So only magnitudes are searched, 8 columns at a time: one point of 8
   values, or two of 4. The best digits of each value alone are a lower bound. If they are a point, it is the nearest;
-  else the search goes by halves of a point's digits: `quantforge.packers.lattices.points.Halves`, ``tables`` here, has
-  a row of sums for each half, and for a first half zeros where a second one completes a point, infinity elsewhere.
+  else the search goes by halves of a point's digits: `quantforge.packers.lattices.points.PointHalves`, ``tables`` here,
+  has a row of sums for each half, and for a first half zeros where a second one completes a point, infinity elsewhere.
   First halves that cannot win even with the best second half are skipped, which are most.
 - *A whole metric* ``M`` (`nearest_in_metric`, for error feedback). The score of a point ``q`` is ``q M q - 2 q M u``,
   its distance from ``u`` without what all points share. Turning a sign can pay, so a few choices of signs are tried,

@@ -1,9 +1,10 @@
-"""The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest``; ggml's own rows by `encode_rows`.
+"""The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest_vectors``; ggml's own rows by `encode_rows`.
 
 There are two ways to the codes of a matrix:
 
-- *Ours.* `fit` chooses scales that minimise ``sum w (x - q)^2``; `encode` and `weighed` then take the nearest points
-  under weighted squares, `nearest` those under the metric of error feedback. The loops are in `nearest_loops`.
+- *Ours.* `fit` chooses scales that minimise ``sum w (x - q)^2``; `encode` and `encode_weighted` then take the nearest
+points
+  under weighted squares, `nearest_vectors` those under the metric of error feedback. The loops are in `nearest_loops`.
 - *ggml's.* `encode_rows` has the bytes of ggml's own quantizers (`magnitude_loops`, `ternary_loops`), with two
   exceptions. Both shifts of a half of IQ1_M that holds only zeros lose the same, and ggml may take the other one. And
   where a group of IQ3_S is all zero and others of its block are not, ggml writes the indices of the groups after it
@@ -24,23 +25,23 @@ from torch.nn import functional
 
 from quantforge.errors import InputError
 from quantforge.grids import GGML_BLOCKS
-from quantforge.packers.ggml.refit import Plane, take_best
-from quantforge.packers.hessian_refit import Held, Refit
+from quantforge.packers.ggml.refit import QuadraticError, take_best
+from quantforge.packers.hessian_refit import FixedCodes, RefitStep
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.packers.lattices.points import (
+    decode_values,
     digit_values,
-    digits,
-    halves,
-    neighbours,
-    points_of,
-    values_of,
+    lattice_points,
+    neighbor_lists,
+    point_digits,
+    point_halves,
 )
-from quantforge.packers.tensor import KernelTerms, QuantizedTensor
+from quantforge.packers.tensor import KernelInputs, QuantizedTensor
 from quantforge.scheme import Scheme
 
-Array = NDArray[numpy.float32]
-ROWS = 256  # that are searched at a time
-_ONE_MEAN = frozenset(
+FloatArray = NDArray[numpy.float32]
+SEARCH_ROWS = 256  # that are searched at a time
+_TYPES_WITH_SINGLE_MEAN = frozenset(
     {"iq2_xxs", "iq2_xs"}
 )  # the mean square of the others counts twice in ggml's weights
 
@@ -56,7 +57,10 @@ def fit(
         InputError: a scale is beyond the range of float16.
     """
     columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
-    parts = [_search(rows, scheme, columns, brief=not search) for rows in torch.split(weight, ROWS)]
+    parts = [
+        _search_parameters(rows, scheme, columns, brief=not search)
+        for rows in torch.split(weight, SEARCH_ROWS)
+    ]
     return _checked({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
 
 
@@ -73,7 +77,7 @@ def encode_rows(
             f"--scales reference: ggml has no {scheme.grid.upper()} without an importance of the columns",
             "--calibration TEXT, or --imatrix FILE",
         )
-    tensor = _as_ggml(weight, scheme, importance)
+    tensor = _quantize_as_ggml(weight, scheme, importance)
     _checked(tensor.parameters)
     return tensor
 
@@ -94,7 +98,10 @@ def decode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return the float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
-    values, (step, shift) = values_of(codes, scheme.grid), _spread(parameters, scheme, columns)
+    values, (step, shift) = (
+        decode_values(codes, scheme.grid),
+        _column_steps(parameters, scheme, columns),
+    )
     return (values if shift is None else values + shift) * step
 
 
@@ -105,20 +112,20 @@ def encode(
     columns: slice | None = None,
 ) -> Tensor:
     """Return the codes of the points nearest to ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
-    step, shift = _spread(parameters, scheme, columns)
+    step, shift = _column_steps(parameters, scheme, columns)
     return nearest_weighted(weight, step, shift, scheme.grid, torch.ones_like(weight))
 
 
-def weighed(
+def encode_weighted(
     weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
 ) -> Tensor:
     """Return the codes of ``weight`` ``[out, in]`` with the smallest errors, weighted as in the search of `fit`."""
-    step, shift = _spread(parameters, scheme, None, 8)
+    step, shift = _column_steps(parameters, scheme, None, 8)
     weights = error_weights(weight, importance.to(weight))
     return nearest_weighted(weight, step, shift, scheme.grid, weights)
 
 
-def nearest(
+def nearest_vectors(
     targets: Tensor,
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
@@ -129,21 +136,21 @@ def nearest(
 
     All points are tried with a few choices of signs, so that a nearer vector with other signs may be missed.
     """
-    step, shift = _spread(parameters, scheme, columns)
+    step, shift = _column_steps(parameters, scheme, columns)
     shifts = torch.zeros_like(step) if shift is None else shift
     return nearest_in_metric(targets, step[:, 0], shifts[:, 0], scheme.grid, root)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
+def column_grid(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
     """Return None: a column alone has no points."""
 
 
-def kernel_terms(tensor: QuantizedTensor) -> KernelTerms:
+def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
     """Refuse: no kernel multiplies these codes, so models hold them decoded."""
     raise NotImplementedError(f"no kernel multiplies {tensor.scheme}")
 
 
-def _spread(
+def _column_steps(
     parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None, each: int = 1
 ) -> tuple[Tensor, Tensor | None]:
     """Return step and shift of some columns, ``[rows, n / each]``; no shift where codes have it, or there is none."""
@@ -157,14 +164,14 @@ def _spread(
             key: value[:, first * many[key] : last * many[key]] for key, value in parameters.items()
         }
         run = slice(columns.start - first * block.columns, columns.stop - first * block.columns)
-    step = _steps(mine, scheme.grid).repeat_interleave(size, 1)[:, run]
+    step = _group_steps(mine, scheme.grid).repeat_interleave(size, 1)[:, run]
     if "shifts" not in mine:
         return step, None
     shift = torch.where(mine["shifts"].bool(), -raised, raised)
     return step, shift.repeat_interleave(size, 1)[:, run]
 
 
-def _steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
+def _group_steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
     """Return the step of each group, float32 ``[rows, groups]``."""
     unit, scales = parameters["d"].float(), parameters["scales"].float()
     spread = (2 * scales + 1).view(*unit.shape, -1) * LATTICES[grid].unit
@@ -174,7 +181,7 @@ def _steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
 # Ours: scales by search, and the nearest points
 
 
-def _search(
+def _search_parameters(
     weight: Tensor, scheme: Scheme, importance: Tensor, *, brief: bool
 ) -> dict[str, Tensor]:
     """Return parameters that minimise ``sum w (x - q)^2`` jointly with the codes; with ``brief`` ggml's.
@@ -186,17 +193,19 @@ def _search(
     weight alone loses too much.
     """
     block, lattice = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid]
-    start = _as_ggml(weight, scheme, importance, every=1 if brief else lattice.every).parameters
+    start = _quantize_as_ggml(
+        weight, scheme, importance, every=1 if brief else lattice.every
+    ).parameters
     if brief:
         return dict(start)
     from quantforge.packers.lattices import nearest_loops
 
     assert block.units is not None
     x, w = (
-        _array(part).reshape(-1, block.columns)
+        _to_float_array(part).reshape(-1, block.columns)
         for part in (weight, error_weights(weight, importance))
     )
-    units = _array(start["d"]).reshape(-1).copy()
+    units = _to_float_array(start["d"]).reshape(-1).copy()
     levels = start["scales"].cpu().numpy().reshape(len(x), -1).copy()
     shared = "shifts" in start
     lowered = numpy.zeros_like(levels)
@@ -204,7 +213,7 @@ def _search(
         lowered = start["shifts"].cpu().numpy().reshape(levels.shape).copy()
     signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes, shared
     numbers = block.group, block.units[1], numpy.float32(lattice.unit), lattice.rounds
-    tables = _both_shifts(scheme.grid), _tables(scheme.grid), points_of(scheme.grid)
+    tables = _code_shifts(scheme.grid), _search_tables(scheme.grid), lattice_points(scheme.grid)
     nearest_loops.search_scales(x, w, (*signs, *numbers), *tables, units, levels, lowered)
     found = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
     if shared:
@@ -214,7 +223,9 @@ def _search(
 
 def error_weights(weight: Tensor, importance: Tensor) -> Tensor:
     """Return ``importance * sqrt(mean x^2 + x^2)`` of ``weight`` ``[rows, in]``, the mean of 256 columns."""
-    weights = _weigh(_blocks(weight), _blocks(importance), twice=False, share=0)
+    weights = _error_weights(
+        _to_blocks_of_256(weight), _to_blocks_of_256(importance), twice=False, share=0
+    )
     return torch.from_numpy(weights).view(weight.shape).to(weight.device)
 
 
@@ -231,7 +242,7 @@ def nearest_weighted(
     parts, spare = [weight, weighted, step], -weight.shape[1] % 8
     if spare:
         parts = [functional.pad(part, (0, spare)) for part in parts]
-    x, w, s = (_array(part) for part in parts)
+    x, w, s = (_to_float_array(part) for part in parts)
     s = s.reshape(-1, 8 if s.size == x.size else 1)
     x, w = x.reshape(-1, 8), w.reshape(-1, 8)
     lowered = torch.empty(0, dtype=torch.int64)
@@ -241,21 +252,21 @@ def nearest_weighted(
     codes = numpy.empty((len(x), many), numpy.int32)
     signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
     form = (*signs, lattice.index_bits, many)
-    shifts, tables = _both_shifts(grid), _tables(grid)
+    shifts, tables = _code_shifts(grid), _search_tables(grid)
     nearest_loops.nearest_weighted(x, w, s, lowered.numpy(), shifts, form, tables, codes)
     found = torch.from_numpy(codes).view(rows, -1)[:, : weight.shape[1] // lattice.columns]
     return found.to(weight.device)
 
 
 @cache
-def _tables(grid: str) -> tuple[Any, ...]:
+def _search_tables(grid: str) -> tuple[Any, ...]:
     """Return a tuple as long as there are digits, their values, and `Halves`."""
     values = digit_values(grid)
-    return ((0,) * len(values), values, *halves(grid))
+    return ((0,) * len(values), values, *point_halves(grid))
 
 
 @cache
-def _both_shifts(grid: str) -> Array:
+def _code_shifts(grid: str) -> FloatArray:
     """Return the shifts that a code can have, up and down, float32 ``[2, 8]``."""
     raised = LATTICES[grid].shift
     return numpy.repeat(numpy.array([[raised], [-raised]], numpy.float32), 8, 1)
@@ -264,11 +275,11 @@ def _both_shifts(grid: str) -> Array:
 def nearest_in_metric(
     targets: Tensor, step: Tensor, shift: Tensor, grid: str, root: Tensor
 ) -> Tensor:
-    """Return codes ``[rows, 1]`` near ``targets`` ``[rows, v]``, steps and shifts ``[rows]``; see `nearest`."""
+    """Return codes ``[rows, 1]`` near ``targets`` ``[rows, v]``, steps and shifts ``[rows]``; see `nearest_vectors`."""
     from quantforge.packers.lattices import nearest_loops
 
     lattice = LATTICES[grid]
-    metric = _array(root.double() @ root.double().T)
+    metric = _to_float_array(root.double() @ root.double().T)
     width = lattice.width
     marginal = metric[:width, :width]
     if lattice.vectors > 1:
@@ -278,25 +289,25 @@ def nearest_in_metric(
     form = (width, lattice.vectors, lattice.index_bits, *signs)
     metrics = metric, numpy.ascontiguousarray(marginal, numpy.float32)
     codes = numpy.empty(len(targets), numpy.int32)
-    vectors = (_array(part) for part in (targets, step, shift))
+    vectors = (_to_float_array(part) for part in (targets, step, shift))
     eighth = numpy.float32(lattice.shift)
-    nearest_loops.nearest_in_metric(*vectors, points_of(grid), form, eighth, *metrics, codes)
+    nearest_loops.nearest_in_metric(*vectors, lattice_points(grid), form, eighth, *metrics, codes)
     return torch.from_numpy(codes).unsqueeze(1).to(targets.device)
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[Refit]:  # noqa: ARG001
+def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:  # noqa: ARG001
     """Return the steps of fitting again with the codes held: the level of each group, then the unit of each block."""
     block = GGML_BLOCKS[scheme.grid]
-    levels = Refit(block.group, partial(_refit_level, scheme.grid))
-    return (levels, Refit(block.columns, partial(_refit_unit, scheme.grid)))
+    levels = RefitStep(block.group, partial(_refit_level, scheme.grid))
+    return (levels, RefitStep(block.columns, partial(_refit_unit, scheme.grid)))
 
 
-def _refit_level(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+def _refit_level(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
     block, place = GGML_BLOCKS[grid], held.group
     above = place * block.group // block.columns
     unit = parameters["d"][:, above : above + 1] * (2 * LATTICES[grid].unit)  # of one level
-    values = _held_values(grid, parameters, held, slice(place, place + 1))
-    plane = Plane.of(values, torch.zeros_like(values), held)
+    values = _decode_fixed_codes(grid, parameters, held, slice(place, place + 1))
+    plane = QuadraticError.of(values, torch.zeros_like(values), held)
     mine = {"scales": parameters["scales"][:, place : place + 1]}
     assert block.units is not None
     least, most = block.units
@@ -312,14 +323,14 @@ def _refit_level(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor
     return take_best(mine, near(), gain)
 
 
-def _refit_unit(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
+def _refit_unit(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
     block, place = GGML_BLOCKS[grid], held.group
     count = block.columns // block.group
     groups = slice(place * count, (place + 1) * count)
     levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].unit
     spread = levels.T.repeat_interleave(block.group, 0)
-    up = _held_values(grid, parameters, held, groups) * spread
-    plane = Plane.of(up, torch.zeros_like(up), held)
+    up = _decode_fixed_codes(grid, parameters, held, groups) * spread
+    plane = QuadraticError.of(up, torch.zeros_like(up), held)
     mine = {"d": parameters["d"][:, place : place + 1]}
     wished, none = plane.best(offset=False)
     tried = {"d": (mine["d"] + wished).half().float()}
@@ -330,9 +341,11 @@ def _refit_unit(grid: str, parameters: dict[str, Tensor], held: Held) -> Tensor:
     return take_best(mine, [tried], gain)
 
 
-def _held_values(grid: str, parameters: dict[str, Tensor], held: Held, groups: slice) -> Tensor:
+def _decode_fixed_codes(
+    grid: str, parameters: dict[str, Tensor], held: FixedCodes, groups: slice
+) -> Tensor:
     """Return the values of the codes in units of the step, shift included, ``[columns, rows]``."""
-    values = values_of(held.codes.T, grid).T
+    values = decode_values(held.codes.T, grid).T
     if "shifts" not in parameters:
         return values
     raised = LATTICES[grid].shift
@@ -343,20 +356,26 @@ def _held_values(grid: str, parameters: dict[str, Tensor], held: Held, groups: s
 # ggml's own
 
 
-def _as_ggml(
+def _quantize_as_ggml(
     weight: Tensor, scheme: Scheme, importance: Tensor | None, *, every: int = 1
 ) -> QuantizedTensor:
     """Return what ggml makes of ``weight`` ``[rows, in]`` float32; ``importance`` ``[in]``.
 
     With ``every`` above 1 only one in as many scales is tried, which is faster and finds others.
     """
-    grid, x = scheme.grid, _blocks(weight)
-    known = numpy.empty((0, 256), numpy.float32) if importance is None else _blocks(importance)
-    w = _weigh(x, known, twice=grid not in _ONE_MEAN, share=0.25 if grid == "iq2_s" else 0)
+    grid, x = scheme.grid, _to_blocks_of_256(weight)
+    known = (
+        numpy.empty((0, 256), numpy.float32)
+        if importance is None
+        else _to_blocks_of_256(importance)
+    )
+    w = _error_weights(
+        x, known, twice=grid not in _TYPES_WITH_SINGLE_MEAN, share=0.25 if grid == "iq2_s" else 0
+    )
     if LATTICES[grid].signs:
-        codes, units, levels, shifts = _magnitudes(x, w, grid, every)
+        codes, units, levels, shifts = _quantize_magnitudes(x, w, grid, every)
     else:
-        codes, units, levels, shifts = _ternary(x, w, grid, every > 1)
+        codes, units, levels, shifts = _quantize_ternary(x, w, grid, every > 1)
     parameters = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
     parameters |= shifts
     rows = len(weight)
@@ -366,18 +385,20 @@ def _as_ggml(
     )
 
 
-def _weigh(x: Array, importance: Array, *, twice: bool, share: float) -> Array:
+def _error_weights(
+    x: FloatArray, importance: FloatArray, *, twice: bool, share: float
+) -> FloatArray:
     from quantforge.packers.lattices import magnitude_loops
 
     found = numpy.empty_like(x)
-    magnitude_loops.weigh(x, importance, twice, numpy.float32(share), found)
+    magnitude_loops.compute_error_weights(x, importance, twice, numpy.float32(share), found)
     return found
 
 
-Found = tuple[NDArray[numpy.int32], Array, NDArray[numpy.uint8], dict[str, Tensor]]
+CodesAndParams = tuple[NDArray[numpy.int32], FloatArray, NDArray[numpy.uint8], dict[str, Tensor]]
 
 
-def _magnitudes(x: Array, w: Array, grid: str, every: int) -> Found:
+def _quantize_magnitudes(x: FloatArray, w: FloatArray, grid: str, every: int) -> CodesAndParams:
     """Return codes, units, levels and no shifts of IQ2 and IQ3."""
     from quantforge.packers.lattices import magnitude_loops
 
@@ -391,9 +412,9 @@ def _magnitudes(x: Array, w: Array, grid: str, every: int) -> Found:
     form = (block.group, (0,) * width, len(lattice.values))
     options = (lattice.signs == "even", tries // every, positive, again)
     numbers = tuple(map(numpy.float32, (step * every, least, fudge)))
-    odd = 2 * digits(grid).astype(numpy.float32) + 1
+    odd = 2 * point_digits(grid).astype(numpy.float32) + 1
     found = places, signs, scales, levels, units
-    magnitude_loops.search(x, w, form, options, numbers, tuple(neighbours(grid)), odd, *found)
+    magnitude_loops.search(x, w, form, options, numbers, tuple(neighbor_lists(grid)), odd, *found)
     codes = places
     if lattice.vectors == 2:
         codes = places[:, ::2] | places[:, 1::2] << lattice.index_bits
@@ -403,7 +424,7 @@ def _magnitudes(x: Array, w: Array, grid: str, every: int) -> Found:
     return codes, units, levels, {}
 
 
-def _ternary(x: Array, w: Array, grid: str, rough: bool) -> Found:
+def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, rough: bool) -> CodesAndParams:
     """Return codes, units, levels and shifts of groups of IQ1."""
     from quantforge.packers.lattices import ternary_loops
 
@@ -411,7 +432,10 @@ def _ternary(x: Array, w: Array, grid: str, rough: bool) -> Found:
     codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
     levels = numpy.empty((len(x), 256 // size), numpy.uint8)
     units = numpy.empty(len(x), numpy.float32)
-    tables, found = (tuple(neighbours(grid)), points_of(grid)), (codes, lowered, levels, units)
+    tables, found = (
+        (tuple(neighbor_lists(grid)), lattice_points(grid)),
+        (codes, lowered, levels, units),
+    )
     ternary_loops.search(x, w, size, rough, *limits, *tables, *found)
     if grid == "iq1_m":
         codes |= lowered.astype(numpy.int32) << LATTICES[grid].sign_place
@@ -420,12 +444,12 @@ def _ternary(x: Array, w: Array, grid: str, rough: bool) -> Found:
     return codes, units, levels, {"shifts": shifts}
 
 
-def _blocks(part: Tensor) -> Array:
+def _to_blocks_of_256(part: Tensor) -> FloatArray:
     """Return ``part`` as float32 ``[n, 256]``."""
-    return _array(part).reshape(-1, 256)
+    return _to_float_array(part).reshape(-1, 256)
 
 
-def _array(part: Tensor) -> Array:
+def _to_float_array(part: Tensor) -> FloatArray:
     """Return ``part`` as contiguous float32."""
-    found: Array = part.detach().cpu().float().contiguous().numpy()
+    found: FloatArray = part.detach().cpu().float().contiguous().numpy()
     return found

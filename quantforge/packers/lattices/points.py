@@ -18,8 +18,8 @@ from torch import Tensor
 
 from quantforge.packers.lattices import LATTICES
 
-FILE = Path(__file__).with_name("points.bin")
-STORED = (
+POINTS_FILE = Path(__file__).with_name("points.bin")
+STORED_TYPES = (
     "iq1_s",
     "iq2_xxs",
     "iq2_xs",
@@ -30,7 +30,7 @@ STORED = (
 LANES = 8  # points that one vector instruction measures
 # How many of the shells of points around a vector of digits its neighbours are.
 _SHELLS = {"iq1_s": 3, "iq1_m": 3, "iq2_s": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq3_xxs": 2, "iq3_s": 3}
-_EIGHT = torch.arange(8, dtype=torch.int32)
+_RANGE_8 = torch.arange(8, dtype=torch.int32)
 
 
 def digit_values(grid: str) -> NDArray[numpy.float32]:
@@ -39,42 +39,44 @@ def digit_values(grid: str) -> NDArray[numpy.float32]:
 
 
 @cache
-def digits(grid: str) -> NDArray[numpy.uint8]:
+def point_digits(grid: str) -> NDArray[numpy.uint8]:
     """Return the digits of all points, ``[points, width]``."""
     name = "iq1_s" if grid == "iq1_m" else grid
-    before = sum(LATTICES[other].points for other in STORED[: STORED.index(name)])
+    before = sum(LATTICES[other].points for other in STORED_TYPES[: STORED_TYPES.index(name)])
     lattice = LATTICES[name]
-    numbers = numpy.fromfile(FILE, "<u2", lattice.points, offset=2 * before).astype(numpy.int64)
+    numbers = numpy.fromfile(POINTS_FILE, "<u2", lattice.points, offset=2 * before).astype(
+        numpy.int64
+    )
     base = len(lattice.values)
     return (numbers[:, None] // base ** numpy.arange(lattice.width) % base).astype(numpy.uint8)
 
 
 @cache
-def points_of(grid: str) -> NDArray[numpy.float32]:
+def lattice_points(grid: str) -> NDArray[numpy.float32]:
     """Return all points, float32 ``[points, width]``, without signs and shift."""
-    return digit_values(grid)[digits(grid)]
+    return digit_values(grid)[point_digits(grid)]
 
 
-def values_of(codes: Tensor, grid: str) -> Tensor:
+def decode_values(codes: Tensor, grid: str) -> Tensor:
     """Return the values of ``codes`` ``[..., n]`` in units of the step, float32 ``[..., n * columns]``.
 
     The shift of a group (iq1_s) is not included.
     """
     lattice, codes = LATTICES[grid], codes.int()
-    table = torch.from_numpy(points_of(grid)).to(codes.device)
-    places = _EIGHT[: lattice.vectors].to(codes.device) * lattice.index_bits
+    table = torch.from_numpy(lattice_points(grid)).to(codes.device)
+    places = _RANGE_8[: lattice.vectors].to(codes.device) * lattice.index_bits
     index = (codes.unsqueeze(-1) >> places) & (lattice.points - 1)
     values = table[index.long()].flatten(-2)
     above = codes.unsqueeze(-1) >> lattice.sign_place
     if lattice.signs:
-        negative = (above >> _EIGHT[: lattice.columns].to(codes.device)) & 1
+        negative = (above >> _RANGE_8[: lattice.columns].to(codes.device)) & 1
         values = torch.where(negative.bool(), -values, values)
     elif lattice.shifts_codes:
         values = values + torch.where(above.bool(), -lattice.shift, lattice.shift)
     return values.flatten(-2)
 
 
-class Neighbours(NamedTuple):
+class NeighborLists(NamedTuple):
     """For each vector of digits that is not a point, the points nearest to it: where ggml searches.
 
     A vector of digits is a number, its key. For each key that is not a point there is a run of points: those in the
@@ -99,9 +101,9 @@ class Neighbours(NamedTuple):
 
 
 @cache
-def neighbours(grid: str) -> Neighbours:
+def neighbor_lists(grid: str) -> NeighborLists:
     """Return the neighbours of all keys of a type."""
-    lattice, table = LATTICES[grid], digits(grid).astype(numpy.int64)
+    lattice, table = LATTICES[grid], point_digits(grid).astype(numpy.int64)
     base, width = len(lattice.values), lattice.width
     powers = base ** numpy.arange(width)
     keys = base**width
@@ -137,18 +139,18 @@ def neighbours(grid: str) -> Neighbours:
         lying[:, :size], lying[:, size:] = odd[mine].T, odd[mine[-1:]].T
     start, count = numpy.zeros(keys, numpy.int32), numpy.zeros(keys, numpy.int32)
     start[missing], count[missing] = first, have
-    return Neighbours(place, start, count, near, index)
+    return NeighborLists(place, start, count, near, index)
 
 
-class Halves(NamedTuple):
+class PointHalves(NamedTuple):
     """Halves of the digits of points, by which the nearest point is found without measuring all of them.
 
     The row of a first half has a lane for each second half: 64 for two of eight digits, 3 runs of 32 (27 are used) for
     four of three digits.
 
     Attributes:
-        allowed: float32 ``[halves * halves]``, 0 where two halves are a point, else infinity.
-        point: int32 ``[halves * halves]``: the place of the point in the table, or -1.
+        allowed: float32 ``[point_halves * point_halves]``, 0 where two halves are a point, else infinity.
+        point: int32 ``[point_halves * point_halves]``: the place of the point in the table, or -1.
         powers: float32 ``[16]``, twice for 8 digits: what each adds to the place in `point`, 0 of other points.
         patterns: float32, of halves with three values: where each of the first three digits is 1, and where 2, then
             infinity where lanes are not a half.
@@ -161,7 +163,7 @@ class Halves(NamedTuple):
 
 
 @cache
-def halves(grid: str) -> Halves:
+def point_halves(grid: str) -> PointHalves:
     """Return the halves of the points of a type."""
     lattice = LATTICES[grid]
     base, width = len(lattice.values), lattice.width
@@ -169,7 +171,7 @@ def halves(grid: str) -> Halves:
     count = 96 if base == 3 else 64
     powers = numpy.concatenate([steps * count, steps])
     point = numpy.full(count * count, -1, numpy.int32)
-    point[digits(grid).astype(numpy.int64) @ powers] = numpy.arange(lattice.points)
+    point[point_digits(grid).astype(numpy.int64) @ powers] = numpy.arange(lattice.points)
     allowed = numpy.where(point < 0, numpy.float32(numpy.inf), numpy.float32(0))
     spare = numpy.zeros(8 - width)
     both = numpy.concatenate([powers, spare, spare, powers])
@@ -177,6 +179,6 @@ def halves(grid: str) -> Halves:
     ones = [lanes // 3**i % 3 == digit for i in range(3) for digit in (1, 2)]
     patterns = numpy.array([*ones, lanes], numpy.float32)
     patterns[6] = numpy.where(lanes < 27, 0, numpy.inf)
-    return Halves(
+    return PointHalves(
         allowed.astype(numpy.float32), point, both.astype(numpy.float32), patterns.ravel()
     )

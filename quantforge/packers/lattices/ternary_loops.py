@@ -15,7 +15,7 @@ as ggml tries them. Where sums are so small or large that they could leave the r
 *Points.* Distances by sums decide where one point is nearer than all others by more than rounding; else the distances
 are computed in ggml's order.
 
-Points lie as `quantforge.packers.lattices.points.Neighbours` says: ``tables`` is one of these. Read `search` first.
+Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search` first.
 """
 
 from __future__ import annotations

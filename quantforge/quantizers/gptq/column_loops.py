@@ -2,7 +2,7 @@
 
 A chunk is processed in one of three ways, depending on its packer:
 
-- If the packer returns `Points`, on a CPU: loops in numpy or, for large matrices, compiled by numba
+- If the packer returns `ColumnGrid`, on a CPU: loops in numpy or, for large matrices, compiled by numba
   (`column_kernels`). In torch each column takes a dozen small operations, most of which cost more to call than to
   compute. The compiled loops keep a tile of rows in a core's cache until all columns of the chunk are done, and are two
   to five times as fast, but compiling takes seconds in each process, which pays off from `COMPILED_FROM` weights. Both
@@ -33,7 +33,7 @@ from quantforge.grids import GRIDS
 from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.products import matmul
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import Points, VectorPacker, packer_of
+from quantforge.packers import ColumnGrid, VectorPacker, get_packer
 from quantforge.scheme import Scheme
 
 Array = NDArray[Any]  # float32 [columns, rows] unless stated otherwise
@@ -41,7 +41,7 @@ _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 
 
 class Loops(NamedTuple):
-    """The two loops for columns with `Points`, in numpy or compiled."""
+    """The two loops for columns with `ColumnGrid`, in numpy or compiled."""
 
     round: Callable[..., None]
     improve: Callable[..., None]
@@ -91,7 +91,7 @@ def round_chunk(
     Returns:
         Codes ``[rows, columns]``; one per code vector.
     """
-    grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
+    grid = get_packer(scheme).column_grid(parameters, scheme, columns) if loops else None
     if loops is not None and grid is not None:
         codes = torch.empty_like(remaining)
         arrays = (remaining, compensation, triangle.contiguous(), terms, codes)
@@ -130,7 +130,7 @@ def improve_chunk(
         row, float64 ``[rows]``.
     """
     columns = torch.arange(first, first + len(gradient_rows))
-    grid = packer_of(scheme).points(parameters, scheme, columns) if loops else None
+    grid = get_packer(scheme).column_grid(parameters, scheme, columns) if loops else None
     if loops is not None and grid is not None:
         codes, change = torch.empty_like(error), torch.empty_like(error)
         error_decrease = torch.zeros(error.shape[1], dtype=torch.float64)
@@ -162,17 +162,17 @@ def vector_target_offsets(terms: Tensor, root: Tensor, width: int) -> Tensor:
     return moved
 
 
-# Grids with `Points`, in numpy
+# Grids with `ColumnGrid`, in numpy
 
 
-def _to_numpy(grid: Points) -> tuple[Any, ...]:
+def _to_numpy(grid: ColumnGrid) -> tuple[Any, ...]:
     known = None if grid.table is None else tuple(part.numpy() for part in grid.table)
     parameters = (part.numpy() for part in (grid.scales, grid.zeros, grid.offsets))
     return (*parameters, *(numpy.float32(limit) for limit in grid.limits), known)
 
 
 class _ChunkPoints:
-    """Grid points of all columns of a chunk; see `Points`."""
+    """Grid points of all columns of a chunk; see `ColumnGrid`."""
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ def _round_one_by_one(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> list[Tensor]:
-    packer, codes = packer_of(scheme), []
+    packer, codes = get_packer(scheme), []
     for j, (column, pivot) in enumerate(zip(columns, triangle.diagonal().tolist(), strict=True)):
         column_slice = slice(column, column + 1)
         target = error[j].add(compensation[j], alpha=1 / pivot)
@@ -289,7 +289,7 @@ def _improve_one_by_one(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> tuple[Tensor, Tensor]:
-    packer, codes, change = packer_of(scheme), [], torch.empty_like(gradient)
+    packer, codes, change = get_packer(scheme), [], torch.empty_like(gradient)
     for j, pivot in enumerate(hessian.diagonal().tolist()):
         column, column_slice = slice(j, j + 1), slice(first + j, first + j + 1)
         value = weight[column] - error[column]
@@ -314,12 +314,12 @@ def _round_vectors(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> list[Tensor]:
-    packer = cast("VectorPacker", packer_of(scheme))
+    packer = cast("VectorPacker", get_packer(scheme))
     codes: list[Tensor] = []
     for vector in _vectors(len(error), scheme):
         root, column_slice = triangle[vector, vector], _column_slice(columns[vector.start], vector)
         target = error[vector] + matmul(_inverse(root).T, compensation[vector])
-        codes.append(packer.nearest(target.T, parameters, scheme, column_slice, root))
+        codes.append(packer.nearest_vectors(target.T, parameters, scheme, column_slice, root))
         value = packer.decode(codes[-1], parameters, scheme, column_slice).T
         terms[vector] = matmul(root.T, target - value)
         error[vector] -= value
@@ -337,7 +337,7 @@ def _improve_vectors(
     parameters: Mapping[str, Tensor],
     scheme: Scheme,
 ) -> tuple[Tensor, Tensor]:
-    packer = cast("VectorPacker", packer_of(scheme))
+    packer = cast("VectorPacker", get_packer(scheme))
     values, change = weight - error, torch.empty_like(gradient)
     codes: list[Tensor] = []
     for vector in _vectors(len(gradient), scheme):
@@ -346,7 +346,7 @@ def _improve_vectors(
             root = torch.linalg.cholesky(block)
             inverse = torch.cholesky_inverse(root)
         target = values[vector] + matmul(inverse, gradient[vector])
-        codes.append(packer.nearest(target.T, parameters, scheme, column_slice, root))
+        codes.append(packer.nearest_vectors(target.T, parameters, scheme, column_slice, root))
         moved = packer.decode(codes[-1], parameters, scheme, column_slice).T
         torch.sub(moved, values[vector], out=change[vector])
         later_columns = slice(vector.stop, None)

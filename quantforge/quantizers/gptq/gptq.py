@@ -39,7 +39,7 @@ from quantforge.model.statistics import Statistics
 from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import side_by_side
-from quantforge.packers import fp4, packer_of
+from quantforge.packers import fp4, get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded, rtn
 from quantforge.quantizers.gptq import column_loops
@@ -84,7 +84,7 @@ class Solution:
     def targets(self, factor: Factor, scheme: Scheme) -> Tensor:
         """Return the targets ``[out, in]`` that were rounded to these codes; requires the terms."""
         assert self.terms is not None
-        values = packer_of(scheme).decode(self.codes, self.parameters, scheme)
+        values = get_packer(scheme).decode(self.codes, self.parameters, scheme)
         width = GRIDS[scheme.grid].weights_per_code
         if width == 1:
             moved = self.terms / factor.root.diagonal().unsqueeze(1)
@@ -180,14 +180,16 @@ def _round_rows(
             best = best.better_of(found, scheme)
         del found
         if targets is not None and scheme.has_global_scale:
-            parameters = fp4.fit_under(targets, best.parameters, scheme, factor.scale_weights)
+            parameters = fp4.fit_with_divisor(
+                targets, best.parameters, scheme, factor.scale_weights
+            )
         elif targets is not None:
             parameters = fit_parameters(names, targets, scheme, factor.scale_weights, search=True)
         del targets
     del parameters
     assert best is not None
     sweeps = rounding.gptq.refine
-    if not sweeps or not packer_of(scheme).refits(scheme, weight.shape[1]):
+    if not sweeps or not get_packer(scheme).refit_steps(scheme, weight.shape[1]):
         return best
     state = Refinement(weight, factor.objective, scheme, best.parameters, best.codes)
     for done in range(0, sweeps, SWEEPS_PER_PANEL):
@@ -243,7 +245,7 @@ def round_columns(
 
 def _prefer_nearest(weight: Tensor, factor: Factor, scheme: Scheme, found: Solution) -> None:
     """Round rows to nearest with the same parameters if that has the smaller error (step 3)."""
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     nearest = packer.encode(weight, found.parameters, scheme)
     whole = (
         packer.decode(nearest, found.parameters, scheme) if scheme.rows_share_parameters else None

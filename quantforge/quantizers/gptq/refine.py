@@ -21,8 +21,8 @@ from torch import Tensor
 
 from quantforge.grids import GRIDS
 from quantforge.numerics.products import addmm_, matmul
-from quantforge.packers import packer_of
-from quantforge.packers.hessian_refit import Held
+from quantforge.packers import get_packer
+from quantforge.packers.hessian_refit import FixedCodes
 from quantforge.quantizers.gptq import column_loops
 from quantforge.quantizers.gptq.hessian import Objective
 from quantforge.scheme import Scheme
@@ -45,9 +45,9 @@ class Refinement:
         parameters: Mapping[str, Tensor],
         codes: Tensor,
     ) -> None:
-        self.objective, self.scheme, self.packer = objective, scheme, packer_of(scheme)
-        self._refits = self.packer.refits(scheme, weight.shape[1])
-        self._widest = self._refits[-1].columns  # columns that share a parameter
+        self.objective, self.scheme, self.packer = objective, scheme, get_packer(scheme)
+        self._refit_steps = self.packer.refit_steps(scheme, weight.shape[1])
+        self._widest = self._refit_steps[-1].num_columns  # columns that share a parameter
         self._width = GRIDS[scheme.grid].weights_per_code
         self._loops = column_loops.loops_for(weight)
         self._types = {key: value.dtype for key, value in parameters.items()}
@@ -110,14 +110,14 @@ class Refinement:
 
     def _refit_parameters(self, gradient: Tensor, hessian: Tensor, start: int) -> Tensor:
         error_decrease = self._weight.new_zeros(self._weight.shape[1], dtype=torch.float64)
-        for refit in self._refits:
-            for first in range(0, len(gradient), refit.columns):
-                columns = slice(first, first + refit.columns)
+        for refit in self._refit_steps:
+            for first in range(0, len(gradient), refit.num_columns):
+                columns = slice(first, first + refit.num_columns)
                 place = slice(start + columns.start, start + columns.stop)
                 block = hessian[columns, columns]
                 codes = self._codes[self._code_slice(place)]
-                held = Held(codes, gradient[columns], block, place.start)
-                gain = refit.improve(self._parameters, held)
+                held = FixedCodes(codes, gradient[columns], block, place.start)
+                gain = refit.refit(self._parameters, held)
                 error_decrease += gain / (len(error_decrease) // len(gain))
                 addmm_(gradient, hessian[:, columns], self._update_error(place), alpha=-1)
         return error_decrease

@@ -24,7 +24,7 @@ from torch import Tensor
 from quantforge.grids import Tile
 from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.threads import side_by_side
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.gptq.hessian import Factor
@@ -166,7 +166,7 @@ def _float64_errors(
     weight: Tensor, values: Tensor, found: Solution, scheme: Scheme, factor: Factor, rows: Tensor
 ) -> Tensor:
     """Return errors of rows, ``[2, 2, rows]``: rounded to nearest and as found, each without and with the ridge."""
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     if scheme.rows_share_parameters:
         decoded = packer.decode(found.codes, found.parameters, scheme)[rows]
     else:

@@ -34,10 +34,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.integer import code_range
 from quantforge.packers.nearest_levels import look_up
-from quantforge.packers.tensor import OF_INPUT, OF_MATRIX, QuantizedTensor
+from quantforge.packers.tensor import INPUT_PARAMS, MATRIX_PARAMS, QuantizedTensor
 from quantforge.quantizers.tuning import MAX_CODE_STEPS, MAX_RELATIVE_CHANGE
 from quantforge.scheme import Scheme
 
@@ -95,7 +95,7 @@ class TunedMatrix:
         scales = {
             key: LearnedFactor.of(value, value.dtype, first)
             for key, value in tensor.parameters.items()
-            if value.is_floating_point() and key not in (*OF_INPUT, *OF_MATRIX)
+            if value.is_floating_point() and key not in (*INPUT_PARAMS, *MATRIX_PARAMS)
         }
         return cls(tensor, scales, _learned_codes(tensor, rate) if rate else {})
 
@@ -257,7 +257,7 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
 def _decoded(tensor: QuantizedTensor, changed: Mapping[str, Tensor]) -> Tensor:
     """Decode a linear with some parameters or codes replaced."""
     codes = changed.get(CODES, tensor.codes)
-    return packer_of(tensor.scheme).decode(codes, {**tensor.parameters, **changed}, tensor.scheme)
+    return get_packer(tensor.scheme).decode(codes, {**tensor.parameters, **changed}, tensor.scheme)
 
 
 # Learned values

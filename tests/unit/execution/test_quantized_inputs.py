@@ -11,7 +11,11 @@ from quantforge.errors import RefusedError
 from quantforge.execution.rounding import add_input_parameters, count_outliers, decouple_outliers
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
-from quantforge.packers.input_rounding import histogram, simulate, static_scale
+from quantforge.packers.input_rounding import (
+    choose_static_scale,
+    fake_quantize_input,
+    magnitude_histogram,
+)
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
 
@@ -35,21 +39,21 @@ def inputs():
 )  # fmt: skip
 def test_a_dynamic_range_costs_what_it_should(text, least, most):
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    error = (simulate(x, activation(text)) - x).norm() / x.norm()
+    error = (fake_quantize_input(x, activation(text)) - x).norm() / x.norm()
     assert least < error < most
 
 
 def test_codes_of_8_bits_are_those_of_the_token():
     x = torch.tensor([[1.0, -2.0, 127.0, 0.4], [0.5, 0.25, -0.1, 0.0]])
-    found = simulate(x, activation("int8:token:dynamic"))
+    found = fake_quantize_input(x, activation("int8:token:dynamic"))
     assert found[0].tolist() == [1, -2, 127, 0]
     assert found[1] == pytest.approx([0.5, 0.25, -0.1, 0], abs=0.5 / 254)
 
 
 def test_a_column_of_outliers_is_left_alone_and_the_rest_gains():
     x = inputs()
-    plain = simulate(x, activation("int8:token:dynamic"))
-    mixed = simulate(x, activation("int8:token:dynamic:6"))
+    plain = fake_quantize_input(x, activation("int8:token:dynamic"))
+    mixed = fake_quantize_input(x, activation("int8:token:dynamic:6"))
     assert torch.equal(mixed[:, 7], x[:, 7])
     rest = [column for column in range(256) if column != 7]
     assert (mixed - x)[:, rest].norm() < 0.1 * (plain - x)[:, rest].norm()
@@ -58,16 +62,17 @@ def test_a_column_of_outliers_is_left_alone_and_the_rest_gains():
 def test_observers_differ_as_they_should():
     x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(1))
     x[0, 0] = 100.0
-    counts, peak = histogram(x), float(x.abs().max())
+    counts, peak = magnitude_histogram(x), float(x.abs().max())
     assert int(counts.sum()) == x.numel()
     static = activation("int8:tensor:static")
     scales = {
-        name: static_scale(static, counts, peak, name) for name in ("absmax", "percentile", "mse")
+        name: choose_static_scale(static, counts, peak, name)
+        for name in ("absmax", "percentile", "mse")
     }
     assert scales["absmax"] == pytest.approx(100 / 127)
     assert scales["percentile"] < 0.06
     errors = {
-        name: float((simulate(x, static, torch.tensor([[scale]])) - x).square().sum())
+        name: float((fake_quantize_input(x, static, torch.tensor([[scale]])) - x).square().sum())
         for name, scale in scales.items()
     }
     assert errors["mse"] <= min(errors.values()) * 1.01
@@ -85,7 +90,7 @@ def test_a_static_range_without_an_observation_is_refused():
     with pytest.raises(RefusedError, match="has to be measured"):
         add_input_parameters(tensor, plan, WEIGHT, Statistics(), "absmax")
     seen = Statistics(
-        4, peaks=torch.tensor([1.0, 2.0]), histogram=histogram(torch.tensor([1.0, 2.0]))
+        4, peaks=torch.tensor([1.0, 2.0]), histogram=magnitude_histogram(torch.tensor([1.0, 2.0]))
     )
     found = add_input_parameters(tensor, plan, WEIGHT, seen, "absmax")
     assert found.input == plan.scheme.input

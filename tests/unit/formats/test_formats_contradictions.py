@@ -13,7 +13,7 @@ from quantforge.errors import InputError
 from quantforge.formats import detect_format, load_format
 from quantforge.formats.read_checks import tensor_headers
 from quantforge.notation import parse
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import StoredTensor
 from quantforge.scheme import Activation
@@ -44,8 +44,8 @@ def _file(case: str) -> tuple[Any, dict[str, Any], dict[str, StoredTensor]]:
     scheme = parse(GRIDS[case])
     scheme = scheme.with_scale(form.default_scale_type("BF16"))
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    parameters = packer_of(scheme).fit(weight, scheme)
-    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    parameters = get_packer(scheme).fit(weight, scheme)
+    codes = get_packer(scheme).encode(weight, parameters, scheme)
     packed = form.pack(MODULE, QuantizedTensor(codes, parameters, scheme, INPUTS.get(case)))
     headers = tensor_headers(packed) | {
         "lm_head.weight": StoredTensor("lm_head.weight", "BF16", (64, 256))
@@ -100,9 +100,9 @@ def test_what_the_tensors_deny_is_refused_by_name(
 def test_bytes_of_bitsandbytes_are_read_in_every_storage_type(storage: str) -> None:
     form, scheme, weight = load_format("bnb"), parse("nf4:g64:sym:f32"), f"{MODULE}.weight"
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    parameters = packer_of(scheme).fit(matrix, scheme)
+    parameters = get_packer(scheme).fit(matrix, scheme)
     tensor = QuantizedTensor(
-        packer_of(scheme).encode(matrix, parameters, scheme), parameters, scheme
+        get_packer(scheme).encode(matrix, parameters, scheme), parameters, scheme
     )
     packed = form.pack(MODULE, tensor)
     packed[weight] = packed[weight].view(-1).view(getattr(torch, storage)).unsqueeze(1)

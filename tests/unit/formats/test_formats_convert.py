@@ -12,7 +12,7 @@ from quantforge.formats import ModuleLayout, Verdict, load_format
 from quantforge.formats.convert import compare_schemes, compare_values, convert, scheme_in_format
 from quantforge.grids import ScaleType
 from quantforge.notation import parse
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import LayerScheme
 from tests.quantized import DTYPES, INTEGER_FORMATS, decoded, random_tensor
@@ -133,8 +133,8 @@ def test_a_minimum_out_of_range_is_refused_even_if_inexact_is_allowed():
 def test_scales_of_floats_and_codebooks_round_only_where_that_is_allowed(text):
     scheme = parse(text)
     weight = torch.randn(8, 256, generator=torch.Generator().manual_seed(0))
-    parameters = packer_of(scheme).fit(weight, scheme)
-    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    parameters = get_packer(scheme).fit(weight, scheme)
+    codes = get_packer(scheme).encode(weight, parameters, scheme)
     tensor, wanted = (
         QuantizedTensor(codes, parameters, scheme),
         replace(scheme, scale=ScaleType.BF16),

@@ -18,7 +18,7 @@ from quantforge.formats.read_checks import tensor_headers
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse, parse_layer
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.plans import Action, TensorPlan
 from quantforge.quantizers import rtn
@@ -47,8 +47,8 @@ def quantized(
     """A rounded random matrix, with a range of its input where that is static."""
     scheme = layer.weight.with_scale(scale)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.03
-    parameters = dict(packer_of(scheme).fit(weight, scheme))
-    codes = packer_of(scheme).encode(weight, parameters, scheme)
+    parameters = dict(get_packer(scheme).fit(weight, scheme))
+    codes = get_packer(scheme).encode(weight, parameters, scheme)
     if layer.input is not None and not layer.input.dynamic:
         parameters["input_scale"] = torch.tensor([[0.03125]])
     if layer.input is not None and layer.input.kept:

@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from quantforge.errors import InputError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.ggml import GGML_TYPES, row_loops
 from quantforge.packers.ggml import search as searching
-from quantforge.packers.ggml.blocks import from_blocks, to_blocks
-from quantforge.packers.ggml.grid import GRIDS, LANES, LIMITS, steps
+from quantforge.packers.ggml.blocks import pack_blocks, unpack_blocks
+from quantforge.packers.ggml.grid import CODE_RANGES, LANES, SCALE_RANGES, group_steps
 from quantforge.packers.ggml.packer import decode, encode, encode_rows, fit
 
-ENCODED = sorted(GRIDS)
+ENCODED = sorted(CODE_RANGES)
 # One of each kind of block: a scale, a minimum, superblocks with minima and without, a table, digits, exponents.
 BLOCKS = ("q5_0", "q4_1", "q4_k", "q6_k", "iq4_xs", "tq1_0", "mxfp4")
 # Relative squared error of normal weights under an importance, as measured: much less would be a mistake too.
@@ -55,7 +55,7 @@ def test_the_search_is_better_than_ggml_under_the_objective_of_both(grid):
     assert 0.2 * theirs < ours < 0.998 * theirs, ours / theirs
 
 
-@pytest.mark.parametrize("grid", sorted(LIMITS))
+@pytest.mark.parametrize("grid", sorted(SCALE_RANGES))
 def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
     weight = matrix()
     equal = torch.ones(weight.shape[1])
@@ -71,7 +71,7 @@ def test_a_search_without_an_importance_is_brief_and_loses_little(grid):
 def test_the_search_in_torch_finds_the_same(grid, monkeypatch):
     weight, columns = matrix(), importance()
     compiled = encode_rows(weight, parse(grid), columns)
-    monkeypatch.setattr(searching, "_compiled", lambda x: False)
+    monkeypatch.setattr(searching, "_use_compiled_loops", lambda x: False)
     plain = encode_rows(weight, parse(grid), columns)
     same = (compiled.codes == plain.codes).float().mean()
     assert same > 0.99  # sums in another order decide a few near ties otherwise
@@ -87,7 +87,7 @@ def test_the_compiled_encoder_equals_the_one_in_torch(grid):
     whole = slice(0, weight.shape[1])
     codes = encode(weight, parameters, parse(grid))
     assert torch.equal(codes, encode(weight, parameters, parse(grid), whole))
-    assert codes.dtype == GRIDS[grid].dtype
+    assert codes.dtype == CODE_RANGES[grid].dtype
 
 
 @pytest.mark.parametrize("grid", BLOCKS)
@@ -115,7 +115,7 @@ def test_codes_are_the_nearest(grid):
     parameters = fit(weight, scheme, search=True)
     codes = encode(weight, parameters, scheme)
     lost = (decode(codes, parameters, scheme) - weight).abs()
-    limits = GRIDS[grid]
+    limits = CODE_RANGES[grid]
     for move in (-1, 1):
         other = (codes.int() + move).clamp(limits.low, limits.high).to(codes.dtype)
         assert bool(
@@ -126,8 +126,8 @@ def test_codes_are_the_nearest(grid):
 @pytest.mark.parametrize("grid", BLOCKS)
 def test_rows_do_not_see_each_other(grid):
     weight, columns = matrix(130), importance()
-    together = to_blocks(encode_rows(weight, parse(grid), columns))
-    alone = to_blocks(encode_rows(weight[65:67], parse(grid), columns))
+    together = pack_blocks(encode_rows(weight, parse(grid), columns))
+    alone = pack_blocks(encode_rows(weight[65:67], parse(grid), columns))
     assert torch.equal(together[65:67], alone)
 
 
@@ -136,10 +136,10 @@ def test_threads_change_nothing(threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        raw = to_blocks(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
+        raw = pack_blocks(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
     finally:
         torch.set_num_threads(before)
-    expected = to_blocks(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
+    expected = pack_blocks(encode_rows(matrix(3, 65536), parse("q4_k"), importance(65536)))
     assert torch.equal(raw, expected)
 
 
@@ -147,7 +147,7 @@ def test_threads_change_nothing(threads):
 def test_parameters_are_as_stored(grid):
     scheme = parse(grid)
     tensor = encode_rows(matrix(2), scheme)
-    again = from_blocks(to_blocks(tensor), scheme)
+    again = unpack_blocks(pack_blocks(tensor), scheme)
     assert torch.equal(again.codes, tensor.codes)
     for key, value in tensor.parameters.items():
         assert torch.equal(again.parameters[key], value)
@@ -192,10 +192,10 @@ def test_tiny_weights_do_not_vanish(grid):
 @pytest.mark.parametrize("grid", ENCODED)
 def test_the_packer_is_found_and_bytes_are_counted(grid):
     scheme = parse(grid)
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     tensor = encode_rows(matrix(3), scheme)
     assert torch.equal(packer.decode(tensor.codes, tensor.parameters, scheme), tensor.decode())
-    raw = to_blocks(tensor)
+    raw = pack_blocks(tensor)
     assert raw.shape == (3, GGML_TYPES[grid.upper()].row_bytes(512))
     assert raw.numel() * 8 == scheme.bits_per_weight(tensor.shape) * 3 * 512
 
@@ -204,8 +204,8 @@ def test_the_packer_is_found_and_bytes_are_counted(grid):
 @settings(max_examples=60, deadline=None)
 def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
     generator = torch.Generator().manual_seed(seed)
-    limits, scheme = GRIDS[grid], parse(grid)
-    tensor = from_blocks(
+    limits, scheme = CODE_RANGES[grid], parse(grid)
+    tensor = unpack_blocks(
         torch.randint(
             0,
             256,
@@ -218,13 +218,13 @@ def test_any_codes_and_parameters_come_back(grid, rows, blocks, seed):
     if not grid.startswith("tq"):  # two bits hold one code more than three digits do
         assert limits.low <= tensor.codes.min()
         assert tensor.codes.max() <= limits.high
-    step, offset = steps(tensor.parameters, grid)
+    step, offset = group_steps(tensor.parameters, grid)
     assert step.shape == scheme.parameter_shape(tensor.shape)
     assert (offset is None) == scheme.symmetric
-    again = from_blocks(to_blocks(tensor), scheme)
+    again = unpack_blocks(pack_blocks(tensor), scheme)
     assert torch.equal(again.codes, tensor.codes)
 
 
 def test_panels_are_wide_enough_for_a_cache_line():
-    assert LANES % row_loops.LINE == 0
-    assert all(block.group % row_loops.LINE == 0 for block in GGML_BLOCKS.values())
+    assert LANES % row_loops.CACHE_LINE_FLOATS == 0
+    assert all(block.group % row_loops.CACHE_LINE_FLOATS == 0 for block in GGML_BLOCKS.values())

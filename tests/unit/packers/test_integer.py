@@ -97,10 +97,10 @@ def test_where_the_zero_point_of_a_group_lies() -> None:
 def test_the_ends_of_the_range_of_scales() -> None:
     half = torch.float16
     scales = torch.tensor([0.0, 2.0**-30, 2.0**-24, 1.0, 65504.0])
-    kept = integer.stored(scales, half)
+    kept = integer.round_scales(scales, half)
     assert kept.tolist() == [2.0**-14, 2.0**-24, 2.0**-24, 1.0, 65504.0]
     with pytest.raises(InputError, match=r"6.55e\+04 is beyond the range of torch.float16"):
-        integer.stored(torch.tensor([65504.03]), half)
+        integer.round_scales(torch.tensor([65504.03]), half)
 
 
 @pytest.mark.parametrize("text", ["int8:tensor:sym:bf16", "int4:g32:sym:f16", "int8:row:sym:f32"])
@@ -109,9 +109,9 @@ def test_large_matrices_are_encoded_as_small_ones_are(
 ) -> None:
     weight, scheme = _weight(2048, 130), parse(text)
     monkeypatch.setattr(rows, "COMPILED_FROM", weight.numel())
-    assert rows.suits(weight)
+    assert rows.supports(weight)
     parameters = integer.fit(weight, scheme)
-    scales = integer.by_column(parameters["scales"], scheme, None).float()
+    scales = integer.expand_to_columns(parameters["scales"], scheme, None).float()
     expected = (weight / scales).round().clamp(*integer.code_range(scheme))
     assert torch.equal(integer.encode(weight, parameters, scheme).float(), expected)
 

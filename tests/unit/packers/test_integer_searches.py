@@ -147,10 +147,10 @@ def looped(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         return found(groups, *rest)
 
     given: list[Tensor] = []
-    found = scale_loops.search
+    found = scale_loops.search_integer_scales
     monkeypatch.setattr(numba, "njit", uncompiled)
-    monkeypatch.setattr(scale_loops, "_compiled", scale_loops._compiled.__wrapped__)
-    monkeypatch.setattr(scale_loops, "search", search)
+    monkeypatch.setattr(scale_loops, "_compiled_search", scale_loops._compiled_search.__wrapped__)
+    monkeypatch.setattr(scale_loops, "search_integer_scales", search)
     return given
 
 
@@ -167,8 +167,8 @@ def test_the_loops_for_large_matrices_make_the_same_search(
     weight, importance = (part[..., 24:60].contiguous() for part in hard(20))
     scheme, chosen = parse(text), importance if weighted else None
     scales, zeros = expected(weight, scheme, chosen)
-    plain, groups = integer.fit(weight, scheme), integer._grouped(weight, scheme)
-    weights, (low, high) = integer._grouped_importance(chosen, groups), integer.code_range(scheme)
+    plain, groups = integer.fit(weight, scheme), integer._split_groups(weight, scheme)
+    weights, (low, high) = integer._split_importance(chosen, groups), integer.code_range(scheme)
     for large in (False, True):
         monkeypatch.setattr(rows, "COMPILED_FROM", weight.numel() + (not large))
         found: tuple[Tensor, ...]

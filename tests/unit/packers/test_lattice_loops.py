@@ -29,11 +29,11 @@ from quantforge.numerics.compiled import (
     spread,
     store,
 )
-from quantforge.packers.ggml.blocks import to_blocks
+from quantforge.packers.ggml.blocks import pack_blocks
 from quantforge.packers.lattices import LATTICES, packer
 from quantforge.packers.lattices.nearest_loops import round_float16
 from quantforge.packers.lattices.packer import nearest_weighted
-from quantforge.packers.lattices.points import points_of, values_of
+from quantforge.packers.lattices.points import decode_values, lattice_points
 from quantforge.packers.lattices.ternary_loops import find_cuts, sort_order
 
 Array = NDArray[numpy.float32]
@@ -166,7 +166,7 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.values)
     shift = torch.full_like(x, -lattice.shift) if grid == "iq1_s" else None
     codes = nearest_weighted(x, step, shift, grid, w)
-    found = values_of(codes, grid) + (0 if shift is None else shift)
+    found = decode_values(codes, grid) + (0 if shift is None else shift)
     width = lattice.width
     mine = ((x - found * step).square() * w).view(-1, width).sum(1)
     target = x.abs() if lattice.signs else x
@@ -179,7 +179,7 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     best = torch.full_like(mine, torch.inf)
     u, scale, weights = (part.reshape(-1, 1, width) for part in (target, step, w))
     for moved in shifts:
-        every = (torch.from_numpy(points_of(grid)) + moved).unsqueeze(0)
+        every = (torch.from_numpy(lattice_points(grid)) + moved).unsqueeze(0)
         best = torch.minimum(best, ((u - every * scale).square() * weights).sum(2).amin(1))
     assert torch.allclose(mine, best, rtol=1e-4, atol=1e-6)
 
@@ -228,7 +228,7 @@ TIES = {
 @pytest.mark.parametrize("grid", sorted(LATTICES))
 def test_ties_fall_as_in_ggml(grid: str) -> None:
     x, importance = even_rows()
-    mine = to_blocks(packer.encode_rows(x, parse(grid), importance))
+    mine = pack_blocks(packer.encode_rows(x, parse(grid), importance))
     if grid in TIES:
         assert hashlib.sha256(mine.numpy().tobytes()).hexdigest()[:32] == TIES[grid]
     else:

@@ -15,9 +15,9 @@ from quantforge.errors import InputError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import decode_blocks, from_blocks, to_blocks
+from quantforge.packers.ggml.blocks import decode_blocks, pack_blocks, unpack_blocks
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE, packer
-from quantforge.packers.lattices.points import points_of, values_of
+from quantforge.packers.lattices.points import decode_values, lattice_points
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.gptq import gptq
@@ -56,8 +56,8 @@ def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
     draw = torch.Generator().manual_seed(0)
     size = GGML_BLOCKS[grid].block_bytes
     raw = torch.randint(0, 256, (64, 2 * size), dtype=torch.uint8, generator=draw)
-    tensor = from_blocks(raw, parse(grid))
-    assert torch.equal(to_blocks(tensor), raw)
+    tensor = unpack_blocks(raw, parse(grid))
+    assert torch.equal(pack_blocks(tensor), raw)
     with numpy.errstate(all="ignore"):
         wanted = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[grid.upper()])
     known = ~numpy.isnan(wanted)
@@ -91,7 +91,7 @@ def test_reference_has_the_bytes_of_ggml(grid: str) -> None:
             continue
         # Ties of IQ1_M between columns of importance 0 fall otherwise.
         given = importance.clamp(min=1e-3) if grid == "iq1_m" else known
-        mine = to_blocks(packer.encode_rows(x, parse(grid), given))
+        mine = pack_blocks(packer.encode_rows(x, parse(grid), given))
         if grid in BLOCKS:
             assert digest(x, importance) == ROWS
             assert digest(mine) == BLOCKS[grid]
@@ -108,7 +108,7 @@ def test_search_loses_less_than_ggml(grid: str) -> None:
     draw = torch.Generator().manual_seed(2)
     x, importance = torch.randn(16, 512, generator=draw), torch.rand(512, generator=draw) + 0.1
     parameters = packer.fit(x, parse(grid), importance, search=True)
-    codes = packer.weighed(x, parameters, parse(grid), importance)
+    codes = packer.encode_weighted(x, parameters, parse(grid), importance)
     mine = lost(x, packer.decode(codes, parameters, parse(grid)), importance)
     theirs = lost(x, packer.encode_rows(x, parse(grid), importance).decode(), importance)
     assert 0.8 < mine / theirs < 0.99
@@ -120,10 +120,10 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
     width = lattice.columns
     root = torch.linalg.cholesky(torch.eye(width) + 0.3 * torch.ones(width, width)).contiguous()
     every = torch.arange(lattice.points, dtype=torch.int32)
-    t = torch.randn(64, width, generator=draw) * float(points_of(grid).std()) * 1.2
+    t = torch.randn(64, width, generator=draw) * float(lattice_points(grid).std()) * 1.2
     step, none = torch.ones(64), torch.zeros(64)
     codes = packer.nearest_in_metric(t, step, none, grid, root)
-    found = ((t - values_of(codes, grid)) @ root).square().sum(1)
+    found = ((t - decode_values(codes, grid)) @ root).square().sum(1)
     best = torch.full((64,), torch.inf)
     masks = (
         range(1 << width)
@@ -136,7 +136,7 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
         if lattice.signs == "even" and mask.bit_count() % 2:
             continue
         for turn in range(2 if lattice.shifts_codes else 1):
-            q = values_of((every | (mask | turn) << lattice.sign_place).unsqueeze(1), grid)
+            q = decode_values((every | (mask | turn) << lattice.sign_place).unsqueeze(1), grid)
             best = torch.minimum(best, ((t @ root).unsqueeze(1) - q @ root).square().sum(2).amin(1))
     if len(masks) > 1 or not lattice.signs:
         assert float((found / best).mean()) < 1.02
@@ -155,7 +155,7 @@ def test_feedback_in_panels_loses_less(grid: str) -> None:
         rounding = Rounding("search", GptqOptions(refine=refine))
         found = method.round_matrices({"w": weight}, statistics, schemes, rounding)["w"].tensor
         assert isinstance(found, QuantizedTensor)
-        assert torch.equal(from_blocks(to_blocks(found), parse(grid)).decode(), found.decode())
+        assert torch.equal(unpack_blocks(pack_blocks(found), parse(grid)).decode(), found.decode())
         error = weight - found.decode()
         errors.append(float((error @ hessian * error).sum()))
     plain, unrefined, refined = errors

@@ -8,9 +8,9 @@ import torch
 from quantforge.errors import InputError
 from quantforge.notation import parse
 from quantforge.numerics.threads import one_thread
-from quantforge.packers import fp4, fp8, integer, nf4, packer_of
+from quantforge.packers import fp4, fp8, get_packer, integer, nf4
 from quantforge.packers import row_encoding as rows
-from quantforge.packers.nearest_levels import count_above, look_up
+from quantforge.packers.nearest_levels import count_exceeded, look_up
 from tests.thorough import each_value
 
 SCHEMES = ("nf4", "nf4:g128", "nf4:g64:sym:double", "fp4", "fp8", "fp8:tensor", "fp8:g128", "fp8:128x128",
@@ -26,7 +26,7 @@ def normal(rows: int = 256, columns: int = 512, seed: int = 0) -> torch.Tensor:
 
 def rounded(weight: torch.Tensor, text: str, *, search: bool = False) -> torch.Tensor:
     scheme = parse(text).with_scale(parse(text).scale or parse("int4:g64:sym:bf16").scale)
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     parameters = packer.fit(weight, scheme, search=search)
     return packer.decode(packer.encode(weight, parameters, scheme), parameters, scheme)
 
@@ -56,7 +56,7 @@ def test_a_search_is_better(text):
 )
 def test_a_run_of_columns_is_coded_as_in_the_whole(text, search):
     scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
-    weight, packer = normal(200, 512), packer_of(scheme)
+    weight, packer = normal(200, 512), get_packer(scheme)
     parameters = packer.fit(weight, scheme, torch.rand(512) + 0.1, search=search)
     plain = text.endswith("double") and not search  # coded under other scales, see below
     codes = packer.encode(weight, parameters, scheme, slice(0, 512) if plain else None)
@@ -72,7 +72,7 @@ def test_a_run_of_columns_is_coded_as_in_the_whole(text, search):
 )
 def test_runs_that_end_next_to_the_border_of_a_group(text):
     scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
-    size, packer = scheme.group_size(0), packer_of(scheme)
+    size, packer = scheme.group_size(0), get_packer(scheme)
     weight = normal(5, size * (size + 1)) * torch.linspace(0.1, 5, size * (size + 1))
     whole = slice(0, weight.shape[1])
     parameters = packer.fit(weight, scheme)
@@ -112,7 +112,7 @@ def test_plain_blocks_have_the_bytes_of_bitsandbytes(grid, size):
     flat = codes.flatten()
     assert torch.equal(((flat[::2] << 4) | flat[1::2]).unsqueeze(1), packed)
     assert torch.equal(parameters["scales"].flatten(), state.absmax)
-    assert torch.equal(nf4.book(grid), state.code)
+    assert torch.equal(nf4.codebook(grid), state.code)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         state.dtype = dtype
         values = functional.dequantize_4bit(packed, state)
@@ -135,7 +135,7 @@ def test_plain_double_quantization_has_the_bytes_of_bitsandbytes(grid, shape):
     assert torch.equal(parameters["nested"].flatten(), state.state2.absmax)
     assert float(parameters["offset"]) == float(state.offset)
     # The nearest level, which its kernel for CPUs misses now and then.
-    scales = rows.peaks(weight, shape[1] // 64).flatten() - state.offset
+    scales = rows.group_absmax(weight, shape[1] // 64).flatten() - state.offset
     scaled = scales / parameters["nested"].flatten().repeat_interleave(256)[: len(scales)]
     mine = parameters["scales"].flatten()
     nearest = (scaled[:, None] - state.state2.code).abs().argmin(1)
@@ -162,8 +162,10 @@ def test_after_a_search_codes_are_chosen_under_the_scales_as_decoded():
 
 def test_fp8_is_clamped_before_it_is_cast():
     huge = torch.tensor([[1e9, -1e9, 448.0, 464.1, 0.0, 2.0**-9, 2.0**-11, 17.0]])
-    assert fp8.cast(huge, "fp8_e4m3").float().tolist() == [[448, -448, 448, 448, 0, 2.0**-9, 0, 16]]
-    assert fp8.cast(huge, "fp8_e5m2").float()[0, :2].tolist() == [57344, -57344]
+    assert fp8.round_to_float8(huge, "fp8_e4m3").float().tolist() == [
+        [448, -448, 448, 448, 0, 2.0**-9, 0, 16]
+    ]
+    assert fp8.round_to_float8(huge, "fp8_e5m2").float()[0, :2].tolist() == [57344, -57344]
 
 
 def test_an_fp8_scale_beyond_its_type_is_refused():
@@ -184,19 +186,19 @@ def test_a_minimum_beyond_its_type_is_refused(shift, search):
 
 def test_e2m1_ties_go_to_the_even_code():
     values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.01, 100.0, -0.75, -0.1])
-    assert fp4.codes_e2m1(values).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 10, 0]
-    signed = [code | 8 if code else 0 for code in fp4.codes_e2m1(values).tolist()[:9]]
-    assert fp4.codes_e2m1(-values[:9]).tolist() == signed
-    nearest = fp4.values_e2m1(fp4.codes_e2m1(values))
+    assert fp4.encode_e2m1(values).tolist() == [0, 2, 2, 4, 4, 6, 6, 7, 7, 10, 0]
+    signed = [code | 8 if code else 0 for code in fp4.encode_e2m1(values).tolist()[:9]]
+    assert fp4.encode_e2m1(-values[:9]).tolist() == signed
+    nearest = fp4.decode_e2m1(fp4.encode_e2m1(values))
     assert torch.equal(
-        fp4.nearest_e2m1(torch.stack([values, -values])), torch.stack([nearest, -nearest])
+        fp4.round_to_e2m1(torch.stack([values, -values])), torch.stack([nearest, -nearest])
     )
-    assert fp4.values_e2m1(torch.tensor([7, 15, 8, 1])).tolist() == [6, -6, 0, 0.5]
+    assert fp4.decode_e2m1(torch.tensor([7, 15, 8, 1])).tolist() == [6, -6, 0, 0.5]
 
 
 def test_powers_of_two_are_exact_at_both_ends():
     exponents = torch.tensor([0, 1, 127, 254], dtype=torch.uint8)
-    assert fp4.power_of_two(exponents).tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
+    assert fp4.decode_e8m0(exponents).tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127]
     assert fp4.e8m0_exponents(torch.tensor([0.0, 448.0, 449.0, 3.4e38]), "mxfp8").tolist() == [
         0,
         127,
@@ -233,7 +235,7 @@ def test_compiled_loops_give_the_same_codes(text, monkeypatch):
     weight[1] = torch.linspace(-0.04, 0.04, 2176)
     weight[2] = 0
     scheme = parse(text).with_scale(parse("int4:g64:sym:bf16").scale)
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     parameters = packer.fit(weight, scheme)
     plain = packer.encode(weight, parameters, scheme)
     monkeypatch.setattr(rows, "COMPILED_FROM", 1)
@@ -246,7 +248,7 @@ def test_compiled_loops_give_the_same_codes(text, monkeypatch):
 )
 def test_codes_of_blocks_are_of_the_type_that_packing_takes(text, kind):
     scheme = parse(text)
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     assert packer.encode(normal(), packer.fit(normal(), scheme), scheme).dtype == kind
 
 
@@ -255,11 +257,11 @@ def test_levels_are_found_and_numbers_widened_as_torch_does():
     edges = torch.tensor([*thresholds, 0.0, torch.inf, -torch.inf, torch.nan])
     values = torch.cat([edges, edges.nextafter(torch.tensor(9.0)), torch.randn(98)]).view(2, -1)
     above = (values.unsqueeze(-1) > torch.tensor(thresholds)).sum(-1)
-    assert torch.equal(count_above(values, thresholds).long(), above)
-    assert torch.equal(count_above(values.T, thresholds).long(), above.T)
+    assert torch.equal(count_exceeded(values, thresholds).long(), above)
+    assert torch.equal(count_exceeded(values.T, thresholds).long(), above.T)
     assert torch.equal(look_up(torch.arange(16) * 0.5, above.T), above.T * 0.5)
     for dtype in fp8.DTYPES.values():
         codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
         torch.testing.assert_close(
-            fp8.widened(codes), codes.float(), rtol=0, atol=0, equal_nan=True
+            fp8.to_float32(codes), codes.float(), rtol=0, atol=0, equal_nan=True
         )

@@ -87,7 +87,7 @@ def test_scales_of_codebooks_are_searched_from_above_the_range_to_two_thirds_of_
 ) -> None:
     weight, importance = hard(64, 256, 32)
     groups, weights = parts(weight, importance, 32)
-    start, levels = abs(groups).max(1), numpy.sort(nf4.book(grid).double().numpy())
+    start, levels = abs(groups).max(1), numpy.sort(nf4.codebook(grid).double().numpy())
     factors = numpy.linspace(1.06, 0.64, 13)
     found = nf4.fit(weight, parse(f"{grid}:g32:sym:f32"), importance, search=True)["scales"]
     expected = slow(groups, weights, start, levels, [*factors, *-factors])
@@ -96,8 +96,10 @@ def test_scales_of_codebooks_are_searched_from_above_the_range_to_two_thirds_of_
         assert 0.2 < float((found < 0).float().mean()) < 0.8
     positive = slow(groups, weights, start, levels, list(factors))
     nested = nf4.fit(weight, parse(f"{grid}:g32:sym:double"), importance, search=True)
-    again = nf4.unnest(nf4.nest(torch.from_numpy(positive).float().view(found.shape)))
-    assert agreement(nf4.unnest(nested), again.double().flatten().numpy()) > 0.985
+    again = nf4.dequantize_scales(
+        nf4.quantize_scales(torch.from_numpy(positive).float().view(found.shape))
+    )
+    assert agreement(nf4.dequantize_scales(nested), again.double().flatten().numpy()) > 0.985
 
 
 def test_a_group_of_zeros_keeps_the_scale_zero_after_a_search() -> None:
@@ -150,7 +152,7 @@ def test_a_search_of_nvfp4_has_room_for_half_more_than_the_largest_covering_scal
 def test_no_scale_of_nvfp4_is_below_the_least_subnormal_one() -> None:
     scales = torch.tensor([0, 1e-30, 2.0**-10, 2.0**-9, 1.4 * 2**-9, 448, 1e9])
     expected = [2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9, 448, 448]
-    assert fp4.nearest_scales(scales).tolist() == expected
+    assert fp4.round_scales_to_e4m3(scales).tolist() == expected
 
 
 def test_exponents_of_mxfp8_are_searched_next_to_those_of_the_range() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse
-from quantforge.packers.ggml.blocks import from_blocks, to_blocks
-from quantforge.packers.ggml.grid import GRIDS
+from quantforge.packers.ggml.blocks import pack_blocks, unpack_blocks
+from quantforge.packers.ggml.grid import CODE_RANGES
 from quantforge.packers.ggml.packer import fit
 from quantforge.quantizers import rtn
 from quantforge.quantizers.gptq import column_loops, gptq
@@ -17,7 +17,7 @@ from quantforge.quantizers.gptq.refine import Refinement
 from quantforge.recipe import Rounding
 from tests.thorough import usual
 
-ENCODED = sorted(GRIDS)
+ENCODED = sorted(CODE_RANGES)
 
 
 def problem(rows=24, columns=512):
@@ -74,7 +74,7 @@ def test_a_sweep_gains_what_it_says_and_no_row_loses(grid):
 def test_what_is_refined_is_stored_exactly(grid):
     weight, hessian = problem(5)
     tensor = rounded(gptq, grid, weight, hessian).tensor
-    again = from_blocks(to_blocks(tensor), tensor.scheme)
+    again = unpack_blocks(pack_blocks(tensor), tensor.scheme)
     assert torch.equal(again.codes, tensor.codes)
     assert torch.equal(again.decode(), tensor.decode())
     expected = fit(weight, tensor.scheme)

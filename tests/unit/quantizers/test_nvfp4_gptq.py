@@ -50,7 +50,7 @@ def test_points_are_the_values_that_encode_chooses_also_half_way() -> None:
     steps = parameters["scales"].float() / parameters["divisor"]
     middles = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
     weight[:, :14] = torch.cat([middles, -middles]) * steps[:, :1]
-    grid = fp4.points(parameters, SCHEME, torch.arange(128))
+    grid = fp4.column_grid(parameters, SCHEME, torch.arange(128))
     assert grid is not None
     assert grid.table is not None
     thresholds, values, codes = grid.table
@@ -94,7 +94,7 @@ def test_a_scale_that_fits_exactly_is_found_under_the_divisor() -> None:
     tensor = rtn.quantize_matrices({"w": weight}, None, {"w": SCHEME}, "absmax")["w"]
     wanted = tensor.decode()
     moved = dict(tensor.parameters)
-    moved["scales"] = fp4.nearest_scales(moved["scales"].float() * 1.25)
+    moved["scales"] = fp4.round_scales_to_e4m3(moved["scales"].float() * 1.25)
     state = Refinement(wanted, goal(hessian), SCHEME, moved, tensor.codes)
     state.sweep()
     before = replace(tensor, parameters=moved)

@@ -8,7 +8,7 @@ import torch
 from quantforge.grids import ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.notation import parse_layer
-from quantforge.packers.input_rounding import simulate
+from quantforge.packers.input_rounding import fake_quantize_input
 from quantforge.quantizers import smooth
 from quantforge.scheme import LayerScheme
 from tests.conftest import Tiny
@@ -41,7 +41,7 @@ def error_of_inputs(part):
                 for call in part.capture_calls(shared.key, 4)
             ]
         )
-        errors[shared.key] = float((simulate(x, LAYER.input) - x).norm() / x.norm())
+        errors[shared.key] = float((fake_quantize_input(x, LAYER.input) - x).norm() / x.norm())
     return errors
 
 

@@ -84,7 +84,7 @@ def test_panels_are_fed_back_as_gptq_has_it_for_columns() -> None:
         cross = torch.linalg.solve(whole[rest, rest], whole[rest, columns])
         metric = whole[columns, columns] - whole[columns, rest] @ cross
         root = torch.linalg.cholesky(metric).float()
-        codes = lattice.nearest(left[:, columns].float(), parameters, scheme, columns, root)
+        codes = lattice.nearest_vectors(left[:, columns].float(), parameters, scheme, columns, root)
         chosen = found.codes[:, first // 4 : first // 4 + 1]
         assert (codes == chosen).float().mean() > 0.95  # the rest are near ties
         missed = left[:, columns] - lattice.decode(chosen, parameters, scheme, columns)

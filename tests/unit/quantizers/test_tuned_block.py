@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from quantforge.grids import ScaleType
 from quantforge.model.block import MicroBatch
 from quantforge.notation import parse
-from quantforge.packers import packer_of
+from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning.tuned_block import TunedBlock, WrittenBlock
 
@@ -39,7 +39,7 @@ def block_of(module: Small, scheme: str, device: torch.device) -> TunedBlock:
     generator = torch.Generator().manual_seed(0)
     for name, shape in (("up", (96, 64)), ("down", (64, 96))):
         weight = torch.randn(shape, generator=generator)
-        packer = packer_of(torch_scheme)
+        packer = get_packer(torch_scheme)
         parameters = packer.fit(weight, torch_scheme)
         codes = packer.encode(weight, parameters, torch_scheme)
         made[name] = QuantizedTensor(codes, parameters, torch_scheme)

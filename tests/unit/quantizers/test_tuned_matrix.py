@@ -9,7 +9,7 @@ import torch
 
 from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
-from quantforge.packers import packer_of, weighed_codes
+from quantforge.packers import encode_with_importance, get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.tuning.tuned_matrix import CODES, OFFSET_UNIT, LearnedFactor, TunedMatrix
 from tests.thorough import usual
@@ -25,8 +25,8 @@ def made(grid: str, rows: int = 3) -> QuantizedTensor:
     torch.manual_seed(0)
     weight, scheme = torch.randn(rows, 512) * torch.rand(512), parse(grid)
     scheme = scheme.with_scale(ScaleType.F16)
-    parameters = packer_of(scheme).fit(weight, scheme, torch.ones(512), search=True)
-    codes = weighed_codes(weight, parameters, scheme, torch.ones(512))
+    parameters = get_packer(scheme).fit(weight, scheme, torch.ones(512), search=True)
+    codes = encode_with_importance(weight, parameters, scheme, torch.ones(512))
     return QuantizedTensor(codes, parameters, scheme)
 
 
@@ -47,7 +47,7 @@ def test_gradients_of_scales_are_those_of_the_decoded_values(grid: str) -> None:
     for key, one in found.items():
         parameters = {name: value.clone() for name, value in tensor.parameters.items()}
         parameters[key][1, -1] = parameters[key][1, -1].float() * 2
-        moved = packer_of(tensor.scheme).decode(tensor.codes, parameters, tensor.scheme)
+        moved = get_packer(tensor.scheme).decode(tensor.codes, parameters, tensor.scheme)
         change = (gradient * (moved - tensor.decode())).sum()
         assert float(one[1, -1]) == pytest.approx(float(change), rel=1e-3, abs=1e-4)
 
@@ -68,7 +68,7 @@ def test_gradients_of_codes_and_of_integers_are_those_of_a_step(grid: str) -> No
         up = one.start < high
         moved = torch.where(up, one.start + 1, one.start)
         changed = {**tensor.parameters, key: moved}
-        decoded = packer_of(tensor.scheme).decode(
+        decoded = get_packer(tensor.scheme).decode(
             changed.pop(CODES, tensor.codes), changed, tensor.scheme
         )
         change = (gradient * (decoded - tensor.decode())).reshape(*one.start.shape, -1).sum(-1)

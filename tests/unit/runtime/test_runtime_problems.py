@@ -9,8 +9,8 @@ import torch
 
 from quantforge.grids import GGML_BLOCKS, ScaleType
 from quantforge.notation import parse
-from quantforge.packers import packer_of
-from quantforge.packers.input_rounding import simulate
+from quantforge.packers import get_packer
+from quantforge.packers.input_rounding import fake_quantize_input
 from quantforge.packers.lattices import LATTICES
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime import linear
@@ -33,7 +33,7 @@ def rounded(
     text: str, shape=(40, 512), taken: Activation | None = None, **extra
 ) -> QuantizedTensor:
     scheme = parse(text).with_scale(ScaleType.F16)
-    packer = packer_of(scheme)
+    packer = get_packer(scheme)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     parameters = packer.fit(weight, scheme)
     codes = packer.encode(weight, parameters, scheme)
@@ -116,7 +116,7 @@ def test_fp8_is_asked_of_the_gpu_that_has_the_weights(monkeypatch):
 
 def test_rows_are_rounded_to_a_range_of_their_own():
     x = torch.tensor([[1.0, -0.5, 0.26], [100.0, 1.0, 0.0]])
-    found = simulate(x, Activation("int8", "token"))
+    found = fake_quantize_input(x, Activation("int8", "token"))
     assert found[0, 2] == pytest.approx(round(0.26 * 127) / 127)
     assert found[1].tolist() == pytest.approx([100.0, 100 / 127, 0.0])
 
@@ -125,16 +125,16 @@ def test_static_ranges_clamp_and_outliers_pass():
     x = torch.tensor([[1.0, 8.0, 0.3]])
     scale = torch.tensor([[2 / 127]])
     static = Activation("int8", "tensor", dynamic=False)
-    assert simulate(x, static, scale)[0, 1] == 2
+    assert fake_quantize_input(x, static, scale)[0, 1] == 2
     kept = Activation("int8", "token", threshold=6.0)
-    found = simulate(x, kept)
+    found = fake_quantize_input(x, kept)
     assert found[0, 1] == 8
     assert found[0, 2] == pytest.approx(round(0.3 * 127) / 127)
 
 
 def test_groups_of_channels_and_float8():
     x = torch.cat((torch.full((1, 4), 1000.0), torch.linspace(0.1, 1, 4)[None]), 1)
-    found = simulate(x, Activation("fp8_e4m3", "g4"))
+    found = fake_quantize_input(x, Activation("fp8_e4m3", "g4"))
     assert (found[0, 4:] - x[0, 4:]).abs().max() <= 2**-4
     assert (found[0, 4:] != x[0, 4:]).any()
 
@@ -151,7 +151,7 @@ def test_layers_with_quantized_inputs(weights, taken):
     tensor = rounded(weights, (16, 256), taken, **extra)
     x = torch.randn(4, 256)
     y = PackedLinear(tensor, None, torch.float32, CPU)(x)
-    inputs = simulate(x, taken, extra.get("input_scale"))
+    inputs = fake_quantize_input(x, taken, extra.get("input_scale"))
     torch.testing.assert_close(y, inputs @ tensor.decode().T, rtol=1e-5, atol=1e-5)
     assert (y - x @ tensor.decode().T).abs().max() > 1e-3
 
@@ -168,7 +168,10 @@ def test_columns_kept_in_16_bits_are_multiplied_as_they_are():
     x = torch.randn(4, 512)
     x[:, [3, 100, 511]] *= 50
     torch.testing.assert_close(
-        layer(x), simulate(x, taken, kept=tensor.outlier_columns) @ decoded.T, rtol=1e-5, atol=1e-4
+        layer(x),
+        fake_quantize_input(x, taken, kept=tensor.outlier_columns) @ decoded.T,
+        rtol=1e-5,
+        atol=1e-4,
     )
     x[:, 3] = 0.01  # kept whatever the token holds
-    assert simulate(x, taken, kept=tensor.outlier_columns)[0, 3] == x[0, 3]
+    assert fake_quantize_input(x, taken, kept=tensor.outlier_columns)[0, 3] == x[0, 3]

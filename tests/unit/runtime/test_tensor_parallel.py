@@ -131,12 +131,12 @@ def test_what_cannot_be_shared_is_refused(rounded, ranks, options, said):
 )
 def test_a_cut_is_a_part_of_the_matrix(scheme):
     """Rows and columns of what the codes stand for, in the terms of the kernels."""
-    from quantforge.packers import packer_of
+    from quantforge.packers import get_packer
     from quantforge.packers.tensor import QuantizedTensor
 
     rule = parse(scheme)
     weight = torch.randn(96, 128, generator=torch.Generator().manual_seed(0))
-    packer = packer_of(rule)
+    packer = get_packer(rule)
     parameters = packer.fit(weight, rule)
     tensor = QuantizedTensor(packer.encode(weight, parameters, rule), parameters, rule)
     whole, plain = to_kernel_weight(tensor, torch.float32, CPU), tensor.decode()
