@@ -119,13 +119,11 @@ def _absmax_loop(bits: Any, absmax: Any) -> None:
 def _threshold_loop(weight: Any, inverse_scales: Any, thresholds: Any, codes: Any) -> None:
     t0, t1, t2, t3, t4 = thresholds[0], thresholds[1], thresholds[2], thresholds[3], thresholds[4]
     t5, t6, t7, t8, t9 = thresholds[5], thresholds[6], thresholds[7], thresholds[8], thresholds[9]
-    t10, t11, t12, t13, t14 = (
-        thresholds[10],
-        thresholds[11],
-        thresholds[12],
-        thresholds[13],
-        thresholds[14],
-    )
+    t10 = thresholds[10]
+    t11 = thresholds[11]
+    t12 = thresholds[12]
+    t13 = thresholds[13]
+    t14 = thresholds[14]
     size = weight.shape[1] // inverse_scales.shape[1]
     for row in range(weight.shape[0]):
         for group in range(inverse_scales.shape[1]):
@@ -158,10 +156,8 @@ def _threshold_loop(weight: Any, inverse_scales: Any, thresholds: Any, codes: An
 def _e4m3_loop(weight: Any, scales: Any, codes: Any) -> None:
     size = weight.shape[1] // scales.shape[1]
     tiles_per_group = (size + TILE_WEIGHTS - 1) // TILE_WEIGHTS
-    quotients, shifted = (
-        numpy.empty(TILE_WEIGHTS, numpy.float32),
-        numpy.empty(TILE_WEIGHTS, numpy.float32),
-    )
+    quotients = numpy.empty(TILE_WEIGHTS, numpy.float32)
+    shifted = numpy.empty(TILE_WEIGHTS, numpy.float32)
     quotient_bits, shifted_bits = quotients.view(numpy.int32), shifted.view(numpy.int32)
     max_e4m3 = numpy.float32(448)
     for row in range(weight.shape[0]):

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from quantforge.grids import GGML_BLOCKS
 
-LANES = 64  # rows or groups that compiled loops compute side by side: a panel
-MAX_THRESHOLDS = 15  # between the values of a table
+LANES = 64  # rows or groups that compiled loops compute side by side (a panel)
+MAX_THRESHOLDS = 15  # thresholds between the 16 values of a table
 
 
 @dataclass(frozen=True, slots=True)
 class CodeRange:
-    """The codes of a type, ``low..high``, and what they stand for: themselves, or entries of ``values``."""
+    """The codes of a type, ``low..high``, and the numbers they stand for: themselves, or entries of ``values``."""
 
     low: int
     high: int
@@ -37,7 +37,7 @@ class CodeRange:
 CODE_RANGES: Mapping[str, CodeRange] = {
     key: CodeRange(*block.codes) for key, block in GGML_BLOCKS.items() if block.vector == 1
 }
-# Of the integers that scales and minima of groups are.
+# Ranges of the integer scales and minima of groups.
 SCALE_RANGES: Mapping[str, CodeRange] = {
     key: CodeRange(*block.units)
     for key, block in GGML_BLOCKS.items()
@@ -46,7 +46,7 @@ SCALE_RANGES: Mapping[str, CodeRange] = {
 
 
 def group_steps(parameters: Mapping[str, Tensor], grid: str) -> tuple[Tensor, Tensor | None]:
-    """Return step and offset of each group, float32 ``[rows, groups]``; no offset of a symmetric grid."""
+    """Return step and offset of each group, float32 ``[rows, groups]``; the offset of a symmetric grid is None."""
     if grid == "mxfp4":
         return decode_half_e8m0(parameters["exponents"]), None
     scales = parameters["scales"].float()
@@ -57,47 +57,50 @@ def group_steps(parameters: Mapping[str, Tensor], grid: str) -> tuple[Tensor, Te
     return scales, None if mins is None else -_multiply_units(parameters["dmin"], mins)
 
 
-def _multiply_units(unit: Tensor, numbers: Tensor) -> Tensor:
-    spread = numbers.reshape(*unit.shape, -1)
-    return (unit.float().unsqueeze(-1) * spread).flatten(-2)
+def _multiply_units(unit: Tensor, integers: Tensor) -> Tensor:
+    per_block = integers.reshape(*unit.shape, -1)
+    return (unit.float().unsqueeze(-1) * per_block).flatten(-2)
 
 
 def decode_half_e8m0(exponents: Tensor) -> Tensor:
-    """Return ``2^(e - 128)`` of each byte, half of what e8m0 stands for, as ggml has it; subnormal where it must be."""
-    numbers = exponents.to(torch.int32)
-    bits = torch.where(numbers < 2, 0x00200000 << numbers.clamp(max=1), (numbers - 1) << 23)
+    """Return ``2^(e - 128)`` for each byte ``e``, half the value of e8m0, as ggml does; subnormal for small ``e``."""
+    values = exponents.to(torch.int32)
+    bits = torch.where(values < 2, 0x00200000 << values.clamp(max=1), (values - 1) << 23)
     return bits.view(torch.float32)
 
 
 def column_steps(
     parameters: Mapping[str, Tensor], grid: str, columns: slice | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return step and offset ``[rows, columns]`` of the run ``columns``; ``[rows, 1]`` inside of one group."""
+    """Return step and offset ``[rows, n]`` of the given columns, or ``[rows, 1]`` if they lie in one group."""
     block = GGML_BLOCKS[grid]
     if columns is None:
         step, offset = group_steps(parameters, grid)
         return _repeat_columns(step, block.group), None if offset is None else _repeat_columns(
             offset, block.group
         )
-    first, last = columns.start // block.columns, (columns.stop - 1) // block.columns + 1
+    first_block = columns.start // block.columns
+    last_block = (columns.stop - 1) // block.columns + 1
     groups = block.columns // block.group
     if (columns.stop - 1) // block.group == columns.start // block.group:
-        place = columns.start // block.group
-        runs = {"d": (first, first + 1), "dmin": (first, first + 1)}
-        run = {
-            key: value[:, slice(*runs.get(key, (place, place + 1)))]
+        group_index = columns.start // block.group
+        block_ranges = {"d": (first_block, first_block + 1), "dmin": (first_block, first_block + 1)}
+        selected = {
+            key: value[:, slice(*block_ranges.get(key, (group_index, group_index + 1)))]
             for key, value in parameters.items()
         }
-        return group_steps(run, grid)
-    runs = {"d": (first, last), "dmin": (first, last)}
-    run = {
-        key: value[:, slice(*runs.get(key, (first * groups, last * groups)))]
+        return group_steps(selected, grid)
+    block_ranges = {"d": (first_block, last_block), "dmin": (first_block, last_block)}
+    selected = {
+        key: value[:, slice(*block_ranges.get(key, (first_block * groups, last_block * groups)))]
         for key, value in parameters.items()
     }
-    step, offset = group_steps(run, grid)
-    inside = slice(columns.start - first * block.columns, columns.stop - first * block.columns)
-    step = _repeat_columns(step, block.group)[:, inside]
-    return step, None if offset is None else _repeat_columns(offset, block.group)[:, inside]
+    step, offset = group_steps(selected, grid)
+    inner_columns = slice(
+        columns.start - first_block * block.columns, columns.stop - first_block * block.columns
+    )
+    step = _repeat_columns(step, block.group)[:, inner_columns]
+    return step, None if offset is None else _repeat_columns(offset, block.group)[:, inner_columns]
 
 
 def split_groups(columns: Tensor, size: int) -> Tensor:
@@ -110,16 +113,16 @@ def _repeat_columns(parameter: Tensor, size: int) -> Tensor:
 
 
 def nearest_codes(ratio: Tensor, grid: CodeRange) -> Tensor:
-    """Return the codes whose values are nearest to ``ratio``; of two as near, as ggml chooses."""
+    """Return the codes whose values are nearest to ``ratio``; ties are resolved as ggml does."""
     if grid.values is None:
         return ratio.round().clamp_(grid.low, grid.high).to(grid.dtype)
-    middles, codes = (part.to(ratio.device) for part in code_table(grid))
-    return codes[torch.bucketize(ratio.contiguous(), middles, right=True)]
+    thresholds, codes = (array.to(ratio.device) for array in code_table(grid))
+    return codes[torch.bucketize(ratio.contiguous(), thresholds, right=True)]
 
 
 @cache
 def code_table(grid: CodeRange) -> tuple[Tensor, Tensor]:
-    """Return midpoints between the sorted values, and the codes in that order; of equal values the first code."""
+    """Return the midpoints between the sorted values, and the codes in that order; of equal values the first code."""
     assert grid.values is not None
     ordered = sorted({value: code for code, value in reversed([*enumerate(grid.values)])}.items())
     values = torch.tensor([value for value, _ in ordered], dtype=torch.float32)
@@ -135,23 +138,23 @@ def decode_values(codes: Tensor, grid: CodeRange) -> Tensor:
 
 
 def value_thresholds(grid: CodeRange) -> tuple[Any, ...]:
-    """Return the least and the greatest value; of a table also the thresholds and the rise of the value at each."""
+    """Return the smallest and the largest value, and for a table the thresholds and the value's increment at each."""
     if grid.values is None:
         return numpy.float32(grid.low), numpy.float32(grid.high), None, None
     values = numpy.array(sorted(set(grid.values)), numpy.float32)
-    middles = numpy.full(MAX_THRESHOLDS, numpy.inf, numpy.float32)
-    rises = numpy.zeros(MAX_THRESHOLDS, numpy.float32)
-    middles[: len(values) - 1] = (values[1:] + values[:-1]) / numpy.float32(2)
-    rises[: len(values) - 1] = numpy.diff(values)
-    return values[0], values[-1], middles, rises
+    thresholds = numpy.full(MAX_THRESHOLDS, numpy.inf, numpy.float32)
+    increments = numpy.zeros(MAX_THRESHOLDS, numpy.float32)
+    thresholds[: len(values) - 1] = (values[1:] + values[:-1]) / numpy.float32(2)
+    increments[: len(values) - 1] = numpy.diff(values)
+    return values[0], values[-1], thresholds, increments
 
 
 def code_thresholds(grid: CodeRange) -> tuple[Any, ...]:
-    """Return `value_thresholds` with the codes in the place of the values."""
-    low, high, middles, rises = value_thresholds(grid)
+    """Return `value_thresholds` with codes instead of values."""
+    low, high, thresholds, increments = value_thresholds(grid)
     if grid.values is not None:
-        first = {value: code for code, value in reversed([*enumerate(grid.values)])}
-        codes = numpy.array([first[value] for value in sorted(first)], numpy.float32)
+        first_code = {value: code for code, value in reversed([*enumerate(grid.values)])}
+        codes = numpy.array([first_code[value] for value in sorted(first_code)], numpy.float32)
         low = codes[0]
-        rises[: len(codes) - 1] = numpy.diff(codes)
-    return low, high, middles, rises
+        increments[: len(codes) - 1] = numpy.diff(codes)
+    return low, high, thresholds, increments

@@ -1,6 +1,6 @@
-"""The grids of ggml for rounders: ``fit``, ``encode``, ``decode``; whole rows by `encode_rows`.
+"""Fit, encode and decode ggml's block types: the `Packer` functions, and whole rows by `encode_rows`.
 
-`reference` has ggml's own codes, `search_parameters` better ones.
+`reference` chooses the same codes as ggml, `search_parameters` better ones.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def encode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return the nearest codes of ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    """Return the nearest codes of ``weight`` ``[out, n]``, the given columns of the whole matrix."""
     if columns is None and weight.device.type == "cpu":
         return _encode_rows(weight, *group_steps(parameters, scheme.grid), CODE_RANGES[scheme.grid])
     step, offset = column_steps(parameters, scheme.grid, columns)
-    divisor = torch.where(step == 0, 1.0, step)  # then every code stands for the same value
+    safe_step = torch.where(step == 0, 1.0, step)  # then every code stands for the same value
     return nearest_codes(
-        (weight if offset is None else weight - offset) / divisor, CODE_RANGES[scheme.grid]
+        (weight if offset is None else weight - offset) / safe_step, CODE_RANGES[scheme.grid]
     )
 
 
@@ -54,11 +54,11 @@ def _encode_rows(weight: Tensor, step: Tensor, offset: Tensor | None, grid: Code
     """Return the codes of whole rows on a CPU; step and offset are ``[rows, groups]``."""
     from quantforge.packers.ggml import row_loops
 
-    found = torch.empty(weight.shape, dtype=torch.int8)
+    codes = torch.empty(weight.shape, dtype=torch.int8)
     offsets = torch.zeros(0, 0) if offset is None else offset
-    arrays = (part.contiguous().numpy() for part in (weight, step, offsets))
-    row_loops.encode(*arrays, *code_thresholds(grid), found.numpy())
-    return found.view(grid.dtype)
+    arrays = (array.contiguous().numpy() for array in (weight, step, offsets))
+    row_loops.encode(*arrays, *code_thresholds(grid), codes.numpy())
+    return codes.view(grid.dtype)
 
 
 def decode(
@@ -67,7 +67,7 @@ def decode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return the float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    """Return the float32 values of ``codes`` ``[out, n]``, the given columns of the whole matrix."""
     step, offset = column_steps(parameters, scheme.grid, columns)
     values = decode_values(codes, CODE_RANGES[scheme.grid]) * step
     return values if offset is None else values + offset
@@ -78,8 +78,8 @@ def fit(
 ) -> dict[str, Tensor]:
     """Choose the parameters of ``weight`` ``[out, in]`` float32; ``in`` is a multiple of the block.
 
-    Without ``search`` they are ggml's own for the types that ggml covers the range of (`TYPES_COVERING_RANGE`). The
-    others need one in any case, and ours is the faster one.
+    Without ``search`` they are the same as ggml's for the types in `TYPES_COVERING_RANGE`. The other types need a
+    search in any case, and the one here is faster.
 
     Raises:
         InputError: a scale is beyond the range of float16.
@@ -97,8 +97,8 @@ def encode_rows(
     Args:
         weight: finite; ``in`` is a multiple of the block.
         scheme: one of `CODE_RANGES`.
-        importance: ``[in]``, weighs the columns.
-        search: "reference" has ggml's codes to the last bit; "search" has a smaller error.
+        importance: weights of the columns in the error, ``[in]``.
+        search: "reference" gives ggml's codes to the last bit; "search" a smaller error.
 
     Raises:
         InputError: a scale is beyond the range of float16.
@@ -126,38 +126,42 @@ def column_grid(
 ) -> ColumnGrid | None:
     """Return the values that ``columns`` can take."""
     block, grid = GGML_BLOCKS[scheme.grid], CODE_RANGES[scheme.grid]
-    sizes = {"d": block.columns, "dmin": block.columns}
-    mine = {
-        key: value.T[columns // sizes.get(key, block.group)].T for key, value in parameters.items()
+    columns_per_value = {"d": block.columns, "dmin": block.columns}
+    selected = {
+        key: value.T[columns // columns_per_value.get(key, block.group)].T
+        for key, value in parameters.items()
     }
-    step, offset = group_steps(mine, scheme.grid)
+    step, offset = group_steps(selected, scheme.grid)
     scales = step.T.contiguous()
-    none = torch.zeros_like(scales)
-    offsets = none if offset is None else offset.T.contiguous()
-    found = ColumnGrid(scales, none, offsets, (grid.low, grid.high), grid.dtype)
+    zeros = torch.zeros_like(scales)
+    offsets = zeros if offset is None else offset.T.contiguous()
+    column_values = ColumnGrid(scales, zeros, offsets, (grid.low, grid.high), grid.dtype)
     if grid.values is None:
-        return found
-    middles, codes = code_table(grid)
-    return found._replace(table=(middles, decode_values(codes, grid), codes.float()))
+        return column_values
+    thresholds, codes = code_table(grid)
+    return column_values._replace(table=(thresholds, decode_values(codes, grid), codes.float()))
 
 
 def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
-    """Return the terms of the kernels; minima are added where there is one level of scales, subtracted where two."""
+    """Return the tensor as the kernels take it.
+
+    Kernels subtract minima. Types with one level of scales store minima that are added, so these are negated.
+    """
     parameters, grid = dict(tensor.parameters), tensor.scheme.grid
     if "exponents" in parameters:
         parameters = {"scales": decode_half_e8m0(parameters["exponents"]).bfloat16()}
     if "mins" in parameters and "dmin" not in parameters:
         parameters["mins"] = -parameters["mins"]
-    superblock = GGML_BLOCKS[grid].columns if "d" in parameters else 0
-    lower = "pairs" if grid == "q2_k" else ""
+    superblock_size = GGML_BLOCKS[grid].columns if "d" in parameters else 0
+    lower_encoding = "pairs" if grid == "q2_k" else ""
     values = CODE_RANGES[grid].values
     if values is None:
         return KernelInputs(
             "int",
             to_unsigned_codes(tensor.codes, tensor.scheme.bits),
             parameters,
-            superblock,
-            lower,
+            superblock_size,
+            lower_encoding,
         )
     parameters["table"] = torch.tensor(values).float()
-    return KernelInputs("table", tensor.codes, parameters, superblock)
+    return KernelInputs("table", tensor.codes, parameters, superblock_size)

@@ -1,9 +1,9 @@
-"""ggml's searches for the scale of one group, in loops that numba compiles: equal to ggml's to the last bit.
+"""ggml's searches for the scale of one group, in loops compiled by numba: equal to ggml's to the last bit.
 
-`reference` says what each of them is in ggml. Arrays are ``[size, groups]``. Sixty-four groups are computed side by
-side: then 64 sums, each in the order of its elements, are vector instructions. ggml's own loops over one group cannot
-be that. Numbers of a group that change are in one array with fixed places (`_EXTREME` ..., `_ONES` ...), because the
-compiler then knows that they do not overlap.
+`reference` says which function of ggml each loop corresponds to. Arrays are ``[size, groups]``. Sixty-four groups are
+computed side by side: then 64 sums, each in the order of its elements, become vector instructions, which is impossible
+for ggml's own loop over one group. All intermediate results are in one scratch array with fixed positions
+(`_EXTREME`, `_WEIGHTED_CODES`, ...), so that the compiler knows that they do not overlap.
 """
 
 from __future__ import annotations
@@ -15,49 +15,51 @@ from quantforge.packers.ggml.grid import LANES
 from quantforge.packers.ggml.row_loops import look_up, round_and_clamp
 from quantforge.packers.ggml.search_loops import UNROLLED_COLUMNS
 
-EPSILON = numpy.float32(1e-15)  # a group below it is empty
+EPSILON = numpy.float32(1e-15)  # groups with smaller magnitudes are treated as zeros
 _ZERO, _ONE = numpy.float32(0), numpy.float32(1)
-# Places in the scratch of all searches.
-_PRODUCTS, _SQUARES, _SCALE, _BEST, _INVERSE, _CANDIDATE = (place * LANES for place in range(6))
-# Of grids around 0.
+# Positions in the scratch array of all searches.
+_PRODUCTS, _SQUARES, _SCALE, _BEST_GAIN, _INVERSE, _CANDIDATE = (
+    place * LANES for place in range(6)
+)
+# Symmetric grids.
 _EXTREME = 6 * LANES
-_RATIOS = 7 * LANES  # of a group with a table, 32 places, and as many for its values
+_RATIOS = 7 * LANES  # of a group whose type has a table: 32 rows, and as many for its values
 _VALUES = _RATIOS + 32 * LANES
 _SCRATCH = _VALUES + 32 * LANES
-# Of grids with a minimum.
-_ONES, _LEAST, _MOST, _WEIGHT = (place * LANES for place in range(6, 10))
-_MEAN, _ERROR, _FITTED, _LOWEST = (place * LANES for place in range(10, 14))
+# Grids with a minimum.
+_WEIGHTED_CODES, _MIN, _MAX, _WEIGHT = (place * LANES for place in range(6, 10))
+_MEAN, _ERROR, _FITTED_SCALE, _FITTED_MIN = (place * LANES for place in range(10, 14))
 _AFFINE_SCRATCH = 14 * LANES
 
 
 @jit
-def mean_squares(rows, found):  # type: ignore[no-untyped-def]
-    """Fill ``found`` with the result of `reference.mean_squares`."""
+def mean_squares(rows, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` with the mean square of each row; see `reference._mean_squares`."""
     for row in range(rows.shape[0]):
         total = _ZERO
         for value in rows[row]:
             total += value * value
-        found[row] = total / numpy.float32(rows.shape[1])
+        out[row] = total / numpy.float32(rows.shape[1])
 
 
 @jit
-def signed_extreme(x, found):  # type: ignore[no-untyped-def]
-    """Fill ``found`` with the result of `reference.signed_extreme`."""
+def signed_extreme(x, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` with the element of largest magnitude of each group; see `reference._signed_extreme`."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     for first in range(0, x.shape[1], LANES):
         _load_panel(x, first, xs)
         _find_extremes(xs, s)
         for lane in range(min(LANES, x.shape[1] - first)):
-            found[first + lane] = s[_EXTREME + lane]
+            out[first + lane] = s[_EXTREME + lane]
 
 
-# Grids around 0
+# Symmetric grids
 
 
 @jit
 def search_symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-untyped-def]
-    """Search as `reference.symmetric` does; the first of the ``numerators`` is taken whatever error it leaves."""
+    """Search a symmetric scale; see `reference._search_symmetric`. The search starts with the first of ``numerators``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -84,8 +86,8 @@ def search_symmetric(x, weights, high, numerators, scales, codes):  # type: igno
 
 
 @jit
-def search_table_scale(x, weights, ratios, low, middles, rises, scales):  # type: ignore[no-untyped-def]
-    """Search as `reference.from_table` does; inverses are ``ratios / extreme``."""
+def search_table_scale(x, weights, ratios, low, thresholds, increments, scales):  # type: ignore[no-untyped-def]
+    """Search the scale for a table; see `reference._search_table_scale`. Inverse scales are ``ratios / extreme``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws = numpy.empty((x.shape[0], LANES), numpy.float32)
@@ -102,7 +104,7 @@ def search_table_scale(x, weights, ratios, low, middles, rises, scales):  # type
             for index in range(x.shape[0]):
                 for lane in range(LANES):
                     s[_RATIOS + index * LANES + lane] = s[_CANDIDATE + lane] * xs[index, lane]
-            look_up(s, _RATIOS, _VALUES, x.shape[0] * LANES, low, middles, rises)
+            look_up(s, _RATIOS, _VALUES, x.shape[0] * LANES, low, thresholds, increments)
             for index in range(x.shape[0]):
                 for lane in range(LANES):
                     value, weight = s[_VALUES + index * LANES + lane], ws[index, lane]
@@ -119,7 +121,7 @@ def search_table_scale(x, weights, ratios, low, middles, rises, scales):  # type
 
 @jit
 def descend_coordinates(x, weights, low, high, codes, scales):  # type: ignore[no-untyped-def]
-    """Search as `reference.descend` does; ``codes`` are changed in place."""
+    """Improve ``codes`` in place by coordinate descent; see `reference._descend_coordinates`."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws, cs = numpy.empty_like(xs), numpy.empty_like(xs)
@@ -141,18 +143,18 @@ def descend_coordinates(x, weights, low, high, codes, scales):  # type: ignore[n
                 for lane in range(LANES):
                     value, weight, code = xs[index, lane], ws[index, lane], cs[index, lane]
                     products, squares = s[_PRODUCTS + lane], s[_SQUARES + lane]
-                    product = products - weight * value * code
-                    square = squares - weight * code * code
-                    possible = (product > _ZERO) & ((square > _ZERO) | (low < _ZERO))
-                    new = round_and_clamp(value * square / product, low, high)
-                    with_product = product + weight * value * new
-                    with_square = square + weight * new * new
-                    gained = with_product * with_product * squares
-                    better = gained > products * products * with_square
-                    better &= possible & (new != code) & (with_square > _ZERO)
+                    other_products = products - weight * value * code
+                    other_squares = squares - weight * code * code
+                    is_valid = (other_products > _ZERO) & ((other_squares > _ZERO) | (low < _ZERO))
+                    new = round_and_clamp(value * other_squares / other_products, low, high)
+                    new_product = other_products + weight * value * new
+                    new_square = other_squares + weight * new * new
+                    candidate_gain = new_product * new_product * squares
+                    better = candidate_gain > products * products * new_square
+                    better &= is_valid & (new != code) & (new_square > _ZERO)
                     cs[index, lane] = new if better else code
-                    s[_PRODUCTS + lane] = with_product if better else products
-                    s[_SQUARES + lane] = with_square if better else squares
+                    s[_PRODUCTS + lane] = new_product if better else products
+                    s[_SQUARES + lane] = new_square if better else squares
                     s[_CANDIDATE + lane] += _ONE if better else _ZERO
             if not s[_CANDIDATE : _CANDIDATE + LANES].any():
                 break
@@ -165,7 +167,7 @@ def descend_coordinates(x, weights, low, high, codes, scales):  # type: ignore[n
 
 @inner
 def _find_extremes(x, s):  # type: ignore[no-untyped-def]
-    """Find the element of largest magnitude of each lane, the first of several."""
+    """Find the element of largest magnitude of each group, the first of several."""
     for lane in range(LANES):
         s[_EXTREME + lane] = x[0, lane]
     for index in range(1, x.shape[0]):
@@ -176,17 +178,15 @@ def _find_extremes(x, s):  # type: ignore[no-untyped-def]
 
 @inner
 def _sum_codes(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
-    """Sum products and squares of the codes that ``numerator / extreme`` gives, with weights."""
+    """Sum the weighted products and squares of the codes for the inverse scale ``numerator / extreme``."""
     for lane in range(LANES):
         s[_CANDIDATE + lane] = numerator / s[_EXTREME + lane]
         s[_PRODUCTS + lane], s[_SQUARES + lane] = _ZERO, _ZERO
     for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, products, squares = (
-                s[_CANDIDATE + lane],
-                s[_PRODUCTS + lane],
-                s[_SQUARES + lane],
-            )
+            inverse = s[_CANDIDATE + lane]
+            products = s[_PRODUCTS + lane]
+            squares = s[_SQUARES + lane]
             for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
                 code = round_and_clamp(inverse * value, low, high)
@@ -197,25 +197,25 @@ def _sum_codes(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
 
 @inner
 def _start_best(s):  # type: ignore[no-untyped-def]
-    """Begin with the scale that fits the sums, 0 where nothing has weight."""
+    """Start with the scale that fits the sums, or 0 if all weights are 0."""
     for lane in range(LANES):
         products, squares = s[_PRODUCTS + lane], s[_SQUARES + lane]
         scale = products / squares
         scale = _ZERO if squares == _ZERO else scale
-        s[_SCALE + lane], s[_BEST + lane] = scale, scale * products
+        s[_SCALE + lane], s[_BEST_GAIN + lane] = scale, scale * products
         s[_INVERSE + lane] = s[_CANDIDATE + lane]
 
 
 @inner
 def _update_best(s):  # type: ignore[no-untyped-def]
-    """Take the scale that fits the sums where it leaves less than the best so far."""
+    """Take the scale that fits the sums if its error is smaller than the best so far."""
     for lane in range(LANES):
-        products, squares, best = s[_PRODUCTS + lane], s[_SQUARES + lane], s[_BEST + lane]
+        products, squares, best = s[_PRODUCTS + lane], s[_SQUARES + lane], s[_BEST_GAIN + lane]
         scale, inverse = s[_SCALE + lane], s[_INVERSE + lane]
-        found = products / squares
+        candidate = products / squares
         better = (squares > _ZERO) & (products * products > best * squares)
-        s[_SCALE + lane] = found if better else scale
-        s[_BEST + lane] = found * products if better else best
+        s[_SCALE + lane] = candidate if better else scale
+        s[_BEST_GAIN + lane] = candidate * products if better else best
         s[_INVERSE + lane] = s[_CANDIDATE + lane] if better else inverse
 
 
@@ -223,11 +223,14 @@ def _update_best(s):  # type: ignore[no-untyped-def]
 
 
 @jit
-def search_affine(x, weights, high, widths, absolute, scales, lowered, codes):  # type: ignore[no-untyped-def]
-    """Search as `reference.affine` does; inverses: the first ``high / range``, then ``widths / (most - least)``."""
+def search_affine(x, weights, high, numerators, absolute, scales, negated_mins, codes):  # type: ignore[no-untyped-def]
+    """Search scale and minimum; see `reference._search_affine`.
+
+    The first inverse scale is ``high / (max - min)``, the others are ``numerators / (max - min)``.
+    """
     s = numpy.empty(_AFFINE_SCRATCH, numpy.float32)
-    floor = numpy.empty(LANES, numpy.float32)
-    start = numpy.empty(LANES, numpy.float32)
+    initial_min = numpy.empty(LANES, numpy.float32)
+    code_min = numpy.empty(LANES, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws = numpy.empty((x.shape[0], LANES), numpy.float32)
     for first in range(0, x.shape[1], LANES):
@@ -235,54 +238,57 @@ def search_affine(x, weights, high, widths, absolute, scales, lowered, codes):  
         _load_panel(weights, first, ws)
         _find_range(xs, ws, s)
         for lane in range(LANES):
-            least = s[_LEAST + lane]
-            floor[lane] = _ZERO if least > _ZERO else least
-            s[_LEAST + lane] = floor[lane]
-            s[_CANDIDATE + lane] = high / (s[_MOST + lane] - floor[lane])
-            s[_FITTED + lane], s[_LOWEST + lane] = _ONE / s[_CANDIDATE + lane], floor[lane]
+            least = s[_MIN + lane]
+            initial_min[lane] = _ZERO if least > _ZERO else least
+            s[_MIN + lane] = initial_min[lane]
+            s[_CANDIDATE + lane] = high / (s[_MAX + lane] - initial_min[lane])
+            s[_FITTED_SCALE + lane], s[_FITTED_MIN + lane] = (
+                _ONE / s[_CANDIDATE + lane],
+                initial_min[lane],
+            )
         _sum_errors(xs, ws, s, high, absolute)
         for lane in range(LANES):
-            s[_SCALE + lane], s[_BEST + lane] = s[_FITTED + lane], s[_ERROR + lane]
-            s[_INVERSE + lane], start[lane] = s[_CANDIDATE + lane], floor[lane]
-        for trial in range(len(widths)):
+            s[_SCALE + lane], s[_BEST_GAIN + lane] = s[_FITTED_SCALE + lane], s[_ERROR + lane]
+            s[_INVERSE + lane], code_min[lane] = s[_CANDIDATE + lane], initial_min[lane]
+        for trial in range(len(numerators)):
             for lane in range(LANES):
-                s[_CANDIDATE + lane] = widths[trial] / (s[_MOST + lane] - s[_LEAST + lane])
+                s[_CANDIDATE + lane] = numerators[trial] / (s[_MAX + lane] - s[_MIN + lane])
             _fit_line(xs, ws, s, high)
             _sum_errors(xs, ws, s, high, absolute)
             for lane in range(LANES):
                 error = s[_ERROR + lane]
-                better = (s[_SQUARES + lane] > _ZERO) & (error < s[_BEST + lane])
-                s[_BEST + lane] = error if better else s[_BEST + lane]
-                s[_SCALE + lane] = s[_FITTED + lane] if better else s[_SCALE + lane]
+                better = (s[_SQUARES + lane] > _ZERO) & (error < s[_BEST_GAIN + lane])
+                s[_BEST_GAIN + lane] = error if better else s[_BEST_GAIN + lane]
+                s[_SCALE + lane] = s[_FITTED_SCALE + lane] if better else s[_SCALE + lane]
                 s[_INVERSE + lane] = s[_CANDIDATE + lane] if better else s[_INVERSE + lane]
-                start[lane] = s[_LEAST + lane] if better else start[lane]
-                s[_LEAST + lane] = s[_LOWEST + lane] if better else s[_LEAST + lane]
+                code_min[lane] = s[_MIN + lane] if better else code_min[lane]
+                s[_MIN + lane] = s[_FITTED_MIN + lane] if better else s[_MIN + lane]
         count = min(LANES, x.shape[1] - first)
         for lane in range(count):
-            flat = s[_MOST + lane] <= floor[lane]
-            scales[first + lane] = _ZERO if flat else s[_SCALE + lane]
-            lowered[first + lane] = -floor[lane] if flat else -s[_LEAST + lane]
+            is_empty = s[_MAX + lane] <= initial_min[lane]
+            scales[first + lane] = _ZERO if is_empty else s[_SCALE + lane]
+            negated_mins[first + lane] = -initial_min[lane] if is_empty else -s[_MIN + lane]
         for index in range(x.shape[0]):
             for lane in range(LANES):
                 code = round_and_clamp(
-                    s[_INVERSE + lane] * (xs[index, lane] - start[lane]), _ZERO, high
+                    s[_INVERSE + lane] * (xs[index, lane] - code_min[lane]), _ZERO, high
                 )
-                xs[index, lane] = _ZERO if s[_MOST + lane] <= floor[lane] else code
+                xs[index, lane] = _ZERO if s[_MAX + lane] <= initial_min[lane] else code
         _store_panel(xs, first, codes)
 
 
 @inner
 def _find_range(x, w, s):  # type: ignore[no-untyped-def]
-    """Find the least and the greatest value, and sum the weights alone and times the values."""
+    """Find the smallest and the largest value, and sum the weights and the weighted values."""
     for lane in range(LANES):
-        s[_LEAST + lane], s[_MOST + lane] = x[0, lane], x[0, lane]
+        s[_MIN + lane], s[_MAX + lane] = x[0, lane], x[0, lane]
         s[_WEIGHT + lane], s[_MEAN + lane] = w[0, lane], w[0, lane] * x[0, lane]
     for index in range(1, x.shape[0]):
         for lane in range(LANES):
             value, weight = x[index, lane], w[index, lane]
-            least, most = s[_LEAST + lane], s[_MOST + lane]
-            s[_LEAST + lane] = value if value < least else least
-            s[_MOST + lane] = value if value > most else most
+            least, most = s[_MIN + lane], s[_MAX + lane]
+            s[_MIN + lane] = value if value < least else least
+            s[_MAX + lane] = value if value > most else most
             s[_WEIGHT + lane] += weight
             s[_MEAN + lane] += weight * value
 
@@ -291,45 +297,53 @@ def _find_range(x, w, s):  # type: ignore[no-untyped-def]
 def _fit_line(x, w, s, high):  # type: ignore[no-untyped-def]
     """Fit scale and minimum to the codes of the candidate."""
     for lane in range(LANES):
-        s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = _ZERO, _ZERO, _ZERO
+        s[_WEIGHTED_CODES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = _ZERO, _ZERO, _ZERO
     for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, least = s[_CANDIDATE + lane], s[_LEAST + lane]
-            ones, squares, products = s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane]
+            inverse, least = s[_CANDIDATE + lane], s[_MIN + lane]
+            weighted_codes = s[_WEIGHTED_CODES + lane]
+            squares = s[_SQUARES + lane]
+            products = s[_PRODUCTS + lane]
             for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
                 code = round_and_clamp(inverse * (value - least), _ZERO, high)
-                ones += weight * code
+                weighted_codes += weight * code
                 squares += weight * code * code
                 products += weight * code * value
-            s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = ones, squares, products
+            s[_WEIGHTED_CODES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane] = (
+                weighted_codes,
+                squares,
+                products,
+            )
     for lane in range(LANES):
-        ones, squares, products = s[_ONES + lane], s[_SQUARES + lane], s[_PRODUCTS + lane]
+        weighted_codes = s[_WEIGHTED_CODES + lane]
+        squares = s[_SQUARES + lane]
+        products = s[_PRODUCTS + lane]
         weight, mean = s[_WEIGHT + lane], s[_MEAN + lane]
-        determinant = weight * squares - ones * ones
-        fitted = (weight * products - mean * ones) / determinant
-        lowest = (squares * mean - ones * products) / determinant
-        above = lowest > _ZERO
-        s[_FITTED + lane] = products / squares if above else fitted
-        s[_LOWEST + lane] = _ZERO if above else lowest
+        determinant = weight * squares - weighted_codes * weighted_codes
+        fitted = (weight * products - mean * weighted_codes) / determinant
+        lowest = (squares * mean - weighted_codes * products) / determinant
+        clamp_min = lowest > _ZERO
+        s[_FITTED_SCALE + lane] = products / squares if clamp_min else fitted
+        s[_FITTED_MIN + lane] = _ZERO if clamp_min else lowest
         s[_SQUARES + lane] = determinant
 
 
 @inner
 def _sum_errors(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
-    """Sum weighted errors of the candidate's scale and minimum: magnitudes with ``absolute``, else squares."""
+    """Sum the weighted errors of the candidate's scale and minimum: magnitudes with ``absolute``, else squares."""
     for lane in range(LANES):
         s[_ERROR + lane] = _ZERO
     for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
-            inverse, least, error = s[_CANDIDATE + lane], s[_LEAST + lane], s[_ERROR + lane]
-            fitted, lowest = s[_FITTED + lane], s[_LOWEST + lane]
+            inverse, least, error = s[_CANDIDATE + lane], s[_MIN + lane], s[_ERROR + lane]
+            scale, minimum = s[_FITTED_SCALE + lane], s[_FITTED_MIN + lane]
             for index in range(UNROLLED_COLUMNS):
                 value, weight = x[first + index, lane], w[first + index, lane]
                 code = round_and_clamp(inverse * (value - least), _ZERO, high)
-                difference = fitted * code + lowest - value
-                other = abs(difference) if absolute else difference * difference
-                error += weight * other
+                difference = scale * code + minimum - value
+                error_term = abs(difference) if absolute else difference * difference
+                error += weight * error_term
             s[_ERROR + lane] = error
 
 
@@ -338,7 +352,7 @@ def _sum_errors(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
 
 @inner
 def _load_panel(array, first, panel):  # type: ignore[no-untyped-def]
-    """Fill ``panel`` ``[size, LANES]`` with the groups from ``first`` on, and with zeros after the last."""
+    """Copy the 64 groups from index ``first`` into ``panel`` ``[size, LANES]``; missing groups become zeros."""
     count = min(LANES, array.shape[1] - first)
     for index in range(array.shape[0]):
         row, out = array[index, first : first + count], panel[index]
@@ -350,7 +364,7 @@ def _load_panel(array, first, panel):  # type: ignore[no-untyped-def]
 
 @inner
 def _store_panel(panel, first, array):  # type: ignore[no-untyped-def]
-    """Undo `_load_panel`."""
+    """Copy ``panel`` back to ``array``; the inverse of `_load_panel`."""
     count = min(LANES, array.shape[1] - first)
     for index in range(array.shape[0]):
         row, out = panel[index], array[index, first : first + count]

@@ -1,9 +1,9 @@
 """Loops of `search`, compiled by numba, each at its first call in a process.
 
-Sixty-four rows are computed side by side (a panel). A group is then a run of columns of ``[columns, 64]``, and a sum
-over it is 64 sums in the order of the columns. All of it is vector instructions, and no sum has to be reordered for
-them, which would make results depend on the processor. All scratch is one array with fixed places (`_STEP` ...),
-because the compiler then knows that they do not overlap.
+Sixty-four rows (a panel) are computed side by side. A group is then a run of columns of ``[columns, 64]``, and a sum
+over it is 64 sums in the order of the columns. All of it becomes vector instructions without reordering a sum, which
+would make results depend on the processor. All intermediate results are in one scratch array with fixed positions
+(`_STEP`, ...), so that the compiler knows that they do not overlap.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from quantforge.numerics.compiled import inner, jit
 from quantforge.packers.ggml.grid import LANES
 from quantforge.packers.ggml.row_loops import CACHE_LINE_FLOATS, look_up, round_and_clamp
 
-UNROLLED_COLUMNS = 4  # columns between two visits to the sums
+UNROLLED_COLUMNS = 4  # columns summed in registers before the sums are stored
 _ZERO = numpy.float32(0)
 _ONE, _TWO = numpy.float32(1), numpy.float32(2)
 _INFINITY = numpy.float32(numpy.inf)
-# Of the squares of the codes: less is a rounding error of equal codes.
+# As `search.MIN_VARIANCE_SHARE`.
 _MIN_VARIANCE_SHARE = numpy.float32(1e-5)
-# Places in the scratch.
+# Positions in the scratch array.
 _STEP, _OFFSET, _INVERSE = 0, LANES, 2 * LANES  # of the candidate
-_ERROR, _SQUARES, _ONES, _PRODUCTS, _RESIDUE = (place * LANES for place in range(3, 8))
+_ERROR, _SQUARES, _WEIGHTED_CODES, _PRODUCTS, _RESIDUAL = (place * LANES for place in range(3, 8))
 _LOW, _HIGH, _EXTREME, _WEIGHT = (place * LANES for place in range(8, 12))  # of the group
-_BEST = 12 * LANES  # seven places: error, then what belongs to it
-_RATIOS = 19 * LANES  # of a group with a table, 32 places, and as many for its values
+_BEST = 12 * LANES  # seven rows: the smallest error, and the results that belong to it
+_RATIOS = 19 * LANES  # of a group whose type has a table: 32 rows, and as many for its values
 _VALUES = _RATIOS + 32 * LANES
 _SCRATCH = _VALUES + 32 * LANES
 
@@ -38,9 +38,9 @@ def arrange_panels(rows, importance, x, weights):  # type: ignore[no-untyped-def
         if row >= rows.shape[0]:
             x[row // LANES, :, row % LANES] = _ZERO
     for panel in range(x.shape[0]):
-        count = min(LANES, rows.shape[0] - panel * LANES)
+        rows_in_panel = min(LANES, rows.shape[0] - panel * LANES)
         for first in range(0, x.shape[1], CACHE_LINE_FLOATS):
-            for lane in range(count):
+            for lane in range(rows_in_panel):
                 for index in range(CACHE_LINE_FLOATS):
                     x[panel, first + index, lane] = rows[panel * LANES + lane, first + index]
     mean = numpy.empty(LANES, numpy.float32)
@@ -52,52 +52,59 @@ def arrange_panels(rows, importance, x, weights):  # type: ignore[no-untyped-def
         for lane in range(LANES):
             mean[lane] /= numpy.float32(x.shape[1])
         for column in range(x.shape[1]):
-            share = importance[column]
+            column_weight = importance[column]
             for lane in range(LANES):
                 value = x[panel, column, lane]
-                weights[panel, column, lane] = share * numpy.sqrt(value * value + mean[lane])
+                weights[panel, column, lane] = column_weight * numpy.sqrt(
+                    value * value + mean[lane]
+                )
 
 
 @jit
-def fit_groups(x, w, starts, polish, affine, below, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
-    """Fill ``found`` with step and offset of each group; see `search.fit_groups`."""
+def fit_groups(  # type: ignore[no-untyped-def]
+    x, w, starts, refine_rounds, affine, nonpositive_offset, low, high, thresholds, increments, out
+):
+    """Fill ``out`` with step and offset of each group; see `search.fit_groups`."""
     s = numpy.empty(_SCRATCH, numpy.float32)
-    size = x.shape[1] // found.shape[2]
+    size = x.shape[1] // out.shape[2]
     for panel in range(x.shape[0]):
-        for group in range(found.shape[2]):
+        for group in range(out.shape[2]):
             columns = slice(group * size, group * size + size)
             xs, ws = x[panel, columns], w[panel, columns]
             _describe_group(xs, ws, s)
             for lane in range(LANES):
-                least = s[_LOW + lane]
-                least = _ZERO if below and least > _ZERO else least
-                s[_LOW + lane] = least
+                group_min = s[_LOW + lane]
+                group_min = _ZERO if nonpositive_offset and group_min > _ZERO else group_min
+                s[_LOW + lane] = group_min
                 s[_BEST + lane], s[_BEST + LANES + lane] = _INFINITY, _ZERO
-                s[_BEST + 2 * LANES + lane] = least if affine else _ZERO
+                s[_BEST + 2 * LANES + lane] = group_min if affine else _ZERO
                 s[_BEST + 3 * LANES + lane] = _ZERO
-            for trial in range(len(starts) + polish):
+            for trial in range(len(starts) + refine_rounds):
                 if trial < len(starts):
                     _start_candidate(s, starts[trial, 0], starts[trial, 1], affine, high)
                 else:
                     for lane in range(LANES):
                         s[_STEP + lane] = s[_BEST + LANES + lane]
                         s[_OFFSET + lane] = s[_BEST + 2 * LANES + lane]
-                _measure_candidate(xs, ws, s, low, high, middles, rises)
-                _improve_best(s, affine, below)
+                _measure_candidate(xs, ws, s, low, high, thresholds, increments)
+                _improve_best(s, affine, nonpositive_offset)
             for lane in range(LANES):
                 s[_BEST + 4 * LANES + lane] = s[_WEIGHT + lane]
-            for part in range(4):
+            for row in range(4):
                 for lane in range(LANES):
-                    found[part, panel, group, lane] = s[_BEST + (part + 1) * LANES + lane]
+                    out[row, panel, group, lane] = s[_BEST + (row + 1) * LANES + lane]
 
 
 @jit
-def choose_integers(x, w, start, units, moves, low, high, middles, rises, found):  # type: ignore[no-untyped-def]
-    """Fill ``found`` with the best integers of each group; see `search.choose_integers`. ``moves`` begin with the limits."""
+def choose_integers(x, w, start, units, moves, low, high, thresholds, increments, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` with the best integers of each group; see `search.choose_integers`.
+
+    The first row of ``moves`` holds the smallest and the largest integer.
+    """
     s = numpy.empty(_SCRATCH, numpy.float32)
     groups = start.shape[2]
-    size, share = x.shape[1] // groups, groups // units.shape[2]
-    least, most = moves[0, 0], moves[0, 1]
+    size, groups_per_block = x.shape[1] // groups, groups // units.shape[2]
+    smallest, largest = moves[0, 0], moves[0, 1]
     for panel in range(x.shape[0]):
         for group in range(groups):
             columns = slice(group * size, group * size + size)
@@ -106,32 +113,34 @@ def choose_integers(x, w, start, units, moves, low, high, middles, rises, found)
                 s[_BEST + lane] = _INFINITY
             for move in range(1, len(moves)):
                 for lane in range(LANES):
-                    unit = units[0, panel, group // share, lane]
-                    lowering = units[1, panel, group // share, lane]
-                    ratio = start[0, panel, group, lane] / (_ONE if unit == _ZERO else unit)
+                    d = units[0, panel, group // groups_per_block, lane]
+                    dmin = units[1, panel, group // groups_per_block, lane]
+                    ratio = start[0, panel, group, lane] / (_ONE if d == _ZERO else d)
                     scale = round_and_clamp(
-                        round_and_clamp(ratio, least, most) + moves[move, 0], least, most
+                        round_and_clamp(ratio, smallest, largest) + moves[move, 0],
+                        smallest,
+                        largest,
                     )
-                    ratio = -start[1, panel, group, lane] / (
-                        _ONE if lowering == _ZERO else lowering
+                    ratio = -start[1, panel, group, lane] / (_ONE if dmin == _ZERO else dmin)
+                    minimum = round_and_clamp(
+                        round_and_clamp(ratio, smallest, largest) + moves[move, 1],
+                        smallest,
+                        largest,
                     )
-                    lowered = round_and_clamp(
-                        round_and_clamp(ratio, least, most) + moves[move, 1], least, most
-                    )
-                    s[_LOW + lane], s[_HIGH + lane] = scale, lowered
-                    s[_STEP + lane], s[_OFFSET + lane] = unit * scale, -(lowering * lowered)
-                _measure_candidate(xs, ws, s, low, high, middles, rises)
+                    s[_LOW + lane], s[_HIGH + lane] = scale, minimum
+                    s[_STEP + lane], s[_OFFSET + lane] = d * scale, -(dmin * minimum)
+                _measure_candidate(xs, ws, s, low, high, thresholds, increments)
                 for lane in range(LANES):
                     better = s[_ERROR + lane] < s[_BEST + lane]
-                    for part in range(5):
-                        place = _BEST + part * LANES + lane
-                        s[place] = s[_ERROR + part * LANES + lane] if better else s[place]
-                    one, two = _BEST + 5 * LANES + lane, _BEST + 6 * LANES + lane
-                    s[one] = s[_LOW + lane] if better else s[one]
-                    s[two] = s[_HIGH + lane] if better else s[two]
-            for part in range(7):
+                    for row in range(5):
+                        slot = _BEST + row * LANES + lane
+                        s[slot] = s[_ERROR + row * LANES + lane] if better else s[slot]
+                    scale_slot, min_slot = _BEST + 5 * LANES + lane, _BEST + 6 * LANES + lane
+                    s[scale_slot] = s[_LOW + lane] if better else s[scale_slot]
+                    s[min_slot] = s[_HIGH + lane] if better else s[min_slot]
+            for row in range(7):
                 for lane in range(LANES):
-                    found[part, panel, group, lane] = s[_BEST + part * LANES + lane]
+                    out[row, panel, group, lane] = s[_BEST + row * LANES + lane]
 
 
 @inner
@@ -153,95 +162,107 @@ def _describe_group(x, w, s):  # type: ignore[no-untyped-def]
 
 
 @inner
-def _start_candidate(s, first, last, affine, high):  # type: ignore[no-untyped-def]
-    """Set step and offset of a candidate from one of `Trials.starts`."""
+def _start_candidate(s, low_share, high_share, affine, high):  # type: ignore[no-untyped-def]
+    """Set step and offset of a candidate from one of `Candidates.starts`."""
     for lane in range(LANES):
         if affine:
-            least, whole = s[_LOW + lane], s[_HIGH + lane] - s[_LOW + lane]
-            s[_OFFSET + lane] = least + whole * first
-            s[_STEP + lane] = whole * (_ONE - first - last) / high
+            smallest, width = s[_LOW + lane], s[_HIGH + lane] - s[_LOW + lane]
+            s[_OFFSET + lane] = smallest + width * low_share
+            s[_STEP + lane] = width * (_ONE - low_share - high_share) / high
         else:
             s[_OFFSET + lane] = _ZERO
-            s[_STEP + lane] = s[_EXTREME + lane] / first
+            s[_STEP + lane] = s[_EXTREME + lane] / low_share
 
 
 @inner
-def _measure_candidate(x, w, s, low, high, middles, rises):  # type: ignore[no-untyped-def]
-    """Fill in the sums over one group ``x``, ``w`` ``[size, LANES]`` for the candidate in the scratch."""
+def _measure_candidate(x, w, s, low, high, thresholds, increments):  # type: ignore[no-untyped-def]
+    """Compute the sums over one group ``x``, ``w`` ``[size, LANES]`` for the candidate in the scratch array."""
     for lane in range(LANES):
         step = s[_STEP + lane]
         s[_INVERSE + lane] = _ZERO if step == _ZERO else _ONE / step
         s[_ERROR + lane] = _ZERO
         s[_SQUARES + lane] = _ZERO
-        s[_ONES + lane] = _ZERO
+        s[_WEIGHTED_CODES + lane] = _ZERO
         s[_PRODUCTS + lane] = _ZERO
-        s[_RESIDUE + lane] = _ZERO
-    if middles is not None:
+        s[_RESIDUAL + lane] = _ZERO
+    if thresholds is not None:
         for index in range(x.shape[0]):
             for lane in range(LANES):
                 ratio = (x[index, lane] - s[_OFFSET + lane]) * s[_INVERSE + lane]
                 s[_RATIOS + index * LANES + lane] = ratio
-        look_up(s, _RATIOS, _VALUES, x.shape[0] * LANES, low, middles, rises)
+        look_up(s, _RATIOS, _VALUES, x.shape[0] * LANES, low, thresholds, increments)
         for index in range(x.shape[0]):
             for lane in range(LANES):
                 value, weight = s[_VALUES + index * LANES + lane], w[index, lane]
-                rest = x[index, lane] - s[_OFFSET + lane] - s[_STEP + lane] * value
-                weighted, owed = weight * value, weight * rest
-                s[_ERROR + lane] += owed * rest
-                s[_SQUARES + lane] += weighted * value
-                s[_ONES + lane] += weighted
-                s[_PRODUCTS + lane] += owed * value
-                s[_RESIDUE + lane] += owed
+                residual = x[index, lane] - s[_OFFSET + lane] - s[_STEP + lane] * value
+                weighted_value, weighted_residual = weight * value, weight * residual
+                s[_ERROR + lane] += weighted_residual * residual
+                s[_SQUARES + lane] += weighted_value * value
+                s[_WEIGHTED_CODES + lane] += weighted_value
+                s[_PRODUCTS + lane] += weighted_residual * value
+                s[_RESIDUAL + lane] += weighted_residual
         return
     for first in range(0, x.shape[0], UNROLLED_COLUMNS):
         for lane in range(LANES):
             step, offset, inverse = s[_STEP + lane], s[_OFFSET + lane], s[_INVERSE + lane]
-            error, squares, ones = s[_ERROR + lane], s[_SQUARES + lane], s[_ONES + lane]
-            products, residue = s[_PRODUCTS + lane], s[_RESIDUE + lane]
+            error = s[_ERROR + lane]
+            squares = s[_SQUARES + lane]
+            weighted_codes = s[_WEIGHTED_CODES + lane]
+            products, residual_sum = s[_PRODUCTS + lane], s[_RESIDUAL + lane]
             for index in range(UNROLLED_COLUMNS):
-                above, weight = x[first + index, lane] - offset, w[first + index, lane]
-                value = round_and_clamp(above * inverse, low, high)
-                rest = above - step * value
-                weighted, owed = weight * value, weight * rest
-                error += owed * rest
-                squares += weighted * value
-                ones += weighted
-                products += owed * value
-                residue += owed
-            s[_ERROR + lane], s[_SQUARES + lane], s[_ONES + lane] = error, squares, ones
-            s[_PRODUCTS + lane], s[_RESIDUE + lane] = products, residue
+                centered, weight = x[first + index, lane] - offset, w[first + index, lane]
+                value = round_and_clamp(centered * inverse, low, high)
+                residual = centered - step * value
+                weighted_value, weighted_residual = weight * value, weight * residual
+                error += weighted_residual * residual
+                squares += weighted_value * value
+                weighted_codes += weighted_value
+                products += weighted_residual * value
+                residual_sum += weighted_residual
+            s[_ERROR + lane], s[_SQUARES + lane], s[_WEIGHTED_CODES + lane] = (
+                error,
+                squares,
+                weighted_codes,
+            )
+            s[_PRODUCTS + lane], s[_RESIDUAL + lane] = products, residual_sum
 
 
 @inner
-def _improve_best(s, affine, below):  # type: ignore[no-untyped-def]
-    """Fit step and offset to the codes of the candidate; keep them where they are better."""
+def _improve_best(s, affine, nonpositive_offset):  # type: ignore[no-untyped-def]
+    """Fit step and offset to the codes of the candidate; keep them where the error is smaller."""
     for lane in range(LANES):
         step, offset = s[_STEP + lane], s[_OFFSET + lane]
         error, squares, products = s[_ERROR + lane], s[_SQUARES + lane], s[_PRODUCTS + lane]
-        ones, residue, weight = s[_ONES + lane], s[_RESIDUE + lane], s[_WEIGHT + lane]
+        weighted_codes = s[_WEIGHTED_CODES + lane]
+        residual_sum = s[_RESIDUAL + lane]
+        group_weight = s[_WEIGHT + lane]
         if affine:
-            spread = squares - ones * ones / weight
-            shared = products - ones * residue / weight
-            change = shared / spread
-            moved = (residue - change * ones) / weight
-            fallen = shared * change + residue * residue / weight
-            equal = not spread > _MIN_VARIANCE_SHARE * squares
-            above = below and (equal or offset + moved > _ZERO)
-            at_zero = products + offset * ones
-            change = at_zero / squares if above else change
-            moved = -offset if above else moved
-            gained = at_zero * change - _TWO * offset * residue - offset * offset * weight
-            fallen = gained if above else fallen
-            possible = (above or not equal) and step + change > _ZERO
+            variance = squares - weighted_codes * weighted_codes / group_weight
+            covariance = products - weighted_codes * residual_sum / group_weight
+            step_change = covariance / variance
+            offset_change = (residual_sum - step_change * weighted_codes) / group_weight
+            error_decrease = covariance * step_change + residual_sum * residual_sum / group_weight
+            is_constant = not variance > _MIN_VARIANCE_SHARE * squares
+            clamp_offset = nonpositive_offset and (is_constant or offset + offset_change > _ZERO)
+            product_at_zero = products + offset * weighted_codes
+            step_change = product_at_zero / squares if clamp_offset else step_change
+            offset_change = -offset if clamp_offset else offset_change
+            clamped_decrease = (
+                product_at_zero * step_change
+                - _TWO * offset * residual_sum
+                - offset * offset * group_weight
+            )
+            error_decrease = clamped_decrease if clamp_offset else error_decrease
+            is_valid = (clamp_offset or not is_constant) and step + step_change > _ZERO
         else:
-            change, moved = products / squares, _ZERO
-            fallen = products * change
-            possible = squares > _ZERO
-        error -= fallen
-        better = possible & (error < s[_BEST + lane])
+            step_change, offset_change = products / squares, _ZERO
+            error_decrease = products * step_change
+            is_valid = squares > _ZERO
+        error -= error_decrease
+        better = is_valid & (error < s[_BEST + lane])
         s[_BEST + lane] = error if better else s[_BEST + lane]
-        one, two = _BEST + LANES + lane, _BEST + 2 * LANES + lane
-        three = _BEST + 3 * LANES + lane
-        s[one] = step + change if better else s[one]
-        s[two] = offset + moved if better else s[two]
-        s[three] = squares if better else s[three]
+        step_slot, offset_slot = _BEST + LANES + lane, _BEST + 2 * LANES + lane
+        squares_slot = _BEST + 3 * LANES + lane
+        s[step_slot] = step + step_change if better else s[step_slot]
+        s[offset_slot] = offset + offset_change if better else s[offset_slot]
+        s[squares_slot] = squares if better else s[squares_slot]

@@ -307,7 +307,7 @@ def _refit_level(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> 
     above = place * block.group // block.columns
     unit = parameters["d"][:, above : above + 1] * (2 * LATTICES[grid].unit)  # of one level
     values = _decode_fixed_codes(grid, parameters, held, slice(place, place + 1))
-    plane = QuadraticError.of(values, torch.zeros_like(values), held)
+    plane = QuadraticError.from_directions(values, torch.zeros_like(values), held)
     mine = {"scales": parameters["scales"][:, place : place + 1]}
     assert block.units is not None
     least, most = block.units
@@ -330,9 +330,9 @@ def _refit_unit(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> T
     levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].unit
     spread = levels.T.repeat_interleave(block.group, 0)
     up = _decode_fixed_codes(grid, parameters, held, groups) * spread
-    plane = QuadraticError.of(up, torch.zeros_like(up), held)
+    plane = QuadraticError.from_directions(up, torch.zeros_like(up), held)
     mine = {"d": parameters["d"][:, place : place + 1]}
-    wished, none = plane.best(offset=False)
+    wished, none = plane.minimize(offset=False)
     tried = {"d": (mine["d"] + wished).half().float()}
 
     def gain(found: dict[str, Tensor]) -> Tensor:
@@ -432,10 +432,8 @@ def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, rough: bool) -> C
     codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
     levels = numpy.empty((len(x), 256 // size), numpy.uint8)
     units = numpy.empty(len(x), numpy.float32)
-    tables, found = (
-        (tuple(neighbor_lists(grid)), lattice_points(grid)),
-        (codes, lowered, levels, units),
-    )
+    tables = (tuple(neighbor_lists(grid)), lattice_points(grid))
+    found = (codes, lowered, levels, units)
     ternary_loops.search(x, w, size, rough, *limits, *tables, *found)
     if grid == "iq1_m":
         codes |= lowered.astype(numpy.int32) << LATTICES[grid].sign_place
