@@ -48,7 +48,7 @@ def encode(
     return torch.cdist(vectors, BOOK).argmin(1).to(torch.uint8).view(len(weight), -1)
 
 
-def weighed(
+def encode_weighted(
     weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor
 ) -> Tensor:
     vectors = (weight / _scales(parameters, scheme, None)).view(len(weight), -1, 1, WIDTH)
@@ -56,7 +56,7 @@ def weighed(
     return errors.sum(-1).argmin(-1).to(torch.uint8)
 
 
-def nearest(
+def nearest_vectors(
     targets: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice, root: Tensor
 ) -> Tensor:
     vectors = targets / _scales(parameters, scheme, columns)
@@ -69,11 +69,11 @@ def decode(
     return BOOK[codes.long()].flatten(1) * _scales(parameters, scheme, columns)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
+def column_grid(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
     """Return None: a column alone has no points."""
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
+def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
     def improve(parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
         values = BOOK[held.codes.long()].transpose(1, 2).flatten(0, 1)
         return refit_scale(parameters["scales"], values, held, torch.float32)

@@ -40,14 +40,14 @@ def decode(
     return TABLE[codes.long()] * _scales(parameters, scheme, columns)
 
 
-def points(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> ColumnGrid:
+def column_grid(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> ColumnGrid:
     scales = parameters["scales"].T[columns // scheme.group_size(0)]
     none = torch.zeros_like(scales)
     table = ((TABLE[1:] + TABLE[:-1]) / 2, TABLE, torch.arange(16).float())
     return ColumnGrid(scales, none, none, (0, 15), torch.uint8, table)
 
 
-def refits(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
+def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
     def improve(parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
         values = TABLE[held.codes.long()]
         return refit_scale(parameters["scales"], values, held, torch.float32)
@@ -55,7 +55,7 @@ def refits(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:
     return (RefitStep(scheme.group_size(in_features), improve),)
 
 
-def kernel_terms(tensor: QuantizedTensor) -> KernelInputs:
+def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
     return KernelInputs("table", tensor.codes, {**tensor.parameters, "table": TABLE})
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.numerics.compiled import inner, jit
+from quantforge.numerics.compiled import internal_jit, jit
 from quantforge.packers.ggml.grid import LANES
 from quantforge.packers.ggml.row_loops import look_up, round_and_clamp
 from quantforge.packers.ggml.search_loops import UNROLLED_COLUMNS
@@ -165,7 +165,7 @@ def descend_coordinates(x, weights, low, high, codes, scales):  # type: ignore[n
         _store_panel(cs, first, codes)
 
 
-@inner
+@internal_jit
 def _find_extremes(x, s):  # type: ignore[no-untyped-def]
     """Find the element of largest magnitude of each group, the first of several."""
     for lane in range(LANES):
@@ -176,7 +176,7 @@ def _find_extremes(x, s):  # type: ignore[no-untyped-def]
             s[_EXTREME + lane] = value if abs(value) > abs(extreme) else extreme
 
 
-@inner
+@internal_jit
 def _sum_codes(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
     """Sum the weighted products and squares of the codes for the inverse scale ``numerator / extreme``."""
     for lane in range(LANES):
@@ -195,7 +195,7 @@ def _sum_codes(x, w, s, numerator, low, high):  # type: ignore[no-untyped-def]
             s[_PRODUCTS + lane], s[_SQUARES + lane] = products, squares
 
 
-@inner
+@internal_jit
 def _start_best(s):  # type: ignore[no-untyped-def]
     """Start with the scale that fits the sums, or 0 if all weights are 0."""
     for lane in range(LANES):
@@ -206,7 +206,7 @@ def _start_best(s):  # type: ignore[no-untyped-def]
         s[_INVERSE + lane] = s[_CANDIDATE + lane]
 
 
-@inner
+@internal_jit
 def _update_best(s):  # type: ignore[no-untyped-def]
     """Take the scale that fits the sums if its error is smaller than the best so far."""
     for lane in range(LANES):
@@ -277,7 +277,7 @@ def search_affine(x, weights, high, numerators, absolute, scales, negated_mins, 
         _store_panel(xs, first, codes)
 
 
-@inner
+@internal_jit
 def _find_range(x, w, s):  # type: ignore[no-untyped-def]
     """Find the smallest and the largest value, and sum the weights and the weighted values."""
     for lane in range(LANES):
@@ -293,7 +293,7 @@ def _find_range(x, w, s):  # type: ignore[no-untyped-def]
             s[_MEAN + lane] += weight * value
 
 
-@inner
+@internal_jit
 def _fit_line(x, w, s, high):  # type: ignore[no-untyped-def]
     """Fit scale and minimum to the codes of the candidate."""
     for lane in range(LANES):
@@ -329,7 +329,7 @@ def _fit_line(x, w, s, high):  # type: ignore[no-untyped-def]
         s[_SQUARES + lane] = determinant
 
 
-@inner
+@internal_jit
 def _sum_errors(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
     """Sum the weighted errors of the candidate's scale and minimum: magnitudes with ``absolute``, else squares."""
     for lane in range(LANES):
@@ -350,7 +350,7 @@ def _sum_errors(x, w, s, high, absolute):  # type: ignore[no-untyped-def]
 # Panels of groups
 
 
-@inner
+@internal_jit
 def _load_panel(array, first, panel):  # type: ignore[no-untyped-def]
     """Copy the 64 groups from index ``first`` into ``panel`` ``[size, LANES]``; missing groups become zeros."""
     count = min(LANES, array.shape[1] - first)
@@ -362,7 +362,7 @@ def _load_panel(array, first, panel):  # type: ignore[no-untyped-def]
             out[lane] = _ZERO
 
 
-@inner
+@internal_jit
 def _store_panel(panel, first, array):  # type: ignore[no-untyped-def]
     """Copy ``panel`` back to ``array``; the inverse of `_load_panel`."""
     count = min(LANES, array.shape[1] - first)

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba.extending import intrinsic
 from numba.np.arrayobj import make_array
 
-from quantforge.numerics.compiled import inner, jit
+from quantforge.numerics.compiled import internal_jit, jit
 from quantforge.packers.ggml.grid import MAX_THRESHOLDS
 
 CACHE_LINE_FLOATS = 16  # floats of a cache line, and the smallest group
@@ -190,7 +190,7 @@ def encode(weight, step, offset, low, high, thresholds, increments, out):  # typ
                 codes[column] = numpy.int8(numpy.int32(round_and_clamp(ratio, low, high)))
 
 
-@inner
+@internal_jit
 def look_up(s, ratios, values, count, low, thresholds, increments):  # type: ignore[no-untyped-def]
     """Look up ``count`` values in a table, comparing with five thresholds at a time, as many as fit in registers."""
     for index in range(count):
@@ -210,7 +210,7 @@ def look_up(s, ratios, values, count, low, thresholds, increments):  # type: ign
             s[values + index] = value
 
 
-@inner
+@internal_jit
 def round_and_clamp(ratio, low, high):  # type: ignore[no-untyped-def]
     """Round to the nearest integer, halves to even, and clamp."""
     value = (ratio + _MAGIC) - _MAGIC

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.numerics.compiled import inner, jit
+from quantforge.numerics.compiled import internal_jit, jit
 from quantforge.packers.ggml.grid import LANES
 from quantforge.packers.ggml.row_loops import CACHE_LINE_FLOATS, look_up, round_and_clamp
 
@@ -143,7 +143,7 @@ def choose_integers(x, w, start, units, moves, low, high, thresholds, increments
                     out[row, panel, group, lane] = s[_BEST + row * LANES + lane]
 
 
-@inner
+@internal_jit
 def _describe_group(x, w, s):  # type: ignore[no-untyped-def]
     """Find the range, the value of largest magnitude and the sum of weights of one group."""
     for lane in range(LANES):
@@ -161,7 +161,7 @@ def _describe_group(x, w, s):  # type: ignore[no-untyped-def]
         s[_EXTREME + lane] = high if high > -low else low
 
 
-@inner
+@internal_jit
 def _start_candidate(s, low_share, high_share, affine, high):  # type: ignore[no-untyped-def]
     """Set step and offset of a candidate from one of `Candidates.starts`."""
     for lane in range(LANES):
@@ -174,7 +174,7 @@ def _start_candidate(s, low_share, high_share, affine, high):  # type: ignore[no
             s[_STEP + lane] = s[_EXTREME + lane] / low_share
 
 
-@inner
+@internal_jit
 def _measure_candidate(x, w, s, low, high, thresholds, increments):  # type: ignore[no-untyped-def]
     """Compute the sums over one group ``x``, ``w`` ``[size, LANES]`` for the candidate in the scratch array."""
     for lane in range(LANES):
@@ -227,7 +227,7 @@ def _measure_candidate(x, w, s, low, high, thresholds, increments):  # type: ign
             s[_PRODUCTS + lane], s[_RESIDUAL + lane] = products, residual_sum
 
 
-@inner
+@internal_jit
 def _improve_best(s, affine, nonpositive_offset):  # type: ignore[no-untyped-def]
     """Fit step and offset to the codes of the candidate; keep them where the error is smaller."""
     for lane in range(LANES):

@@ -30,54 +30,56 @@ class Lattice:
     """The points that codes of a type pick, and how codes are read.
 
     Attributes:
-        points: number of points in the table.
+        num_points: number of points in the table.
         width: weights of a point.
-        values: magnitudes that a weight of a point can have, rising (of ternary types with their sign).
-        unit: factor of the step of a group, ``d (2 scale + 1) unit``.
+        digit_values: magnitudes that a weight of a point can have, rising (of ternary types with their sign).
+        step_factor: factor of the step of a group, ``d (2 scale + 1) unit``.
         signs: "even": 8 signs, an even number of them negative; "free": a sign for each weight; "": part of the points.
-        shift: what all values of a group (or of a point, `shifts_codes`) are raised or lowered by.
-        vectors: points in a code, which share its signs.
+        shift_size: what all values of a group (or of a point, `shifts_codes`) are raised or lowered by.
+        points_per_code: points in a code, which share its signs.
         shifts_codes: whether a bit of each code chooses the shift, rather than a parameter of each group.
-        every: our search starts from one in this many of the scales that ggml tries.
-        rounds: of our search.
+        scale_stride: our search starts from one in this many of the scales that ggml tries.
+        search_rounds: of our search.
     """
 
-    points: int
+    num_points: int
     width: int
-    values: tuple[int, ...]
-    unit: float
+    digit_values: tuple[int, ...]
+    step_factor: float
     signs: str = ""
-    shift: float = 0.0
-    vectors: int = 1
+    shift_size: float = 0.0
+    points_per_code: int = 1
     shifts_codes: bool = False
-    every: int = 3
-    rounds: int = 2
+    scale_stride: int = 3
+    search_rounds: int = 2
 
     @property
     def index_bits(self) -> int:
         """Return the bits of the place of a point in the table."""
-        return (self.points - 1).bit_length()
+        return (self.num_points - 1).bit_length()
 
     @property
-    def sign_place(self) -> int:
+    def sign_shift(self) -> int:
         """Return the lowest bit of a code that is a sign (or chooses the shift)."""
-        return self.index_bits * self.vectors
+        return self.index_bits * self.points_per_code
 
     @property
-    def columns(self) -> int:
+    def weights_per_code(self) -> int:
         """Return how many weights a code stands for."""
-        return self.width * self.vectors
+        return self.width * self.points_per_code
 
 
 _TWO_BITS, _THREE_BITS = (8, 25, 43), (4, 12, 20, 28, 36, 44, 52, 62)
 LATTICES: Mapping[str, Lattice] = {
-    "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125),
-    "iq1_m": Lattice(2048, 8, (-1, 0, 1), 1.0, shift=0.125, shifts_codes=True, rounds=1),
+    "iq1_s": Lattice(2048, 8, (-1, 0, 1), 1.0, shift_size=0.125),
+    "iq1_m": Lattice(
+        2048, 8, (-1, 0, 1), 1.0, shift_size=0.125, shifts_codes=True, search_rounds=1
+    ),
     "iq2_xxs": Lattice(256, 8, _TWO_BITS, 0.125, "even"),
     "iq2_xs": Lattice(512, 8, _TWO_BITS, 0.125, "even"),
-    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free", every=8),
-    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", vectors=2, every=5),
-    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free", every=8),
+    "iq2_s": Lattice(1024, 8, _TWO_BITS, 0.125, "free", scale_stride=8),
+    "iq3_xxs": Lattice(256, 4, _THREE_BITS, 0.25, "even", points_per_code=2, scale_stride=5),
+    "iq3_s": Lattice(512, 4, (1, 3, 5, 7, 9, 11, 13, 15), 1.0, "free", scale_stride=8),
 }
 # llama-quantize makes none of these of a tensor inside of the blocks without an importance of its columns.
 NEED_IMPORTANCE = frozenset({"iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs"})

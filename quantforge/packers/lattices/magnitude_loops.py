@@ -1,6 +1,6 @@
 """ggml's search for IQ2 and IQ3, to the last bit, in loops that numba compiles.
 
-ggml rounds each group of a block with 13 to 31 scales: magnitudes to digits (places in `Lattice.values`, as odd numbers
+ggml rounds each group of a block with 13 to 31 scales: magnitudes to digits (places in `Lattice.digit_values`, as odd numbers
 ``2 digit + 1``), the digits of each part (the 4 or 8 weights of a point) to a point, and keeps the scale with the
 greatest ``product^2 / square``, where ``product = sum w x q`` and ``square = sum w q^2``. To have its bytes, sums are
 float32 in the order of the elements, products are grouped as in ggml, and of equal candidates the first is taken. Two
@@ -8,11 +8,11 @@ shortcuts find the same bits with less work:
 
 - *Runs of scales.* From one scale to the next few digits change, so each part has runs of scales with the same digits
   (its key). Between two points the sign of the difference of their distances is that of a linear function of the scale:
-  a point that is nearest at both ends of a run, by more than rounding (`MARGIN`), is nearest within it.
+  a point that is nearest at both ends of a run, by more than rounding (`DISTANCE_TOLERANCE`), is nearest within it.
 - *Sums part by part.* Changes at the ends of runs add up to approximate sums for every scale. Only scales within
-  `REACH` of the greatest are tried as ggml tries them; rounding moves a value by less than half of that.
+  `QUALITY_TOLERANCE` of the greatest are tried as ggml tries them; rounding moves a value by less than half of that.
 
-Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search` first.
+Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search_magnitudes` first.
 """
 
 from __future__ import annotations
@@ -20,45 +20,47 @@ from __future__ import annotations
 import numpy
 
 from quantforge.numerics.compiled import (
-    LANE_NUMBERS,
-    LARGEST,
-    below,
-    borrowing,
+    LANE_INDICES,
+    MAX_FLOAT32,
+    argmin_lane,
+    broadcast,
     copy,
-    differing,
+    differ_mask,
     fill,
     first_bit,
-    first_of,
-    fused,
-    greater,
+    inlined_jit,
     jit,
     lane_min,
     lane_sum,
     last_bit,
-    lesser,
+    less_mask,
     load,
-    pick,
-    spread,
+    multiply_add,
+    select_if_less,
     store,
+    vector_max,
+    vector_min,
 )
 
-ALWAYS, OFF_GRID, ALL_IF_ANY = range(3)  # which points are chosen again with the scale found
+SNAP_ALL, SNAP_OFF_GRID, SNAP_ALL_IF_ANY = range(
+    3
+)  # which points are chosen again with the scale found
 # Tries on either side, whether they begin with a fit, which points are chosen again; then what one try changes the
 # inverse scale by, the least maximum of a group, and the factor of the unit.
-SEARCHES = {
-    "iq2_xxs": ((6, True, ALWAYS), (0.1, 1e-15, 1.0)),
-    "iq2_xs": ((9, False, OFF_GRID), (0.1, 1e-15, 1.0)),
-    "iq2_s": ((9, False, OFF_GRID), (0.1, 1e-8, 0.9875)),
-    "iq3_xxs": ((15, False, OFF_GRID), (0.2, 1e-8, 1.0125)),
-    "iq3_s": ((9, False, ALL_IF_ANY), (0.2, 1e-45, 1.033)),
+SEARCH_OPTIONS = {
+    "iq2_xxs": ((6, True, SNAP_ALL), (0.1, 1e-15, 1.0)),
+    "iq2_xs": ((9, False, SNAP_OFF_GRID), (0.1, 1e-15, 1.0)),
+    "iq2_s": ((9, False, SNAP_OFF_GRID), (0.1, 1e-8, 0.9875)),
+    "iq3_xxs": ((15, False, SNAP_OFF_GRID), (0.2, 1e-8, 1.0125)),
+    "iq3_s": ((9, False, SNAP_ALL_IF_ANY), (0.2, 1e-45, 1.033)),
 }
-STRIDE = 48  # of the keys of a part: 8 before them
-REACH = 2e-5
+KEY_STRIDE = 48  # of the keys of a part: 8 before them
+QUALITY_TOLERANCE = 2e-5
 # Of distances by sums, relative to the greatest they are made of: more than two ways of measuring them can differ.
-MARGIN = numpy.float32(256 * 2.0**-24)
+DISTANCE_TOLERANCE = numpy.float32(256 * 2.0**-24)
 # Beyond these scales and margins, numbers could leave the range in which that holds.
-LEAST, SMALL, HUGE = numpy.float32(1e-10), numpy.float32(1e-30), numpy.float32(1e10)
-_LEAST_SUM, _GREATEST_SUM = numpy.float32(1e-14), numpy.float32(1e14)
+MIN_SCALE, MIN_MARGIN, MAX_MARGIN = numpy.float32(1e-10), numpy.float32(1e-30), numpy.float32(1e10)
+_MIN_SUM, _MAX_SUM = numpy.float32(1e-14), numpy.float32(1e14)
 _EPSILON = numpy.float32(1e-15)
 _MAGIC = numpy.float32(1.5 * 2**23)  # added and subtracted, it rounds to an integer, halves to even
 _ZERO, _HALF, _ONE = numpy.float32(0), numpy.float32(0.5), numpy.float32(1)
@@ -66,67 +68,89 @@ _TENTH, _EIGHT, _COLUMNS = numpy.float32(0.1), numpy.float32(8), numpy.float32(2
 
 
 @jit
-def compute_error_weights(x, importance, twice, share, w):  # type: ignore[no-untyped-def]
-    """Fill in the weights of errors: ``importance sqrt(mean + x^2)``, or without one ``share * mean + x^2``.
+def compute_error_weights(x, importance, double_mean, mean_share, out):  # type: ignore[no-untyped-def]
+    """Fill in the weights of errors: ``importance sqrt(mean + x^2)``, or without one ``mean_share * mean + x^2``.
 
     Args:
         x: float32 ``[blocks, 256]``.
-        importance: float32 ``[blocks of a row, 256]``, or ``[0, 256]``.
-        twice: whether the mean of the squares of a block, summed in the order of its columns, counts twice.
-        share: of the mean where no importance is known.
-        w: float32 ``[blocks, 256]``, filled in.
+        importance: float32 ``[blocks of sum0 row, 256]``, or ``[0, 256]``.
+        double_mean: whether the mean of the squares of a block, summed in the order of its columns, counts twice.
+        mean_share: of the mean where no importance is known.
+        block_weights: float32 ``[blocks, 256]``, filled in.
     """
-    last, sums = len(x) - 1, numpy.empty(4, numpy.float32)
+    last_block, sums = len(x) - 1, numpy.empty(4, numpy.float32)
     for first in range(0, len(x), 4):  # side by side, since each sum waits for the one before
-        rows = (first, min(first + 1, last), min(first + 2, last), min(first + 3, last))
-        a, b, c, d = _ZERO, _ZERO, _ZERO, _ZERO
+        rows = (
+            first,
+            min(first + 1, last_block),
+            min(first + 2, last_block),
+            min(first + 3, last_block),
+        )
+        sum0, sum1, sum2, sum3 = _ZERO, _ZERO, _ZERO, _ZERO
         for i in range(256):
-            a += x[rows[0], i] * x[rows[0], i]
-            b += x[rows[1], i] * x[rows[1], i]
-            c += x[rows[2], i] * x[rows[2], i]
-            d += x[rows[3], i] * x[rows[3], i]
-        sums[0], sums[1], sums[2], sums[3] = a, b, c, d
+            sum0 += x[rows[0], i] * x[rows[0], i]
+            sum1 += x[rows[1], i] * x[rows[1], i]
+            sum2 += x[rows[2], i] * x[rows[2], i]
+            sum3 += x[rows[3], i] * x[rows[3], i]
+        sums[0], sums[1], sums[2], sums[3] = sum0, sum1, sum2, sum3
         for block in range(first, min(first + 4, len(x))):
-            whole, mine, out = sums[block - first], x[block], w[block]
-            mean = (whole + whole if twice else whole) / _COLUMNS
+            square_sum, block_values, block_weights = sums[block - first], x[block], out[block]
+            mean = (square_sum + square_sum if double_mean else square_sum) / _COLUMNS
             if len(importance):
-                known = importance[block % len(importance)]
+                block_importance = importance[block % len(importance)]
                 for i in range(256):
-                    out[i] = numpy.sqrt(mean + mine[i] * mine[i]) * known[i]
+                    block_weights[i] = (
+                        numpy.sqrt(mean + block_values[i] * block_values[i]) * block_importance[i]
+                    )
             else:
-                part = share * mean if share > _ZERO else _ZERO
+                scaled_mean = mean_share * mean if mean_share > _ZERO else _ZERO
                 for i in range(256):
-                    out[i] = part + mine[i] * mine[i]
+                    block_weights[i] = scaled_mean + block_values[i] * block_values[i]
 
 
 @jit
-def search(x, w, form, options, numbers, tables, odd, points, signs, scales, levels, units):  # type: ignore[no-untyped-def]
+def search_magnitudes(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    layout,
+    search_options,
+    search_numbers,
+    neighbors,
+    odd_points,
+    points,
+    signs,
+    scales,
+    levels,
+    units,
+):
     """Choose points, signs and scales of blocks.
 
     Args:
         x, w: values and their weights, float32 ``[blocks, 256]``.
-        form: columns of a group, a tuple as long as a point has values (so that loops over them are unrolled), digits.
-        options: whether signs are even, then the integers of `SEARCHES`.
-        numbers: those of `SEARCHES`, float32.
-        tables: `Neighbours`.
-        odd: the points in odd numbers, float32 ``[points, width]``.
+        layout: columns of a group, a tuple as long as a point has values (so that loops over them are unrolled), digits.
+        search_options: whether signs are even, then the integers of `SEARCH_OPTIONS`.
+        search_numbers: those of `SEARCH_OPTIONS`, float32.
+        neighbors: `Neighbours`.
+        odd_points: the points in odd numbers, float32 ``[points, width]``.
         points: int32 ``[blocks, 256 / width]``, filled in, as are
         signs: uint8 ``[blocks, 32]``, and ``scales``: float32, ``levels`` uint8 ``[blocks, groups]``, ``units``.
     """
-    size, width = form[0], len(form[1])
-    parts, tries = size // width, options[1]
-    step, least, fudge = numbers
+    size, width = layout[0], len(layout[1])
+    parts, tries = size // width, search_options[1]
+    step, min_max, unit_factor = search_numbers
     count = (2 * tries + 8) // 8 * 8
     # How many steps the largest value is tried to be.
-    tops = numpy.empty(count, numpy.float32)
+    max_targets = numpy.empty(count, numpy.float32)
     for t in range(count):
-        tops[t] = numpy.float32(2 * form[2] - 1) + numpy.float32(min(t - tries, tries)) * step
-    values, roots, wx = numpy.empty((3, size), numpy.float32)
-    seen, on_grid = numpy.empty((2, parts), numpy.bool_)
-    steps = (
+        max_targets[t] = (
+            numpy.float32(2 * layout[2] - 1) + numpy.float32(min(t - tries, tries)) * step
+        )
+    values, roots, weighted_x = numpy.empty((3, size), numpy.float32)
+    candidate_on_grid, on_grid = numpy.empty((2, parts), numpy.bool_)
+    scale_arrays = (
         numpy.empty(count, numpy.float32),
         numpy.empty(count, numpy.float32),
-        numpy.zeros(parts * STRIDE + 8, numpy.float32),
+        numpy.zeros(parts * KEY_STRIDE + 8, numpy.float32),
         numpy.empty(size, numpy.float32),
         numpy.empty(128, numpy.float32),
     )
@@ -136,18 +160,26 @@ def search(x, w, form, options, numbers, tables, odd, points, signs, scales, lev
         numpy.empty((parts, count), numpy.bool_),
     )
     sums = numpy.empty((count + 1, 2), numpy.float64)
-    mine = numpy.empty(parts, numpy.int32)
-    tried_scratch = (roots, wx, seen, mine, steps, runs, sums)
-    scratch = (values, numpy.empty(size, numpy.uint8), on_grid, tried_scratch)
+    candidate_points = numpy.empty(parts, numpy.int32)
+    scale_scratch = (
+        roots,
+        weighted_x,
+        candidate_on_grid,
+        candidate_points,
+        scale_arrays,
+        runs,
+        sums,
+    )
+    scratch = (values, numpy.empty(size, numpy.uint8), on_grid, scale_scratch)
     _quantize_blocks(
         x,
         w,
-        form,
-        options,
-        tops,
-        (least, fudge),
-        tables,
-        odd,
+        layout,
+        search_options,
+        max_targets,
+        (min_max, unit_factor),
+        neighbors,
+        odd_points,
         points,
         signs,
         scales,
@@ -157,37 +189,50 @@ def search(x, w, form, options, numbers, tables, odd, points, signs, scales, lev
     )
 
 
-@borrowing
+@inlined_jit
 def _quantize_blocks(  # type: ignore[no-untyped-def]
-    x, w, form, options, tops, limits, tables, odd, points, signs, scales, levels, units, scratch
+    x,
+    w,
+    layout,
+    search_options,
+    max_targets,
+    group_limits,
+    neighbors,
+    odd_points,
+    points,
+    signs,
+    scales,
+    levels,
+    units,
+    scratch,
 ):
-    least, fudge = limits
-    size, parts = form[0], form[0] // len(form[1])
+    min_max, unit_factor = group_limits
+    size, parts = layout[0], layout[0] // len(layout[1])
     for block in range(len(x)):
-        most = _ZERO
+        max_scale = _ZERO
         for group in range(256 // size):
-            run = slice(group * size, group * size + size)
-            part = slice(group * parts, group * parts + parts)
-            mask = signs[block, group * size // 8 : (group + 1) * size // 8]
+            columns = slice(group * size, group * size + size)
+            indices = slice(group * parts, group * parts + parts)
+            sign_mask = signs[block, group * size // 8 : (group + 1) * size // 8]
             scales[block, group] = _quantize_group(
-                x[block, run],
-                w[block, run],
-                form,
-                options,
-                tops,
-                least,
-                tables,
-                odd,
-                points[block, part],
-                mask,
+                x[block, columns],
+                w[block, columns],
+                layout,
+                search_options,
+                max_targets,
+                min_max,
+                neighbors,
+                odd_points,
+                points[block, indices],
+                sign_mask,
                 scratch,
             )
-            most = max(most, scales[block, group])
-        unit = most / numpy.float32(31)
-        units[block] = unit * fudge
+            max_scale = max(max_scale, scales[block, group])
+        unit = max_scale / numpy.float32(31)
+        units[block] = unit * unit_factor
         fill(levels[block], 0)
-        if most == _ZERO:
-            fill(points[block], tables[0][0])
+        if max_scale == _ZERO:
+            fill(points[block], neighbors[0][0])
             fill(signs[block], 0)
             continue
         inverse = _ONE / unit
@@ -195,100 +240,118 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
             levels[block, group] = nearest_level(inverse * scales[block, group], 15)
 
 
-@borrowing
-def _quantize_group(xs, ws, form, options, tops, least, tables, odd, points, mask, scratch):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _quantize_group(  # type: ignore[no-untyped-def]
+    xs,
+    ws,
+    layout,
+    search_options,
+    max_targets,
+    min_max,
+    neighbors,
+    odd_points,
+    points,
+    sign_mask,
+    scratch,
+):
     """Fill in points and signs of one group and return its scale."""
-    size, _, base = form
-    even, tries, positive, again = options
-    values, codes, on_grid, tried_scratch = scratch
-    roots, wx, (inverses, scales, _, _, _) = tried_scratch[0], tried_scratch[1], tried_scratch[4]
-    top = numpy.float32(2 * base - 1)
+    size, _, base = layout
+    even_signs, tries, fit_positive, snap_mode = search_options
+    values, codes, on_grid, scale_scratch = scratch
+    roots, weighted_x, (inverses, scales, _, _, _) = (
+        scale_scratch[0],
+        scale_scratch[1],
+        scale_scratch[4],
+    )
+    max_odd = numpy.float32(2 * base - 1)
     for first in range(0, size, 8):
-        mask[first // 8] = split_signs(xs, ws, first, even, values)
-    fill(points, tables[0][0])
-    high = values[0]
+        sign_mask[first // 8] = split_signs(xs, ws, first, even_signs, values)
+    fill(points, neighbors[0][0])
+    max_value = values[0]
     for i in range(size):
-        high = max(high, values[i])
+        max_value = max(max_value, values[i])
     for i in range(size):
         roots[i] = numpy.sqrt(ws[i])
-        wx[i] = ws[i] * values[i]
-    start = high
-    if high >= least and positive:
-        start = _positive_scale(values, ws, base + 1, codes) * numpy.float32(base)
-    if high < least or start <= _ZERO:
-        fill(mask, 0)
+        weighted_x[i] = ws[i] * values[i]
+    start_value = max_value
+    if max_value >= min_max and fit_positive:
+        start_value = _positive_scale(values, ws, base + 1, codes) * numpy.float32(base)
+    if max_value < min_max or start_value <= _ZERO:
+        fill(sign_mask, 0)
         return _ZERO
-    scale = start / numpy.float32(base) if positive else high / top
-    fill(on_grid, again != ALL_IF_ANY)
+    scale = start_value / numpy.float32(base) if fit_positive else max_value / max_odd
+    fill(on_grid, snap_mode != SNAP_ALL_IF_ANY)
     count = 2 * tries + 1
     for t in range(0, len(scales), 8):
-        inverse = load(tops, t) / spread(start)
+        inverse = load(max_targets, t) / broadcast(start_value)
         store(inverses, t, inverse)
-        store(scales, t, spread(_ONE) / inverse)
-    scale = _best_scale(values, ws, form, count, tables, odd, scale, points, on_grid, tried_scratch)
-    missed = again == ALWAYS
+        store(scales, t, broadcast(_ONE) / inverse)
+    scale = _best_scale(
+        values, ws, layout, count, neighbors, odd_points, scale, points, on_grid, scale_scratch
+    )
+    any_off_grid = snap_mode == SNAP_ALL
     for part in range(len(points)):
-        missed |= not on_grid[part]
-    if scale > _ZERO and missed:
-        if again != OFF_GRID:
+        any_off_grid |= not on_grid[part]
+    if scale > _ZERO and any_off_grid:
+        if snap_mode != SNAP_OFF_GRID:
             fill(on_grid, False)
-        _snap_to_points(values, roots, form, scale, tables, points, on_grid)
-        product, square = _fit_sums(wx, ws, points, odd, form[1])
+        _snap_to_points(values, roots, layout, scale, neighbors, points, on_grid)
+        product, square = _fit_sums(weighted_x, ws, points, odd_points, layout[1])
         if square > _ZERO:
             scale = product / square
     if scale < _ZERO:
         scale = -scale
         for i in range(size // 8):
-            mask[i] ^= 255
+            sign_mask[i] ^= 255
     return scale
 
 
-@borrowing
-def split_signs(x, w, first, even, magnitudes):  # type: ignore[no-untyped-def]
+@inlined_jit
+def split_signs(x, w, first, even_signs, magnitudes):  # type: ignore[no-untyped-def]
     """Fill in 8 magnitudes from ``first`` on and return the mask of the negative ones.
 
-    With ``even`` the number of negative signs has to be even: where it is not, the magnitude that costs least keeps the
+    With ``even_signs`` the number of negative signs has to be even: where it is not, the magnitude that costs least keeps the
     wrong sign.
     """
-    value, zero = load(x, first), spread(_ZERO)
-    store(magnitudes, first, pick(value, zero, zero - value, value))
-    mask = below(value, zero)
-    odd = mask ^ mask >> 4
-    odd ^= odd >> 2
-    odd ^= odd >> 1
-    if even and odd & 1:
-        cheapest, _ = first_of(load(w, first) * value * value, load(LANE_NUMBERS, 0))
+    value, zero = load(x, first), broadcast(_ZERO)
+    store(magnitudes, first, select_if_less(value, zero, zero - value, value))
+    mask = less_mask(value, zero)
+    parity = mask ^ mask >> 4
+    parity ^= parity >> 2
+    parity ^= parity >> 1
+    if even_signs and parity & 1:
+        cheapest, _ = argmin_lane(load(w, first) * value * value, load(LANE_INDICES, 0))
         magnitudes[first + cheapest] = -magnitudes[first + cheapest]
         mask ^= 1 << cheapest
     return mask
 
 
-@borrowing
+@inlined_jit
 def _round_even(value):  # type: ignore[no-untyped-def]
     """Round to the nearest integer, halves to even."""
     return (value + _MAGIC) - _MAGIC
 
 
-@borrowing
-def nearest_level(ratio, top):  # type: ignore[no-untyped-def]
+@inlined_jit
+def nearest_level(ratio, max_level):  # type: ignore[no-untyped-def]
     """Return the digit ``0..top`` whose odd number ``2 digit + 1`` is nearest to ``ratio``."""
-    found = numpy.int32(_round_even(_HALF * (ratio - _ONE)))
-    return min(max(found, 0), top)
+    level = numpy.int32(_round_even(_HALF * (ratio - _ONE)))
+    return min(max(level, 0), max_level)
 
 
-@borrowing
-def _positive_scale(x, w, most, digits):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
     """Return the scale that ggml finds for values that are not negative [make_qp_quants]; ``digits`` is scratch.
 
     Codes of negative values wrap around, as they do in ggml.
     """
-    size, top = len(x), numpy.float32(most)
-    high = _ZERO
+    size, top_code = len(x), numpy.float32(max_code)
+    max_value = _ZERO
     for i in range(size):
-        high = max(high, x[i])
-    if high < _EPSILON:
+        max_value = max(max_value, x[i])
+    if max_value < _EPSILON:
         return _ZERO
-    inverse = top / high
+    inverse = top_code / max_value
     scale, best = _ONE / inverse, _ZERO
     for i in range(size):
         wrapped = numpy.uint8(numpy.int32(_round_even(inverse * x[i])))
@@ -297,71 +360,73 @@ def _positive_scale(x, w, most, digits):  # type: ignore[no-untyped-def]
     for tenth in range(-4, 5):
         if tenth == 0:
             continue
-        tried = (_TENTH * numpy.float32(tenth) + top) / high
-        scale, error = _ONE / tried, _ZERO
+        candidate = (_TENTH * numpy.float32(tenth) + top_code) / max_value
+        scale, error = _ONE / candidate, _ZERO
         for i in range(size):
-            diff = x[i] - scale * min(top, _round_even(tried * x[i]))
+            diff = x[i] - scale * min(top_code, _round_even(candidate * x[i]))
             error += w[i] * diff * diff
         if error < best:
-            best, inverse = error, tried
-    sumlx, suml2 = _ZERO, _ZERO
+            best, inverse = error, candidate
+    product, square = _ZERO, _ZERO
     for i in range(size):
-        code = min(top, _round_even(inverse * x[i]))
+        code = min(top_code, _round_even(inverse * x[i]))
         digits[i] = numpy.uint8(numpy.int32(code))
-        sumlx += w[i] * x[i] * code
-        suml2 += w[i] * code * code
+        product += w[i] * x[i] * code
+        square += w[i] * code * code
     for _ in range(5):
         changed = False
         for i in range(size):
             old = numpy.float32(digits[i])
-            slx, sl2 = sumlx - w[i] * x[i] * old, suml2 - w[i] * old * old
-            if not (slx > _ZERO and sl2 > _ZERO):
+            new_product, new_square = product - w[i] * x[i] * old, square - w[i] * old * old
+            if not (new_product > _ZERO and new_square > _ZERO):
                 continue
-            new = min(top, _round_even(x[i] * sl2 / slx))
+            new = min(top_code, _round_even(x[i] * new_square / new_product))
             if new == old:
                 continue
-            slx += w[i] * x[i] * new
-            sl2 += w[i] * new * new
-            if slx * slx * suml2 > sumlx * sumlx * sl2:
+            new_product += w[i] * x[i] * new
+            new_square += w[i] * new * new
+            if new_product * new_product * square > product * product * new_square:
                 digits[i] = numpy.uint8(numpy.int32(new))
-                sumlx, suml2, changed = slx, sl2, True
+                product, square, changed = new_product, new_square, True
         if not changed:
             break
-    return sumlx / suml2 if suml2 > _ZERO else _ZERO
+    return product / square if square > _ZERO else _ZERO
 
 
-@borrowing
-def _best_scale(values, w, form, count, tables, odd, scale, points, on_grid, scratch):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _best_scale(values, w, layout, count, neighbors, odd_points, scale, points, on_grid, scratch):  # type: ignore[no-untyped-def]
     """Fill in the points of the best scale, and which of them are on the grid, and return the scale."""
-    roots, wx, seen, mine, scales, runs, sums = scratch
-    parts, large = len(points), _ZERO
+    roots, weighted_x, candidate_on_grid, candidate_points, scale_arrays, runs, sums = scratch
+    parts, abs_sum = len(points), _ZERO
     for i in range(len(values)):
-        large += abs(wx[i])
-    begun = _find_runs(values, w, roots, wx, form, count, tables, odd, scales, runs, sums)
-    limit, best = _least_quality(sums, begun, large), _ZERO
-    while begun:  # other scales have the points of the one before
-        t = first_bit(begun)
-        begun &= begun - 1
-        if sums[t, 0] * sums[t, 0] < limit * sums[t, 1]:
+        abs_sum += abs(weighted_x[i])
+    start_bits = _find_runs(
+        values, w, roots, weighted_x, layout, count, neighbors, odd_points, scale_arrays, runs, sums
+    )
+    min_quality, best = _min_quality(sums, start_bits, abs_sum), _ZERO
+    while start_bits:  # other scales have the points of the one before
+        t = first_bit(start_bits)
+        start_bits &= start_bits - 1
+        if sums[t, 0] * sums[t, 0] < min_quality * sums[t, 1]:
             continue
-        _points_at(runs, parts, t, mine, seen)
-        product, square = _fit_sums(wx, w, mine, odd, form[1])
+        _points_at_scale(runs, parts, t, candidate_points, candidate_on_grid)
+        product, square = _fit_sums(weighted_x, w, candidate_points, odd_points, layout[1])
         if square > _ZERO and product * product > best * square:
             scale = product / square
             best = scale * product
-            copy(points, mine)
-            copy(on_grid, seen)
+            copy(points, candidate_points)
+            copy(on_grid, candidate_on_grid)
     return scale
 
 
-@borrowing
-def _fit_sums(wx, w, points, odd, lanes):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _fit_sums(weighted_x, w, points, odd_points, lanes):  # type: ignore[no-untyped-def]
     """Return the two sums of the best scale for given points."""
     product, square, width = _ZERO, _ZERO, len(lanes)
     for part in range(len(points)):
         for i in range(width):
-            q = odd[points[part], i]
-            product += wx[part * width + i] * q
+            q = odd_points[points[part], i]
+            product += weighted_x[part * width + i] * q
             square += w[part * width + i] * q * q
     return product, square
 
@@ -369,234 +434,313 @@ def _fit_sums(wx, w, points, odd, lanes):  # type: ignore[no-untyped-def]
 # Runs of scales
 
 
-@borrowing
-def _find_runs(values, w, roots, wx, form, count, tables, odd, scratch, runs, sums):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _find_runs(  # type: ignore[no-untyped-def]
+    values, w, roots, weighted_x, layout, count, neighbors, odd_points, scratch, runs, sums
+):
     """Fill in the runs of all parts and where sums change; return bits, set for scales at which a run begins."""
-    size, lanes, base = form
-    inverses, scales, keys, pulls, _ = scratch
-    place, begin, many = tables[0], tables[1], tables[2]
-    marks, width, begun = runs[0], len(lanes), numpy.int64(0)
+    size, lanes, base = layout
+    inverses, scales, keys, linear_terms, _ = scratch
+    point_of_key, run_start, run_length = neighbors[0], neighbors[1], neighbors[2]
+    part_starts, width, start_bits = runs[0], len(lanes), numpy.int64(0)
     _find_keys(values, size, lanes, base, inverses, count, keys)
     for t in range(count + 1):
         sums[t, 0] = sums[t, 1] = 0.0
-    high = scales[0] * numpy.float32(2 * base - 1)
+    max_step = scales[0] * numpy.float32(2 * base - 1)
     for first in range(0, size, 8):
-        value = load(roots, first) * load(values, first)
-        store(pulls, first, value + value)
+        doubled = load(roots, first) * load(values, first)
+        store(linear_terms, first, doubled + doubled)
     for part in range(size // width):
-        first, bound = part * width, _ZERO
+        first, error_bound = part * width, _ZERO
         for i in range(first, first + width):
-            bound += roots[i] * (values[i] * values[i] + high * high)
-        marks[part] = 0
+            error_bound += roots[i] * (values[i] * values[i] + max_step * max_step)
+        part_starts[part] = 0
         bits = _key_changes(keys, part, count)
         while bits:
             start = first_bit(bits)
             bits &= bits - 1
             last = (first_bit(bits) if bits else count) - 1
-            key = int(keys[part * STRIDE + 8 + start])
-            point = place[key]
+            key = int(keys[part * KEY_STRIDE + 8 + start])
+            point = point_of_key[key]
             if point >= 0:
-                _add_run(runs, part, start, last + 1, point, True, sums, wx, w, odd, lanes)
+                _add_run(
+                    runs, part, start, last + 1, point, True, sums, weighted_x, w, odd_points, lanes
+                )
             else:
                 _add_runs_off_grid(
-                    begin[key],
-                    many[key],
+                    run_start[key],
+                    run_length[key],
                     start,
                     last,
                     part,
-                    bound * MARGIN,
+                    error_bound * DISTANCE_TOLERANCE,
                     values,
                     roots,
-                    form,
-                    tables,
-                    odd,
+                    layout,
+                    neighbors,
+                    odd_points,
                     scratch,
                     runs,
                     sums,
-                    wx,
+                    weighted_x,
                     w,
                 )
-        begun |= marks[part]
-    return begun
+        start_bits |= part_starts[part]
+    return start_bits
 
 
-@borrowing
+@inlined_jit
 def _find_keys(values, size, lanes, base, inverses, count, keys):  # type: ignore[no-untyped-def]
     """Fill in the keys of all parts for all scales."""
-    one, half, magic, zero = spread(_ONE), spread(_HALF), spread(_MAGIC), spread(_ZERO)
+    one, half, magic, zero = broadcast(_ONE), broadcast(_HALF), broadcast(_MAGIC), broadcast(_ZERO)
     width = len(lanes)
-    top = spread(numpy.float32(base - 1))
+    top_digit = broadcast(numpy.float32(base - 1))
     for part in range(size // width):
         for first in range(0, count, 8):
             inverse, key, power = load(inverses, first), zero, one
             for i in range(part * width, part * width + width):
-                digit = half * (inverse * spread(values[i]) - one)
-                digit = lesser(greater((digit + magic) - magic, zero), top)
+                digit = half * (inverse * broadcast(values[i]) - one)
+                digit = vector_min(vector_max((digit + magic) - magic, zero), top_digit)
                 key += power * digit
-                power = power * spread(numpy.float32(base))
-            store(keys, part * STRIDE + 8 + first, key)
+                power = power * broadcast(numpy.float32(base))
+            store(keys, part * KEY_STRIDE + 8 + first, key)
 
 
-@borrowing
+@inlined_jit
 def _key_changes(keys, part, count):  # type: ignore[no-untyped-def]
     """Return bits: set where the key of a part differs from that of the scale before, and for the first scale."""
     bits = numpy.int64(1)
     for first in range(0, count, 8):
-        place = part * STRIDE + 8 + first
-        bits |= differing(load(keys, place), load(keys, place - 1)) << first
+        index = part * KEY_STRIDE + 8 + first
+        bits |= differ_mask(load(keys, index), load(keys, index - 1)) << first
     return (bits | 1) & ((numpy.int64(1) << count) - 1)
 
 
-@borrowing
-def _add_run(runs, part, start, stop, point, on_grid, sums, wx, w, odd, lanes):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _add_run(  # type: ignore[no-untyped-def]
+    runs, part, first_scale, end_scale, point, on_grid, sums, weighted_x, w, odd_points, lanes
+):
     """Record a run of scales with one point; add its sums where it begins and subtract them where it ends."""
-    marks, points, known = runs
+    part_starts, points, run_on_grid = runs
     first, product, square = part * len(lanes), _ZERO, _ZERO
-    marks[part] |= numpy.int64(1) << start
-    points[part, start], known[part, start] = point, on_grid
+    part_starts[part] |= numpy.int64(1) << first_scale
+    points[part, first_scale], run_on_grid[part, first_scale] = point, on_grid
     if len(lanes) == 8:
-        value = load(odd, 8 * point)
-        product = lane_sum(load(wx, first) * value)
+        value = load(odd_points, 8 * point)
+        product = lane_sum(load(weighted_x, first) * value)
         square = lane_sum(load(w, first) * value * value)
     else:
         for i in range(len(lanes)):
-            q = odd[point, i]
-            product += wx[first + i] * q
+            q = odd_points[point, i]
+            product += weighted_x[first + i] * q
             square += w[first + i] * q * q
-    sums[start, 0] += product
-    sums[start, 1] += square
-    sums[stop, 0] -= product
-    sums[stop, 1] -= square
+    sums[first_scale, 0] += product
+    sums[first_scale, 1] += square
+    sums[end_scale, 0] -= product
+    sums[end_scale, 1] -= square
 
 
-@borrowing
+@inlined_jit
 def _add_runs_off_grid(  # type: ignore[no-untyped-def]
-    run, length, start, last, part, margin, x, roots, form, tables, odd, scratch, runs, sums, wx, w
+    run_start,
+    length,
+    first_scale,
+    last_scale,
+    part,
+    margin,
+    values,
+    roots,
+    layout,
+    neighbors,
+    odd_points,
+    scratch,
+    runs,
+    sums,
+    weighted_x,
+    w,
 ):
     """Record the runs of points within a run of scales whose key is not a point."""
-    near, index = tables[3], tables[4]
-    _, scales, _, pulls, terms = scratch
-    lanes = form[1]
-    first, row = part * len(lanes), run * len(lanes)
-    sure = length <= 64 and SMALL < margin < HUGE
-    sure &= scales[-1] > LEAST and scales[0] < _ONE / LEAST
-    if sure:
-        _measure_points(near, row, length, pulls, roots, first, lanes, terms)
-    while start <= last:
-        high, found = start, -1
-        if sure:
-            found = _surely_nearest(terms, length, scales[start], margin)
-        if found < 0:
-            found = _nearest_point(near, row, length, scales[start], x, roots, first, lanes)
+    neighbor_digits, point_index = neighbors[3], neighbors[4]
+    _, scales, _, linear_terms, terms = scratch
+    lanes = layout[1]
+    first, digits_start = part * len(lanes), run_start * len(lanes)
+    is_measured = length <= 64 and MIN_MARGIN < margin < MAX_MARGIN
+    is_measured &= scales[-1] > MIN_SCALE and scales[0] < _ONE / MIN_SCALE
+    if is_measured:
+        _measure_points(
+            neighbor_digits, digits_start, length, linear_terms, roots, first, lanes, terms
+        )
+    while first_scale <= last_scale:
+        end_scale, nearest = first_scale, -1
+        if is_measured:
+            nearest = _clearly_nearest(terms, length, scales[first_scale], margin)
+        if nearest < 0:
+            nearest = _nearest_point(
+                neighbor_digits,
+                digits_start,
+                length,
+                scales[first_scale],
+                values,
+                roots,
+                first,
+                lanes,
+            )
         else:
-            high = last
-            while high > start and _surely_nearest(terms, length, scales[high], margin) != found:
-                high = (start + high) >> 1
-        _add_run(runs, part, start, high + 1, index[run + found], False, sums, wx, w, odd, lanes)
-        start = high + 1
+            end_scale = last_scale
+            while (
+                end_scale > first_scale
+                and _clearly_nearest(terms, length, scales[end_scale], margin) != nearest
+            ):
+                end_scale = (first_scale + end_scale) >> 1
+        _add_run(
+            runs,
+            part,
+            first_scale,
+            end_scale + 1,
+            point_index[run_start + nearest],
+            False,
+            sums,
+            weighted_x,
+            w,
+            odd_points,
+            lanes,
+        )
+        first_scale = end_scale + 1
 
 
-@borrowing
-def _least_quality(sums, begun, large):  # type: ignore[no-untyped-def]
-    """Sum up, and return the least ``product^2 / square`` to be tried; ``large``: the sum of ``|w x|``."""
-    best, under, product, square = 0.0, 1.0, 0.0, 0.0
-    while begun:
-        t = first_bit(begun)
-        begun &= begun - 1
+@inlined_jit
+def _min_quality(sums, start_bits, abs_sum):  # type: ignore[no-untyped-def]
+    """Sum up, and return the least ``product^2 / square`` to be tried; ``abs_sum``: the sum of ``|w x|``."""
+    best_product, best_square, product, square = 0.0, 1.0, 0.0, 0.0
+    while start_bits:
+        t = first_bit(start_bits)
+        start_bits &= start_bits - 1
         product += sums[t, 0]
         square += sums[t, 1]
         sums[t, 0], sums[t, 1] = product, square
         squared = product * product
-        if squared * under > best * square:
-            best, under = squared, square
-    in_range = min(large, under) > _LEAST_SUM and max(large, under) < _GREATEST_SUM
-    clear = best > 0.25 * large * large
-    return best / under * (1 - REACH) if in_range and clear else -1.0
+        if squared * best_square > best_product * square:
+            best_product, best_square = squared, square
+    in_range = min(abs_sum, best_square) > _MIN_SUM and max(abs_sum, best_square) < _MAX_SUM
+    is_reliable = best_product > 0.25 * abs_sum * abs_sum
+    return (
+        best_product / best_square * (1 - QUALITY_TOLERANCE) if in_range and is_reliable else -1.0
+    )
 
 
-@borrowing
-def _points_at(runs, parts, t, points, on_grid):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _points_at_scale(runs, parts, t, points, on_grid):  # type: ignore[no-untyped-def]
     """Fill in the points of all parts for scale ``t``, and which of them are on the grid."""
-    marks, found, known = runs
-    until = (numpy.int64(2) << t) - 1
+    part_starts, run_points, run_on_grid = runs
+    earlier_bits = (numpy.int64(2) << t) - 1
     for part in range(parts):
-        start = last_bit(marks[part] & until)
-        points[part], on_grid[part] = found[part, start], known[part, start]
+        start = last_bit(part_starts[part] & earlier_bits)
+        points[part], on_grid[part] = run_points[part, start], run_on_grid[part, start]
 
 
 # The nearest of a few points: 8 side by side, each in the order of its values; the first of equal ones
 
 
-@borrowing
-def _snap_to_points(values, roots, form, scale, tables, points, skip):  # type: ignore[no-untyped-def]
-    """Choose the points nearest to ``values`` at ``scale``, except for parts with ``skip``."""
-    place, start, count, near, index = tables[0], tables[1], tables[2], tables[3], tables[4]
-    size, lanes, base = form
+@inlined_jit
+def _snap_to_points(values, roots, layout, scale, neighbors, points, skip_part):  # type: ignore[no-untyped-def]
+    """Choose the points nearest to ``values`` at ``scale``, except for parts with ``skip_part``."""
+    point_of_key = neighbors[0]
+    run_start = neighbors[1]
+    run_length = neighbors[2]
+    neighbor_digits = neighbors[3]
+    point_index = neighbors[4]
+    size, lanes, base = layout
     inverse, width = _ONE / scale, len(lanes)
     for part in range(size // width):
-        if skip[part]:
+        if skip_part[part]:
             continue
         first, key, power = part * width, 0, 1
         for i in range(first, first + width):
             key += power * nearest_level(inverse * values[i], base - 1)
             power *= base
-        points[part] = place[key]
+        points[part] = point_of_key[key]
         if points[part] < 0:
-            run, many = start[key], count[key]
-            found = _nearest_point(near, run * width, many, scale, values, roots, first, lanes)
-            points[part] = index[run + found]
+            points_start, num_points = run_start[key], run_length[key]
+            nearest = _nearest_point(
+                neighbor_digits,
+                points_start * width,
+                num_points,
+                scale,
+                values,
+                roots,
+                first,
+                lanes,
+            )
+            points[part] = point_index[points_start + nearest]
 
 
-@borrowing
-def _nearest_point(near, first, many, scale, x, w, place, lanes):  # type: ignore[no-untyped-def]
-    """Return which of ``many`` points, from ``first`` in ``near`` on, is nearest to the values from ``place`` on."""
-    scales, number, padded = spread(scale), load(LANE_NUMBERS, 0), (many + 7) & -8
-    best, found = spread(LARGEST), number
-    for point in range(first, first + many, 8):
-        apart = scales * load(near, point) - spread(x[place])
-        tried = spread(w[place]) * apart * apart
+@inlined_jit
+def _nearest_point(neighbor_digits, digits_start, num_points, scale, x, w, first_value, lanes):  # type: ignore[no-untyped-def]
+    """Return which of ``num_points`` points, from ``digits_start`` in ``neighbor_digits`` on, is nearest to the values from ``first_value`` on."""
+    scales, indices, padded = broadcast(scale), load(LANE_INDICES, 0), (num_points + 7) & -8
+    best_distance, best_index = broadcast(MAX_FLOAT32), indices
+    for point in range(digits_start, digits_start + num_points, 8):
+        difference = scales * load(neighbor_digits, point) - broadcast(x[first_value])
+        distance = broadcast(w[first_value]) * difference * difference
         for i in range(1, len(lanes)):
-            apart = scales * load(near, point + i * padded) - spread(x[place + i])
-            tried += spread(w[place + i]) * apart * apart
-        found = pick(tried, best, number, found)
-        best = lesser(tried, best)
-        number += spread(_EIGHT)
-    return first_of(best, found)[0]
+            difference = scales * load(neighbor_digits, point + i * padded) - broadcast(
+                x[first_value + i]
+            )
+            distance += broadcast(w[first_value + i]) * difference * difference
+        best_index = select_if_less(distance, best_distance, indices, best_index)
+        best_distance = vector_min(distance, best_distance)
+        indices += broadcast(_EIGHT)
+    return argmin_lane(best_distance, best_index)[0]
 
 
-@borrowing
-def point_sums(near, first, padded, pulls, start, w, place, lanes):  # type: ignore[no-untyped-def]
-    """Return two sums of 8 points, ``w q^2`` and ``pulls q``; both arrays are of values, from their places on."""
-    square, product = spread(_ZERO), spread(_ZERO)
+@inlined_jit
+def point_sums(  # type: ignore[no-untyped-def]
+    neighbor_digits, digits_start, padded, linear_terms, first_linear, w, first_value, lanes
+):
+    """Return two sums of 8 points, ``w q^2`` and ``linear_terms q``; both arrays are of values, from their places on."""
+    square, product = broadcast(_ZERO), broadcast(_ZERO)
     for i in range(len(lanes)):
-        q = load(near, first + i * padded)
-        square = fused(spread(w[place + i]) * q, q, square)
-        product = fused(spread(pulls[start + i]), q, product)
+        q = load(neighbor_digits, digits_start + i * padded)
+        square = multiply_add(broadcast(w[first_value + i]) * q, q, square)
+        product = multiply_add(broadcast(linear_terms[first_linear + i]), q, product)
     return square, product
 
 
-@borrowing
-def _measure_points(near, first, many, pulls, w, place, lanes, terms):  # type: ignore[no-untyped-def]
-    """Fill in the two sums of ``many`` points, 8 of one and 8 of the other in turn.
+@inlined_jit
+def _measure_points(  # type: ignore[no-untyped-def]
+    neighbor_digits, digits_start, num_points, linear_terms, w, first_value, lanes, terms
+):
+    """Fill in the two sums of ``num_points`` points, 8 of one and 8 of the other in turn.
 
-    With ``pulls`` of ``2 w x`` the distance at a scale is ``scale (scale w q^2 - pulls q)`` and what all points share.
+    With ``linear_terms`` of ``2 w x`` the distance at a scale is ``scale (scale w q^2 - linear_terms q)`` and what all points share.
     """
-    padded = (many + 7) & -8
-    for point in range(0, many, 8):
-        square, product = point_sums(near, first + point, padded, pulls, place, w, place, lanes)
+    padded = (num_points + 7) & -8
+    for point in range(0, num_points, 8):
+        square, product = point_sums(
+            neighbor_digits,
+            digits_start + point,
+            padded,
+            linear_terms,
+            first_value,
+            w,
+            first_value,
+            lanes,
+        )
         store(terms, 2 * point, square)
         store(terms, 2 * point + 8, product)
 
 
-@borrowing
-def _surely_nearest(terms, many, scale, margin):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _clearly_nearest(terms, num_points, scale, margin):  # type: ignore[no-untyped-def]
     """Return which of up to 64 measured points is nearer than all others by ``margin``, or -1."""
-    scales, low = spread(scale), spread(LARGEST)
-    for point in range(0, 2 * many, 16):
-        low = lesser(scales * (scales * load(terms, point) - load(terms, point + 8)), low)
-    limit, bits = spread(lane_min(low) + margin), numpy.int64(0)
-    for point in range(0, 2 * many, 16):
-        tried = scales * (scales * load(terms, point) - load(terms, point + 8))
-        bits |= below(tried, limit) << (point >> 1)
-    bits &= (numpy.int64(2) << (many - 1)) - 1  # padding repeats the last point
+    scales, min_distance = broadcast(scale), broadcast(MAX_FLOAT32)
+    for point in range(0, 2 * num_points, 16):
+        min_distance = vector_min(
+            scales * (scales * load(terms, point) - load(terms, point + 8)), min_distance
+        )
+    distance_limit, bits = broadcast(lane_min(min_distance) + margin), numpy.int64(0)
+    for point in range(0, 2 * num_points, 16):
+        distance = scales * (scales * load(terms, point) - load(terms, point + 8))
+        bits |= less_mask(distance, distance_limit) << (point >> 1)
+    bits &= (numpy.int64(2) << (num_points - 1)) - 1  # padding repeats the last point
     return first_bit(bits) if bits and not bits & (bits - 1) else -1

@@ -22,33 +22,33 @@ from __future__ import annotations
 import numpy
 
 from quantforge.numerics.compiled import (
-    LANE_NUMBERS,
-    LARGEST,
-    below,
-    borrowing,
-    column,
+    LANE_INDICES,
+    MAX_FLOAT32,
+    argmin_lane,
+    broadcast,
     copy,
     fill,
     first_bit,
-    first_of,
-    inner,
+    inlined_jit,
+    internal_jit,
     jit,
     lane_min,
     lane_sum,
-    lesser,
+    less_mask,
     load,
-    pick,
-    spread,
+    load_column,
+    select_if_less,
     store,
+    vector_min,
 )
 from quantforge.packers.lattices.magnitude_loops import split_signs
 
-FIRST = (
+NUM_FIRST_POINTS = (
     4  # points of the first half that a second half is searched for, where two points share a code
 )
 _ZERO, _ONE, _TWO, _EIGHT = (numpy.float32(value) for value in (0, 1, 2, 8))
 # Of float16: its smallest normal number, and what rounds below and above it.
-_LEAST_NORMAL, _ROUNDER = numpy.float32(2.0**-14), numpy.float32(0.75)
+_MIN_NORMAL, _SUBNORMAL_ROUNDER = numpy.float32(2.0**-14), numpy.float32(0.75)
 _SPLITTER = numpy.float32(8193)
 
 
@@ -56,135 +56,185 @@ _SPLITTER = numpy.float32(8193)
 
 
 @jit
-def nearest_weighted(x, w, steps, lowered, shifts, form, tables, codes):  # type: ignore[no-untyped-def]
+def nearest_weighted(x, w, steps, lowered, shifts, options, tables, codes):  # type: ignore[no-untyped-def]
     """Fill in the codes of vectors of 8 weights, float32 ``[n, 8]``, with steps of the same shape or ``[n, 1]``.
 
     Args:
         x, w, steps: values, weights of their errors, steps.
         lowered: int64 ``[n]``, which of the shifts each vector has; empty where they have none or may choose.
         shifts: float32 ``[2, 8]``.
-        form: whether there are signs, even ones, and two shifts to choose from; bits of a place, codes of 8 weights.
+        options: whether there are signs, even ones, and two shifts to choose from; bits of a place, codes of 8 weights.
         tables: a tuple as long as there are digits, their values, then `Halves`.
         codes: int32 ``[n, codes]``, filled in.
     """
-    u, found = numpy.empty(8, numpy.float32), numpy.zeros(2, numpy.int64)
+    targets, best_codes = numpy.empty(8, numpy.float32), numpy.zeros(2, numpy.int64)
     scratch = _make_scratch(tables[0])
-    _encode(x, w, steps, lowered, shifts, form, tables, scratch, u, found, codes)
+    _encode_vectors(
+        x, w, steps, lowered, shifts, options, tables, scratch, targets, best_codes, codes
+    )
 
 
-@borrowing
-def _encode(x, w, steps, lowered, shifts, form, tables, scratch, u, found, codes):  # type: ignore[no-untyped-def]
-    signed, even, two, index_bits, many = form
-    per = 2 if len(tables[0]) == 8 else 1
-    share = per // many
-    top = index_bits * share
-    for v in range(len(x)):
-        mask = _targets(x[v], w[v], 0, signed, even, u)
-        fill(found, 0)
-        turns = (lowered[v], lowered[v] + 1) if len(lowered) else (0, 2 if two else 1)
-        step = load(steps[v], 0) if steps.shape[1] == 8 else spread(steps[v, 0])
-        _best_points(u, w[v], 8, step, shifts, turns, tables, scratch, LARGEST, found)
-        for code in range(many):
+@inlined_jit
+def _encode_vectors(  # type: ignore[no-untyped-def]
+    x, w, steps, lowered, shifts, options, tables, scratch, targets, best_codes, codes
+):
+    signed, even_signs, has_two_shifts, index_bits, codes_per_vector = options
+    points_per_vector = 2 if len(tables[0]) == 8 else 1
+    points_per_code = points_per_vector // codes_per_vector
+    sign_shift = index_bits * points_per_code
+    for vector in range(len(x)):
+        mask = _find_targets(x[vector], w[vector], 0, signed, even_signs, targets)
+        fill(best_codes, 0)
+        shift_range = (
+            (lowered[vector], lowered[vector] + 1)
+            if len(lowered)
+            else (0, 2 if has_two_shifts else 1)
+        )
+        step = load(steps[vector], 0) if steps.shape[1] == 8 else broadcast(steps[vector, 0])
+        _best_points(
+            targets,
+            w[vector],
+            8,
+            step,
+            shifts,
+            shift_range,
+            tables,
+            scratch,
+            MAX_FLOAT32,
+            best_codes,
+        )
+        for code in range(codes_per_vector):
             value = numpy.int64(0)
-            for part in range(share):
-                value |= (found[code * share + part] >> 1) << part * index_bits
-            if two:
-                value |= (found[0] & 1) << top
+            for point in range(points_per_code):
+                value |= (best_codes[code * points_per_code + point] >> 1) << point * index_bits
+            if has_two_shifts:
+                value |= (best_codes[0] & 1) << sign_shift
             if signed:
-                value |= (mask >> code * (8 // many) & ((1 << 8 // many) - 1)) << top
-            codes[v, code] = value
+                value |= (
+                    mask >> code * (8 // codes_per_vector) & ((1 << 8 // codes_per_vector) - 1)
+                ) << sign_shift
+            codes[vector, code] = value
 
 
 @jit
-def search_scales(x, w, form, shifts, tables, points, units, levels, lowered):  # type: ignore[no-untyped-def]
+def search_scales(x, w, options, shifts, tables, points, units, levels, lowered):  # type: ignore[no-untyped-def]
     """Improve units and levels (and shifts) of blocks, with all points chosen anew for each that is tried.
 
     Args:
         x, w: values and weights of their errors, float32 ``[blocks, 256]``.
-        form: whether there are signs, even ones, two shifts for each code, or for each group; columns of a group, the
+        options: whether there are signs, even ones, two shifts for each code, or for each group; columns of a group, the
             greatest level, what a step is multiplied by, rounds.
         shifts: float32 ``[2, 8]``.
         tables: a tuple as long as there are digits, their values, then `Halves`.
         points: float32 ``[points, width]``.
         units: float32 ``[blocks]``, improved in place, as are ``levels`` and ``lowered`` uint8 ``[blocks, groups]``.
     """
-    size, width = form[4], points.shape[1]
-    tried, found = numpy.zeros((2, size // width), numpy.int64)
-    own = (numpy.empty(256, numpy.float32), numpy.empty(8, numpy.float32), tried, found)
+    size, width = options[4], points.shape[1]
+    candidate_codes, best_codes = numpy.zeros((2, size // width), numpy.int64)
+    buffers = (
+        numpy.empty(256, numpy.float32),
+        numpy.empty(8, numpy.float32),
+        candidate_codes,
+        best_codes,
+    )
     scratch = _make_scratch(tables[0])
-    _improve_blocks(x, w, form, shifts, tables, points, units, levels, lowered, scratch, own)
+    _improve_blocks(x, w, options, shifts, tables, points, units, levels, lowered, scratch, buffers)
 
 
-@borrowing
-def _improve_blocks(x, w, form, shifts, tables, points, units, levels, lowered, scratch, own):  # type: ignore[no-untyped-def]
-    signed, even, two, shared, size, top, unit, rounds = form
+@inlined_jit
+def _improve_blocks(  # type: ignore[no-untyped-def]
+    x, w, options, shifts, tables, points, units, levels, lowered, scratch, buffers
+):
+    signed, even_signs, has_two_shifts, has_group_shifts, size, max_level, unit, rounds = options
     groups, width = 256 // size, points.shape[1]
-    u, scaled, tried, found = own
+    targets, scaled, candidate_codes, best_codes = buffers
     for block in range(len(x)):
         for first in range(0, 256, 8):
-            _targets(x[block], w[block], first, signed, even, u)
+            _find_targets(x[block], w[block], first, signed, even_signs, targets)
         for _ in range(rounds):
             product, square = 0.0, 0.0
             for group in range(groups):
-                run = slice(group * size, group * size + size)
-                mine, weights, best = u[run], w[block, run], LARGEST
-                level, low = levels[block, group], lowered[block, group]
-                fill(found, 0)
+                columns = slice(group * size, group * size + size)
+                group_targets, weights, best = targets[columns], w[block, columns], MAX_FLOAT32
+                level, is_lowered = levels[block, group], lowered[block, group]
+                fill(best_codes, 0)
                 for move in range(3):
-                    other = numpy.int64(level) + (move if move < 2 else -1)
-                    if other < 0 or other > top:
+                    candidate_level = numpy.int64(level) + (move if move < 2 else -1)
+                    if candidate_level < 0 or candidate_level > max_level:
                         continue
-                    step = spread(units[block] * (numpy.float32(2 * other + 1) * unit))
-                    for number in range(2 if shared else 1):
-                        turn = numpy.int64(low) ^ number
-                        turns = (turn, turn + 1) if shared else (0, 2 if two else 1)
+                    step = broadcast(units[block] * (numpy.float32(2 * candidate_level + 1) * unit))
+                    for shift_number in range(2 if has_group_shifts else 1):
+                        shift_index = numpy.int64(is_lowered) ^ shift_number
+                        shift_range = (
+                            (shift_index, shift_index + 1)
+                            if has_group_shifts
+                            else (0, 2 if has_two_shifts else 1)
+                        )
                         error = _best_points(
-                            mine, weights, size, step, shifts, turns, tables, scratch, best, tried
+                            group_targets,
+                            weights,
+                            size,
+                            step,
+                            shifts,
+                            shift_range,
+                            tables,
+                            scratch,
+                            best,
+                            candidate_codes,
                         )
                         if error < best:
                             best = error
-                            copy(found, tried)
-                            levels[block, group], lowered[block, group] = other, turn
-                many = 2.0 * levels[block, group] + 1
-                one, both = _moments(mine, weights, size, shifts, points, width, found, scaled)
-                product += many * one
-                square += many * many * both
+                            copy(best_codes, candidate_codes)
+                            levels[block, group], lowered[block, group] = (
+                                candidate_level,
+                                shift_index,
+                            )
+                odd_level = 2.0 * levels[block, group] + 1
+                product_sum, square_sum = _scale_moments(
+                    group_targets, weights, size, shifts, points, width, best_codes, scaled
+                )
+                product += odd_level * product_sum
+                square += odd_level * odd_level * square_sum
             if square > 0 and product > 0:
                 fitted = round_float16(numpy.float32(product / (square * unit)))
                 units[block] = fitted if fitted > _ZERO else units[block]
 
 
-@borrowing
-def _moments(u, w, size, shifts, points, width, found, scaled):  # type: ignore[no-untyped-def]
-    """Return ``sum w q u`` and ``sum w q^2`` of a group for the points found, in units of its step."""
-    per, product, square = 8 // width, spread(_ZERO), spread(_ZERO)
-    for eight in range(size // 8):
-        for part in range(per):
-            if per == 2:
-                place = found[eight * per + part] >> 1
+@inlined_jit
+def _scale_moments(targets, w, size, shifts, points, width, point_codes, scaled):  # type: ignore[no-untyped-def]
+    """Return ``sum w q targets`` and ``sum w q^2`` of a group for the points found, in units of its step."""
+    points_per_chunk, product, square = 8 // width, broadcast(_ZERO), broadcast(_ZERO)
+    for chunk in range(size // 8):
+        for point in range(points_per_chunk):
+            if points_per_chunk == 2:
+                point_index = point_codes[chunk * points_per_chunk + point] >> 1
                 for i in range(4):
-                    scaled[4 * part + i] = points[place, i]
-        value = load(scaled, 0) if per == 2 else load(points, 8 * (found[eight] >> 1))
-        value += load(shifts, 8 * (found[eight * per] & 1))
-        weighted = load(w, 8 * eight) * value
-        product += weighted * load(u, 8 * eight)
+                    scaled[4 * point + i] = points[point_index, i]
+        value = (
+            load(scaled, 0)
+            if points_per_chunk == 2
+            else load(points, 8 * (point_codes[chunk] >> 1))
+        )
+        value += load(shifts, 8 * (point_codes[chunk * points_per_chunk] & 1))
+        weighted = load(w, 8 * chunk) * value
+        product += weighted * load(targets, 8 * chunk)
         square += weighted * value
     return lane_sum(product), lane_sum(square)
 
 
-@borrowing
+@inlined_jit
 def round_float16(value):  # type: ignore[no-untyped-def]
     """Round a number that is not negative, and within the range of float16, to float16."""
-    if value < _LEAST_NORMAL:
-        return (value + _ROUNDER) - _ROUNDER
+    if value < _MIN_NORMAL:
+        return (value + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER
     split = _SPLITTER * value
     return split - (split - value)
 
 
-@inner
+@internal_jit
 def _make_scratch(values):  # type: ignore[no-untyped-def]
-    halves = 96 if len(values) == 3 else 64
-    sums = (numpy.empty(halves, numpy.float32), numpy.empty(halves, numpy.float32))
+    lanes = 96 if len(values) == 3 else 64
+    sums = (numpy.empty(lanes, numpy.float32), numpy.empty(lanes, numpy.float32))
     return (
         numpy.empty(64 * len(values), numpy.float32),
         numpy.empty((3, 4, 2), numpy.float32),
@@ -194,395 +244,516 @@ def _make_scratch(values):  # type: ignore[no-untyped-def]
     )
 
 
-@borrowing
-def _targets(x, w, first, signed, even, u):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _find_targets(x, w, first, signed, even_signs, targets):  # type: ignore[no-untyped-def]
     """Fill in the targets of points for 8 columns from ``first`` on, and return the mask of negative signs."""
     if signed:
-        return split_signs(x, w, first, even, u)
-    store(u, first, load(x, first))
+        return split_signs(x, w, first, even_signs, targets)
+    store(targets, first, load(x, first))
     return numpy.int64(0)
 
 
-@borrowing
-def _best_points(u, w, size, step, shifts, turns, tables, scratch, bound, found):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _best_points(targets, w, size, step, shifts, shift_range, tables, scratch, bound, point_codes):  # type: ignore[no-untyped-def]
     """Return the error of ``size`` columns with their best points, or ``bound`` where it is not below.
 
-    ``shifts`` float32 ``[2, 8]``, of which for each 8 columns those from the first to the last of ``turns`` may be
-    chosen. ``found`` is filled with twice the places of points, and 1 where the second shift was chosen.
+    ``shifts`` float32 ``[2, 8]``, of which for each 8 columns those from the first to the last of ``shift_range`` may be
+    chosen. ``point_codes`` is filled with twice the places of points, and 1 where the second shift was chosen.
     """
-    lanes, values, allowed, point_of, powers, patterns = tables
-    errors, frees, places, trial, sums = scratch
-    lost, per, many = _ZERO, 2 if len(lanes) == 8 else 1, 8 * len(lanes)
-    for eight in range(size // 8):
-        lowest = LARGEST
-        for turn in range(turns[0], turns[1]):
-            begin = (4 * turn + eight) * many
-            one, other, here, there = _best_digits(
-                u, w, 8 * eight, step, load(shifts, 8 * turn), lanes, values, powers, errors, begin
+    lanes, values, allowed, point_of_key, powers, patterns = tables
+    digit_errors, free_errors, half_keys, candidate_codes, sums = scratch
+    total_error = _ZERO
+    points_per_chunk = 2 if len(lanes) == 8 else 1
+    errors_per_chunk = 8 * len(lanes)
+    for chunk in range(size // 8):
+        min_error = MAX_FLOAT32
+        for shift_index in range(shift_range[0], shift_range[1]):
+            error_start = (4 * shift_index + chunk) * errors_per_chunk
+            first_error, second_error, first_key, second_key = _best_digits(
+                targets,
+                w,
+                8 * chunk,
+                step,
+                load(shifts, 8 * shift_index),
+                lanes,
+                values,
+                powers,
+                digit_errors,
+                error_start,
             )
-            frees[turn, eight, 0], frees[turn, eight, 1] = one, other
-            places[turn, eight, 0], places[turn, eight, 1] = here, there
-            lowest = min(lowest, one + other)
-        frees[2, eight, 0] = lowest
-        lost += lowest
-    if not lost < bound:
+            free_errors[shift_index, chunk, 0], free_errors[shift_index, chunk, 1] = (
+                first_error,
+                second_error,
+            )
+            half_keys[shift_index, chunk, 0], half_keys[shift_index, chunk, 1] = (
+                first_key,
+                second_key,
+            )
+            min_error = min(min_error, first_error + second_error)
+        free_errors[2, chunk, 0] = min_error
+        total_error += min_error
+    if not total_error < bound:
         return bound
-    for eight in range(size // 8):
-        lowest = frees[2, eight, 0]
-        limit = lowest + (bound - lost)
-        best = limit
-        swapped = turns[1] - turns[0] == 2 and frees[1, eight, 0] < frees[0, eight, 0]
-        for number in range(turns[0], turns[1]):
-            turn = 1 - number if swapped else number
-            spent = frees[turn, eight, 0] + frees[turn, eight, 1]
-            for part in range(per):
-                place = places[turn, eight, part]
-                point, mine = point_of[place], frees[turn, eight, part]
-                if point < 0 and spent < best:
-                    begin = (4 * turn + eight) * many + 4 * part
-                    point, error = _best_point(
-                        errors,
-                        begin,
-                        place,
-                        best - (spent - mine),
+    for chunk in range(size // 8):
+        min_error = free_errors[2, chunk, 0]
+        chunk_bound = min_error + (bound - total_error)
+        best_error = chunk_bound
+        second_first = (
+            shift_range[1] - shift_range[0] == 2
+            and free_errors[1, chunk, 0] < free_errors[0, chunk, 0]
+        )
+        for order_index in range(shift_range[0], shift_range[1]):
+            shift_index = 1 - order_index if second_first else order_index
+            chunk_error = free_errors[shift_index, chunk, 0] + free_errors[shift_index, chunk, 1]
+            for point in range(points_per_chunk):
+                half_key = half_keys[shift_index, chunk, point]
+                point_index = point_of_key[half_key]
+                free_error = free_errors[shift_index, chunk, point]
+                if point_index < 0 and chunk_error < best_error:
+                    error_start = (4 * shift_index + chunk) * errors_per_chunk + 4 * point
+                    point_index, error = _best_point(
+                        digit_errors,
+                        error_start,
+                        half_key,
+                        best_error - (chunk_error - free_error),
                         lanes,
                         allowed,
-                        point_of,
+                        point_of_key,
                         patterns,
                         sums,
                     )
-                    spent = spent - mine + error
-                trial[part] = 2 * point + turn
-                if point < 0:
-                    spent = LARGEST
-            if spent < best:
-                best = spent
-                for part in range(per):
-                    found[eight * per + part] = trial[part]
-        if not best < limit:
+                    chunk_error = chunk_error - free_error + error
+                candidate_codes[point] = 2 * point_index + shift_index
+                if point_index < 0:
+                    chunk_error = MAX_FLOAT32
+            if chunk_error < best_error:
+                best_error = chunk_error
+                for point in range(points_per_chunk):
+                    point_codes[chunk * points_per_chunk + point] = candidate_codes[point]
+        if not best_error < chunk_bound:
             return bound
-        lost += best - lowest
-    return lost
+        total_error += best_error - min_error
+    return total_error
 
 
-@borrowing
-def _best_digits(x, w, place, step, shift, lanes, values, powers, errors, begin):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _best_digits(x, w, first_value, step, shift, lanes, values, powers, digit_errors, error_start):  # type: ignore[no-untyped-def]
     """Choose the best digit for each of 8 values alone, points or not; values are ``step (v + shift)``.
 
     Return the errors of the first 4 (of points of 8 values: of all) and of the others, and the places in `Halves.point`
-    of both. Fill ``errors`` from ``begin`` on with the errors of all digits of the 8 values, digit by digit.
+    of both. Fill ``digit_errors`` from ``error_start`` on with the errors of all digits of the 8 values, digit by digit.
     """
-    mine, weights = load(x, place), load(w, place)
-    best, found = spread(LARGEST), spread(_ZERO)
+    chunk, weights = load(x, first_value), load(w, first_value)
+    best_errors, best_digits = broadcast(MAX_FLOAT32), broadcast(_ZERO)
     for digit in range(len(lanes)):
-        apart = step * (spread(values[digit]) + shift) - mine
-        error = weights * apart * apart
-        store(errors, begin + 8 * digit, error)
-        found = pick(error, best, spread(numpy.float32(digit)), found)
-        best = lesser(error, best)
+        difference = step * (broadcast(values[digit]) + shift) - chunk
+        error = weights * difference * difference
+        store(digit_errors, error_start + 8 * digit, error)
+        best_digits = select_if_less(
+            error, best_errors, broadcast(numpy.float32(digit)), best_digits
+        )
+        best_errors = vector_min(error, best_errors)
     if len(lanes) == 3:
-        return lane_sum(best), _ZERO, int(lane_sum(found * load(powers, 0))), 0
-    low = pick(load(powers, 0), spread(_ONE), spread(_ZERO), best)
+        return lane_sum(best_errors), _ZERO, int(lane_sum(best_digits * load(powers, 0))), 0
+    first_errors = select_if_less(load(powers, 0), broadcast(_ONE), broadcast(_ZERO), best_errors)
     return (
-        lane_sum(low),
-        lane_sum(best - low),
-        int(lane_sum(found * load(powers, 0))),
-        int(lane_sum(found * load(powers, 8))),
+        lane_sum(first_errors),
+        lane_sum(best_errors - first_errors),
+        int(lane_sum(best_digits * load(powers, 0))),
+        int(lane_sum(best_digits * load(powers, 8))),
     )
 
 
-@borrowing
-def _best_point(errors, first, place, bound, lanes, allowed, point, patterns, sums):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _best_point(  # type: ignore[no-untyped-def]
+    digit_errors, first_value, half_key, bound, lanes, allowed, point_of_key, patterns, sums
+):
     """Return the point with the smallest error, and that error; -1 where none is below ``bound``.
 
-    ``lanes`` is a tuple as long as there are digits, so that loops are unrolled; ``errors`` and ``place`` come from
-    `_best_digits`, and ``first`` is the first value in ``errors``.
+    ``lanes`` is a tuple as long as there are digits, so that loops are unrolled; ``digit_errors`` and ``half_key`` come from
+    `_best_digits`, and ``first_value`` is the first value in ``digit_errors``.
     """
-    row, back = sums
+    first_sums, second_sums = sums
     count = 96 if len(lanes) == 3 else 64
-    half, other = place // count, place % count
+    start_half, start_second = half_key // count, half_key % count
     if len(lanes) == 3:
         for chunk in range(0, 32, 8):
-            found = _three_digits(errors, first + 4, patterns, chunk)
+            sums_of_three = _sum_three_digits(digit_errors, first_value + 4, patterns, chunk)
             for digit in range(3):
-                store(back, 32 * digit + chunk, found + spread(errors[8 * digit + first + 7]))
-    else:
-        mine = column(errors, first + 2)
-        for digit in range(8):
-            store(back, 8 * digit, mine + spread(errors[8 * digit + first + 3]))
-    rest = back[other]
-    if len(lanes) == 3:
-        low, left = errors[8 * (half // 32) + first + 3], half % 32
-        for i in range(3):
-            low, left = low + errors[8 * (left % 3) + first + i], left // 3
-    else:
-        low = errors[8 * (half % 8) + first] + errors[8 * (half // 8) + first + 1]
-    best = min(low + _best_second_half(back, allowed, half, count), bound)
-    taken = (half, low)
-    if len(lanes) == 3:
-        for chunk in range(0, 32, 8):
-            found = _three_digits(errors, first, patterns, chunk)
-            for digit in range(3):
-                summed = found + spread(errors[8 * digit + first + 3])
-                taken, best = _try_first_halves(
-                    summed, 32 * digit + chunk, rest, half, taken, best, row, back, allowed, count
+                store(
+                    second_sums,
+                    32 * digit + chunk,
+                    sums_of_three + broadcast(digit_errors[8 * digit + first_value + 7]),
                 )
     else:
-        mine = column(errors, first)
+        first_column = load_column(digit_errors, first_value + 2)
         for digit in range(8):
-            summed = mine + spread(errors[8 * digit + first + 1])
-            taken, best = _try_first_halves(
-                summed, 8 * digit, rest, half, taken, best, row, back, allowed, count
+            store(
+                second_sums,
+                8 * digit,
+                first_column + broadcast(digit_errors[8 * digit + first_value + 3]),
             )
-    if not best < bound:
+    second_error = second_sums[start_second]
+    if len(lanes) == 3:
+        start_error = digit_errors[8 * (start_half // 32) + first_value + 3]
+        remaining = start_half % 32
+        for i in range(3):
+            start_error, remaining = (
+                start_error + digit_errors[8 * (remaining % 3) + first_value + i],
+                remaining // 3,
+            )
+    else:
+        start_error = (
+            digit_errors[8 * (start_half % 8) + first_value]
+            + digit_errors[8 * (start_half // 8) + first_value + 1]
+        )
+    best_error = min(
+        start_error + _best_second_half(second_sums, allowed, start_half, count), bound
+    )
+    best_half = (start_half, start_error)
+    if len(lanes) == 3:
+        for chunk in range(0, 32, 8):
+            sums_of_three = _sum_three_digits(digit_errors, first_value, patterns, chunk)
+            for digit in range(3):
+                summed = sums_of_three + broadcast(digit_errors[8 * digit + first_value + 3])
+                best_half, best_error = _try_first_halves(
+                    summed,
+                    32 * digit + chunk,
+                    second_error,
+                    start_half,
+                    best_half,
+                    best_error,
+                    first_sums,
+                    second_sums,
+                    allowed,
+                    count,
+                )
+    else:
+        first_column = load_column(digit_errors, first_value)
+        for digit in range(8):
+            summed = first_column + broadcast(digit_errors[8 * digit + first_value + 1])
+            best_half, best_error = _try_first_halves(
+                summed,
+                8 * digit,
+                second_error,
+                start_half,
+                best_half,
+                best_error,
+                first_sums,
+                second_sums,
+                allowed,
+                count,
+            )
+    if not best_error < bound:
         return -1, bound
-    front, whole = taken
+    first_half, first_error = best_half
     for chunk in range(0, count, 8):
-        lasting = spread(whole) + (load(back, chunk) + load(allowed, front * count + chunk))
-        bits = below(spread(best), lasting) ^ 255
+        total_error = broadcast(first_error) + (
+            load(second_sums, chunk) + load(allowed, first_half * count + chunk)
+        )
+        bits = less_mask(broadcast(best_error), total_error) ^ 255
         if bits:
-            return point[front * count + chunk + first_bit(bits)], best
+            return point_of_key[first_half * count + chunk + first_bit(bits)], best_error
     return -1, bound
 
 
-@borrowing
-def _three_digits(errors, first, patterns, chunk):  # type: ignore[no-untyped-def]
-    """Return the sums of 8 choices of 3 digits of three values, the first digit at ``first``."""
-    start = errors[first] + errors[first + 1] + errors[first + 2]
-    found = load(patterns, 192 + chunk) + spread(start)
+@inlined_jit
+def _sum_three_digits(digit_errors, first_value, patterns, chunk):  # type: ignore[no-untyped-def]
+    """Return the sums of 8 choices of 3 digits of three values, the first digit at ``first_value``."""
+    zero_error = (
+        digit_errors[first_value] + digit_errors[first_value + 1] + digit_errors[first_value + 2]
+    )
+    sums = load(patterns, 192 + chunk) + broadcast(zero_error)
     for i in range(3):
-        zero = errors[first + i]
-        found += load(patterns, 64 * i + chunk) * spread(errors[8 + first + i] - zero)
-        found += load(patterns, 64 * i + 32 + chunk) * spread(errors[16 + first + i] - zero)
-    return found
+        digit_zero = digit_errors[first_value + i]
+        sums += load(patterns, 64 * i + chunk) * broadcast(
+            digit_errors[8 + first_value + i] - digit_zero
+        )
+        sums += load(patterns, 64 * i + 32 + chunk) * broadcast(
+            digit_errors[16 + first_value + i] - digit_zero
+        )
+    return sums
 
 
-@borrowing
-def _best_second_half(second, allowed, half, count):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _best_second_half(second_sums, allowed, first_half, count):  # type: ignore[no-untyped-def]
     """Return the smallest sum of a second half that makes a point with the first one."""
-    low = spread(LARGEST)
+    min_error = broadcast(MAX_FLOAT32)
     for chunk in range(0, count, 8):
-        low = lesser(load(second, chunk) + load(allowed, half * count + chunk), low)
-    return lane_min(low)
+        min_error = vector_min(
+            load(second_sums, chunk) + load(allowed, first_half * count + chunk), min_error
+        )
+    return lane_min(min_error)
 
 
-@borrowing
-def _try_first_halves(summed, lane, rest, half, taken, best, row, back, allowed, count):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _try_first_halves(  # type: ignore[no-untyped-def]
+    first_errors,
+    lane,
+    second_error,
+    start_half,
+    best_half,
+    best_error,
+    first_sums,
+    second_sums,
+    allowed,
+    count,
+):
     """Return the best first half so far and its error with the best second one: try 8 from ``lane`` on."""
-    front, whole = taken
-    bits = below(summed, spread(best - rest))
+    first_half, first_error = best_half
+    bits = less_mask(first_errors, broadcast(best_error - second_error))
     if bits:
-        store(row, 0, summed)
+        store(first_sums, 0, first_errors)
     while bits:
-        place = first_bit(bits)
+        lane_index = first_bit(bits)
         bits &= bits - 1
-        tried = lane + place
-        alone = row[place]
-        if tried != half:
-            error = alone + _best_second_half(back, allowed, tried, count)
-            if error < best:
-                front, whole, best = tried, alone, error
-    return (front, whole), best
+        candidate = lane + lane_index
+        candidate_error = first_sums[lane_index]
+        if candidate != start_half:
+            total_error = candidate_error + _best_second_half(
+                second_sums, allowed, candidate, count
+            )
+            if total_error < best_error:
+                first_half, first_error, best_error = candidate, candidate_error, total_error
+    return (first_half, first_error), best_error
 
 
 # A whole metric
 
 
 @jit
-def nearest_in_metric(t, steps, shifts, points, form, eighth, metric, marginal, codes):  # type: ignore[no-untyped-def]
-    """Fill in codes of points near vectors ``t`` ``[n, width * points of a code]`` under ``metric``.
+def nearest_in_metric(targets, steps, shifts, points, layout, shift_size, metric, marginal, codes):  # type: ignore[no-untyped-def]
+    """Fill in codes of points near vectors ``targets`` ``[n, width * points of a code]`` under ``metric``.
 
     Args:
-        t, steps, shifts: float32, of each vector.
+        targets, steps, shifts: float32, of each vector.
         points: float32 ``[points, width]``.
-        form: values of a point, points of a code, bits of a place; whether there are signs, even ones, and two shifts
+        layout: values of a point, points of a code, bits of a place; whether there are signs, even ones, and two shifts
             for a code to choose from.
-        eighth: the size of these shifts.
+        shift_size: the size of these shifts.
         metric: float32, square.
         marginal: the metric of the first point where the second is free; unused where a code has one point.
         codes: int32 ``[n]``, filled in.
     """
-    width, many, index_bits, signed, _, two = form
-    columns, size = width * many, len(points)
+    width, points_per_code, index_bits, signed, _, has_two_shifts = layout
+    columns, num_points = width * points_per_code, len(points)
     table = numpy.ascontiguousarray(points.T)
-    masks_of = 1 << width if signed else 1
-    base = numpy.empty((masks_of, size), numpy.float32)
-    free, last = base, base
-    if many > 1:
-        free, last = numpy.empty_like(base), numpy.empty_like(base)
-    cache = (base, free, last, numpy.zeros(masks_of, numpy.bool_))
-    u, pulls, slopes = numpy.empty((3, columns), numpy.float32)
-    score = numpy.empty(size, numpy.float32)
+    num_masks = 1 << width if signed else 1
+    metric_terms = numpy.empty((num_masks, num_points), numpy.float32)
+    marginal_terms, second_terms = metric_terms, metric_terms
+    if points_per_code > 1:
+        marginal_terms = numpy.empty_like(metric_terms)
+        second_terms = numpy.empty_like(metric_terms)
+    cache = (metric_terms, marginal_terms, second_terms, numpy.zeros(num_masks, numpy.bool_))
+    scaled_target, linear_terms, signed_linear = numpy.empty((3, columns), numpy.float32)
+    score = numpy.empty(num_points, numpy.float32)
     masks, order = numpy.zeros(5, numpy.int64), numpy.empty(columns, numpy.int64)
-    scratch = (pulls, slopes, masks, order, score)
-    for v in range(len(t)):
-        step, code, best = steps[v], 0, LARGEST
+    scratch = (linear_terms, signed_linear, masks, order, score)
+    for vector in range(len(targets)):
+        step, code, best_distance = steps[vector], 0, MAX_FLOAT32
         inverse = _ZERO if step == _ZERO else _ONE / step
-        for turn in range(2 if two else 1):
-            moved = shifts[v] if not two else eighth if turn == 0 else -eighth
-            for i in range(columns):
-                u[i] = t[v, i] * inverse - moved
-            total, found, mask = _best_vector(u, metric, marginal, table, form, cache, scratch)
-            if total < best:
-                best, code = total, found | (mask | turn) << (index_bits * many)
-        codes[v] = code
-
-
-@inner
-def _best_vector(u, metric, marginal, table, form, cache, scratch):  # type: ignore[no-untyped-def]
-    """Return distance, place or places, and signs of the best of a few choices of signs for one vector."""
-    width, many, index_bits, signed, even, _ = form
-    base, free, last, known = cache
-    pulls, slopes, masks, order, score = scratch
-    columns, constant = width * many, _ZERO
-    for i in range(columns):
-        pulls[i] = _ZERO
-        for j in range(columns):
-            pulls[i] -= _TWO * metric[i, j] * u[j]
-        constant -= pulls[i] * u[i] / _TWO
-    best, found, taken = LARGEST, 0, 0
-    masks[0], count, half = 0, 1, (1 << width) - 1
-    if signed:
-        count = _sign_choices(u, metric, columns, even, masks, order)
-    for choice in range(count):
-        mask = masks[choice]
-        for i in range(columns):
-            slopes[i] = -pulls[i] if mask >> i & 1 else pulls[i]
-        low, high = (mask, mask) if many == 1 else (mask & half, mask >> width)
-        for part in (low, high):
-            if not known[part]:
-                known[part] = True
-                _quadratic_terms(table, metric, 0, part, base[part])
-                if many > 1:
-                    _quadratic_terms(table, marginal, 0, part, free[part])
-                    _quadratic_terms(table, metric, width, part, last[part])
-        if many == 1:
-            place, total = _nearest_point(table, base[mask], slopes)
-        else:
-            tables = (base[low], free[low], last[high])
-            total, place = _best_pair(
-                table, tables, metric, marginal, u, slopes, mask, score, index_bits
+        for shift_index in range(2 if has_two_shifts else 1):
+            shift = (
+                shifts[vector]
+                if not has_two_shifts
+                else shift_size
+                if shift_index == 0
+                else -shift_size
             )
-        if total + constant < best:
-            best, found, taken = total + constant, place, mask
-    return best, found, taken
+            for i in range(columns):
+                scaled_target[i] = targets[vector, i] * inverse - shift
+            distance, point_bits, sign_mask = _best_vector(
+                scaled_target, metric, marginal, table, layout, cache, scratch
+            )
+            if distance < best_distance:
+                best_distance = distance
+                code = point_bits | (sign_mask | shift_index) << (index_bits * points_per_code)
+        codes[vector] = code
 
 
-@borrowing
-def _sign_choices(u, metric, columns, even, masks, order):  # type: ignore[no-untyped-def]
-    """Fill ``masks`` with choices of signs and return how many: those of ``u``, and with the cheapest ones turned."""
-    mask, count = 0, 0
-    for i in range(columns):
-        if u[i] < _ZERO:
-            mask, count = mask | 1 << i, count + 1
-        cost, place = abs(u[i]) * metric[i, i], i
+@internal_jit
+def _best_vector(target, metric, marginal, table, layout, cache, scratch):  # type: ignore[no-untyped-def]
+    """Return distance, place or places, and signs of the best of a few choices of signs for one vector."""
+    width, points_per_code, index_bits, signed, even_signs, _ = layout
+    metric_terms, marginal_terms, second_terms, is_computed = cache
+    linear_terms, signed_linear, masks, order, score = scratch
+    num_columns, constant = width * points_per_code, _ZERO
+    for i in range(num_columns):
+        linear_terms[i] = _ZERO
+        for j in range(num_columns):
+            linear_terms[i] -= _TWO * metric[i, j] * target[j]
+        constant -= linear_terms[i] * target[i] / _TWO
+    best_distance, best_points, best_mask = MAX_FLOAT32, 0, 0
+    masks[0], num_choices, half_mask = 0, 1, (1 << width) - 1
+    if signed:
+        num_choices = _sign_choices(target, metric, num_columns, even_signs, masks, order)
+    for choice in range(num_choices):
+        mask = masks[choice]
+        for i in range(num_columns):
+            signed_linear[i] = -linear_terms[i] if mask >> i & 1 else linear_terms[i]
+        first_mask, second_mask = (
+            (mask, mask) if points_per_code == 1 else (mask & half_mask, mask >> width)
+        )
+        for mask_part in (first_mask, second_mask):
+            if not is_computed[mask_part]:
+                is_computed[mask_part] = True
+                _quadratic_terms(table, metric, 0, mask_part, metric_terms[mask_part])
+                if points_per_code > 1:
+                    _quadratic_terms(table, marginal, 0, mask_part, marginal_terms[mask_part])
+                    _quadratic_terms(table, metric, width, mask_part, second_terms[mask_part])
+        if points_per_code == 1:
+            point_bits, score_sum = _nearest_point(table, metric_terms[mask], signed_linear)
+        else:
+            term_tables = (
+                metric_terms[first_mask],
+                marginal_terms[first_mask],
+                second_terms[second_mask],
+            )
+            score_sum, point_bits = _best_pair(
+                table, term_tables, metric, marginal, target, signed_linear, mask, score, index_bits
+            )
+        if score_sum + constant < best_distance:
+            best_distance, best_points, best_mask = score_sum + constant, point_bits, mask
+    return best_distance, best_points, best_mask
+
+
+@inlined_jit
+def _sign_choices(target, metric, num_columns, even_signs, masks, order):  # type: ignore[no-untyped-def]
+    """Fill ``masks`` with choices of signs and return how many: those of ``target``, and with the cheapest ones turned."""
+    sign_mask, num_negative = 0, 0
+    for i in range(num_columns):
+        if target[i] < _ZERO:
+            sign_mask, num_negative = sign_mask | 1 << i, num_negative + 1
+        cost, position = abs(target[i]) * metric[i, i], i
         while (
-            place > 0
-            and abs(u[order[place - 1]]) * metric[order[place - 1], order[place - 1]] > cost
+            position > 0
+            and abs(target[order[position - 1]]) * metric[order[position - 1], order[position - 1]]
+            > cost
         ):
-            order[place] = order[place - 1]
-            place -= 1
-        order[place] = i
-    a, b, c, d = 1 << order[0], 1 << order[1], 1 << order[2], 1 << order[3]
-    if even and count % 2:
-        masks[0], masks[1], masks[2], masks[3] = mask ^ a, mask ^ b, mask ^ c, mask ^ d
+            order[position] = order[position - 1]
+            position -= 1
+        order[position] = i
+    flip0, flip1, flip2, flip3 = 1 << order[0], 1 << order[1], 1 << order[2], 1 << order[3]
+    if even_signs and num_negative % 2:
+        masks[0], masks[1], masks[2], masks[3] = (
+            sign_mask ^ flip0,
+            sign_mask ^ flip1,
+            sign_mask ^ flip2,
+            sign_mask ^ flip3,
+        )
         return 4
-    if even:
-        masks[0], masks[1], masks[2], masks[3] = mask, mask ^ a ^ b, mask ^ a ^ c, mask ^ b ^ c
+    if even_signs:
+        masks[0], masks[1], masks[2], masks[3] = (
+            sign_mask,
+            sign_mask ^ flip0 ^ flip1,
+            sign_mask ^ flip0 ^ flip2,
+            sign_mask ^ flip1 ^ flip2,
+        )
         return 4
-    masks[0], masks[1], masks[2], masks[3] = mask, mask ^ a, mask ^ b, mask ^ c
-    masks[4] = mask ^ a ^ b
+    masks[0], masks[1], masks[2], masks[3] = (
+        sign_mask,
+        sign_mask ^ flip0,
+        sign_mask ^ flip1,
+        sign_mask ^ flip2,
+    )
+    masks[4] = sign_mask ^ flip0 ^ flip1
     return 5
 
 
-@inner
-def _best_pair(table, tables, metric, marginal, u, slopes, mask, score, index_bits):  # type: ignore[no-untyped-def]
+@internal_jit
+def _best_pair(  # type: ignore[no-untyped-def]
+    table, term_tables, metric, marginal, target, signed_linear, sign_mask, score, index_bits
+):
     """Return score and places of two points: first points by the distance that no second one can make up for."""
-    width, (base, free, last) = table.shape[0], tables
-    mine, later = numpy.empty(width, numpy.float32), numpy.empty(width, numpy.float32)
+    width, (metric_terms, marginal_terms, second_terms) = table.shape[0], term_tables
+    first_slopes = numpy.empty(width, numpy.float32)
+    second_slopes = numpy.empty(width, numpy.float32)
     for i in range(width):
-        pull = _ZERO
+        linear_sum = _ZERO
         for j in range(width):
-            pull -= _TWO * marginal[i, j] * u[j]
-        mine[i] = -pull if mask >> i & 1 else pull
-    first = numpy.empty(FIRST, numpy.int64)
-    for p in range(0, table.shape[1], 8):
-        store(score, p, _scores(table, free, mine, p))
-    for number in range(FIRST):
-        first[number] = _least_score(score)
-        score[first[number]] = LARGEST
-    best, found = LARGEST, 0
-    for number in range(FIRST):
-        p = first[number]
-        known = base[p]
+            linear_sum -= _TWO * marginal[i, j] * target[j]
+        first_slopes[i] = -linear_sum if sign_mask >> i & 1 else linear_sum
+    candidates = numpy.empty(NUM_FIRST_POINTS, numpy.int64)
+    for first_point in range(0, table.shape[1], 8):
+        store(score, first_point, _scores(table, marginal_terms, first_slopes, first_point))
+    for rank in range(NUM_FIRST_POINTS):
+        candidates[rank] = _argmin_score(score)
+        score[candidates[rank]] = MAX_FLOAT32
+    best_score, best_points = MAX_FLOAT32, 0
+    for rank in range(NUM_FIRST_POINTS):
+        first_point = candidates[rank]
+        first_score = metric_terms[first_point]
         for i in range(width):
-            known += slopes[i] * table[i, p]
-            later[i] = slopes[width + i]
+            first_score += signed_linear[i] * table[i, first_point]
+            second_slopes[i] = signed_linear[width + i]
         for i in range(width):
             for j in range(width):
-                crossed = _TWO * metric[width + i, j] * table[j, p]
-                later[i] += -crossed if (mask >> (width + i) ^ mask >> j) & 1 else crossed
-        q, rest = _nearest_point(table, last, later)
-        if known + rest < best:
-            best, found = known + rest, p | q << index_bits
-    return best, found
+                cross_term = _TWO * metric[width + i, j] * table[j, first_point]
+                second_slopes[i] += (
+                    -cross_term if (sign_mask >> (width + i) ^ sign_mask >> j) & 1 else cross_term
+                )
+        second_point, second_score = _nearest_point(table, second_terms, second_slopes)
+        if first_score + second_score < best_score:
+            best_score = first_score + second_score
+            best_points = first_point | second_point << index_bits
+    return best_score, best_points
 
 
-@borrowing
-def _quadratic_terms(table, metric, first, mask, out):  # type: ignore[no-untyped-def]
-    """Fill in ``g (S M S) g`` of all points, ``M`` the part of the metric from ``first`` on, ``S`` of ``mask``."""
+@inlined_jit
+def _quadratic_terms(table, metric, first_coordinate, sign_mask, out):  # type: ignore[no-untyped-def]
+    """Fill in ``g (S M S) g`` of all points, ``M`` the part of the metric from ``first_coordinate`` on, ``S`` of ``sign_mask``."""
     width, points = table.shape
     for p in range(points):
         out[p] = _ZERO
     for i in range(width):
         for j in range(i + 1):
-            value = metric[first + i, first + j] * (_ONE if i == j else _TWO)
-            value = -value if (mask >> i ^ mask >> j) & 1 else value
+            value = metric[first_coordinate + i, first_coordinate + j] * (_ONE if i == j else _TWO)
+            value = -value if (sign_mask >> i ^ sign_mask >> j) & 1 else value
             for p in range(points):
                 out[p] += value * (table[i, p] * table[j, p])
 
 
-@borrowing
-def _nearest_point(table, base, slopes):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _nearest_point(table, terms, slopes):  # type: ignore[no-untyped-def]
     """Return the point with the smallest score, the first of equal ones, and that score."""
-    best, number = spread(LARGEST), load(LANE_NUMBERS, 0)
-    found = number
+    best_score, indices = broadcast(MAX_FLOAT32), load(LANE_INDICES, 0)
+    best_index = indices
     for p in range(0, table.shape[1], 8):
-        score = _scores(table, base, slopes, p)
-        found = pick(score, best, number, found)
-        best = lesser(score, best)
-        number += spread(_EIGHT)
-    return first_of(best, found)
+        score = _scores(table, terms, slopes, p)
+        best_index = select_if_less(score, best_score, indices, best_index)
+        best_score = vector_min(score, best_score)
+        indices += broadcast(_EIGHT)
+    return argmin_lane(best_score, best_index)
 
 
-@borrowing
-def _least_score(score):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _argmin_score(score):  # type: ignore[no-untyped-def]
     """Return the place of the smallest score, the first of equal ones."""
-    best, number = spread(LARGEST), load(LANE_NUMBERS, 0)
-    found = number
+    best_score, indices = broadcast(MAX_FLOAT32), load(LANE_INDICES, 0)
+    best_index = indices
     for p in range(0, len(score), 8):
-        tried = load(score, p)
-        found = pick(tried, best, number, found)
-        best = lesser(tried, best)
-        number += spread(_EIGHT)
-    return first_of(best, found)[0]
+        chunk = load(score, p)
+        best_index = select_if_less(chunk, best_score, indices, best_index)
+        best_score = vector_min(chunk, best_score)
+        indices += broadcast(_EIGHT)
+    return argmin_lane(best_score, best_index)[0]
 
 
-@borrowing
-def _scores(table, base, slopes, p):  # type: ignore[no-untyped-def]
-    """Return ``base + table slopes`` of 8 points, ``table`` ``[width, points]``."""
+@inlined_jit
+def _scores(table, terms, slopes, p):  # type: ignore[no-untyped-def]
+    """Return ``terms + table slopes`` of 8 points, ``table`` ``[width, points]``."""
     if table.shape[0] == 8:
-        return load(base, p) + (
-            _four_coordinates(table, 0, slopes, p) + _four_coordinates(table, 4, slopes, p)
+        return load(terms, p) + (
+            _sum_four_coordinates(table, 0, slopes, p) + _sum_four_coordinates(table, 4, slopes, p)
         )
-    return load(base, p) + _four_coordinates(table, 0, slopes, p)
+    return load(terms, p) + _sum_four_coordinates(table, 0, slopes, p)
 
 
-@borrowing
-def _four_coordinates(table, first, slopes, p):  # type: ignore[no-untyped-def]
-    """Return what 4 coordinates from ``first`` on add to the scores of 8 points."""
-    start, size = first * table.shape[1] + p, table.shape[1]
-    summed = spread(slopes[first]) * load(table, start)
+@inlined_jit
+def _sum_four_coordinates(table, first_coordinate, slopes, p):  # type: ignore[no-untyped-def]
+    """Return what 4 coordinates from ``first_coordinate`` on add to the scores of 8 points."""
+    start, size = first_coordinate * table.shape[1] + p, table.shape[1]
+    total = broadcast(slopes[first_coordinate]) * load(table, start)
     for i in range(1, 4):
-        summed += spread(slopes[first + i]) * load(table, start + i * size)
-    return summed
+        total += broadcast(slopes[first_coordinate + i]) * load(table, start + i * size)
+    return total

@@ -56,12 +56,14 @@ def fit(
     Raises:
         InputError: a scale is beyond the range of float16.
     """
-    columns = weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
-    parts = [
-        _search_parameters(rows, scheme, columns, brief=not search)
+    column_weights = (
+        weight.new_ones(weight.shape[1]) if importance is None else importance.to(weight)
+    )
+    chunks = [
+        _search_parameters(rows, scheme, column_weights, brief=not search)
         for rows in torch.split(weight, SEARCH_ROWS)
     ]
-    return _checked({key: torch.cat([part[key] for part in parts]) for key in parts[0]})
+    return _checked({key: torch.cat([chunk[key] for chunk in chunks]) for key in chunks[0]})
 
 
 def encode_rows(
@@ -151,31 +153,37 @@ def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
 
 
 def _column_steps(
-    parameters: Mapping[str, Tensor], scheme: Scheme, columns: slice | None, each: int = 1
+    parameters: Mapping[str, Tensor],
+    scheme: Scheme,
+    columns: slice | None,
+    columns_per_step: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return step and shift of some columns, ``[rows, n / each]``; no shift where codes have it, or there is none."""
-    block, raised = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid].shift
-    size, run, mine = block.group // each, slice(None), parameters
+    """Return step and shift of some columns, ``[rows, n / columns_per_step]``; no shift where codes have it, or there is none."""
+    block, shift_size = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid].shift_size
+    repeats, inner_columns, selected = block.group // columns_per_step, slice(None), parameters
     if columns is not None:  # take the parameters of whole blocks around them
-        first, last = columns.start // block.columns, -(-columns.stop // block.columns)
+        first_block, last_block = columns.start // block.columns, -(-columns.stop // block.columns)
         groups = block.columns // block.group
-        many = {key: 1 if key == "d" else groups for key in parameters}
-        mine = {
-            key: value[:, first * many[key] : last * many[key]] for key, value in parameters.items()
+        values_per_block = {key: 1 if key == "d" else groups for key in parameters}
+        selected = {
+            key: value[:, first_block * values_per_block[key] : last_block * values_per_block[key]]
+            for key, value in parameters.items()
         }
-        run = slice(columns.start - first * block.columns, columns.stop - first * block.columns)
-    step = _group_steps(mine, scheme.grid).repeat_interleave(size, 1)[:, run]
-    if "shifts" not in mine:
+        inner_columns = slice(
+            columns.start - first_block * block.columns, columns.stop - first_block * block.columns
+        )
+    step = _group_steps(selected, scheme.grid).repeat_interleave(repeats, 1)[:, inner_columns]
+    if "shifts" not in selected:
         return step, None
-    shift = torch.where(mine["shifts"].bool(), -raised, raised)
-    return step, shift.repeat_interleave(size, 1)[:, run]
+    shift = torch.where(selected["shifts"].bool(), -shift_size, shift_size)
+    return step, shift.repeat_interleave(repeats, 1)[:, inner_columns]
 
 
 def _group_steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
     """Return the step of each group, float32 ``[rows, groups]``."""
     unit, scales = parameters["d"].float(), parameters["scales"].float()
-    spread = (2 * scales + 1).view(*unit.shape, -1) * LATTICES[grid].unit
-    return (unit.unsqueeze(-1) * spread).flatten(1)
+    odd_levels = (2 * scales + 1).view(*unit.shape, -1) * LATTICES[grid].step_factor
+    return (unit.unsqueeze(-1) * odd_levels).flatten(1)
 
 
 # Ours: scales by search, and the nearest points
@@ -194,7 +202,7 @@ def _search_parameters(
     """
     block, lattice = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid]
     start = _quantize_as_ggml(
-        weight, scheme, importance, every=1 if brief else lattice.every
+        weight, scheme, importance, scale_stride=1 if brief else lattice.scale_stride
     ).parameters
     if brief:
         return dict(start)
@@ -202,60 +210,73 @@ def _search_parameters(
 
     assert block.units is not None
     x, w = (
-        _to_float_array(part).reshape(-1, block.columns)
-        for part in (weight, error_weights(weight, importance))
+        _to_float_array(array).reshape(-1, block.columns)
+        for array in (weight, error_weights(weight, importance))
     )
     units = _to_float_array(start["d"]).reshape(-1).copy()
     levels = start["scales"].cpu().numpy().reshape(len(x), -1).copy()
-    shared = "shifts" in start
-    lowered = numpy.zeros_like(levels)
-    if shared:
-        lowered = start["shifts"].cpu().numpy().reshape(levels.shape).copy()
-    signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes, shared
-    numbers = block.group, block.units[1], numpy.float32(lattice.unit), lattice.rounds
+    has_group_shifts = "shifts" in start
+    is_lowered = numpy.zeros_like(levels)
+    if has_group_shifts:
+        is_lowered = start["shifts"].cpu().numpy().reshape(levels.shape).copy()
+    options = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes, has_group_shifts
+    search_numbers = (
+        block.group,
+        block.units[1],
+        numpy.float32(lattice.step_factor),
+        lattice.search_rounds,
+    )
     tables = _code_shifts(scheme.grid), _search_tables(scheme.grid), lattice_points(scheme.grid)
-    nearest_loops.search_scales(x, w, (*signs, *numbers), *tables, units, levels, lowered)
-    found = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
-    if shared:
-        found["shifts"] = torch.from_numpy(lowered)
-    return {key: value.view(start[key].shape).to(weight.device) for key, value in found.items()}
+    nearest_loops.search_scales(
+        x, w, (*options, *search_numbers), *tables, units, levels, is_lowered
+    )
+    parameters = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
+    if has_group_shifts:
+        parameters["shifts"] = torch.from_numpy(is_lowered)
+    return {
+        key: value.view(start[key].shape).to(weight.device) for key, value in parameters.items()
+    }
 
 
 def error_weights(weight: Tensor, importance: Tensor) -> Tensor:
     """Return ``importance * sqrt(mean x^2 + x^2)`` of ``weight`` ``[rows, in]``, the mean of 256 columns."""
     weights = _error_weights(
-        _to_blocks_of_256(weight), _to_blocks_of_256(importance), twice=False, share=0
+        _to_blocks_of_256(weight), _to_blocks_of_256(importance), double_mean=False, mean_share=0
     )
     return torch.from_numpy(weights).view(weight.shape).to(weight.device)
 
 
 def nearest_weighted(
-    weight: Tensor, step: Tensor, shift: Tensor | None, grid: str, weighted: Tensor
+    weight: Tensor, step: Tensor, shift: Tensor | None, grid: str, error_weights: Tensor
 ) -> Tensor:
-    """Return codes of ``weight`` ``[rows, n]``, whose errors have the weights ``weighted`` of the same shape.
+    """Return codes of ``weight`` ``[rows, n]``, whose errors have the weights ``error_weights`` of the same shape.
 
     Steps have the same shape, too, or one for each 8 columns, and shifts likewise.
     """
     from quantforge.packers.lattices import nearest_loops
 
     lattice, rows = LATTICES[grid], len(weight)
-    parts, spare = [weight, weighted, step], -weight.shape[1] % 8
-    if spare:
-        parts = [functional.pad(part, (0, spare)) for part in parts]
-    x, w, s = (_to_float_array(part) for part in parts)
-    s = s.reshape(-1, 8 if s.size == x.size else 1)
+    arrays, padding = [weight, error_weights, step], -weight.shape[1] % 8
+    if padding:
+        arrays = [functional.pad(array, (0, padding)) for array in arrays]
+    x, w, steps = (_to_float_array(array) for array in arrays)
+    steps = steps.reshape(-1, 8 if steps.size == x.size else 1)
     x, w = x.reshape(-1, 8), w.reshape(-1, 8)
-    lowered = torch.empty(0, dtype=torch.int64)
+    shift_index = torch.empty(0, dtype=torch.int64)
     if shift is not None:
-        lowered = (shift[:, :: 8 * shift.shape[1] // weight.shape[1]] < 0).flatten().long().cpu()
-    many = 8 // lattice.columns
-    codes = numpy.empty((len(x), many), numpy.int32)
+        shift_index = (
+            (shift[:, :: 8 * shift.shape[1] // weight.shape[1]] < 0).flatten().long().cpu()
+        )
+    codes_per_vector = 8 // lattice.weights_per_code
+    codes = numpy.empty((len(x), codes_per_vector), numpy.int32)
     signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
-    form = (*signs, lattice.index_bits, many)
+    layout = (*signs, lattice.index_bits, codes_per_vector)
     shifts, tables = _code_shifts(grid), _search_tables(grid)
-    nearest_loops.nearest_weighted(x, w, s, lowered.numpy(), shifts, form, tables, codes)
-    found = torch.from_numpy(codes).view(rows, -1)[:, : weight.shape[1] // lattice.columns]
-    return found.to(weight.device)
+    nearest_loops.nearest_weighted(x, w, steps, shift_index.numpy(), shifts, layout, tables, codes)
+    vector_codes = torch.from_numpy(codes).view(rows, -1)[
+        :, : weight.shape[1] // lattice.weights_per_code
+    ]
+    return vector_codes.to(weight.device)
 
 
 @cache
@@ -268,8 +289,8 @@ def _search_tables(grid: str) -> tuple[Any, ...]:
 @cache
 def _code_shifts(grid: str) -> FloatArray:
     """Return the shifts that a code can have, up and down, float32 ``[2, 8]``."""
-    raised = LATTICES[grid].shift
-    return numpy.repeat(numpy.array([[raised], [-raised]], numpy.float32), 8, 1)
+    shift_size = LATTICES[grid].shift_size
+    return numpy.repeat(numpy.array([[shift_size], [-shift_size]], numpy.float32), 8, 1)
 
 
 def nearest_in_metric(
@@ -282,74 +303,80 @@ def nearest_in_metric(
     metric = _to_float_array(root.double() @ root.double().T)
     width = lattice.width
     marginal = metric[:width, :width]
-    if lattice.vectors > 1:
-        cross, rest = metric[:width, width:], metric[width:, width:]
-        marginal = marginal - cross @ numpy.linalg.solve(rest.astype(numpy.float64), cross.T)
+    if lattice.points_per_code > 1:
+        cross_block, second_block = metric[:width, width:], metric[width:, width:]
+        marginal = marginal - cross_block @ numpy.linalg.solve(
+            second_block.astype(numpy.float64), cross_block.T
+        )
     signs = bool(lattice.signs), lattice.signs == "even", lattice.shifts_codes
-    form = (width, lattice.vectors, lattice.index_bits, *signs)
+    layout = (width, lattice.points_per_code, lattice.index_bits, *signs)
     metrics = metric, numpy.ascontiguousarray(marginal, numpy.float32)
     codes = numpy.empty(len(targets), numpy.int32)
-    vectors = (_to_float_array(part) for part in (targets, step, shift))
-    eighth = numpy.float32(lattice.shift)
-    nearest_loops.nearest_in_metric(*vectors, lattice_points(grid), form, eighth, *metrics, codes)
+    vectors = (_to_float_array(array) for array in (targets, step, shift))
+    shift_size = numpy.float32(lattice.shift_size)
+    nearest_loops.nearest_in_metric(
+        *vectors, lattice_points(grid), layout, shift_size, *metrics, codes
+    )
     return torch.from_numpy(codes).unsqueeze(1).to(targets.device)
 
 
 def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:  # noqa: ARG001
     """Return the steps of fitting again with the codes held: the level of each group, then the unit of each block."""
     block = GGML_BLOCKS[scheme.grid]
-    levels = RefitStep(block.group, partial(_refit_level, scheme.grid))
-    return (levels, RefitStep(block.columns, partial(_refit_unit, scheme.grid)))
+    level_step = RefitStep(block.group, partial(_refit_level, scheme.grid))
+    return (level_step, RefitStep(block.columns, partial(_refit_unit, scheme.grid)))
 
 
-def _refit_level(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
-    block, place = GGML_BLOCKS[grid], held.group
-    above = place * block.group // block.columns
-    unit = parameters["d"][:, above : above + 1] * (2 * LATTICES[grid].unit)  # of one level
-    values = _decode_fixed_codes(grid, parameters, held, slice(place, place + 1))
-    plane = QuadraticError.from_directions(values, torch.zeros_like(values), held)
-    mine = {"scales": parameters["scales"][:, place : place + 1]}
+def _refit_level(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) -> Tensor:
+    block, group_index = GGML_BLOCKS[grid], fixed.group
+    block_index = group_index * block.group // block.columns
+    level_step = parameters["d"][:, block_index : block_index + 1] * (
+        2 * LATTICES[grid].step_factor
+    )  # of one level
+    values = _decode_fixed_codes(grid, parameters, fixed, slice(group_index, group_index + 1))
+    error = QuadraticError.from_directions(values, torch.zeros_like(values), fixed)
+    group_params = {"scales": parameters["scales"][:, group_index : group_index + 1]}
     assert block.units is not None
-    least, most = block.units
+    min_level, max_level = block.units
 
-    def near() -> Iterator[dict[str, Tensor]]:
+    def candidates() -> Iterator[dict[str, Tensor]]:
         for move in (-1, 1):
-            yield {"scales": (mine["scales"] + move).clamp(least, most)}
+            yield {"scales": (group_params["scales"] + move).clamp(min_level, max_level)}
 
-    def gain(tried: dict[str, Tensor]) -> Tensor:
-        change = (tried["scales"] - mine["scales"]) * unit
-        return plane.gain(change, torch.zeros_like(change))
+    def gain(candidate: dict[str, Tensor]) -> Tensor:
+        change = (candidate["scales"] - group_params["scales"]) * level_step
+        return error.gain(change, torch.zeros_like(change))
 
-    return take_best(mine, near(), gain)
+    return take_best(group_params, candidates(), gain)
 
 
-def _refit_unit(grid: str, parameters: dict[str, Tensor], held: FixedCodes) -> Tensor:
-    block, place = GGML_BLOCKS[grid], held.group
-    count = block.columns // block.group
-    groups = slice(place * count, (place + 1) * count)
-    levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].unit
-    spread = levels.T.repeat_interleave(block.group, 0)
-    up = _decode_fixed_codes(grid, parameters, held, groups) * spread
-    plane = QuadraticError.from_directions(up, torch.zeros_like(up), held)
-    mine = {"d": parameters["d"][:, place : place + 1]}
-    wished, none = plane.minimize(offset=False)
-    tried = {"d": (mine["d"] + wished).half().float()}
+def _refit_unit(grid: str, parameters: dict[str, Tensor], fixed: FixedCodes) -> Tensor:
+    block, block_index = GGML_BLOCKS[grid], fixed.group
+    num_groups = block.columns // block.group
+    groups = slice(block_index * num_groups, (block_index + 1) * num_groups)
+    levels = (2 * parameters["scales"][:, groups] + 1) * LATTICES[grid].step_factor
+    column_levels = levels.T.repeat_interleave(block.group, 0)
+    direction = _decode_fixed_codes(grid, parameters, fixed, groups) * column_levels
+    error = QuadraticError.from_directions(direction, torch.zeros_like(direction), fixed)
+    block_params = {"d": parameters["d"][:, block_index : block_index + 1]}
+    unit_change, no_change = error.minimize(offset=False)
+    candidate = {"d": (block_params["d"] + unit_change).half().float()}
 
-    def gain(found: dict[str, Tensor]) -> Tensor:
-        return plane.gain(found["d"] - mine["d"], none)
+    def gain(params: dict[str, Tensor]) -> Tensor:
+        return error.gain(params["d"] - block_params["d"], no_change)
 
-    return take_best(mine, [tried], gain)
+    return take_best(block_params, [candidate], gain)
 
 
 def _decode_fixed_codes(
-    grid: str, parameters: dict[str, Tensor], held: FixedCodes, groups: slice
+    grid: str, parameters: dict[str, Tensor], fixed: FixedCodes, groups: slice
 ) -> Tensor:
     """Return the values of the codes in units of the step, shift included, ``[columns, rows]``."""
-    values = decode_values(held.codes.T, grid).T
+    values = decode_values(fixed.codes.T, grid).T
     if "shifts" not in parameters:
         return values
-    raised = LATTICES[grid].shift
-    shift = torch.where(parameters["shifts"][:, groups] > 0, -raised, raised)
+    shift_size = LATTICES[grid].shift_size
+    shift = torch.where(parameters["shifts"][:, groups] > 0, -shift_size, shift_size)
     return values + shift.T.repeat_interleave(GGML_BLOCKS[grid].group, 0)
 
 
@@ -357,25 +384,28 @@ def _decode_fixed_codes(
 
 
 def _quantize_as_ggml(
-    weight: Tensor, scheme: Scheme, importance: Tensor | None, *, every: int = 1
+    weight: Tensor, scheme: Scheme, importance: Tensor | None, *, scale_stride: int = 1
 ) -> QuantizedTensor:
     """Return what ggml makes of ``weight`` ``[rows, in]`` float32; ``importance`` ``[in]``.
 
-    With ``every`` above 1 only one in as many scales is tried, which is faster and finds others.
+    With ``scale_stride`` above 1 only one in as many scales is tried, which is faster and finds others.
     """
     grid, x = scheme.grid, _to_blocks_of_256(weight)
-    known = (
+    block_importance = (
         numpy.empty((0, 256), numpy.float32)
         if importance is None
         else _to_blocks_of_256(importance)
     )
     w = _error_weights(
-        x, known, twice=grid not in _TYPES_WITH_SINGLE_MEAN, share=0.25 if grid == "iq2_s" else 0
+        x,
+        block_importance,
+        double_mean=grid not in _TYPES_WITH_SINGLE_MEAN,
+        mean_share=0.25 if grid == "iq2_s" else 0,
     )
     if LATTICES[grid].signs:
-        codes, units, levels, shifts = _quantize_magnitudes(x, w, grid, every)
+        codes, units, levels, shifts = _quantize_magnitudes(x, w, grid, scale_stride)
     else:
-        codes, units, levels, shifts = _quantize_ternary(x, w, grid, every > 1)
+        codes, units, levels, shifts = _quantize_ternary(x, w, grid, scale_stride > 1)
     parameters = {"d": torch.from_numpy(units).half(), "scales": torch.from_numpy(levels)}
     parameters |= shifts
     rows = len(weight)
@@ -386,68 +416,84 @@ def _quantize_as_ggml(
 
 
 def _error_weights(
-    x: FloatArray, importance: FloatArray, *, twice: bool, share: float
+    x: FloatArray, importance: FloatArray, *, double_mean: bool, mean_share: float
 ) -> FloatArray:
     from quantforge.packers.lattices import magnitude_loops
 
-    found = numpy.empty_like(x)
-    magnitude_loops.compute_error_weights(x, importance, twice, numpy.float32(share), found)
-    return found
+    weights = numpy.empty_like(x)
+    magnitude_loops.compute_error_weights(
+        x, importance, double_mean, numpy.float32(mean_share), weights
+    )
+    return weights
 
 
 CodesAndParams = tuple[NDArray[numpy.int32], FloatArray, NDArray[numpy.uint8], dict[str, Tensor]]
 
 
-def _quantize_magnitudes(x: FloatArray, w: FloatArray, grid: str, every: int) -> CodesAndParams:
+def _quantize_magnitudes(
+    x: FloatArray, w: FloatArray, grid: str, scale_stride: int
+) -> CodesAndParams:
     """Return codes, units, levels and no shifts of IQ2 and IQ3."""
     from quantforge.packers.lattices import magnitude_loops
 
     lattice, block = LATTICES[grid], GGML_BLOCKS[grid]
-    (tries, positive, again), (step, least, fudge) = magnitude_loops.SEARCHES[grid]
+    (tries, fit_positive, snap_mode), (step, min_max, unit_factor) = magnitude_loops.SEARCH_OPTIONS[
+        grid
+    ]
     groups, width = 256 // block.group, lattice.width
-    places = numpy.empty((len(x), 256 // width), numpy.int32)
+    point_indices = numpy.empty((len(x), 256 // width), numpy.int32)
     signs, units = numpy.empty((len(x), 32), numpy.uint8), numpy.empty(len(x), numpy.float32)
     scales = numpy.empty((len(x), groups), numpy.float32)
     levels = numpy.empty((len(x), groups), numpy.uint8)
-    form = (block.group, (0,) * width, len(lattice.values))
-    options = (lattice.signs == "even", tries // every, positive, again)
-    numbers = tuple(map(numpy.float32, (step * every, least, fudge)))
-    odd = 2 * point_digits(grid).astype(numpy.float32) + 1
-    found = places, signs, scales, levels, units
-    magnitude_loops.search(x, w, form, options, numbers, tuple(neighbor_lists(grid)), odd, *found)
-    codes = places
-    if lattice.vectors == 2:
-        codes = places[:, ::2] | places[:, 1::2] << lattice.index_bits
-    if lattice.columns == 4:
+    layout = (block.group, (0,) * width, len(lattice.digit_values))
+    search_options = (lattice.signs == "even", tries // scale_stride, fit_positive, snap_mode)
+    search_numbers = tuple(map(numpy.float32, (step * scale_stride, min_max, unit_factor)))
+    odd_points = 2 * point_digits(grid).astype(numpy.float32) + 1
+    outputs = point_indices, signs, scales, levels, units
+    magnitude_loops.search_magnitudes(
+        x,
+        w,
+        layout,
+        search_options,
+        search_numbers,
+        tuple(neighbor_lists(grid)),
+        odd_points,
+        *outputs,
+    )
+    codes = point_indices
+    if lattice.points_per_code == 2:
+        codes = point_indices[:, ::2] | point_indices[:, 1::2] << lattice.index_bits
+    if lattice.weights_per_code == 4:
         signs = numpy.stack([signs & 15, signs >> 4], 2).reshape(len(x), -1)
-    codes |= signs.astype(numpy.int32) << lattice.sign_place
+    codes |= signs.astype(numpy.int32) << lattice.sign_shift
     return codes, units, levels, {}
 
 
-def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, rough: bool) -> CodesAndParams:
+def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, skip_refit: bool) -> CodesAndParams:
     """Return codes, units, levels and shifts of groups of IQ1."""
     from quantforge.packers.lattices import ternary_loops
 
-    size, limits = GGML_BLOCKS[grid].group, map(numpy.float32, ternary_loops.LIMITS[grid])
-    codes, lowered = numpy.empty((len(x), 32), numpy.int32), numpy.empty((len(x), 32), numpy.bool_)
+    size, limits = GGML_BLOCKS[grid].group, map(numpy.float32, ternary_loops.GROUP_LIMITS[grid])
+    codes = numpy.empty((len(x), 32), numpy.int32)
+    is_lowered = numpy.empty((len(x), 32), numpy.bool_)
     levels = numpy.empty((len(x), 256 // size), numpy.uint8)
     units = numpy.empty(len(x), numpy.float32)
     tables = (tuple(neighbor_lists(grid)), lattice_points(grid))
-    found = (codes, lowered, levels, units)
-    ternary_loops.search(x, w, size, rough, *limits, *tables, *found)
+    outputs = (codes, is_lowered, levels, units)
+    ternary_loops.search_ternary(x, w, size, skip_refit, *limits, *tables, *outputs)
     if grid == "iq1_m":
-        codes |= lowered.astype(numpy.int32) << LATTICES[grid].sign_place
+        codes |= is_lowered.astype(numpy.int32) << LATTICES[grid].sign_shift
         return codes, units, levels, {}
-    shifts = torch.from_numpy(lowered[:, ::4].astype(numpy.uint8))
+    shifts = torch.from_numpy(is_lowered[:, ::4].astype(numpy.uint8))
     return codes, units, levels, {"shifts": shifts}
 
 
-def _to_blocks_of_256(part: Tensor) -> FloatArray:
-    """Return ``part`` as float32 ``[n, 256]``."""
-    return _to_float_array(part).reshape(-1, 256)
+def _to_blocks_of_256(tensor: Tensor) -> FloatArray:
+    """Return ``tensor`` as float32 ``[n, 256]``."""
+    return _to_float_array(tensor).reshape(-1, 256)
 
 
-def _to_float_array(part: Tensor) -> FloatArray:
-    """Return ``part`` as contiguous float32."""
-    found: FloatArray = part.detach().cpu().float().contiguous().numpy()
-    return found
+def _to_float_array(tensor: Tensor) -> FloatArray:
+    """Return ``tensor`` as contiguous float32."""
+    array: FloatArray = tensor.detach().cpu().float().contiguous().numpy()
+    return array

@@ -2,7 +2,7 @@
 
 The points are facts of the format. `scripts/lattice_points.py` reads them off what `gguf.quants.dequantize` makes of
 blocks that count through the codes, and writes ``points.bin``: 16 bits for a point, its digits (places in
-`Lattice.values`, the first weight lowest) in base 3, or base 8 for points of 4 weights.
+`Lattice.digit_values`, the first weight lowest) in base 3, or base 8 for points of 4 weights.
 """
 
 from __future__ import annotations
@@ -35,19 +35,21 @@ _RANGE_8 = torch.arange(8, dtype=torch.int32)
 
 def digit_values(grid: str) -> NDArray[numpy.float32]:
     """Return the values that digits of points stand for."""
-    return numpy.array(LATTICES[grid].values, numpy.float32)
+    return numpy.array(LATTICES[grid].digit_values, numpy.float32)
 
 
 @cache
 def point_digits(grid: str) -> NDArray[numpy.uint8]:
     """Return the digits of all points, ``[points, width]``."""
     name = "iq1_s" if grid == "iq1_m" else grid
-    before = sum(LATTICES[other].points for other in STORED_TYPES[: STORED_TYPES.index(name)])
-    lattice = LATTICES[name]
-    numbers = numpy.fromfile(POINTS_FILE, "<u2", lattice.points, offset=2 * before).astype(
-        numpy.int64
+    points_before = sum(
+        LATTICES[other].num_points for other in STORED_TYPES[: STORED_TYPES.index(name)]
     )
-    base = len(lattice.values)
+    lattice = LATTICES[name]
+    numbers = numpy.fromfile(
+        POINTS_FILE, "<u2", lattice.num_points, offset=2 * points_before
+    ).astype(numpy.int64)
+    base = len(lattice.digit_values)
     return (numbers[:, None] // base ** numpy.arange(lattice.width) % base).astype(numpy.uint8)
 
 
@@ -64,15 +66,15 @@ def decode_values(codes: Tensor, grid: str) -> Tensor:
     """
     lattice, codes = LATTICES[grid], codes.int()
     table = torch.from_numpy(lattice_points(grid)).to(codes.device)
-    places = _RANGE_8[: lattice.vectors].to(codes.device) * lattice.index_bits
-    index = (codes.unsqueeze(-1) >> places) & (lattice.points - 1)
+    index_shifts = _RANGE_8[: lattice.points_per_code].to(codes.device) * lattice.index_bits
+    index = (codes.unsqueeze(-1) >> index_shifts) & (lattice.num_points - 1)
     values = table[index.long()].flatten(-2)
-    above = codes.unsqueeze(-1) >> lattice.sign_place
+    sign_bits = codes.unsqueeze(-1) >> lattice.sign_shift
     if lattice.signs:
-        negative = (above >> _RANGE_8[: lattice.columns].to(codes.device)) & 1
+        negative = (sign_bits >> _RANGE_8[: lattice.weights_per_code].to(codes.device)) & 1
         values = torch.where(negative.bool(), -values, values)
     elif lattice.shifts_codes:
-        values = values + torch.where(above.bool(), -lattice.shift, lattice.shift)
+        values = values + torch.where(sign_bits.bool(), -lattice.shift_size, lattice.shift_size)
     return values.flatten(-2)
 
 
@@ -85,61 +87,70 @@ class NeighborLists(NamedTuple):
     not fit in the cache otherwise.
 
     Attributes:
-        place: int32 ``[keys]``, of the point that a key is, or -1.
-        begin: int32 ``[keys]``, of the run of a key, in points.
-        many: int32 ``[keys]``, points of the run without padding.
-        near: int8 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * begin + i * padded + j``.
+        point_of_key: int32 ``[keys]``, of the point that a key is, or -1.
+        run_start: int32 ``[keys]``, of the run of a key, in points.
+        run_length: int32 ``[keys]``, points of the run without padding.
+        neighbor_digits: int8 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * begin + i * padded + j``.
             Ternary digits are counted from the middle, others as odd numbers, as ggml counts.
-        places: int32 ``[points]``, the place of each in the table.
+        point_index: int32 ``[points]``, the place of each in the table.
     """
 
-    place: NDArray[numpy.int32]
-    begin: NDArray[numpy.int32]
-    many: NDArray[numpy.int32]
-    near: NDArray[numpy.int8]
-    places: NDArray[numpy.int32]
+    point_of_key: NDArray[numpy.int32]
+    run_start: NDArray[numpy.int32]
+    run_length: NDArray[numpy.int32]
+    neighbor_digits: NDArray[numpy.int8]
+    point_index: NDArray[numpy.int32]
 
 
 @cache
 def neighbor_lists(grid: str) -> NeighborLists:
     """Return the neighbours of all keys of a type."""
-    lattice, table = LATTICES[grid], point_digits(grid).astype(numpy.int64)
-    base, width = len(lattice.values), lattice.width
+    lattice, digits = LATTICES[grid], point_digits(grid).astype(numpy.int64)
+    base, width = len(lattice.digit_values), lattice.width
     powers = base ** numpy.arange(width)
     keys = base**width
-    place = numpy.full(keys, -1, numpy.int32)
-    place[table @ powers] = numpy.arange(len(table), dtype=numpy.int32)
-    missing = numpy.flatnonzero(place < 0)
-    vectors = missing[:, None] // powers % base
+    point_of_key = numpy.full(keys, -1, numpy.int32)
+    point_of_key[digits @ powers] = numpy.arange(len(digits), dtype=numpy.int32)
+    off_grid_keys = numpy.flatnonzero(point_of_key < 0)
+    vectors = off_grid_keys[:, None] // powers % base
     # Products of small integers are exact in float32.
-    squared = numpy.float32(4) * (
+    distances = numpy.float32(4) * (
         (vectors**2).sum(1)[:, None]
-        + (table**2).sum(1)[None]
-        - 2 * (vectors.astype(numpy.float32) @ table.T.astype(numpy.float32))
+        + (digits**2).sum(1)[None]
+        - 2 * (vectors.astype(numpy.float32) @ digits.T.astype(numpy.float32))
     ).astype(numpy.float32)
-    reach = numpy.full(len(missing), -1, numpy.float32)
+    max_distances = numpy.full(len(off_grid_keys), -1, numpy.float32)
     for _ in range(_SHELLS[grid]):
-        beyond = numpy.where(squared > reach[:, None], squared, numpy.inf).min(1)
-        reach = numpy.where(numpy.isfinite(beyond), beyond, reach).astype(numpy.float32)
-    row, column = numpy.nonzero(squared <= reach[:, None])
-    order = numpy.lexsort((column, squared[row, column], row))
+        next_shell = numpy.where(distances > max_distances[:, None], distances, numpy.inf).min(1)
+        max_distances = numpy.where(numpy.isfinite(next_shell), next_shell, max_distances).astype(
+            numpy.float32
+        )
+    row, column = numpy.nonzero(distances <= max_distances[:, None])
+    order = numpy.lexsort((column, distances[row, column], row))
     row, column = row[order], column[order]
-    have = numpy.bincount(row, minlength=len(missing))
-    padded = -(-have // LANES) * LANES
-    first = numpy.cumsum(padded) - padded
-    index = numpy.empty(padded.sum(), numpy.int32)
-    near = numpy.empty(width * len(index), numpy.int8)
-    odd = (2 * table + 1 if lattice.signs else table - 1).astype(numpy.int8)
-    taken = numpy.cumsum(have) - have
-    for run, (begin, size, total) in enumerate(zip(first, have, padded, strict=True)):
-        mine = column[taken[run] : taken[run] + size]
-        index[begin : begin + size] = mine
-        index[begin + size : begin + total] = mine[-1]
-        lying = near[width * begin : width * (begin + total)].reshape(width, total)
-        lying[:, :size], lying[:, size:] = odd[mine].T, odd[mine[-1:]].T
-    start, count = numpy.zeros(keys, numpy.int32), numpy.zeros(keys, numpy.int32)
-    start[missing], count[missing] = first, have
-    return NeighborLists(place, start, count, near, index)
+    run_lengths = numpy.bincount(row, minlength=len(off_grid_keys))
+    padded_lengths = -(-run_lengths // LANES) * LANES
+    run_starts = numpy.cumsum(padded_lengths) - padded_lengths
+    point_index = numpy.empty(padded_lengths.sum(), numpy.int32)
+    neighbor_digits = numpy.empty(width * len(point_index), numpy.int8)
+    odd_digits = (2 * digits + 1 if lattice.signs else digits - 1).astype(numpy.int8)
+    pair_starts = numpy.cumsum(run_lengths) - run_lengths
+    for key_index, (run_start, run_length, padded_length) in enumerate(
+        zip(run_starts, run_lengths, padded_lengths, strict=True)
+    ):
+        run_points = column[pair_starts[key_index] : pair_starts[key_index] + run_length]
+        point_index[run_start : run_start + run_length] = run_points
+        point_index[run_start + run_length : run_start + padded_length] = run_points[-1]
+        run_digits = neighbor_digits[
+            width * run_start : width * (run_start + padded_length)
+        ].reshape(width, padded_length)
+        run_digits[:, :run_length], run_digits[:, run_length:] = (
+            odd_digits[run_points].T,
+            odd_digits[run_points[-1:]].T,
+        )
+    starts_by_key, lengths_by_key = numpy.zeros(keys, numpy.int32), numpy.zeros(keys, numpy.int32)
+    starts_by_key[off_grid_keys], lengths_by_key[off_grid_keys] = run_starts, run_lengths
+    return NeighborLists(point_of_key, starts_by_key, lengths_by_key, neighbor_digits, point_index)
 
 
 class PointHalves(NamedTuple):
@@ -150,14 +161,14 @@ class PointHalves(NamedTuple):
 
     Attributes:
         allowed: float32 ``[point_halves * point_halves]``, 0 where two halves are a point, else infinity.
-        point: int32 ``[point_halves * point_halves]``: the place of the point in the table, or -1.
+        point_of_key: int32 ``[point_halves * point_halves]``: the place of the point in the table, or -1.
         powers: float32 ``[16]``, twice for 8 digits: what each adds to the place in `point`, 0 of other points.
         patterns: float32, of halves with three values: where each of the first three digits is 1, and where 2, then
             infinity where lanes are not a half.
     """
 
     allowed: NDArray[numpy.float32]
-    point: NDArray[numpy.int32]
+    point_of_key: NDArray[numpy.int32]
     powers: NDArray[numpy.float32]
     patterns: NDArray[numpy.float32]
 
@@ -166,19 +177,22 @@ class PointHalves(NamedTuple):
 def point_halves(grid: str) -> PointHalves:
     """Return the halves of the points of a type."""
     lattice = LATTICES[grid]
-    base, width = len(lattice.values), lattice.width
+    base, width = len(lattice.digit_values), lattice.width
     steps = numpy.array([1, 3, 9, 32] if base == 3 else [1, 8])
-    count = 96 if base == 3 else 64
-    powers = numpy.concatenate([steps * count, steps])
-    point = numpy.full(count * count, -1, numpy.int32)
-    point[point_digits(grid).astype(numpy.int64) @ powers] = numpy.arange(lattice.points)
-    allowed = numpy.where(point < 0, numpy.float32(numpy.inf), numpy.float32(0))
-    spare = numpy.zeros(8 - width)
-    both = numpy.concatenate([powers, spare, spare, powers])
+    num_lanes = 96 if base == 3 else 64
+    powers = numpy.concatenate([steps * num_lanes, steps])
+    point_of_key = numpy.full(num_lanes * num_lanes, -1, numpy.int32)
+    point_of_key[point_digits(grid).astype(numpy.int64) @ powers] = numpy.arange(lattice.num_points)
+    allowed = numpy.where(point_of_key < 0, numpy.float32(numpy.inf), numpy.float32(0))
+    padding = numpy.zeros(8 - width)
+    all_powers = numpy.concatenate([powers, padding, padding, powers])
     lanes = numpy.arange(32)
-    ones = [lanes // 3**i % 3 == digit for i in range(3) for digit in (1, 2)]
-    patterns = numpy.array([*ones, lanes], numpy.float32)
+    digit_masks = [lanes // 3**i % 3 == digit for i in range(3) for digit in (1, 2)]
+    patterns = numpy.array([*digit_masks, lanes], numpy.float32)
     patterns[6] = numpy.where(lanes < 27, 0, numpy.inf)
     return PointHalves(
-        allowed.astype(numpy.float32), point, both.astype(numpy.float32), patterns.ravel()
+        allowed.astype(numpy.float32),
+        point_of_key,
+        all_powers.astype(numpy.float32),
+        patterns.ravel(),
     )

@@ -8,14 +8,14 @@ go in ggml's order, and of equal candidates the first is taken.
 
 *Cuts.* With prefix sums ``X`` of ``w x`` and ``W`` of ``w``, the sums of the cuts ``(i1, i2)`` with choice ``k`` of
 shifts are ``p_k - X[i1] - X[i2]`` and ``q_k + C_k[i1] - E_k[i2]``, so that 8 candidates are a few instructions. These
-sums are not in ggml's order: they only tell which candidates can be the best, those within `REACH` of the greatest.
+sums are not in ggml's order: they only tell which candidates can be the best, those within `QUALITY_TOLERANCE` of the greatest.
 Rounding moves a value by less than half of that, even where each candidate ties with the next one. Only these are tried
 as ggml tries them. Where sums are so small or large that they could leave the range of float32, all are tried.
 
 *Points.* Distances by sums decide where one point is nearer than all others by more than rounding; else the distances
 are computed in ggml's order.
 
-Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search` first.
+Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search_ternary` first.
 """
 
 from __future__ import annotations
@@ -23,75 +23,94 @@ from __future__ import annotations
 import numpy
 
 from quantforge.numerics.compiled import (
-    LANE_NUMBERS,
-    LARGEST,
-    below,
-    borrowing,
+    LANE_INDICES,
+    MAX_FLOAT32,
+    argmin_lane,
+    broadcast,
     fill,
     first_bit,
-    first_of,
-    greater,
+    inlined_jit,
     jit,
     lane_max,
     lane_sum,
-    lesser,
+    less_mask,
     load,
-    pick,
-    spread,
+    select_if_less,
     store,
+    vector_max,
+    vector_min,
 )
 from quantforge.packers.lattices.magnitude_loops import (
-    HUGE,
-    LEAST,
-    MARGIN,
-    SMALL,
+    DISTANCE_TOLERANCE,
+    MAX_MARGIN,
+    MIN_MARGIN,
+    MIN_SCALE,
     nearest_level,
     point_sums,
 )
 
 # The least magnitude of a group that is not empty, and the factor of the unit.
-LIMITS = {"iq1_s": (1e-12, 1.125), "iq1_m": (1e-7, 1.1125)}
-REACH = numpy.float32(1e-3)  # for 32 values, of 16 it is half
+GROUP_LIMITS = {"iq1_s": (1e-12, 1.125), "iq1_m": (1e-7, 1.1125)}
+QUALITY_TOLERANCE = numpy.float32(1e-3)  # for 32 values, of 16 it is half
 _ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
 _EIGHT, _EIGHTH = numpy.float32(8), numpy.float32(0.125)
 _VALUES = (0,) * 8  # as long as a point has values, so that loops over them are unrolled
 # Of the first half and of the second, by choice.
 _SHIFTS_OF_TWO = _EIGHTH * numpy.array([*[1, -1] * 4, *[1, -1] * 4], numpy.float32)
 _SHIFTS_OF_FOUR = _EIGHTH * numpy.array([*[1, 1, -1, -1] * 2, *[1, -1, 1, -1] * 2], numpy.float32)
-_LEAST_SUM, _GREATEST_SUM = numpy.float32(1e-14), numpy.float32(1e14)
+_MIN_SUM, _MAX_SUM = numpy.float32(1e-14), numpy.float32(1e14)
 
 
 @jit
-def search(x, w, size, rough, least, fudge, tables, points, codes, lowered, levels, units):  # type: ignore[no-untyped-def]
+def search_ternary(  # type: ignore[no-untyped-def]
+    x,
+    w,
+    size,
+    skip_refit,
+    min_magnitude,
+    unit_factor,
+    neighbors,
+    points,
+    codes,
+    lowered,
+    levels,
+    units,
+):
     """Choose points, shifts and scales of blocks.
 
     Args:
         x, w: values and their weights, float32 ``[blocks, 256]``.
         size: of a group: 32 with one shift, 16 with one for each 8.
-        rough: leave scales as they are before points are chosen, and points and units unfitted.
-        least: a group whose largest magnitude is below it is empty.
-        fudge: what the unit is multiplied by.
-        tables: `Neighbours`.
+        skip_refit: leave scales as they are before points are chosen, and points and units unfitted.
+        min_magnitude: a group whose largest magnitude is below it is empty.
+        unit_factor: what the unit is multiplied by.
+        neighbors: `Neighbours`.
         points: float32 ``[points, 8]``.
         codes: int32 ``[blocks, 32]``, filled in, as are ``lowered``, bool of the same shape, ``levels`` uint8
             ``[blocks, groups]`` and ``units`` float32 ``[blocks]``.
     """
     sums = (numpy.empty(size + 1, numpy.float32), numpy.empty(size + 1, numpy.float32))
-    rise, under = numpy.empty((2, 4 * size + 16), numpy.float32)
-    over, rows = numpy.empty((2, 8 * size + 8), numpy.float32)
+    product_terms, square_terms = numpy.empty((2, 4 * size + 16), numpy.float32)
+    first_cut_squares, best_by_cut = numpy.empty((2, 8 * size + 8), numpy.float32)
     order, digits = numpy.empty(size, numpy.int64), numpy.empty(size, numpy.int64)
     ranks = numpy.empty(size, numpy.float32)
     terms = numpy.empty(16, numpy.float32)
-    scratch = (order, digits, ranks, (sums, rise, under, over, rows), terms)
+    scratch = (
+        order,
+        digits,
+        ranks,
+        (sums, product_terms, square_terms, first_cut_squares, best_by_cut),
+        terms,
+    )
     scales = numpy.empty(256 // size, numpy.float32)
     _quantize_blocks(
         x,
         w,
         size,
-        rough,
-        least,
-        fudge,
-        tables,
+        skip_refit,
+        min_magnitude,
+        unit_factor,
+        neighbors,
         points,
         codes,
         lowered,
@@ -102,268 +121,309 @@ def search(x, w, size, rough, least, fudge, tables, points, codes, lowered, leve
     )
 
 
-@borrowing
+@inlined_jit
 def _quantize_blocks(  # type: ignore[no-untyped-def]
-    x, w, size, rough, least, fudge, tables, points, codes, lowered, levels, units, scales, scratch
+    x,
+    w,
+    size,
+    skip_refit,
+    min_magnitude,
+    unit_factor,
+    neighbors,
+    points,
+    codes,
+    lowered,
+    levels,
+    units,
+    scales,
+    scratch,
 ):
     groups, parts, terms = 256 // size, size // 8, scratch[4]
     for block in range(len(x)):
-        largest = _ZERO
+        max_scale = _ZERO
         for group in range(groups):
-            run = slice(group * size, (group + 1) * size)
-            part = slice(group * parts, (group + 1) * parts)
+            columns = slice(group * size, (group + 1) * size)
+            indices = slice(group * parts, (group + 1) * parts)
             scales[group] = _quantize_group(
-                x[block, run],
-                w[block, run],
-                rough,
-                least,
-                tables,
+                x[block, columns],
+                w[block, columns],
+                skip_refit,
+                min_magnitude,
+                neighbors,
                 points,
-                lowered[block, part],
-                codes[block, part],
+                lowered[block, indices],
+                codes[block, indices],
                 scratch,
             )
-            largest = max(largest, scales[group])
+            max_scale = max(max_scale, scales[group])
         fill(levels[block], 0)
         units[block] = _ZERO
-        if largest == _ZERO:
+        if max_scale == _ZERO:
             fill(codes[block], 0)
             fill(lowered[block], False)
             continue
-        unit = largest / numpy.float32(15)
+        unit = max_scale / numpy.float32(15)
         inverse = _ONE / unit
         for group in range(groups):
             levels[block, group] = nearest_level(inverse * scales[group], 7)
-        if size == 16 and not rough:
+        if size == 16 and not skip_refit:
             unit = _fit_unit(
                 x[block], w[block], codes[block], lowered[block], levels[block], unit, points, terms
             )
-        units[block] = unit * fudge
+        units[block] = unit * unit_factor
 
 
-@borrowing
-def _quantize_group(xs, ws, rough, least, tables, points, mine, places, scratch):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _quantize_group(  # type: ignore[no-untyped-def]
+    xs, ws, skip_refit, min_magnitude, neighbors, points, lowered, point_indices, scratch
+):
     """Fill in points and shifts of one group and return its scale."""
     size = len(xs)
-    order, digits, ranks, ways, terms = scratch
-    fill(mine, False)
-    fill(places, 0)
-    if _largest_magnitude(xs) < least:
+    order, digits, ranks, cut_scratch, terms = scratch
+    fill(lowered, False)
+    fill(point_indices, 0)
+    if _largest_magnitude(xs) < min_magnitude:
         return _ZERO
-    sort_order(xs, order, ranks)
+    sorted_order(xs, order, ranks)
     if size == 32:
-        scale, first, second, choice = find_cuts(xs, ws, order, 2, ways)
-        fill(mine, choice == 1)
+        scale, first_cut, second_cut, choice = find_cuts(xs, ws, order, 2, cut_scratch)
+        fill(lowered, choice == 1)
     else:
-        scale, first, second, choice = find_cuts(xs, ws, order, 4, ways)
-        mine[0], mine[1] = choice >> 1 & 1, choice & 1
-    if first < 0:
-        fill(mine, False)
+        scale, first_cut, second_cut, choice = find_cuts(xs, ws, order, 4, cut_scratch)
+        lowered[0], lowered[1] = choice >> 1 & 1, choice & 1
+    if first_cut < 0:
+        fill(lowered, False)
         return _ZERO
     for j in range(size):
-        digit = 0 if j < first else 1 if j < second else 2
+        digit = 0 if j < first_cut else 1 if j < second_cut else 2
         digits[order[j]] = digit if scale >= _ZERO else 2 - digit
     if scale < _ZERO:
         scale = -scale
-        for part in range(len(mine)):
-            mine[part] = not mine[part]
+        for part in range(len(lowered)):
+            lowered[part] = not lowered[part]
     return (
         scale
-        if rough
-        else _snap_to_points(xs, ws, scale, digits, mine, tables, points, places, terms)
+        if skip_refit
+        else _snap_to_points(
+            xs, ws, scale, digits, lowered, neighbors, points, point_indices, terms
+        )
     )
 
 
-@borrowing
+@inlined_jit
 def _largest_magnitude(x):  # type: ignore[no-untyped-def]
-    largest = _ZERO
+    max_magnitude = _ZERO
     for i in range(len(x)):
-        largest = max(largest, abs(x[i]))
-    return largest
+        max_magnitude = max(max_magnitude, abs(x[i]))
+    return max_magnitude
 
 
-@borrowing
-def _snap_to_points(x, w, scale, digits, lowered, tables, points, places, terms):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _snap_to_points(x, w, scale, digits, lowered, neighbors, points, point_indices, terms):  # type: ignore[no-untyped-def]
     """Fill in the points nearest to ``digits``, and return the scale that fits them; ``lowered``: of each point."""
-    place, start, count, near, index = tables[0], tables[1], tables[2], tables[3], tables[4]
-    missed = False
+    point_of_key = neighbors[0]
+    run_start = neighbors[1]
+    run_length = neighbors[2]
+    neighbor_digits = neighbors[3]
+    point_index = neighbors[4]
+    any_off_grid = False
     for part in range(len(x) // 8):
         key, power = 0, 1
         for i in range(8):
             key += power * digits[8 * part + i]
             power *= 3
-        places[part] = place[key]
-        if places[part] < 0:
-            missed = True
+        point_indices[part] = point_of_key[key]
+        if point_indices[part] < 0:
+            any_off_grid = True
             shift = -_EIGHTH if lowered[part] else _EIGHTH
-            run, many = start[key], count[key]
-            found = _nearest_point(near, run * 8, many, scale, shift, x, w, 8 * part, terms)
-            places[part] = index[run + found]
-    if not missed:
+            points_start, num_points = run_start[key], run_length[key]
+            nearest = _nearest_point(
+                neighbor_digits, points_start * 8, num_points, scale, shift, x, w, 8 * part, terms
+            )
+            point_indices[part] = point_index[points_start + nearest]
+    if not any_off_grid:
         return scale
-    top, bottom = _ZERO, _ZERO
+    product, square = _ZERO, _ZERO
     for part in range(len(x) // 8):
-        value = load(points, 8 * places[part]) + spread(-_EIGHTH if lowered[part] else _EIGHTH)
-        top, bottom = _add_eight(x, w, 8 * part, value, terms, top, bottom)
-    return top / bottom if top > _ZERO and bottom > _ZERO else scale
+        value = load(points, 8 * point_indices[part]) + broadcast(
+            -_EIGHTH if lowered[part] else _EIGHTH
+        )
+        product, square = _add_products(x, w, 8 * part, value, terms, product, square)
+    return product / square if product > _ZERO and square > _ZERO else scale
 
 
-@borrowing
+@inlined_jit
 def _fit_unit(x, w, codes, lowered, levels, unit, points, terms):  # type: ignore[no-untyped-def]
     """Return the unit that fits a block whose points and levels are chosen."""
-    top, bottom = _ZERO, _ZERO
+    product, square = _ZERO, _ZERO
     for part in range(32):
-        many = spread(numpy.float32(2 * numpy.int32(levels[part // 2]) + 1))
-        shift = spread(-_EIGHTH if lowered[part] else _EIGHTH)
-        value = (load(points, 8 * codes[part]) + shift) * many
-        top, bottom = _add_eight(x, w, 8 * part, value, terms, top, bottom)
-    return top / bottom if bottom > _ZERO else unit
+        odd_level = broadcast(numpy.float32(2 * numpy.int32(levels[part // 2]) + 1))
+        shift = broadcast(-_EIGHTH if lowered[part] else _EIGHTH)
+        value = (load(points, 8 * codes[part]) + shift) * odd_level
+        product, square = _add_products(x, w, 8 * part, value, terms, product, square)
+    return product / square if square > _ZERO else unit
 
 
-@borrowing
-def _add_eight(x, w, first, value, terms, top, bottom):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _add_products(x, w, first, value, terms, product, square):  # type: ignore[no-untyped-def]
     """Return the two sums of the best scale with 8 values added, one after the other; ``terms`` is scratch."""
     weighted = load(w, first) * value
     store(terms, 0, weighted * load(x, first))
     store(terms, 8, weighted * value)
     for i in range(8):
-        top += terms[i]
-        bottom += terms[8 + i]
-    return top, bottom
+        product += terms[i]
+        square += terms[8 + i]
+    return product, square
 
 
 # Cuts of a sorted group
 
 
-@borrowing
-def find_cuts(x, w, order, ways, scratch):  # type: ignore[no-untyped-def]
+@inlined_jit
+def find_cuts(x, w, order, num_choices, scratch):  # type: ignore[no-untyped-def]
     """Return scale, first and second cut and choice of shifts of the best candidate; cuts of -1 if there is none.
 
-    ``ways``, the number of choices, is 2 for one shift (choice 1: lowered), 4 for two halves with a shift each (two
+    ``num_choices``, the number of choices, is 2 for one shift (choice 1: lowered), 4 for two halves with a shift each (two
     bits, the first half in the upper one).
     """
     size = len(x)
-    sums, rise, under, over, rows = scratch
-    in_range = _prepare_sums(x, w, order, ways, sums, rise, under, over)
-    stop, top = (size + 1) * ways, spread(_ZERO)
-    for i1 in range(size + 1):
-        moved, raised = spread(sums[0][i1]), load(over, i1 * 8)
-        row = spread(_ZERO)
-        for place in range(i1 * ways, stop, 8):
-            row = greater(_quality(rise, under, place, moved, raised), row)
-        store(rows, i1 * 8, row)
-        top = greater(row, top)
-    limit = lane_max(top) * (_ONE - REACH * numpy.float32(size) / numpy.float32(32))
-    limits = spread(limit if in_range else -LARGEST)
-    best, scale, first, second, choice = -LARGEST, _ZERO, -1, -1, -1
-    for i1 in range(size + 1):
-        if in_range and not below(limits, load(rows, i1 * 8)):
+    sums, product_terms, square_terms, first_cut_squares, best_by_cut = scratch
+    in_range = _prepare_sums(
+        x, w, order, num_choices, sums, product_terms, square_terms, first_cut_squares
+    )
+    num_candidates, best_quality = (size + 1) * num_choices, broadcast(_ZERO)
+    for first_cut in range(size + 1):
+        prefix_x = broadcast(sums[0][first_cut])
+        prefix_square = load(first_cut_squares, first_cut * 8)
+        row_best = broadcast(_ZERO)
+        for index in range(first_cut * num_choices, num_candidates, 8):
+            row_best = vector_max(
+                _quality(product_terms, square_terms, index, prefix_x, prefix_square), row_best
+            )
+        store(best_by_cut, first_cut * 8, row_best)
+        best_quality = vector_max(row_best, best_quality)
+    min_quality = lane_max(best_quality) * (
+        _ONE - QUALITY_TOLERANCE * numpy.float32(size) / numpy.float32(32)
+    )
+    quality_limits = broadcast(min_quality if in_range else -MAX_FLOAT32)
+    best, scale, best_first, best_second, best_choice = -MAX_FLOAT32, _ZERO, -1, -1, -1
+    for first_cut in range(size + 1):
+        if in_range and not less_mask(quality_limits, load(best_by_cut, first_cut * 8)):
             continue
-        moved, raised = spread(sums[0][i1]), load(over, i1 * 8)
-        for start in range(i1 * ways, stop, 8):
+        prefix_x = broadcast(sums[0][first_cut])
+        prefix_square = load(first_cut_squares, first_cut * 8)
+        for start in range(first_cut * num_choices, num_candidates, 8):
             bits = numpy.int64(255)
             if in_range:
-                bits = below(limits, _quality(rise, under, start, moved, raised))
+                bits = less_mask(
+                    quality_limits,
+                    _quality(product_terms, square_terms, start, prefix_x, prefix_square),
+                )
             while bits:
-                place = start + first_bit(bits)
+                index = start + first_bit(bits)
                 bits &= bits - 1
-                if place >= stop:
+                if index >= num_candidates:
                     break
-                i2, k = place // ways, place % ways
-                if ways == 2:
-                    product, square = _sums_of_group(sums, i1, i2, k)
+                second_cut, choice_index = index // num_choices, index % num_choices
+                if num_choices == 2:
+                    product, square = _sums_of_group(sums, first_cut, second_cut, choice_index)
                 else:
-                    product, square = _sums_of_halves(x, w, order, i1, i2, k)
+                    product, square = _sums_of_halves(
+                        x, w, order, first_cut, second_cut, choice_index
+                    )
                 if square > _ZERO and product * product > best * square:
                     scale = product / square
                     best = scale * product
-                    first, second, choice = i1, i2, k
-    return scale, first, second, choice
+                    best_first, best_second, best_choice = first_cut, second_cut, choice_index
+    return scale, best_first, best_second, best_choice
 
 
-@borrowing
-def sort_order(x, order, ranks):  # type: ignore[no-untyped-def]
+@inlined_jit
+def sorted_order(x, order, ranks):  # type: ignore[no-untyped-def]
     """Fill ``order`` with the places of ``x`` by rising value; equal values keep their order."""
-    size, one, zero = len(x), spread(_ONE), spread(_ZERO)
+    size, one, zero = len(x), broadcast(_ONE), broadcast(_ZERO)
     for first in range(0, size, 8):
-        mine, rank = load(x, first), zero
+        chunk, rank = load(x, first), zero
         for j in range(size):
-            rank += pick(spread(x[j]), mine, one, zero)
+            rank += select_if_less(broadcast(x[j]), chunk, one, zero)
         store(ranks, first, rank)
     fill(order, -1)
     for i in range(size):
-        place = int(ranks[i])
-        while order[place] >= 0:  # an equal value before it
-            place += 1
-        order[place] = i
+        position = int(ranks[i])
+        while order[position] >= 0:  # an equal value before it
+            position += 1
+        order[position] = i
 
 
-@borrowing
-def _prepare_sums(x, w, order, ways, sums, rise, under, over):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _prepare_sums(x, w, order, num_choices, sums, product_terms, square_terms, first_cut_squares):  # type: ignore[no-untyped-def]
     """Fill in the terms of the two sums of all candidates, and the prefix sums; return whether these are in range.
 
     Lanes are choices, repeated; those after the last cut repeat it.
     """
     size, half = len(x), len(x) // 2
-    sumx, sumw = sums
-    allx, allw, highx, highw, large = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
-    sumx[0], sumw[0] = _ZERO, _ZERO
+    prefix_x, prefix_w = sums
+    total_x, total_w, half_x, half_w, abs_sum = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+    prefix_x[0], prefix_w[0] = _ZERO, _ZERO
     for j in range(size):
         i = order[j]
-        part = w[i] * x[i]
-        allx += part
-        allw += w[i]
-        sumx[j + 1], sumw[j + 1] = allx, allw
-        large += abs(part)
+        weighted = w[i] * x[i]
+        total_x += weighted
+        total_w += w[i]
+        prefix_x[j + 1], prefix_w[j + 1] = total_x, total_w
+        abs_sum += abs(weighted)
         if i >= half:
-            highx += part
-            highw += w[i]
-    one, two = spread(_ONE), spread(_TWO)
-    shifts = _SHIFTS_OF_TWO if ways == 2 else _SHIFTS_OF_FOUR
+            half_x += weighted
+            half_w += w[i]
+    one, two = broadcast(_ONE), broadcast(_TWO)
+    shifts = _SHIFTS_OF_TWO if num_choices == 2 else _SHIFTS_OF_FOUR
     low, high = load(shifts, 0), load(shifts, 8)
-    p = spread(allx) + low * spread(allx - highx) + high * spread(highx)
+    shifted_products = (
+        broadcast(total_x) + low * broadcast(total_x - half_x) + high * broadcast(half_x)
+    )
     low_square, high_square = (one + low) * (one + low), (one + high) * (one + high)
-    q = low_square * spread(allw - highw) + high_square * spread(highw)
-    low, high, moved = two * low, two * high, spread(_ZERO)
+    shifted_squares = low_square * broadcast(total_w - half_w) + high_square * broadcast(half_w)
+    low, high, shift_terms = two * low, two * high, broadcast(_ZERO)
     for j in range(size + 1):
-        mine = spread(sumw[j])
-        store(rise, j * ways, p - spread(sumx[j]))
-        store(under, j * ways, q - (mine + moved))
-        store(over, j * 8, mine - moved)
+        weight_sum = broadcast(prefix_w[j])
+        store(product_terms, j * num_choices, shifted_products - broadcast(prefix_x[j]))
+        store(square_terms, j * num_choices, shifted_squares - (weight_sum + shift_terms))
+        store(first_cut_squares, j * 8, weight_sum - shift_terms)
         if j < size:
             i = order[j]
-            moved += (low if i < half else high) * spread(w[i])
-    return min(large, allw) > _LEAST_SUM and max(large, allw) < _GREATEST_SUM
+            shift_terms += (low if i < half else high) * broadcast(w[i])
+    return min(abs_sum, total_w) > _MIN_SUM and max(abs_sum, total_w) < _MAX_SUM
 
 
-@borrowing
-def _quality(rise, under, place, moved, raised):  # type: ignore[no-untyped-def]
-    product = load(rise, place) - moved
-    return product * product / (load(under, place) + raised)
+@inlined_jit
+def _quality(product_terms, square_terms, index, prefix_x, prefix_square):  # type: ignore[no-untyped-def]
+    product = load(product_terms, index) - prefix_x
+    return product * product / (load(square_terms, index) + prefix_square)
 
 
-@borrowing
-def _sums_of_group(sums, first, second, k):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _sums_of_group(sums, first_cut, second_cut, choice):  # type: ignore[no-untyped-def]
     """Return ggml's sums of two cuts of a whole group with one shift."""
-    sumx, sumw = sums
-    size = len(sumx) - 1
-    delta = -_EIGHTH if k else _EIGHTH
-    v0, v1, v2 = delta - _ONE, delta, delta + _ONE
-    lowx, loww = sumx[first] - sumx[0], sumw[first] - sumw[0]
-    midx, midw = sumx[second] - sumx[first], sumw[second] - sumw[first]
-    highx, highw = sumx[size] - sumx[second], sumw[size] - sumw[second]
-    product = lowx * v0 + midx * v1 + highx * v2
-    return product, loww * v0 * v0 + midw * v1 * v1 + highw * v2 * v2
+    prefix_x, prefix_w = sums
+    size = len(prefix_x) - 1
+    shift = -_EIGHTH if choice else _EIGHTH
+    v0, v1, v2 = shift - _ONE, shift, shift + _ONE
+    low_x, low_w = prefix_x[first_cut] - prefix_x[0], prefix_w[first_cut] - prefix_w[0]
+    mid_x = prefix_x[second_cut] - prefix_x[first_cut]
+    mid_w = prefix_w[second_cut] - prefix_w[first_cut]
+    high_x, high_w = prefix_x[size] - prefix_x[second_cut], prefix_w[size] - prefix_w[second_cut]
+    product = low_x * v0 + mid_x * v1 + high_x * v2
+    return product, low_w * v0 * v0 + mid_w * v1 * v1 + high_w * v2 * v2
 
 
-@borrowing
-def _sums_of_halves(x, w, order, first, second, k):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _sums_of_halves(x, w, order, first_cut, second_cut, choice):  # type: ignore[no-untyped-def]
     """Return ggml's sums of two cuts of two halves with a shift each."""
     product, square, half = _ZERO, _ZERO, len(x) // 2
     for j in range(len(x)):
         i = order[j]
-        lowered = k >> 1 if i < half else k & 1
-        digit = _ONE if j >= second else _ZERO if j >= first else -_ONE
+        lowered = choice >> 1 if i < half else choice & 1
+        digit = _ONE if j >= second_cut else _ZERO if j >= first_cut else -_ONE
         value = digit + (-_EIGHTH if lowered else _EIGHTH)
         product += w[i] * value * x[i]
         square += w[i] * value * value
@@ -373,51 +433,63 @@ def _sums_of_halves(x, w, order, first, second, k):  # type: ignore[no-untyped-d
 # The nearest of a few shifted points: 8 side by side, each in the order of its values; the first of equal ones
 
 
-@borrowing
-def _nearest_point(near, first, many, scale, shift, x, w, place, pulls):  # type: ignore[no-untyped-def]
-    """Return which of ``many`` points, raised by ``shift``, is nearest to the 8 values from ``place`` on.
+@inlined_jit
+def _nearest_point(  # type: ignore[no-untyped-def]
+    neighbor_digits, digits_start, num_points, scale, shift, x, w, first_value, linear_terms
+):
+    """Return which of ``num_points`` points, raised by ``shift``, is nearest to the 8 values from ``first_value`` on.
 
-    Points begin at ``first`` in ``near``; ``pulls`` is scratch.
+    Points begin at ``digits_start`` in ``neighbor_digits``; ``linear_terms`` is scratch.
     """
-    sure = _surely_nearest(near, first, many, scale, shift, x, w, place, pulls)
-    if sure >= 0:
-        return sure
-    scales, shifts, number = spread(scale), spread(shift), load(LANE_NUMBERS, 0)
-    padded = (many + 7) & -8
-    best, found = spread(LARGEST), number
-    for point in range(first, first + many, 8):
-        apart = scales * (load(near, point) + shifts) - spread(x[place])
-        tried = spread(w[place]) * apart * apart
+    clear_point = _clearly_nearest(
+        neighbor_digits, digits_start, num_points, scale, shift, x, w, first_value, linear_terms
+    )
+    if clear_point >= 0:
+        return clear_point
+    scales, shifts, indices = broadcast(scale), broadcast(shift), load(LANE_INDICES, 0)
+    padded = (num_points + 7) & -8
+    best_distance, best_index = broadcast(MAX_FLOAT32), indices
+    for point in range(digits_start, digits_start + num_points, 8):
+        difference = scales * (load(neighbor_digits, point) + shifts) - broadcast(x[first_value])
+        distance = broadcast(w[first_value]) * difference * difference
         for i in range(1, 8):
-            apart = scales * (load(near, point + i * padded) + shifts) - spread(x[place + i])
-            tried += spread(w[place + i]) * apart * apart
-        found = pick(tried, best, number, found)
-        best = lesser(tried, best)
-        number += spread(_EIGHT)
-    return first_of(best, found)[0]
+            difference = scales * (load(neighbor_digits, point + i * padded) + shifts) - broadcast(
+                x[first_value + i]
+            )
+            distance += broadcast(w[first_value + i]) * difference * difference
+        best_index = select_if_less(distance, best_distance, indices, best_index)
+        best_distance = vector_min(distance, best_distance)
+        indices += broadcast(_EIGHT)
+    return argmin_lane(best_distance, best_index)[0]
 
 
-@borrowing
-def _surely_nearest(near, first, many, scale, shift, x, w, place, pulls):  # type: ignore[no-untyped-def]
+@inlined_jit
+def _clearly_nearest(  # type: ignore[no-untyped-def]
+    neighbor_digits, digits_start, num_points, scale, shift, x, w, first_value, linear_terms
+):
     """Return the nearest point where it is nearer than all others by more than rounding, else -1."""
-    scales, weights, target = spread(scale), load(w, place), load(x, place)
-    moved = target - spread(scale * shift)
-    store(pulls, 0, weights * (moved + moved))
-    reach = scales + scales
-    margin = lane_sum(weights * (target * target + reach * reach)) * MARGIN
-    if not (SMALL < margin < HUGE and LEAST < scale < _ONE / LEAST):
+    scales, weights, target = broadcast(scale), load(w, first_value), load(x, first_value)
+    shifted_target = target - broadcast(scale * shift)
+    store(linear_terms, 0, weights * (shifted_target + shifted_target))
+    max_step = scales + scales
+    margin = lane_sum(weights * (target * target + max_step * max_step)) * DISTANCE_TOLERANCE
+    if not (MIN_MARGIN < margin < MAX_MARGIN and MIN_SCALE < scale < _ONE / MIN_SCALE):
         return -1
-    number, padded = load(LANE_NUMBERS, 0), (many + 7) & -8
-    best, second, found = spread(LARGEST), spread(LARGEST), number
-    for point in range(first, first + many, 8):
-        square, pull = point_sums(near, point, padded, pulls, 0, w, place, _VALUES)
-        tried = scales * (scales * square - pull)
-        found = pick(tried, best, number, found)
-        second = lesser(greater(tried, best), second)
-        best = lesser(tried, best)
-        number += spread(_EIGHT)
-    point, value = first_of(best, found)
-    limit = spread(value + margin)
-    bits = below(best, limit)
-    alone = bits and not bits & (bits - 1) and not below(second, limit)
-    return point if alone else -1
+    indices, padded = load(LANE_INDICES, 0), (num_points + 7) & -8
+    best_distance = broadcast(MAX_FLOAT32)
+    second_distance = broadcast(MAX_FLOAT32)
+    best_index = indices
+    for nearest in range(digits_start, digits_start + num_points, 8):
+        square, linear_sum = point_sums(
+            neighbor_digits, nearest, padded, linear_terms, 0, w, first_value, _VALUES
+        )
+        distance = scales * (scales * square - linear_sum)
+        best_index = select_if_less(distance, best_distance, indices, best_index)
+        second_distance = vector_min(vector_max(distance, best_distance), second_distance)
+        best_distance = vector_min(distance, best_distance)
+        indices += broadcast(_EIGHT)
+    nearest, min_distance = argmin_lane(best_distance, best_index)
+    distance_limit = broadcast(min_distance + margin)
+    bits = less_mask(best_distance, distance_limit)
+    is_single = bits and not bits & (bits - 1) and not less_mask(second_distance, distance_limit)
+    return nearest if is_single else -1

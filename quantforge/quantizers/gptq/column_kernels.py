@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import numpy
 
-from quantforge.numerics.compiled import inner, jit
+from quantforge.numerics.compiled import internal_jit, jit
 
 TILE = 256  # rows; the data of a tile stays in a core's cache
 
 _ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
 
 
-@inner
+@internal_jit
 def round_to_point(target, scale, zero, offset, low, high, table, code, value):  # type: ignore[no-untyped-def]
     """Fill in the code and the value of the grid point nearest to each ``target``; see `Points`."""
     if table is None:

@@ -13,28 +13,28 @@ from torch import Tensor
 from benchmarks.peers.ggml import quantized
 from quantforge.notation import parse
 from quantforge.numerics.compiled import (
-    below,
-    differing,
+    broadcast,
+    differ_mask,
     first_bit,
-    fused,
-    greater,
     jit,
     lane_max,
     lane_min,
     lane_sum,
     last_bit,
-    lesser,
+    less_mask,
     load,
-    pick,
-    spread,
+    multiply_add,
+    select_if_less,
     store,
+    vector_max,
+    vector_min,
 )
 from quantforge.packers.ggml.blocks import pack_blocks
 from quantforge.packers.lattices import LATTICES, packer
 from quantforge.packers.lattices.nearest_loops import round_float16
 from quantforge.packers.lattices.packer import nearest_weighted
 from quantforge.packers.lattices.points import decode_values, lattice_points
-from quantforge.packers.lattices.ternary_loops import find_cuts, sort_order
+from quantforge.packers.lattices.ternary_loops import find_cuts, sorted_order
 
 Array = NDArray[numpy.float32]
 
@@ -42,15 +42,15 @@ Array = NDArray[numpy.float32]
 @jit
 def _operations(a, b, out):  # type: ignore[no-untyped-def]
     one, other = load(a, 1), load(b, 0)
-    results = (one + other, one - other, one * other, one / other, lesser(one, other))
+    results = (one + other, one - other, one * other, one / other, vector_min(one, other))
     for place, value in enumerate(results):
         store(out, 8 * place, value)
-    store(out, 40, greater(one, other))
-    store(out, 48, pick(one, other, other, spread(numpy.float32(2))))
-    store(out, 56, fused(one, other, other))
+    store(out, 40, vector_max(one, other))
+    store(out, 48, select_if_less(one, other, other, broadcast(numpy.float32(2))))
+    store(out, 56, multiply_add(one, other, other))
     folded = lane_min(one), lane_max(one), lane_sum(one)
     bits = first_bit(numpy.int64(40)), last_bit(numpy.int64(40))
-    return folded, below(one, other), differing(one, other), bits
+    return folded, less_mask(one, other), differ_mask(one, other), bits
 
 
 @jit
@@ -83,7 +83,7 @@ def test_eight_floats_are_computed_with_as_single_ones() -> None:
 
 @jit
 def _cut(x, w, ways, order, scratch):  # type: ignore[no-untyped-def]
-    sort_order(x, order, numpy.empty(len(x), numpy.float32))
+    sorted_order(x, order, numpy.empty(len(x), numpy.float32))
     return find_cuts(x, w, order, ways, scratch)
 
 

@@ -74,7 +74,7 @@ def test_any_bytes_decode_as_gguf_decodes_them_and_come_back(grid: str) -> None:
 
 
 def tensor_width(grid: str) -> int:
-    return LATTICES[grid].columns
+    return LATTICES[grid].weights_per_code
 
 
 def digest(*tensors: Tensor) -> str:

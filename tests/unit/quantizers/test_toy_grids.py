@@ -51,7 +51,7 @@ def test_a_table_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, unrefined, refined = _errors("squares4")
     assert refined < 0.95 * unrefined
     assert unrefined < 0.8 * plain
-    monkeypatch.setattr(squares, "points", lambda *_: None)  # column by column instead
+    monkeypatch.setattr(squares, "column_grid", lambda *_: None)  # column by column instead
     assert _errors("squares4")[2] == pytest.approx(refined, rel=1e-2)
 
 
