@@ -31,7 +31,7 @@ def recovered(grid: str) -> numpy.ndarray:
     """Return the points of one type as numbers, in the order of their codes."""
     lattice = LATTICES[grid]
     count = BLOCK // lattice.width
-    index = torch.arange(lattice.points, dtype=torch.int32).view(-1, count)
+    index = torch.arange(lattice.num_points, dtype=torch.int32).view(-1, count)
     rows, groups = len(index), BLOCK // GGML_BLOCKS[grid].group
     parameters = {
         "d": torch.ones(rows, 1, dtype=torch.float16),
@@ -40,13 +40,14 @@ def recovered(grid: str) -> numpy.ndarray:
     if grid == "iq1_s":
         parameters["shifts"] = torch.zeros_like(parameters["scales"])
     codes = index
-    if lattice.vectors > 1:
+    if lattice.points_per_code > 1:
         pairs = index.view(rows, -1, 2)
         codes = pairs[..., 0] | (pairs[..., 1] << lattice.index_bits)
     raw = pack_blocks(QuantizedTensor(codes, parameters, parse(grid))).numpy()
     kind = gguf.GGMLQuantizationType[grid.upper()]
     values = (
-        gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.unit - lattice.shift
+        gguf.quants.dequantize(raw, kind).reshape(-1, lattice.width) / lattice.step_factor
+        - lattice.shift_size
     )
     known = digit_values(grid)
     digits = numpy.searchsorted(known, values.round(3))

@@ -1,9 +1,9 @@
 """Support for loops compiled by numba: options, and a vector type of eight float32 values.
 
-Compiled loops must give the same bits on every processor, so no sum is reordered and no multiplication is fused with
-an addition. LLVM then leaves short loops, loops with odd counts and searches for a minimum as scalar code. `Float8Vector` is a
-vector of eight float32: each operation is one vector instruction (several where vectors are shorter), and each lane is
-rounded like a single float.
+Compiled loops must give the same bits on every processor, so no sum is reordered and no multiplication is fused with an
+addition. LLVM then leaves short loops, loops with odd counts and searches for a minimum as scalar code. `Float8Vector`
+is a vector of eight float32: each operation is one vector instruction (several where vectors are shorter), and each
+lane is rounded like a single float.
 
 Import this module inside functions: numba takes a moment to import, and each loop is compiled at its first call.
 """
@@ -166,7 +166,7 @@ _register_operator("fdiv", operator.truediv)
 
 @intrinsic
 def multiply_add(typing, left, right, addend):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Return ``left * right + addend``, rounded once or twice depending on the processor: only for bounds."""
+    """Return ``left * right + addend``, rounded once or twice depending on the processor: use only for bounds."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         signature_type = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
@@ -178,7 +178,7 @@ def multiply_add(typing, left, right, addend):  # type: ignore[no-untyped-def]  
 
 @intrinsic
 def select_if_less(typing, left, right, if_less, otherwise):  # type: ignore[no-untyped-def]  # noqa: ARG001
-    """Select lanes of ``if_less`` if ``left < right``, else of ``otherwise``."""
+    """Select the lanes of ``if_less`` where ``left < right``, else those of ``otherwise``."""
 
     def generate(context, build, signature, arguments):  # type: ignore[no-untyped-def]  # noqa: ARG001
         left, right, if_less, otherwise = arguments
@@ -276,7 +276,7 @@ def last_bit(typing, bits):  # type: ignore[no-untyped-def]  # noqa: ARG001
 
 @inlined_jit
 def argmin_lane(keys, values):  # type: ignore[no-untyped-def]
-    """Return the smallest ``values`` among the lanes with the smallest ``keys``, and that smallest value."""
+    """Return the smallest of ``values`` among the lanes with the smallest ``keys``, and that smallest key."""
     min_key = lane_min(keys)
     return int(
         lane_min(select_if_less(broadcast(min_key), keys, broadcast(MAX_FLOAT32), values))

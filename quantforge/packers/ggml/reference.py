@@ -275,7 +275,7 @@ def _signed_block_units(scales: Tensor, max_magnitude: int) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, slots=True)
 class _CandidateScales:
-    """Candidates of `_search_affine`: inverse scales ``(high + first + i * width) / range``, ``i`` from 0 to ``count``."""
+    """Candidates of `_search_affine`: inverse scales ``(high + first + i * width) / range``, ``i`` in ``0..count``."""
 
     first: float
     width: float

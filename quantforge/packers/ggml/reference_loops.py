@@ -59,7 +59,7 @@ def signed_extreme(x, out):  # type: ignore[no-untyped-def]
 
 @jit
 def search_symmetric(x, weights, high, numerators, scales, codes):  # type: ignore[no-untyped-def]
-    """Search a symmetric scale; see `reference._search_symmetric`. The search starts with the first of ``numerators``."""
+    """Search a symmetric scale; see `reference._search_symmetric`. It starts with the first of ``numerators``."""
     s = numpy.empty(_SCRATCH, numpy.float32)
     xs = numpy.empty((x.shape[0], LANES), numpy.float32)
     ws = numpy.empty((x.shape[0], LANES), numpy.float32)

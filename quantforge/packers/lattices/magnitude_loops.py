@@ -1,18 +1,18 @@
-"""ggml's search for IQ2 and IQ3, to the last bit, in loops that numba compiles.
+"""ggml's search for IQ2 and IQ3, to the last bit, in loops compiled by numba.
 
-ggml rounds each group of a block with 13 to 31 scales: magnitudes to digits (places in `Lattice.digit_values`, as odd numbers
-``2 digit + 1``), the digits of each part (the 4 or 8 weights of a point) to a point, and keeps the scale with the
-greatest ``product^2 / square``, where ``product = sum w x q`` and ``square = sum w q^2``. To have its bytes, sums are
-float32 in the order of the elements, products are grouped as in ggml, and of equal candidates the first is taken. Two
-shortcuts find the same bits with less work:
+ggml rounds each group of a block with 13 to 31 scales: magnitudes to digits (indices into `Lattice.digit_values`, used
+as the odd numbers ``2 digit + 1``), the digits of each part (the 4 or 8 weights of a point) to a point. It keeps the
+scale with the greatest ``product^2 / square``, where ``product = sum w x q`` and ``square = sum w q^2``. To give the
+same bytes, sums here are float32 in the order of the elements, products are grouped as in ggml, and of equal candidates
+the first is taken. Two shortcuts find the same bits with less work:
 
 - *Runs of scales.* From one scale to the next few digits change, so each part has runs of scales with the same digits
-  (its key). Between two points the sign of the difference of their distances is that of a linear function of the scale:
-  a point that is nearest at both ends of a run, by more than rounding (`DISTANCE_TOLERANCE`), is nearest within it.
+  (its key). The difference of two points' distances has the sign of a linear function of the scale: a point that is
+  nearest at both ends of a run, by more than rounding (`DISTANCE_TOLERANCE`), is nearest within it.
 - *Sums part by part.* Changes at the ends of runs add up to approximate sums for every scale. Only scales within
-  `QUALITY_TOLERANCE` of the greatest are tried as ggml tries them; rounding moves a value by less than half of that.
+  `QUALITY_TOLERANCE` of the greatest are tried exactly as in ggml; rounding moves a value by less than half of that.
 
-Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search_magnitudes` first.
+The arguments ``neighbors`` are a `quantforge.packers.lattices.points.NeighborLists`. Read `search_magnitudes` first.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ from quantforge.numerics.compiled import (
     vector_min,
 )
 
-SNAP_ALL, SNAP_OFF_GRID, SNAP_ALL_IF_ANY = range(
-    3
-)  # which points are chosen again with the scale found
-# Tries on either side, whether they begin with a fit, which points are chosen again; then what one try changes the
-# inverse scale by, the least maximum of a group, and the factor of the unit.
+# Which points are chosen again with the best scale: all, those off the grid, or all if any is off the grid.
+SNAP_ALL, SNAP_OFF_GRID, SNAP_ALL_IF_ANY = range(3)
+# Candidates on either side, whether they start from a fitted scale, which points are chosen again; then the difference
+# of two candidates, the smallest maximum of a group that is not empty, and the factor of the unit.
 SEARCH_OPTIONS = {
     "iq2_xxs": ((6, True, SNAP_ALL), (0.1, 1e-15, 1.0)),
     "iq2_xs": ((9, False, SNAP_OFF_GRID), (0.1, 1e-15, 1.0)),
@@ -54,29 +53,31 @@ SEARCH_OPTIONS = {
     "iq3_xxs": ((15, False, SNAP_OFF_GRID), (0.2, 1e-8, 1.0125)),
     "iq3_s": ((9, False, SNAP_ALL_IF_ANY), (0.2, 1e-45, 1.033)),
 }
-KEY_STRIDE = 48  # of the keys of a part: 8 before them
-QUALITY_TOLERANCE = 2e-5
-# Of distances by sums, relative to the greatest they are made of: more than two ways of measuring them can differ.
+KEY_STRIDE = 48  # array elements per part; its keys start at the ninth
+QUALITY_TOLERANCE = 2e-5  # relative
+# Relative to the largest distance: more than the difference that rounding makes between two ways of computing it.
 DISTANCE_TOLERANCE = numpy.float32(256 * 2.0**-24)
-# Beyond these scales and margins, numbers could leave the range in which that holds.
+# Outside of these scales and margins, numbers could leave the range in which that holds.
 MIN_SCALE, MIN_MARGIN, MAX_MARGIN = numpy.float32(1e-10), numpy.float32(1e-30), numpy.float32(1e10)
 _MIN_SUM, _MAX_SUM = numpy.float32(1e-14), numpy.float32(1e14)
 _EPSILON = numpy.float32(1e-15)
-_MAGIC = numpy.float32(1.5 * 2**23)  # added and subtracted, it rounds to an integer, halves to even
+_MAGIC = numpy.float32(
+    1.5 * 2**23
+)  # adding and subtracting it rounds to an integer, halves to even
 _ZERO, _HALF, _ONE = numpy.float32(0), numpy.float32(0.5), numpy.float32(1)
 _TENTH, _EIGHT, _COLUMNS = numpy.float32(0.1), numpy.float32(8), numpy.float32(256)
 
 
 @jit
 def compute_error_weights(x, importance, double_mean, mean_share, out):  # type: ignore[no-untyped-def]
-    """Fill in the weights of errors: ``importance sqrt(mean + x^2)``, or without one ``mean_share * mean + x^2``.
+    """Compute error weights: ``importance sqrt(mean + x^2)``, or without an importance ``mean_share * mean + x^2``.
 
     Args:
         x: float32 ``[blocks, 256]``.
-        importance: float32 ``[blocks of sum0 row, 256]``, or ``[0, 256]``.
-        double_mean: whether the mean of the squares of a block, summed in the order of its columns, counts twice.
-        mean_share: of the mean where no importance is known.
-        block_weights: float32 ``[blocks, 256]``, filled in.
+        importance: float32 ``[blocks of a row, 256]``, or ``[0, 256]``.
+        double_mean: whether the mean square of a block, summed in the order of its columns, is doubled.
+        mean_share: factor of the mean if there is no importance.
+        out: output, float32 ``[blocks, 256]``.
     """
     last_block, sums = len(x) - 1, numpy.empty(4, numpy.float32)
     for first in range(0, len(x), 4):  # side by side, since each sum waits for the one before
@@ -127,13 +128,16 @@ def search_magnitudes(  # type: ignore[no-untyped-def]
 
     Args:
         x, w: values and their weights, float32 ``[blocks, 256]``.
-        layout: columns of a group, a tuple as long as a point has values (so that loops over them are unrolled), digits.
+        layout: columns of a group; a tuple as long as a point has values (so that loops over them are unrolled); the
+            number of digits.
         search_options: whether signs are even, then the integers of `SEARCH_OPTIONS`.
-        search_numbers: those of `SEARCH_OPTIONS`, float32.
-        neighbors: `Neighbours`.
-        odd_points: the points in odd numbers, float32 ``[points, width]``.
-        points: int32 ``[blocks, 256 / width]``, filled in, as are
-        signs: uint8 ``[blocks, 32]``, and ``scales``: float32, ``levels`` uint8 ``[blocks, groups]``, ``units``.
+        search_numbers: the numbers of `SEARCH_OPTIONS`, float32.
+        neighbors: `NeighborLists`.
+        odd_points: the points as odd numbers, float32 ``[points, width]``.
+        points: output, point indices, int32 ``[blocks, 256 / width]``.
+        signs: output, uint8 ``[blocks, 32]``.
+        scales, levels: output, float32 and uint8 ``[blocks, groups]``.
+        units: output, float32 ``[blocks]``.
     """
     size, width = layout[0], len(layout[1])
     parts, tries = size // width, search_options[1]
@@ -254,7 +258,7 @@ def _quantize_group(  # type: ignore[no-untyped-def]
     sign_mask,
     scratch,
 ):
-    """Fill in points and signs of one group and return its scale."""
+    """Choose points and signs of one group and return its scale."""
     size, _, base = layout
     even_signs, tries, fit_positive, snap_mode = search_options
     values, codes, on_grid, scale_scratch = scratch
@@ -308,10 +312,10 @@ def _quantize_group(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def split_signs(x, w, first, even_signs, magnitudes):  # type: ignore[no-untyped-def]
-    """Fill in 8 magnitudes from ``first`` on and return the mask of the negative ones.
+    """Write the magnitudes of 8 values from index ``first`` and return the bit mask of the negative ones.
 
-    With ``even_signs`` the number of negative signs has to be even: where it is not, the magnitude that costs least keeps the
-    wrong sign.
+    With ``even_signs`` the number of negative signs must be even: if it is odd, the value with the lowest cost keeps a
+    wrong sign, and its magnitude becomes negative.
     """
     value, zero = load(x, first), broadcast(_ZERO)
     store(magnitudes, first, select_if_less(value, zero, zero - value, value))
@@ -334,14 +338,14 @@ def _round_even(value):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def nearest_level(ratio, max_level):  # type: ignore[no-untyped-def]
-    """Return the digit ``0..top`` whose odd number ``2 digit + 1`` is nearest to ``ratio``."""
+    """Return the digit ``0..max_level`` whose odd number ``2 digit + 1`` is nearest to ``ratio``."""
     level = numpy.int32(_round_even(_HALF * (ratio - _ONE)))
     return min(max(level, 0), max_level)
 
 
 @inlined_jit
 def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
-    """Return the scale that ggml finds for values that are not negative [make_qp_quants]; ``digits`` is scratch.
+    """Return the scale that ggml chooses for non-negative values [make_qp_quants]; ``digits`` is scratch space.
 
     Codes of negative values wrap around, as they do in ggml.
     """
@@ -395,7 +399,7 @@ def _positive_scale(x, w, max_code, digits):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _best_scale(values, w, layout, count, neighbors, odd_points, scale, points, on_grid, scratch):  # type: ignore[no-untyped-def]
-    """Fill in the points of the best scale, and which of them are on the grid, and return the scale."""
+    """Return the best scale, and fill in its points and which of them are on the grid."""
     roots, weighted_x, candidate_on_grid, candidate_points, scale_arrays, runs, sums = scratch
     parts, abs_sum = len(points), _ZERO
     for i in range(len(values)):
@@ -421,7 +425,7 @@ def _best_scale(values, w, layout, count, neighbors, odd_points, scale, points, 
 
 @inlined_jit
 def _fit_sums(weighted_x, w, points, odd_points, lanes):  # type: ignore[no-untyped-def]
-    """Return the two sums of the best scale for given points."""
+    """Return ``sum w x q`` and ``sum w q^2`` for given points."""
     product, square, width = _ZERO, _ZERO, len(lanes)
     for part in range(len(points)):
         for i in range(width):
@@ -438,7 +442,7 @@ def _fit_sums(weighted_x, w, points, odd_points, lanes):  # type: ignore[no-unty
 def _find_runs(  # type: ignore[no-untyped-def]
     values, w, roots, weighted_x, layout, count, neighbors, odd_points, scratch, runs, sums
 ):
-    """Fill in the runs of all parts and where sums change; return bits, set for scales at which a run begins."""
+    """Find all parts' runs of scales and the changes of the sums; return a bit mask of the scales that start a run."""
     size, lanes, base = layout
     inverses, scales, keys, linear_terms, _ = scratch
     point_of_key, run_start, run_length = neighbors[0], neighbors[1], neighbors[2]
@@ -491,7 +495,7 @@ def _find_runs(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _find_keys(values, size, lanes, base, inverses, count, keys):  # type: ignore[no-untyped-def]
-    """Fill in the keys of all parts for all scales."""
+    """Compute the keys of all parts for all scales."""
     one, half, magic, zero = broadcast(_ONE), broadcast(_HALF), broadcast(_MAGIC), broadcast(_ZERO)
     width = len(lanes)
     top_digit = broadcast(numpy.float32(base - 1))
@@ -508,7 +512,7 @@ def _find_keys(values, size, lanes, base, inverses, count, keys):  # type: ignor
 
 @inlined_jit
 def _key_changes(keys, part, count):  # type: ignore[no-untyped-def]
-    """Return bits: set where the key of a part differs from that of the scale before, and for the first scale."""
+    """Return a bit mask of the scales whose key differs from that of the scale before; the first scale is included."""
     bits = numpy.int64(1)
     for first in range(0, count, 8):
         index = part * KEY_STRIDE + 8 + first
@@ -520,7 +524,7 @@ def _key_changes(keys, part, count):  # type: ignore[no-untyped-def]
 def _add_run(  # type: ignore[no-untyped-def]
     runs, part, first_scale, end_scale, point, on_grid, sums, weighted_x, w, odd_points, lanes
 ):
-    """Record a run of scales with one point; add its sums where it begins and subtract them where it ends."""
+    """Record a run of scales with one point; add its sums where it starts and subtract them where it ends."""
     part_starts, points, run_on_grid = runs
     first, product, square = part * len(lanes), _ZERO, _ZERO
     part_starts[part] |= numpy.int64(1) << first_scale
@@ -559,7 +563,7 @@ def _add_runs_off_grid(  # type: ignore[no-untyped-def]
     weighted_x,
     w,
 ):
-    """Record the runs of points within a run of scales whose key is not a point."""
+    """Record the runs of nearest points within a run of scales whose key is not a point."""
     neighbor_digits, point_index = neighbors[3], neighbors[4]
     _, scales, _, linear_terms, terms = scratch
     lanes = layout[1]
@@ -610,7 +614,7 @@ def _add_runs_off_grid(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _min_quality(sums, start_bits, abs_sum):  # type: ignore[no-untyped-def]
-    """Sum up, and return the least ``product^2 / square`` to be tried; ``abs_sum``: the sum of ``|w x|``."""
+    """Accumulate the sums; return the smallest ``product^2 / square`` to try. ``abs_sum`` is the sum of ``|w x|``."""
     best_product, best_square, product, square = 0.0, 1.0, 0.0, 0.0
     while start_bits:
         t = first_bit(start_bits)
@@ -638,12 +642,12 @@ def _points_at_scale(runs, parts, t, points, on_grid):  # type: ignore[no-untype
         points[part], on_grid[part] = run_points[part, start], run_on_grid[part, start]
 
 
-# The nearest of a few points: 8 side by side, each in the order of its values; the first of equal ones
+# The nearest of a few points: 8 are measured side by side; of equally near points the first
 
 
 @inlined_jit
 def _snap_to_points(values, roots, layout, scale, neighbors, points, skip_part):  # type: ignore[no-untyped-def]
-    """Choose the points nearest to ``values`` at ``scale``, except for parts with ``skip_part``."""
+    """Choose the points nearest to ``values`` at ``scale``, except for the parts in ``skip_part``."""
     point_of_key = neighbors[0]
     run_start = neighbors[1]
     run_length = neighbors[2]
@@ -676,7 +680,10 @@ def _snap_to_points(values, roots, layout, scale, neighbors, points, skip_part):
 
 @inlined_jit
 def _nearest_point(neighbor_digits, digits_start, num_points, scale, x, w, first_value, lanes):  # type: ignore[no-untyped-def]
-    """Return which of ``num_points`` points, from ``digits_start`` in ``neighbor_digits`` on, is nearest to the values from ``first_value`` on."""
+    """Return which of ``num_points`` neighbors is nearest to the values from index ``first_value``.
+
+    The digits of the neighbors start at ``digits_start``; of equally near points the first is returned.
+    """
     scales, indices, padded = broadcast(scale), load(LANE_INDICES, 0), (num_points + 7) & -8
     best_distance, best_index = broadcast(MAX_FLOAT32), indices
     for point in range(digits_start, digits_start + num_points, 8):
@@ -697,7 +704,7 @@ def _nearest_point(neighbor_digits, digits_start, num_points, scale, x, w, first
 def point_sums(  # type: ignore[no-untyped-def]
     neighbor_digits, digits_start, padded, linear_terms, first_linear, w, first_value, lanes
 ):
-    """Return two sums of 8 points, ``w q^2`` and ``linear_terms q``; both arrays are of values, from their places on."""
+    """Return two sums over the values of 8 points: ``w q^2`` and ``linear_terms q``."""
     square, product = broadcast(_ZERO), broadcast(_ZERO)
     for i in range(len(lanes)):
         q = load(neighbor_digits, digits_start + i * padded)
@@ -710,9 +717,10 @@ def point_sums(  # type: ignore[no-untyped-def]
 def _measure_points(  # type: ignore[no-untyped-def]
     neighbor_digits, digits_start, num_points, linear_terms, w, first_value, lanes, terms
 ):
-    """Fill in the two sums of ``num_points`` points, 8 of one and 8 of the other in turn.
+    """Compute the two sums of ``num_points`` points, and store 8 of one and 8 of the other in turn.
 
-    With ``linear_terms`` of ``2 w x`` the distance at a scale is ``scale (scale w q^2 - linear_terms q)`` and what all points share.
+    With ``linear_terms = 2 w x`` the distance at a scale is ``scale (scale w q^2 - linear_terms q)``, up to a constant
+    that is the same for all points.
     """
     padded = (num_points + 7) & -8
     for point in range(0, num_points, 8):

@@ -1,20 +1,20 @@
-"""Nearest points of a lattice, and the scales that minimise their errors, in loops that numba compiles.
+"""Find the nearest points of a lattice, and the scales that minimize the errors, compiled by numba.
 
-Two metrics, with the same answer for the same input on every processor, since sums have a fixed order:
+There are two metrics. Both give the same answer for the same input on every processor, since sums have a fixed order:
 
 - *Weighted squares* (`nearest_weighted`, `search_scales`). Each weight keeps its sign; where the number of negative
-  signs has to be even, the cheapest one is turned. So only magnitudes are searched, 8 columns at a time: one point of 8
-  values, or two of 4. The best digits of each value alone are a lower bound. If they are a point, it is the nearest;
-  else the search goes by halves of a point's digits: `quantforge.packers.lattices.points.PointHalves`, ``tables`` here,
-  has a row of sums for each half, and for a first half zeros where a second one completes a point, infinity elsewhere.
-  First halves that cannot win even with the best second half are skipped, which are most.
-- *A whole metric* ``M`` (`nearest_in_metric`, for error feedback). The score of a point ``q`` is ``q M q - 2 q M u``,
-  its distance from ``u`` without what all points share. Turning a sign can pay, so a few choices of signs are tried,
+  signs must be even, the cheapest one is flipped. So only magnitudes are searched, 8 columns at a time: one point of 8
+  values, or two of 4. The best digits of each value alone give a lower bound. If they form a point, it is the nearest;
+  otherwise halves of a point's digits are searched: `quantforge.packers.lattices.points.PointHalves`, part of
+  ``tables`` here, says which pairs of halves form a point. First halves that cannot win even with the best second half,
+  which are most, are skipped.
+- *A full metric* ``M`` (`nearest_in_metric`, for GPTQ). The score of a point ``q`` is ``q M q - 2 q M u``,
+  its distance from ``u`` up to a constant. Flipping a sign can pay, so a few choices of signs are tried,
   each with all points. With signs ``S`` and magnitudes ``g`` the score is ``g (S M S) g - 2 g (S M u)``: the first part
-  is the same for all rows, and is computed once for each mask of signs that comes up. Tables lie coordinate by
+  is the same for all rows, and is computed once for each mask of signs that occurs. Tables are stored coordinate by
   coordinate, so that 8 points are one vector instruction.
 
-Of points whose errors differ by rounding alone either may be taken.
+If the errors of several points differ by rounding alone, any of these may be returned.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from quantforge.numerics.compiled import (
 from quantforge.packers.lattices.magnitude_loops import split_signs
 
 NUM_FIRST_POINTS = (
-    4  # points of the first half that a second half is searched for, where two points share a code
+    4  # first points that are combined with the best second one, if two points share a code
 )
 _ZERO, _ONE, _TWO, _EIGHT = (numpy.float32(value) for value in (0, 1, 2, 8))
-# Of float16: its smallest normal number, and what rounds below and above it.
+# The smallest normal float16, and constants that round to float16 below and above it.
 _MIN_NORMAL, _SUBNORMAL_ROUNDER = numpy.float32(2.0**-14), numpy.float32(0.75)
 _SPLITTER = numpy.float32(8193)
 
@@ -61,11 +61,12 @@ def nearest_weighted(x, w, steps, lowered, shifts, options, tables, codes):  # t
 
     Args:
         x, w, steps: values, weights of their errors, steps.
-        lowered: int64 ``[n]``, which of the shifts each vector has; empty where they have none or may choose.
+        lowered: int64 ``[n]``, which of the shifts each vector has; empty if they have none or may choose.
         shifts: float32 ``[2, 8]``.
-        options: whether there are signs, even ones, and two shifts to choose from; bits of a place, codes of 8 weights.
-        tables: a tuple as long as there are digits, their values, then `Halves`.
-        codes: int32 ``[n, codes]``, filled in.
+        options: whether there are signs, whether their number of negatives is even, and whether there are two shifts to
+            choose from; bits of an index; codes of 8 weights.
+        tables: a tuple with one entry per digit, the digits' values, then `PointHalves`.
+        codes: output, int32 ``[n, codes]``.
     """
     targets, best_codes = numpy.empty(8, numpy.float32), numpy.zeros(2, numpy.int64)
     scratch = _make_scratch(tables[0])
@@ -118,14 +119,14 @@ def _encode_vectors(  # type: ignore[no-untyped-def]
 
 @jit
 def search_scales(x, w, options, shifts, tables, points, units, levels, lowered):  # type: ignore[no-untyped-def]
-    """Improve units and levels (and shifts) of blocks, with all points chosen anew for each that is tried.
+    """Improve units and levels (and shifts) of blocks, choosing all points again for each candidate.
 
     Args:
         x, w: values and weights of their errors, float32 ``[blocks, 256]``.
-        options: whether there are signs, even ones, two shifts for each code, or for each group; columns of a group, the
-            greatest level, what a step is multiplied by, rounds.
+        options: whether there are signs, whether their number of negatives is even, whether each code or each group has
+            two shifts; columns of a group, the largest level, the step factor, rounds.
         shifts: float32 ``[2, 8]``.
-        tables: a tuple as long as there are digits, their values, then `Halves`.
+        tables: a tuple with one entry per digit, the digits' values, then `PointHalves`.
         points: float32 ``[points, width]``.
         units: float32 ``[blocks]``, improved in place, as are ``levels`` and ``lowered`` uint8 ``[blocks, groups]``.
     """
@@ -202,7 +203,7 @@ def _improve_blocks(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _scale_moments(targets, w, size, shifts, points, width, point_codes, scaled):  # type: ignore[no-untyped-def]
-    """Return ``sum w q targets`` and ``sum w q^2`` of a group for the points found, in units of its step."""
+    """Return ``sum w q u`` and ``sum w q^2`` of a group for targets ``u`` and chosen points, in units of its step."""
     points_per_chunk, product, square = 8 // width, broadcast(_ZERO), broadcast(_ZERO)
     for chunk in range(size // 8):
         for point in range(points_per_chunk):
@@ -224,7 +225,7 @@ def _scale_moments(targets, w, size, shifts, points, width, point_codes, scaled)
 
 @inlined_jit
 def round_float16(value):  # type: ignore[no-untyped-def]
-    """Round a number that is not negative, and within the range of float16, to float16."""
+    """Round a non-negative number within the range of float16 to float16."""
     if value < _MIN_NORMAL:
         return (value + _SUBNORMAL_ROUNDER) - _SUBNORMAL_ROUNDER
     split = _SPLITTER * value
@@ -246,7 +247,7 @@ def _make_scratch(values):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _find_targets(x, w, first, signed, even_signs, targets):  # type: ignore[no-untyped-def]
-    """Fill in the targets of points for 8 columns from ``first`` on, and return the mask of negative signs."""
+    """Write the target magnitudes of 8 columns from index ``first``, and return the bit mask of negative signs."""
     if signed:
         return split_signs(x, w, first, even_signs, targets)
     store(targets, first, load(x, first))
@@ -255,10 +256,10 @@ def _find_targets(x, w, first, signed, even_signs, targets):  # type: ignore[no-
 
 @inlined_jit
 def _best_points(targets, w, size, step, shifts, shift_range, tables, scratch, bound, point_codes):  # type: ignore[no-untyped-def]
-    """Return the error of ``size`` columns with their best points, or ``bound`` where it is not below.
+    """Return the error of ``size`` columns with their best points, or ``bound`` if it is not smaller.
 
-    ``shifts`` float32 ``[2, 8]``, of which for each 8 columns those from the first to the last of ``shift_range`` may be
-    chosen. ``point_codes`` is filled with twice the places of points, and 1 where the second shift was chosen.
+    For each 8 columns one of the shifts (float32 ``[2, 8]``) in ``shift_range`` may be chosen. ``point_codes`` is
+    filled with twice the index of each point, plus 1 if the second shift was chosen.
     """
     lanes, values, allowed, point_of_key, powers, patterns = tables
     digit_errors, free_errors, half_keys, candidate_codes, sums = scratch
@@ -338,10 +339,11 @@ def _best_points(targets, w, size, step, shifts, shift_range, tables, scratch, b
 
 @inlined_jit
 def _best_digits(x, w, first_value, step, shift, lanes, values, powers, digit_errors, error_start):  # type: ignore[no-untyped-def]
-    """Choose the best digit for each of 8 values alone, points or not; values are ``step (v + shift)``.
+    """Choose the best digit for each of 8 values alone, without requiring a point; values are ``step (v + shift)``.
 
-    Return the errors of the first 4 (of points of 8 values: of all) and of the others, and the places in `Halves.point`
-    of both. Fill ``digit_errors`` from ``error_start`` on with the errors of all digits of the 8 values, digit by digit.
+    Return the errors of the first 4 values (of all 8 for points of 8 values) and of the others, and the positions of
+    both in `PointHalves.point_of_key`. Fill ``digit_errors`` from ``error_start`` with the errors of all digits of the
+    8 values, digit by digit.
     """
     chunk, weights = load(x, first_value), load(w, first_value)
     best_errors, best_digits = broadcast(MAX_FLOAT32), broadcast(_ZERO)
@@ -368,10 +370,10 @@ def _best_digits(x, w, first_value, step, shift, lanes, values, powers, digit_er
 def _best_point(  # type: ignore[no-untyped-def]
     digit_errors, first_value, half_key, bound, lanes, allowed, point_of_key, patterns, sums
 ):
-    """Return the point with the smallest error, and that error; -1 where none is below ``bound``.
+    """Return the point with the smallest error, and that error; -1 if none is below ``bound``.
 
-    ``lanes`` is a tuple as long as there are digits, so that loops are unrolled; ``digit_errors`` and ``half_key`` come from
-    `_best_digits`, and ``first_value`` is the first value in ``digit_errors``.
+    ``lanes`` is a tuple with one entry per digit, so that loops are unrolled; ``digit_errors`` and ``half_key`` come
+    from `_best_digits`, and ``first_value`` is the position of the first value in ``digit_errors``.
     """
     first_sums, second_sums = sums
     count = 96 if len(lanes) == 3 else 64
@@ -459,7 +461,7 @@ def _best_point(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _sum_three_digits(digit_errors, first_value, patterns, chunk):  # type: ignore[no-untyped-def]
-    """Return the sums of 8 choices of 3 digits of three values, the first digit at ``first_value``."""
+    """Return the error sums of 8 choices of 3 digits with three values each, the first digit at ``first_value``."""
     zero_error = (
         digit_errors[first_value] + digit_errors[first_value + 1] + digit_errors[first_value + 2]
     )
@@ -477,7 +479,7 @@ def _sum_three_digits(digit_errors, first_value, patterns, chunk):  # type: igno
 
 @inlined_jit
 def _best_second_half(second_sums, allowed, first_half, count):  # type: ignore[no-untyped-def]
-    """Return the smallest sum of a second half that makes a point with the first one."""
+    """Return the smallest error of a second half that forms a point with the given first half."""
     min_error = broadcast(MAX_FLOAT32)
     for chunk in range(0, count, 8):
         min_error = vector_min(
@@ -499,7 +501,7 @@ def _try_first_halves(  # type: ignore[no-untyped-def]
     allowed,
     count,
 ):
-    """Return the best first half so far and its error with the best second one: try 8 from ``lane`` on."""
+    """Try 8 first halves from index ``lane``; return the best first half so far, its error, and the point's error."""
     first_half, first_error = best_half
     bits = less_mask(first_errors, broadcast(best_error - second_error))
     if bits:
@@ -518,22 +520,22 @@ def _try_first_halves(  # type: ignore[no-untyped-def]
     return (first_half, first_error), best_error
 
 
-# A whole metric
+# A full metric
 
 
 @jit
 def nearest_in_metric(targets, steps, shifts, points, layout, shift_size, metric, marginal, codes):  # type: ignore[no-untyped-def]
-    """Fill in codes of points near vectors ``targets`` ``[n, width * points of a code]`` under ``metric``.
+    """Fill in codes of points near vectors ``targets`` ``[n, weights per code]`` under ``metric``.
 
     Args:
-        targets, steps, shifts: float32, of each vector.
+        targets, steps, shifts: float32, those of each vector.
         points: float32 ``[points, width]``.
-        layout: values of a point, points of a code, bits of a place; whether there are signs, even ones, and two shifts
-            for a code to choose from.
+        layout: values of a point, points of a code, bits of an index; whether there are signs, whether their number of
+            negatives is even, and whether a code chooses between two shifts.
         shift_size: the size of these shifts.
         metric: float32, square.
-        marginal: the metric of the first point where the second is free; unused where a code has one point.
-        codes: int32 ``[n]``, filled in.
+        marginal: the metric of the first point if the second is chosen freely; unused if a code has one point.
+        codes: output, int32 ``[n]``.
     """
     width, points_per_code, index_bits, signed, _, has_two_shifts = layout
     columns, num_points = width * points_per_code, len(points)
@@ -573,7 +575,7 @@ def nearest_in_metric(targets, steps, shifts, points, layout, shift_size, metric
 
 @internal_jit
 def _best_vector(target, metric, marginal, table, layout, cache, scratch):  # type: ignore[no-untyped-def]
-    """Return distance, place or places, and signs of the best of a few choices of signs for one vector."""
+    """Return distance, point indices and signs of the best of a few choices of signs for one vector."""
     width, points_per_code, index_bits, signed, even_signs, _ = layout
     metric_terms, marginal_terms, second_terms, is_computed = cache
     linear_terms, signed_linear, masks, order, score = scratch
@@ -619,7 +621,7 @@ def _best_vector(target, metric, marginal, table, layout, cache, scratch):  # ty
 
 @inlined_jit
 def _sign_choices(target, metric, num_columns, even_signs, masks, order):  # type: ignore[no-untyped-def]
-    """Fill ``masks`` with choices of signs and return how many: those of ``target``, and with the cheapest ones turned."""
+    """Fill ``masks`` with sign choices and return their number: the target's signs, and some with cheap ones flipped."""
     sign_mask, num_negative = 0, 0
     for i in range(num_columns):
         if target[i] < _ZERO:
@@ -664,7 +666,10 @@ def _sign_choices(target, metric, num_columns, even_signs, masks, order):  # typ
 def _best_pair(  # type: ignore[no-untyped-def]
     table, term_tables, metric, marginal, target, signed_linear, sign_mask, score, index_bits
 ):
-    """Return score and places of two points: first points by the distance that no second one can make up for."""
+    """Return score and indices of two points.
+
+    The first points that are tried are the nearest by the distance that no second point can reduce further.
+    """
     width, (metric_terms, marginal_terms, second_terms) = table.shape[0], term_tables
     first_slopes = numpy.empty(width, numpy.float32)
     second_slopes = numpy.empty(width, numpy.float32)
@@ -701,7 +706,7 @@ def _best_pair(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _quadratic_terms(table, metric, first_coordinate, sign_mask, out):  # type: ignore[no-untyped-def]
-    """Fill in ``g (S M S) g`` of all points, ``M`` the part of the metric from ``first_coordinate`` on, ``S`` of ``sign_mask``."""
+    """Compute ``g (S M S) g`` of all points: ``M`` is the metric from ``first_coordinate``, ``S`` from ``sign_mask``."""
     width, points = table.shape
     for p in range(points):
         out[p] = _ZERO
@@ -728,7 +733,7 @@ def _nearest_point(table, terms, slopes):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _argmin_score(score):  # type: ignore[no-untyped-def]
-    """Return the place of the smallest score, the first of equal ones."""
+    """Return the index of the smallest score, the first of equal ones."""
     best_score, indices = broadcast(MAX_FLOAT32), load(LANE_INDICES, 0)
     best_index = indices
     for p in range(0, len(score), 8):
@@ -741,7 +746,7 @@ def _argmin_score(score):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _scores(table, terms, slopes, p):  # type: ignore[no-untyped-def]
-    """Return ``terms + table slopes`` of 8 points, ``table`` ``[width, points]``."""
+    """Return ``terms + table slopes`` of 8 points, ``table`` is ``[width, points]``."""
     if table.shape[0] == 8:
         return load(terms, p) + (
             _sum_four_coordinates(table, 0, slopes, p) + _sum_four_coordinates(table, 4, slopes, p)
@@ -751,7 +756,7 @@ def _scores(table, terms, slopes, p):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _sum_four_coordinates(table, first_coordinate, slopes, p):  # type: ignore[no-untyped-def]
-    """Return what 4 coordinates from ``first_coordinate`` on add to the scores of 8 points."""
+    """Return what 4 coordinates from ``first_coordinate`` contribute to the scores of 8 points."""
     start, size = first_coordinate * table.shape[1] + p, table.shape[1]
     total = broadcast(slopes[first_coordinate]) * load(table, start)
     for i in range(1, 4):

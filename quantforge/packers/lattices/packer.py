@@ -1,14 +1,14 @@
-"""The lattice types for rounders: ``fit``, ``encode``, ``decode``, ``nearest_vectors``; ggml's own rows by `encode_rows`.
+"""Fit, encode and decode the lattice types: the `VectorPacker` functions, and rows by `encode_rows`.
 
-There are two ways to the codes of a matrix:
+A matrix can be encoded in two ways:
 
-- *Ours.* `fit` chooses scales that minimise ``sum w (x - q)^2``; `encode` and `encode_weighted` then take the nearest
-points
-  under weighted squares, `nearest_vectors` those under the metric of error feedback. The loops are in `nearest_loops`.
-- *ggml's.* `encode_rows` has the bytes of ggml's own quantizers (`magnitude_loops`, `ternary_loops`), with two
-  exceptions. Both shifts of a half of IQ1_M that holds only zeros lose the same, and ggml may take the other one. And
-  where a group of IQ3_S is all zero and others of its block are not, ggml writes the indices of the groups after it
-  into the places of the group before: such a block does not hold the weights; here it does.
+- *By QuantForge's search.* `fit` chooses scales that minimize ``sum w (x - q)^2``; `encode` and `encode_weighted` take
+  the nearest points in weighted squares, `nearest_vectors` those in the metric of GPTQ. The loops are in
+  `nearest_loops`.
+- *As ggml.* `encode_rows` gives the bytes of ggml's own quantizers (`magnitude_loops`, `ternary_loops`), with two
+  exceptions. Both shifts of a half of IQ1_M that holds only zeros have the same error, and ggml may take the other one.
+  And if a group of IQ3_S is all zero and others of its block are not, ggml writes the indices of the groups after it
+  to the place of the group before it, so that its block does not represent the weights; here it does.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from quantforge.packers.tensor import KernelInputs, QuantizedTensor
 from quantforge.scheme import Scheme
 
 FloatArray = NDArray[numpy.float32]
-SEARCH_ROWS = 256  # that are searched at a time
-_TYPES_WITH_SINGLE_MEAN = frozenset(
-    {"iq2_xxs", "iq2_xs"}
-)  # the mean square of the others counts twice in ggml's weights
+SEARCH_ROWS = 256  # rows that are searched at a time
+# In ggml's error weights of the other types the mean square counts twice.
+_TYPES_WITH_SINGLE_MEAN = frozenset({"iq2_xxs", "iq2_xs"})
 
 
 def fit(
@@ -51,7 +50,7 @@ def fit(
 ) -> dict[str, Tensor]:
     """Choose the parameters of ``weight`` ``[out, in]`` float32; ``in`` is a multiple of 256.
 
-    Without ``search`` they are ggml's.
+    Without ``search`` they are the same as ggml's.
 
     Raises:
         InputError: a scale is beyond the range of float16.
@@ -69,7 +68,7 @@ def fit(
 def encode_rows(
     weight: Tensor, scheme: Scheme, importance: Tensor | None = None
 ) -> QuantizedTensor:
-    """Quantize whole rows ``[rows, in]`` float32 to ggml's own codes.
+    """Quantize whole rows ``[rows, in]`` float32 as ggml does.
 
     Raises:
         InputError: a scale is beyond the range of float16, or the type needs an importance.
@@ -99,7 +98,7 @@ def decode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return the float32 values of ``codes`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    """Return the float32 values of ``codes`` ``[out, n]``, which are the given columns of the whole matrix."""
     values, (step, shift) = (
         decode_values(codes, scheme.grid),
         _column_steps(parameters, scheme, columns),
@@ -113,7 +112,7 @@ def encode(
     scheme: Scheme,
     columns: slice | None = None,
 ) -> Tensor:
-    """Return the codes of the points nearest to ``weight`` ``[out, n]``, the run ``columns`` of the whole matrix."""
+    """Return the codes of the points nearest to ``weight`` ``[out, n]``, the given columns of the whole matrix."""
     step, shift = _column_steps(parameters, scheme, columns)
     return nearest_weighted(weight, step, shift, scheme.grid, torch.ones_like(weight))
 
@@ -134,7 +133,7 @@ def nearest_vectors(
     columns: slice,
     root: Tensor,
 ) -> Tensor:
-    """Return codes ``[out, 1]`` of vectors near ``targets`` ``[out, v]`` by the distance ``|(t - q) root|``.
+    """Return the codes ``[out, 1]`` of vectors near ``targets`` ``[out, v]`` in the distance ``|(t - q) root|``.
 
     All points are tried with a few choices of signs, so that a nearer vector with other signs may be missed.
     """
@@ -144,11 +143,11 @@ def nearest_vectors(
 
 
 def column_grid(parameters: Mapping[str, Tensor], scheme: Scheme, columns: Tensor) -> None:
-    """Return None: a column alone has no points."""
+    """Return None: a single column has no code of its own."""
 
 
 def kernel_inputs(tensor: QuantizedTensor) -> KernelInputs:
-    """Refuse: no kernel multiplies these codes, so models hold them decoded."""
+    """Raise NotImplementedError: no kernel multiplies these codes, so models hold such weights decoded."""
     raise NotImplementedError(f"no kernel multiplies {tensor.scheme}")
 
 
@@ -158,7 +157,10 @@ def _column_steps(
     columns: slice | None,
     columns_per_step: int = 1,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return step and shift of some columns, ``[rows, n / columns_per_step]``; no shift where codes have it, or there is none."""
+    """Return step and shift of the given columns, ``[rows, n / columns_per_step]``.
+
+    The shift is None if the type has none or if codes hold it.
+    """
     block, shift_size = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid].shift_size
     repeats, inner_columns, selected = block.group // columns_per_step, slice(None), parameters
     if columns is not None:  # take the parameters of whole blocks around them
@@ -186,19 +188,19 @@ def _group_steps(parameters: Mapping[str, Tensor], grid: str) -> Tensor:
     return (unit.unsqueeze(-1) * odd_levels).flatten(1)
 
 
-# Ours: scales by search, and the nearest points
+# QuantForge's search for scales, and nearest points
 
 
 def _search_parameters(
     weight: Tensor, scheme: Scheme, importance: Tensor, *, brief: bool
 ) -> dict[str, Tensor]:
-    """Return parameters that minimise ``sum w (x - q)^2`` jointly with the codes; with ``brief`` ggml's.
+    """Return parameters that minimize ``sum w (x - q)^2`` jointly with the codes; with ``brief`` those of ggml.
 
-    ggml finds the scale of a group without regard to the integer it is stored as, and keeps the codes of the real one.
-    Here its result is the start, from some of its scales. Then each group takes, of its level and those beside it, the
-    one with the smallest error once all of its codes are chosen anew for it; the unit of the block is fitted to codes
-    and levels; and both are done once more where that pays. A level is given up as soon as the best rounding of each
-    weight alone loses too much.
+    ggml chooses the scale of a group as a real number, keeps the codes for it, and then rounds the scale to an integer
+    level. Here ggml's result, from some of its candidate scales, is the start. Then each group tries its level and the
+    neighboring ones, each with all codes chosen again, and takes the one with the smallest error; the unit of the block
+    is fitted to codes and levels; and both are repeated for the types where that helps. A level is given up as soon as
+    the error of the unconstrained best digits is too large.
     """
     block, lattice = GGML_BLOCKS[scheme.grid], LATTICES[scheme.grid]
     start = _quantize_as_ggml(
@@ -239,7 +241,7 @@ def _search_parameters(
 
 
 def error_weights(weight: Tensor, importance: Tensor) -> Tensor:
-    """Return ``importance * sqrt(mean x^2 + x^2)`` of ``weight`` ``[rows, in]``, the mean of 256 columns."""
+    """Return ``importance * sqrt(mean x^2 + x^2)`` for ``weight`` ``[rows, in]``, with the mean over 256 columns."""
     weights = _error_weights(
         _to_blocks_of_256(weight), _to_blocks_of_256(importance), double_mean=False, mean_share=0
     )
@@ -249,9 +251,9 @@ def error_weights(weight: Tensor, importance: Tensor) -> Tensor:
 def nearest_weighted(
     weight: Tensor, step: Tensor, shift: Tensor | None, grid: str, error_weights: Tensor
 ) -> Tensor:
-    """Return codes of ``weight`` ``[rows, n]``, whose errors have the weights ``error_weights`` of the same shape.
+    """Return the codes of ``weight`` ``[rows, n]`` with the least squared error under ``error_weights`` ``[rows, n]``.
 
-    Steps have the same shape, too, or one for each 8 columns, and shifts likewise.
+    Steps have the same shape or one entry for each 8 columns, and so have shifts.
     """
     from quantforge.packers.lattices import nearest_loops
 
@@ -281,14 +283,14 @@ def nearest_weighted(
 
 @cache
 def _search_tables(grid: str) -> tuple[Any, ...]:
-    """Return a tuple as long as there are digits, their values, and `Halves`."""
+    """Return the ``tables`` of `nearest_loops`: a tuple with an entry per digit, the digits' values, `PointHalves`."""
     values = digit_values(grid)
     return ((0,) * len(values), values, *point_halves(grid))
 
 
 @cache
 def _code_shifts(grid: str) -> FloatArray:
-    """Return the shifts that a code can have, up and down, float32 ``[2, 8]``."""
+    """Return the two shifts that a code can have, positive and negative, float32 ``[2, 8]``."""
     shift_size = LATTICES[grid].shift_size
     return numpy.repeat(numpy.array([[shift_size], [-shift_size]], numpy.float32), 8, 1)
 
@@ -321,7 +323,7 @@ def nearest_in_metric(
 
 
 def refit_steps(scheme: Scheme, in_features: int) -> Sequence[RefitStep]:  # noqa: ARG001
-    """Return the steps of fitting again with the codes held: the level of each group, then the unit of each block."""
+    """Return the refinement steps: the integer scale of each group, then the unit of each block."""
     block = GGML_BLOCKS[scheme.grid]
     level_step = RefitStep(block.group, partial(_refit_level, scheme.grid))
     return (level_step, RefitStep(block.columns, partial(_refit_unit, scheme.grid)))
@@ -380,15 +382,15 @@ def _decode_fixed_codes(
     return values + shift.T.repeat_interleave(GGML_BLOCKS[grid].group, 0)
 
 
-# ggml's own
+# ggml's own quantizers
 
 
 def _quantize_as_ggml(
     weight: Tensor, scheme: Scheme, importance: Tensor | None, *, scale_stride: int = 1
 ) -> QuantizedTensor:
-    """Return what ggml makes of ``weight`` ``[rows, in]`` float32; ``importance`` ``[in]``.
+    """Quantize ``weight`` ``[rows, in]`` float32 as ggml does; ``importance`` is ``[in]``.
 
-    With ``scale_stride`` above 1 only one in as many scales is tried, which is faster and finds others.
+    With ``scale_stride`` above 1 only one in that many scales is tried, which is faster and gives different results.
     """
     grid, x = scheme.grid, _to_blocks_of_256(weight)
     block_importance = (
@@ -433,7 +435,7 @@ CodesAndParams = tuple[NDArray[numpy.int32], FloatArray, NDArray[numpy.uint8], d
 def _quantize_magnitudes(
     x: FloatArray, w: FloatArray, grid: str, scale_stride: int
 ) -> CodesAndParams:
-    """Return codes, units, levels and no shifts of IQ2 and IQ3."""
+    """Quantize blocks to IQ2 or IQ3; return codes, units, levels and an empty dictionary of shifts."""
     from quantforge.packers.lattices import magnitude_loops
 
     lattice, block = LATTICES[grid], GGML_BLOCKS[grid]
@@ -470,7 +472,7 @@ def _quantize_magnitudes(
 
 
 def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, skip_refit: bool) -> CodesAndParams:
-    """Return codes, units, levels and shifts of groups of IQ1."""
+    """Quantize blocks to IQ1; return codes, units, levels and, for iq1_s, the shifts of groups."""
     from quantforge.packers.lattices import ternary_loops
 
     size, limits = GGML_BLOCKS[grid].group, map(numpy.float32, ternary_loops.GROUP_LIMITS[grid])
@@ -489,11 +491,11 @@ def _quantize_ternary(x: FloatArray, w: FloatArray, grid: str, skip_refit: bool)
 
 
 def _to_blocks_of_256(tensor: Tensor) -> FloatArray:
-    """Return ``tensor`` as float32 ``[n, 256]``."""
+    """Convert to a float32 array ``[n, 256]``."""
     return _to_float_array(tensor).reshape(-1, 256)
 
 
 def _to_float_array(tensor: Tensor) -> FloatArray:
-    """Return ``tensor`` as contiguous float32."""
+    """Convert to a contiguous float32 array."""
     array: FloatArray = tensor.detach().cpu().float().contiguous().numpy()
     return array

@@ -1,8 +1,8 @@
-"""Points of the lattices: the tables that codes look up, and tables made of them in which nearest points are found.
+"""The points of each lattice, and tables in which nearest points are found.
 
 The points are facts of the format. `scripts/lattice_points.py` reads them off what `gguf.quants.dequantize` makes of
-blocks that count through the codes, and writes ``points.bin``: 16 bits for a point, its digits (places in
-`Lattice.digit_values`, the first weight lowest) in base 3, or base 8 for points of 4 weights.
+blocks that enumerate the codes, and writes ``points.bin``: 16 bits per point, its digits (indices into
+`Lattice.digit_values`, the first weight lowest) in base 3, or in base 8 for points of 4 weights.
 """
 
 from __future__ import annotations
@@ -19,22 +19,16 @@ from torch import Tensor
 from quantforge.packers.lattices import LATTICES
 
 POINTS_FILE = Path(__file__).with_name("points.bin")
-STORED_TYPES = (
-    "iq1_s",
-    "iq2_xxs",
-    "iq2_xs",
-    "iq2_s",
-    "iq3_xxs",
-    "iq3_s",
-)  # iq1_m has the points of iq1_s
-LANES = 8  # points that one vector instruction measures
-# How many of the shells of points around a vector of digits its neighbours are.
+# iq1_m has the points of iq1_s.
+STORED_TYPES = ("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+LANES = 8  # points measured by one vector instruction
+# The number of smallest distances at which points are neighbors of a vector of digits.
 _SHELLS = {"iq1_s": 3, "iq1_m": 3, "iq2_s": 1, "iq2_xxs": 2, "iq2_xs": 2, "iq3_xxs": 2, "iq3_s": 3}
 _RANGE_8 = torch.arange(8, dtype=torch.int32)
 
 
 def digit_values(grid: str) -> NDArray[numpy.float32]:
-    """Return the values that digits of points stand for."""
+    """Return the values that the digits of points stand for."""
     return numpy.array(LATTICES[grid].digit_values, numpy.float32)
 
 
@@ -55,12 +49,12 @@ def point_digits(grid: str) -> NDArray[numpy.uint8]:
 
 @cache
 def lattice_points(grid: str) -> NDArray[numpy.float32]:
-    """Return all points, float32 ``[points, width]``, without signs and shift."""
+    """Return all points without signs and shift, float32 ``[points, width]``."""
     return digit_values(grid)[point_digits(grid)]
 
 
 def decode_values(codes: Tensor, grid: str) -> Tensor:
-    """Return the values of ``codes`` ``[..., n]`` in units of the step, float32 ``[..., n * columns]``.
+    """Return the values of ``codes`` ``[..., n]`` in units of the step, float32 ``[..., n * weights_per_code]``.
 
     The shift of a group (iq1_s) is not included.
     """
@@ -79,20 +73,21 @@ def decode_values(codes: Tensor, grid: str) -> Tensor:
 
 
 class NeighborLists(NamedTuple):
-    """For each vector of digits that is not a point, the points nearest to it: where ggml searches.
+    """For each vector of digits that is not a point, the points nearest to it: the candidates of ggml's search.
 
-    A vector of digits is a number, its key. For each key that is not a point there is a run of points: those in the
-    first few shells around it, by distance, then by place. Runs are padded to a multiple of `LANES` with their last
-    point, and stored digit by digit, so that one vector instruction measures many points; in bytes, since they would
-    not fit in the cache otherwise.
+    A vector of digits, read as a number, is called its key. For each key that is not a point there is a run of points:
+    those at the few smallest distances from it, ordered by distance, then by index. Runs are padded to a multiple of
+    `LANES` with their last point, and stored digit by digit, so that one vector instruction measures many points; as
+    bytes, since they would not fit in the cache otherwise.
 
     Attributes:
-        point_of_key: int32 ``[keys]``, of the point that a key is, or -1.
-        run_start: int32 ``[keys]``, of the run of a key, in points.
+        point_of_key: int32 ``[keys]``, the index of the point with this key, or -1.
+        run_start: int32 ``[keys]``, start of the key's run, in points.
         run_length: int32 ``[keys]``, points of the run without padding.
-        neighbor_digits: int8 ``[width * points]``: digit ``i`` of point ``j`` of a run is at ``width * begin + i * padded + j``.
-            Ternary digits are counted from the middle, others as odd numbers, as ggml counts.
-        point_index: int32 ``[points]``, the place of each in the table.
+        neighbor_digits: int8 ``[width * points]``: digit ``i`` of point ``j`` of a run is at
+            ``width * run_start + i * padded + j``. Ternary digits are -1, 0 and 1, others the odd numbers
+            ``2 digit + 1``, as in ggml.
+        point_index: int32 ``[points]``, the index of each point of the runs in the table.
     """
 
     point_of_key: NDArray[numpy.int32]
@@ -104,7 +99,7 @@ class NeighborLists(NamedTuple):
 
 @cache
 def neighbor_lists(grid: str) -> NeighborLists:
-    """Return the neighbours of all keys of a type."""
+    """Compute the `NeighborLists` of a type."""
     lattice, digits = LATTICES[grid], point_digits(grid).astype(numpy.int64)
     base, width = len(lattice.digit_values), lattice.width
     powers = base ** numpy.arange(width)
@@ -154,16 +149,17 @@ def neighbor_lists(grid: str) -> NeighborLists:
 
 
 class PointHalves(NamedTuple):
-    """Halves of the digits of points, by which the nearest point is found without measuring all of them.
+    """Tables to find the nearest point by halves of its digits, without measuring all points.
 
-    The row of a first half has a lane for each second half: 64 for two of eight digits, 3 runs of 32 (27 are used) for
-    four of three digits.
+    Sums for the second halves are stored in lanes: 64 for two of eight digits, 3 runs of 32 (27 are used) for four of
+    three digits.
 
     Attributes:
-        allowed: float32 ``[point_halves * point_halves]``, 0 where two halves are a point, else infinity.
-        point_of_key: int32 ``[point_halves * point_halves]``: the place of the point in the table, or -1.
-        powers: float32 ``[16]``, twice for 8 digits: what each adds to the place in `point`, 0 of other points.
-        patterns: float32, of halves with three values: where each of the first three digits is 1, and where 2, then
+        allowed: float32 ``[halves * halves]``, 0 if two halves form a point, else infinity.
+        point_of_key: int32 ``[halves * halves]``: the index of the point in the table, or -1.
+        powers: float32 ``[16]``, once or twice 8 digits: what each digit adds to the position in `point_of_key`; 0 for
+            digits of the other point.
+        patterns: float32, for halves with three values: where each of the first three digits is 1, and where 2, then
             infinity where lanes are not a half.
     """
 
@@ -175,7 +171,7 @@ class PointHalves(NamedTuple):
 
 @cache
 def point_halves(grid: str) -> PointHalves:
-    """Return the halves of the points of a type."""
+    """Compute the `PointHalves` of a type."""
     lattice = LATTICES[grid]
     base, width = len(lattice.digit_values), lattice.width
     steps = numpy.array([1, 3, 9, 32] if base == 3 else [1, 8])

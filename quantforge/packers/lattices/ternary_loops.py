@@ -1,21 +1,21 @@
-"""ggml's search for IQ1_S and IQ1_M, to the last bit, in loops that numba compiles.
+"""ggml's search for IQ1_S and IQ1_M, to the last bit, in loops compiled by numba.
 
-The digits of a point are -1, 0 and 1, all raised or lowered by an eighth (the shift). Sort the weights of a group: any
-rounding cuts them into a run of -1, a run of 0 and a run of 1. ggml tries all pairs of cuts with all choices of shifts
-and takes the one with the greatest ``product^2 / square``, where ``product = sum w x q`` and ``square = sum w q^2``.
-Then the digits of each 8 weights become the nearest point, and the scale is fitted again. As in `magnitude_loops`, sums
-go in ggml's order, and of equal candidates the first is taken.
+The digits of a point are -1, 0 and 1, all raised or lowered by an eighth (the shift). If the weights of a group are
+sorted, any rounding cuts them into a run of -1, a run of 0 and a run of 1. ggml tries all pairs of cuts with all
+choices of shifts and takes the one with the greatest ``product^2 / square``, where ``product = sum w x q`` and ``square
+= sum w q^2``. Then the digits of each 8 weights become the nearest point, and the scale is fitted again. As in
+`magnitude_loops`, sums are in ggml's order, and of equal candidates the first is taken.
 
 *Cuts.* With prefix sums ``X`` of ``w x`` and ``W`` of ``w``, the sums of the cuts ``(i1, i2)`` with choice ``k`` of
-shifts are ``p_k - X[i1] - X[i2]`` and ``q_k + C_k[i1] - E_k[i2]``, so that 8 candidates are a few instructions. These
-sums are not in ggml's order: they only tell which candidates can be the best, those within `QUALITY_TOLERANCE` of the greatest.
-Rounding moves a value by less than half of that, even where each candidate ties with the next one. Only these are tried
-as ggml tries them. Where sums are so small or large that they could leave the range of float32, all are tried.
+shifts are ``p_k - X[i1] - X[i2]`` and ``q_k + C_k[i1] - E_k[i2]``, so that 8 candidates take a few instructions. These
+sums are not in ggml's order: they only tell which candidates can be the best, those within `QUALITY_TOLERANCE` of the
+greatest. Rounding moves a value by less than half of that, even where each candidate ties with the next one. Only these
+are tried exactly as in ggml. If sums are so small or large that they could leave the range of float32, all are tried.
 
-*Points.* Distances by sums decide where one point is nearer than all others by more than rounding; else the distances
-are computed in ggml's order.
+*Points.* Distances by sums decide where one point is nearer than all others by more than rounding; otherwise the
+distances are computed in ggml's order.
 
-Points lie as `quantforge.packers.lattices.points.NeighborLists` says: ``tables`` is one of these. Read `search_ternary` first.
+The arguments ``neighbors`` are a `quantforge.packers.lattices.points.NeighborLists`. Read `search_ternary` first.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ from quantforge.packers.lattices.magnitude_loops import (
     point_sums,
 )
 
-# The least magnitude of a group that is not empty, and the factor of the unit.
+# The smallest maximum magnitude of a group that is not empty, and the factor of the unit.
 GROUP_LIMITS = {"iq1_s": (1e-12, 1.125), "iq1_m": (1e-7, 1.1125)}
-QUALITY_TOLERANCE = numpy.float32(1e-3)  # for 32 values, of 16 it is half
+QUALITY_TOLERANCE = numpy.float32(1e-3)  # for groups of 32; half of it for groups of 16
 _ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
 _EIGHT, _EIGHTH = numpy.float32(8), numpy.float32(0.125)
-_VALUES = (0,) * 8  # as long as a point has values, so that loops over them are unrolled
-# Of the first half and of the second, by choice.
+_VALUES = (0,) * 8  # one entry per value of a point, so that loops over them are unrolled
+# Shifts of the first and of the second half, for each choice.
 _SHIFTS_OF_TWO = _EIGHTH * numpy.array([*[1, -1] * 4, *[1, -1] * 4], numpy.float32)
 _SHIFTS_OF_FOUR = _EIGHTH * numpy.array([*[1, 1, -1, -1] * 2, *[1, -1, 1, -1] * 2], numpy.float32)
 _MIN_SUM, _MAX_SUM = numpy.float32(1e-14), numpy.float32(1e14)
@@ -80,14 +80,16 @@ def search_ternary(  # type: ignore[no-untyped-def]
 
     Args:
         x, w: values and their weights, float32 ``[blocks, 256]``.
-        size: of a group: 32 with one shift, 16 with one for each 8.
-        skip_refit: leave scales as they are before points are chosen, and points and units unfitted.
-        min_magnitude: a group whose largest magnitude is below it is empty.
-        unit_factor: what the unit is multiplied by.
-        neighbors: `Neighbours`.
+        size: columns of a group: 32 with one shift, 16 with one for each 8.
+        skip_refit: whether scales and units are not fitted again after points are chosen.
+        min_magnitude: a group whose largest magnitude is smaller is empty.
+        unit_factor: factor that the unit is multiplied with.
+        neighbors: `NeighborLists`.
         points: float32 ``[points, 8]``.
-        codes: int32 ``[blocks, 32]``, filled in, as are ``lowered``, bool of the same shape, ``levels`` uint8
-            ``[blocks, groups]`` and ``units`` float32 ``[blocks]``.
+        codes: output, int32 ``[blocks, 32]``.
+        lowered: output, bool ``[blocks, 32]``.
+        levels: output, uint8 ``[blocks, groups]``.
+        units: output, float32 ``[blocks]``.
     """
     sums = (numpy.empty(size + 1, numpy.float32), numpy.empty(size + 1, numpy.float32))
     product_terms, square_terms = numpy.empty((2, 4 * size + 16), numpy.float32)
@@ -177,7 +179,7 @@ def _quantize_blocks(  # type: ignore[no-untyped-def]
 def _quantize_group(  # type: ignore[no-untyped-def]
     xs, ws, skip_refit, min_magnitude, neighbors, points, lowered, point_indices, scratch
 ):
-    """Fill in points and shifts of one group and return its scale."""
+    """Choose points and shifts of one group and return its scale."""
     size = len(xs)
     order, digits, ranks, cut_scratch, terms = scratch
     fill(lowered, False)
@@ -220,7 +222,7 @@ def _largest_magnitude(x):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _snap_to_points(x, w, scale, digits, lowered, neighbors, points, point_indices, terms):  # type: ignore[no-untyped-def]
-    """Fill in the points nearest to ``digits``, and return the scale that fits them; ``lowered``: of each point."""
+    """Choose the points nearest to ``digits``, and return the scale that fits them; ``lowered`` has their shifts."""
     point_of_key = neighbors[0]
     run_start = neighbors[1]
     run_length = neighbors[2]
@@ -254,7 +256,7 @@ def _snap_to_points(x, w, scale, digits, lowered, neighbors, points, point_indic
 
 @inlined_jit
 def _fit_unit(x, w, codes, lowered, levels, unit, points, terms):  # type: ignore[no-untyped-def]
-    """Return the unit that fits a block whose points and levels are chosen."""
+    """Return the unit that best fits a block with chosen points and levels."""
     product, square = _ZERO, _ZERO
     for part in range(32):
         odd_level = broadcast(numpy.float32(2 * numpy.int32(levels[part // 2]) + 1))
@@ -266,7 +268,7 @@ def _fit_unit(x, w, codes, lowered, levels, unit, points, terms):  # type: ignor
 
 @inlined_jit
 def _add_products(x, w, first, value, terms, product, square):  # type: ignore[no-untyped-def]
-    """Return the two sums of the best scale with 8 values added, one after the other; ``terms`` is scratch."""
+    """Add ``w x q`` and ``w q^2`` of 8 values to the two sums, one value after another; ``terms`` is scratch space."""
     weighted = load(w, first) * value
     store(terms, 0, weighted * load(x, first))
     store(terms, 8, weighted * value)
@@ -281,10 +283,10 @@ def _add_products(x, w, first, value, terms, product, square):  # type: ignore[n
 
 @inlined_jit
 def find_cuts(x, w, order, num_choices, scratch):  # type: ignore[no-untyped-def]
-    """Return scale, first and second cut and choice of shifts of the best candidate; cuts of -1 if there is none.
+    """Return the scale, the two cuts and the choice of shifts of the best candidate; cuts are -1 if there is none.
 
-    ``num_choices``, the number of choices, is 2 for one shift (choice 1: lowered), 4 for two halves with a shift each (two
-    bits, the first half in the upper one).
+    ``num_choices`` is 2 for one shift (choice 1: lowered), 4 for two halves with a shift each (two bits, the first half
+    in the upper one).
     """
     size = len(x)
     sums, product_terms, square_terms, first_cut_squares, best_by_cut = scratch
@@ -340,7 +342,7 @@ def find_cuts(x, w, order, num_choices, scratch):  # type: ignore[no-untyped-def
 
 @inlined_jit
 def sorted_order(x, order, ranks):  # type: ignore[no-untyped-def]
-    """Fill ``order`` with the places of ``x`` by rising value; equal values keep their order."""
+    """Fill ``order`` with the indices that sort ``x``; equal values keep their order."""
     size, one, zero = len(x), broadcast(_ONE), broadcast(_ZERO)
     for first in range(0, size, 8):
         chunk, rank = load(x, first), zero
@@ -357,9 +359,9 @@ def sorted_order(x, order, ranks):  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _prepare_sums(x, w, order, num_choices, sums, product_terms, square_terms, first_cut_squares):  # type: ignore[no-untyped-def]
-    """Fill in the terms of the two sums of all candidates, and the prefix sums; return whether these are in range.
+    """Compute the terms of the two sums of all candidates, and the prefix sums; return whether these are in range.
 
-    Lanes are choices, repeated; those after the last cut repeat it.
+    Lanes are choices, repeated; lanes after the last cut repeat it.
     """
     size, half = len(x), len(x) // 2
     prefix_x, prefix_w = sums
@@ -403,7 +405,7 @@ def _quality(product_terms, square_terms, index, prefix_x, prefix_square):  # ty
 
 @inlined_jit
 def _sums_of_group(sums, first_cut, second_cut, choice):  # type: ignore[no-untyped-def]
-    """Return ggml's sums of two cuts of a whole group with one shift."""
+    """Return ggml's two sums for a pair of cuts of a whole group with one shift."""
     prefix_x, prefix_w = sums
     size = len(prefix_x) - 1
     shift = -_EIGHTH if choice else _EIGHTH
@@ -418,7 +420,7 @@ def _sums_of_group(sums, first_cut, second_cut, choice):  # type: ignore[no-unty
 
 @inlined_jit
 def _sums_of_halves(x, w, order, first_cut, second_cut, choice):  # type: ignore[no-untyped-def]
-    """Return ggml's sums of two cuts of two halves with a shift each."""
+    """Return ggml's two sums for a pair of cuts of two halves with a shift each."""
     product, square, half = _ZERO, _ZERO, len(x) // 2
     for j in range(len(x)):
         i = order[j]
@@ -430,16 +432,16 @@ def _sums_of_halves(x, w, order, first_cut, second_cut, choice):  # type: ignore
     return product, square
 
 
-# The nearest of a few shifted points: 8 side by side, each in the order of its values; the first of equal ones
+# The nearest of a few shifted points: 8 are measured side by side; of equally near points the first
 
 
 @inlined_jit
 def _nearest_point(  # type: ignore[no-untyped-def]
     neighbor_digits, digits_start, num_points, scale, shift, x, w, first_value, linear_terms
 ):
-    """Return which of ``num_points`` points, raised by ``shift``, is nearest to the 8 values from ``first_value`` on.
+    """Return which of ``num_points`` neighbors, raised by ``shift``, is nearest to 8 values from ``first_value``.
 
-    Points begin at ``digits_start`` in ``neighbor_digits``; ``linear_terms`` is scratch.
+    The digits of the neighbors start at ``digits_start``; ``linear_terms`` is scratch space.
     """
     clear_point = _clearly_nearest(
         neighbor_digits, digits_start, num_points, scale, shift, x, w, first_value, linear_terms
@@ -467,7 +469,7 @@ def _nearest_point(  # type: ignore[no-untyped-def]
 def _clearly_nearest(  # type: ignore[no-untyped-def]
     neighbor_digits, digits_start, num_points, scale, shift, x, w, first_value, linear_terms
 ):
-    """Return the nearest point where it is nearer than all others by more than rounding, else -1."""
+    """Return the nearest point if it is nearer than all others by more than rounding, else -1."""
     scales, weights, target = broadcast(scale), load(w, first_value), load(x, first_value)
     shifted_target = target - broadcast(scale * shift)
     store(linear_terms, 0, weights * (shifted_target + shifted_target))

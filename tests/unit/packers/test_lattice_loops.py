@@ -163,8 +163,8 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
     lattice, draw = LATTICES[grid], torch.Generator().manual_seed(0)
     x, w = torch.randn(8, 64, generator=draw), torch.rand(8, 64, generator=draw) ** 2
     step = torch.rand(8, 64, generator=draw) + 2.5
-    step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.values)
-    shift = torch.full_like(x, -lattice.shift) if grid == "iq1_s" else None
+    step = step.view(8, -1, 8)[..., :1].expand(8, 8, 8).reshape(8, 64) / max(lattice.digit_values)
+    shift = torch.full_like(x, -lattice.shift_size) if grid == "iq1_s" else None
     codes = nearest_weighted(x, step, shift, grid, w)
     found = decode_values(codes, grid) + (0 if shift is None else shift)
     width = lattice.width
@@ -175,7 +175,10 @@ def test_no_point_is_nearer_under_weighted_squares(grid: str) -> None:
         cheapest = (w * x * x).view(-1, 8).argmin(1)
         rows = odd.nonzero()[:, 0]
         target.view(-1, 8)[rows, cheapest[rows]] *= -1
-    shifts = {"iq1_s": [-lattice.shift], "iq1_m": [lattice.shift, -lattice.shift]}.get(grid, [0.0])
+    shifts = {
+        "iq1_s": [-lattice.shift_size],
+        "iq1_m": [lattice.shift_size, -lattice.shift_size],
+    }.get(grid, [0.0])
     best = torch.full_like(mine, torch.inf)
     u, scale, weights = (part.reshape(-1, 1, width) for part in (target, step, w))
     for moved in shifts:

@@ -117,9 +117,9 @@ def test_search_loses_less_than_ggml(grid: str) -> None:
 @pytest.mark.parametrize("grid", GRIDS)
 def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
     lattice, draw = LATTICES[grid], torch.Generator().manual_seed(3)
-    width = lattice.columns
+    width = lattice.weights_per_code
     root = torch.linalg.cholesky(torch.eye(width) + 0.3 * torch.ones(width, width)).contiguous()
-    every = torch.arange(lattice.points, dtype=torch.int32)
+    every = torch.arange(lattice.num_points, dtype=torch.int32)
     t = torch.randn(64, width, generator=draw) * float(lattice_points(grid).std()) * 1.2
     step, none = torch.ones(64), torch.zeros(64)
     codes = packer.nearest_in_metric(t, step, none, grid, root)
@@ -127,16 +127,16 @@ def test_nearest_is_seldom_beaten_by_any_vector(grid: str) -> None:
     best = torch.full((64,), torch.inf)
     masks = (
         range(1 << width)
-        if lattice.signs and width * lattice.points < 3000 and lattice.vectors == 1
+        if lattice.signs and width * lattice.num_points < 3000 and lattice.points_per_code == 1
         else [0]
     )
-    if lattice.vectors == 2:
+    if lattice.points_per_code == 2:
         return  # 2^31 vectors
     for mask in masks:
         if lattice.signs == "even" and mask.bit_count() % 2:
             continue
         for turn in range(2 if lattice.shifts_codes else 1):
-            q = decode_values((every | (mask | turn) << lattice.sign_place).unsqueeze(1), grid)
+            q = decode_values((every | (mask | turn) << lattice.sign_shift).unsqueeze(1), grid)
             best = torch.minimum(best, ((t @ root).unsqueeze(1) - q @ root).square().sum(2).amin(1))
     if len(masks) > 1 or not lattice.signs:
         assert float((found / best).mean()) < 1.02
