@@ -331,7 +331,7 @@ def _search_symmetric(x: Tensor, high: int, weights: Tensor) -> tuple[Tensor, Te
     numerators = [high, *(_add_tenths(high, tenths) for tenths in (*range(-9, 0), *range(1, 10)))]
     scales, codes = torch.empty(x.shape[1]), torch.empty(x.shape)
     options = numpy.float32(high), numpy.array(numerators, numpy.float32)
-    _load_loops().symmetric(*_to_numpy(x, weights), *options, scales.numpy(), codes.numpy())
+    _load_loops().search_symmetric(*_to_numpy(x, weights), *options, scales.numpy(), codes.numpy())
     return scales, codes
 
 
@@ -350,7 +350,9 @@ def _descend_coordinates(
     """Change one code at a time while the fit improves, up to five rounds, in place; return the scale."""
     scales = torch.empty(x.shape[1])
     low, high = map(numpy.float32, limits)
-    _load_loops().descend(*_to_numpy(x, weights), low, high, codes.numpy(), scales.numpy())
+    _load_loops().descend_coordinates(
+        *_to_numpy(x, weights), low, high, codes.numpy(), scales.numpy()
+    )
     return scales
 
 
@@ -363,7 +365,7 @@ def _search_affine(
     numerators = start + step * counts + numpy.float32(high)
     scales, negated_min, codes = (torch.empty(shape) for shape in (x.shape[1], x.shape[1], x.shape))
     outputs = (array.numpy() for array in (scales, negated_min, codes))
-    _load_loops().affine(
+    _load_loops().search_affine(
         *_to_numpy(x, weights), numpy.float32(high), numerators, candidates.absolute, *outputs
     )
     return scales, negated_min, codes
@@ -401,7 +403,7 @@ def _search_table_scale(x: Tensor, weights: Tensor) -> Tensor:
     low, _, thresholds, increments = value_thresholds(CodeRange(0, 15, IQ4_VALUES))
     ratios = numpy.array([0, *(low + shift for shift in range(-7, 8))], numpy.float32)
     scales = torch.empty(x.shape[1])
-    _load_loops().from_table(
+    _load_loops().search_table_scale(
         *_to_numpy(x, weights), ratios, low, thresholds, increments, scales.numpy()
     )
     return scales

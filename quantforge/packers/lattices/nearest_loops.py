@@ -621,7 +621,7 @@ def _best_vector(target, metric, marginal, table, layout, cache, scratch):  # ty
 
 @inlined_jit
 def _sign_choices(target, metric, num_columns, even_signs, masks, order):  # type: ignore[no-untyped-def]
-    """Fill ``masks`` with sign choices and return their number: the target's signs, and some with cheap ones flipped."""
+    """Fill ``masks`` with sign choices and return their number: the signs of ``target``, some flipped."""
     sign_mask, num_negative = 0, 0
     for i in range(num_columns):
         if target[i] < _ZERO:
@@ -706,7 +706,7 @@ def _best_pair(  # type: ignore[no-untyped-def]
 
 @inlined_jit
 def _quadratic_terms(table, metric, first_coordinate, sign_mask, out):  # type: ignore[no-untyped-def]
-    """Compute ``g (S M S) g`` of all points: ``M`` is the metric from ``first_coordinate``, ``S`` from ``sign_mask``."""
+    """Compute ``g (S M S) g`` of all points; ``M`` is the metric from ``first_coordinate``, ``S`` from the signs."""
     width, points = table.shape
     for p in range(points):
         out[p] = _ZERO

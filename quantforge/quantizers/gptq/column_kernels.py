@@ -16,7 +16,7 @@ _ZERO, _ONE, _TWO = numpy.float32(0), numpy.float32(1), numpy.float32(2)
 
 @internal_jit
 def round_to_point(target, scale, zero, offset, low, high, table, code, value):  # type: ignore[no-untyped-def]
-    """Fill in the code and the value of the grid point nearest to each ``target``; see `Points`."""
+    """Fill in the code and the value of the grid point nearest to each ``target``; see `ColumnGrid`."""
     if table is None:
         for row in range(target.shape[0]):
             step = scale[row]

@@ -6,7 +6,7 @@ to one of its two neighbors. Then each code in order moves to the best point of 
 nearest to ``q_j + G_j / (H_jj + ridge_j)`` (CDQuant, arXiv 2406.17542). New parameters are accepted only if they lower
 the error as stored, and a code cannot raise it, so the error of a row never increases.
 
-Only for grids whose packer has `refits`.
+Only for grids whose packer has `refit_steps`.
 
 ``G`` is computed for one panel of groups at a time and kept current within it. Two sweeps over a panel before the next
 cost one product with ``H``, about as much as GPTQ itself, and gain nearly as much as two sweeps over all columns.
