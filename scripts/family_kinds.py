@@ -15,7 +15,7 @@ from typing import Any
 
 def misjudged(family: str, source: Path, plan: Any) -> list[str]:
     """Return what the plan rounds and should not, and what it leaves without a word."""
-    from quantforge.architectures.towers import BLOCK
+    from quantforge.architectures.towers import NUMBERED_NAME
     from quantforge.files.reader import open_checkpoint
     from quantforge.model.transformers_layout import running_layout
     from quantforge.planning.coverage import coverage
@@ -43,7 +43,7 @@ def misjudged(family: str, source: Path, plan: Any) -> list[str]:
             )
             if tensor.name.endswith("bias"):
                 continue
-            block = BLOCK.match(tensor.name)
+            block = NUMBERED_NAME.match(tensor.name)
             if block is not None and block[1] in measured.towers:
                 continue  # named by its list
             if joined.replace(".*.", ".N.") not in said:

@@ -29,7 +29,11 @@ class Declarations:
 
         Rows of a fused linear are given as ``[start, stop]`` if they are contiguous, else as a list of all indices.
         """
-        architecture, sizes, derived = self.architecture, self.dimensions, self.architecture.derived
+        architecture, sizes, derived = (
+            self.architecture,
+            self.dimensions,
+            self.architecture.derivation,
+        )
         assert derived is not None
         return {
             "schema": "quantforge.declarations/1",
@@ -89,7 +93,7 @@ def _layer_kind_json(
                 "linears": list(stack.linears),
                 "transposed": stack.transposed,
                 "interleaved": stack.interleaved,
-                "spread": stack.spread,
+                "spread": stack.repeats_tokens,
             }
             for stack in kind.stacks
         ],
@@ -100,7 +104,7 @@ def _layer_kind_json(
 def _shared_input_json(
     architecture: Architecture, dimensions: Dimensions, shared: SharedInput
 ) -> dict[str, Any]:
-    entry: dict[str, Any] = {"linears": list(shared.linears), "within": shared.within}
+    entry: dict[str, Any] = {"linears": list(shared.linears), "within": shared.compared_module}
     if shared.each:
         entry["experts"] = shared.each
     scale_fold = shared.scale_fold
@@ -108,7 +112,7 @@ def _shared_input_json(
         entry["absorber"] = {"kind": str(scale_fold.kind), "module": scale_fold.module}
         entry["absorber"]["heads"] = shared.heads
         if scale_fold.rows:
-            rows = architecture.rows(dimensions, scale_fold.module, scale_fold.rows)
+            rows = architecture.slice_rows(dimensions, scale_fold.module, scale_fold.rows)
             row_list = [rows.start, rows.stop] if isinstance(rows, slice) else list(rows)
             entry["absorber"]["rows"] = row_list
     return entry

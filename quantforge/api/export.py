@@ -443,7 +443,7 @@ def _write_conversion(
     digested_source, origin = digest_source(checkpoint, small_file_digests, settings)
     conversion = replace(conversion, checkpoint=digested_source)
     with phase("reading", 0.4):
-        if conversion.model_layout.tied_twice:
+        if conversion.model_layout.stores_tied_head:
             drop_tied_copy(conversion.model_layout, digested_source)  # refuses two that differ
         checked_values = check_values(conversion, allow_inexact=allow_inexact)
         rounded_tensors = round_unquantized(conversion, rounding_workers(settings))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.draft_heads import type_of
+from quantforge.architectures.draft_heads import model_type_or_draft
 from quantforge.arguments import check_arguments
 from quantforge.artifacts import manifest
 from quantforge.artifacts.manifest import recorded_adapters, recorded_kept_experts
@@ -132,7 +132,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
         return _build_result(
             path, f"{KEY} (not read)", arch, stored_headers(file), {}, list(file.files)
         )
-    model_type = type_of(checkpoint.config)
+    model_type = model_type_or_draft(checkpoint.config)
     key, layers = _find_quantized_layers(checkpoint)
     inspected = _build_result(
         path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards)

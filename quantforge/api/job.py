@@ -114,7 +114,7 @@ class Job:
         from quantforge.execution.importance import read_unchanged_importance
         from quantforge.numerics.threads import reproducible
 
-        if planned.model_layout.architecture is None and not planned.model_layout.draft:
+        if planned.model_layout.architecture is None and not planned.model_layout.draft_kind:
             from quantforge.model.weight_mapping import check_no_missing_parameters
 
             check_no_missing_parameters(self.source)
@@ -138,7 +138,7 @@ class Job:
                 )
         checkpoint = transformed_source(checkpoint, recipe, removed_experts)
         source = {**source, **checkpoint.facts, "files": source["files"]}
-        if planned.model_layout.tied_twice:
+        if planned.model_layout.stores_tied_head:
             planned = replace(
                 planned, model_layout=drop_tied_copy(planned.model_layout, checkpoint)
             )

@@ -230,7 +230,7 @@ def _check_shareable(job: Job) -> None:
         overwrite=job.settings.overwrite,
         prunes_experts=planned.recipe.prune_experts is not None,
         torchrun=under_torchrun(),
-        replayed=family is not None and bool(family.replayed),
+        replayed=family is not None and bool(family.needs_model_replay),
     )
 
 

@@ -1,31 +1,31 @@
-"""Architectures as data: one file for each family, with its generations and mixtures.
+"""Model architectures as data: one file per family, with its generations and mixtures of experts.
 
-A file declares the tensors of a checkpoint with their shapes in terms of the configuration, which linears read the
-same activation, what can absorb a scale of that activation, and what may be absent or dropped. Nothing here runs a
-model; planning, checking, folding and streaming are all driven by these declarations. Adding an architecture is one
-file, which ends with its ``FAMILIES`` by ``model_type``, and its name in `FILES`.
+A file declares the tensors of a checkpoint, their shapes as expressions in configured sizes, which linears read the
+same activation, into which module a scale of that activation can be folded, and which tensors may be missing or
+dropped. Nothing here runs a model; planning, checking, folding and streaming all use these declarations. To add an
+architecture, write one file in `families`, which ends with ``FAMILIES``, and add its name to `FILES` there.
 
 In this folder:
 
-    architecture     One family of models as data: everything that the rest of QuantForge knows about it
-    configuration    What a configuration says beside sizes: how many tokens a model sees, whether its head is tied
-    declare          Parts of which families compose their layers, linears, norms, mixers of tokens and of channels
-    decoder_graph    How the blocks of a family compute, as far as declarations of tensors do not say it
-    dimensions       The sizes of a model, read from its configuration by every name that a family gives them
-    draft_heads      Draft heads: layers that guess further tokens, beside the decoder in a model's files
-    expert_sets      Experts of a checkpoint, checked as sets: as many as there should be, each of the same parts
-    latent           Multi-head latent attention: queries, keys and values made of narrow latents
-    layer_kind       Kinds of layers as data: the tensors of one block, which of its linears read the same activation
-    layer_windows    Windows: which layers look at the last few tokens alone, as transformers reads a configuration
-    llama_cpp        Families as llama.cpp knows them: the name, what its graph takes for granted
-    mamba2           Mamba-2 mixers as parts of layers: state spaces with one decay per head, read through a convolution
-    match            Every tensor of a checkpoint, matched to what its architecture declares: exactly once, or refused
-    mixtures         Mixtures of experts as parts of layers: routers, experts in every way in which files hold them
-    projector        Vision towers as llama.cpp reads them from a file of their own: names, shapes and keys
-    residual_stream  The residual stream of a model: which tensors read it, and which write into it
-    routers          Routers of mixtures of experts, by what they are
-    towers           Towers: which numbered list of modules in a checkpoint is the decoder's blocks, told by structure
-    families/        The families of models: one file each, with its generations and mixtures
+    architecture     Declarations of one family of models: all that QuantForge knows about it, as data
+    configuration    Read and check general configuration values: context length, tied embeddings, multipliers
+    declare          Building blocks from which families declare their layers: linears, norms, attention, MLPs
+    decoder_graph    Computation graphs of decoder blocks: what QuantForge's own decoder must know besides the tensors
+    dimensions       Read and check the sizes of a model from its configuration, under all key names that families use
+    draft_heads      Recognize draft heads: layers that predict further tokens
+    expert_sets      Check that the experts stored in a checkpoint are complete and consistent
+    latent           Multi-head latent attention (MLA): queries, keys and values are computed from narrow latents
+    layer_kind       Kinds of layers as data: the tensors of one block, which linears read the same activation
+    layer_windows    Sliding windows: which layers use sliding-window attention, as transformers reads a configuration
+    llama_cpp        Families in llama.cpp: their names, what its graphs assume, and the metadata keys that it reads
+    mamba2           Mamba-2 mixers: state spaces with one decay per head, and a short convolution before them
+    match            Match every stored tensor of a checkpoint to a declared tensor of its architecture, exactly once
+    mixtures         Mixtures of experts: routers, experts in every stored layout, and shared experts
+    projector        Vision towers and projectors as llama.cpp reads them from a separate file: names, shapes and keys
+    residual_stream  The residual stream: which tensors read it and which write to it, as far as declarations prove it
+    routers          Find routers of mixtures of experts by shape: the only matrix of a module with one row per expert
+    towers           Find which numbered list of modules in a checkpoint holds the decoder's blocks, by its structure
+    families/        Declarations of the model families: one file per family
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from quantforge.architectures.layer_kind import (
     FoldKind,
     LayerKind,
     Parameter,
-    Place,
     ScaleFold,
     SharedInput,
     Stack,
+    StackSlice,
 )
 
 __all__ = [
@@ -51,10 +51,10 @@ __all__ = [
     "FoldKind",
     "LayerKind",
     "Parameter",
-    "Place",
     "ScaleFold",
     "SharedInput",
     "Stack",
+    "StackSlice",
     "architecture_of",
     "decoder_family",
     "text_config",
@@ -62,20 +62,26 @@ __all__ = [
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture | None:
-    """Return the declarations for a configuration; None for an unknown ``model_type``, and for draft heads."""
-    found = declared_families().get(str(config.get("model_type", "")))
-    if found is None or is_draft(config):
+    """Return the declarations for a configuration; None for an unknown ``model_type`` and for draft heads."""
+    architecture = declared_families().get(str(config.get("model_type", "")))
+    if architecture is None or is_draft(config):
         return None
-    return found.decoders.get(str(text_config(config).get("model_type", "")), found)
+    return architecture.decoders_by_type.get(
+        str(text_config(config).get("model_type", "")), architecture
+    )
 
 
 def decoder_family(model_type: str) -> Architecture | None:
-    """Return the declarations of a family whose blocks our own decoder computes; None for any other."""
-    found = architecture_of({"model_type": model_type})
-    return found if found is not None and found.own_graph is not None else None
+    """Return the declarations of a family that QuantForge's own decoder supports; None for any other."""
+    architecture = architecture_of({"model_type": model_type})
+    return (
+        architecture
+        if architecture is not None and architecture.complete_graph is not None
+        else None
+    )
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the text tower: the nested one of a multimodal model, or the whole."""
+    """Return the configuration of the text decoder: the nested one of a multimodal model, else the whole."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config

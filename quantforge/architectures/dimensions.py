@@ -1,7 +1,7 @@
-"""The sizes of a model, read from its configuration by every name that a family gives them, and checked.
+"""Read and check the sizes of a model from its configuration, under all key names that families use.
 
-A configuration is input from strangers: a size may be a string, negative, NaN or 10^12. Every value is checked here
-before anything is allocated or looped over.
+A configuration is untrusted input: a size may be a string, negative, NaN or 10^12. Every value is checked here before
+anything is allocated or looped over.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from quantforge.errors import InputError
 
-_KEYS: Mapping[str, tuple[str, ...]] = {
+_SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
     "ffn": ("intermediate_size", "ffn_dim", "n_inner"),
     "layers": ("num_hidden_layers", "n_layer"),
@@ -23,7 +23,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "positions": ("max_position_embeddings", "n_positions", "n_ctx"),
 }
-_LIMITS: Mapping[str, int] = {
+_MAX_SIZES: Mapping[str, int] = {
     "hidden": 1 << 20,
     "ffn": 1 << 22,
     "layers": 10_000,
@@ -33,12 +33,17 @@ _LIMITS: Mapping[str, int] = {
     "vocab": 1 << 26,
     "positions": 1 << 30,
 }
-_KINDS = frozenset({"full_attention", "sliding_attention"})  # of layers of the declared families
+_ATTENTION_TYPES = frozenset(
+    {"full_attention", "sliding_attention"}
+)  # of layers of the declared families
 
 
 @dataclass(frozen=True, slots=True)
 class Dimensions:
-    """Sizes of one decoder; ``head`` is the width of one attention head, ``own`` are sizes that few families have."""
+    """Sizes of one decoder.
+
+    ``head`` is the width of one attention head; ``family_sizes`` holds sizes that only some families have.
+    """
 
     hidden: int
     ffn: int
@@ -48,16 +53,16 @@ class Dimensions:
     head: int
     vocab: int
     positions: int
-    own: Mapping[str, int] = field(default_factory=dict)
+    family_sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def q(self) -> int:
-        """Return the number of rows of all query heads."""
+        """Return the number of rows of the query projection."""
         return self.heads * self.head
 
     @property
     def kv(self) -> int:
-        """Return the number of rows of all key (or value) heads."""
+        """Return the number of rows of the key (or value) projection."""
         return self.kv_heads * self.head
 
     @property
@@ -77,64 +82,67 @@ class Dimensions:
     def _factor(self, word: str) -> int:
         if word.isdigit():
             return int(word)
-        return self.own[word] if word in self.own else int(getattr(self, word))
+        return self.family_sizes[word] if word in self.family_sizes else int(getattr(self, word))
 
     def shape(self, names: tuple[str, ...]) -> tuple[int, ...]:
         """Evaluate the shape of a declared parameter."""
         return tuple(self.size(name) for name in names)
 
 
-def dimensions_of(
+def read_dimensions(
     config: Mapping[str, Any],
     defaults: Mapping[str, object] | None = None,
-    own: Mapping[str, tuple[str, ...] | int] | None = None,
-    kinds: frozenset[str] = frozenset(),
+    family_sizes: Mapping[str, tuple[str, ...] | int] | None = None,
+    extra_layer_types: frozenset[str] = frozenset(),
 ) -> Dimensions:
     """Read and check the sizes of a (text) configuration.
 
     Args:
         config: the configuration.
-        defaults: of the family, where a key is left out.
-        own: sizes of the family's own, each the keys that may hold it, or its value; ``ffn`` and ``layers`` among them
-            replace the common ones.
-        kinds: words that ``layer_types`` may have beside those for kinds of attention.
+        defaults: values of the family for missing keys.
+        family_sizes: sizes specific to the family, each with the keys that may hold it, or its value; ``ffn`` and
+            ``layers`` replace the common ones.
+        extra_layer_types: values that ``layer_types`` may have besides attention types.
 
     Raises:
-        InputError: a size is missing, no positive integer, beyond any model, or contradicts another.
+        InputError: a size is missing, not a positive integer, implausibly large, or contradicts another.
     """
-    hidden = _read(config, defaults, "hidden")
-    heads = _read(config, defaults, "heads")
-    kv_heads = _read(config, defaults, "kv_heads", heads)
+    hidden = _read_size(config, defaults, "hidden")
+    heads = _read_size(config, defaults, "heads")
+    kv_heads = _read_size(config, defaults, "kv_heads", heads)
     if heads % kv_heads:
         raise InputError(
             f"config.json: {heads} attention heads are not a multiple of {kv_heads} key/value heads",
             "compare num_attention_heads and num_key_value_heads with the model's publication",
         )
-    more = {name: _own(config, defaults or {}, name, value) for name, value in (own or {}).items()}
-    layers = more.pop("layers", 0) or _read(config, defaults, "layers")
-    _check_kinds(config, layers, _KINDS | kinds)
-    _check_routing({**(defaults or {}), **config}, config, more.get("experts", 1))
+    extra_sizes = {
+        name: _family_size(config, defaults or {}, name, value)
+        for name, value in (family_sizes or {}).items()
+    }
+    layers = extra_sizes.pop("layers", 0) or _read_size(config, defaults, "layers")
+    _check_layer_types(config, layers, _ATTENTION_TYPES | extra_layer_types)
+    _check_routing({**(defaults or {}), **config}, config, extra_sizes.get("experts", 1))
     return Dimensions(
         hidden=hidden,
-        ffn=more.pop("ffn", 0) or _read(config, defaults, "ffn", 4 * hidden),
+        ffn=extra_sizes.pop("ffn", 0) or _read_size(config, defaults, "ffn", 4 * hidden),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head=_read(config, defaults, "head", hidden // heads),
-        vocab=_read(config, defaults, "vocab"),
-        positions=_read(config, defaults, "positions", _LIMITS["positions"]),
-        own=more,
+        head=_read_size(config, defaults, "head", hidden // heads),
+        vocab=_read_size(config, defaults, "vocab"),
+        positions=_read_size(config, defaults, "positions", _MAX_SIZES["positions"]),
+        family_sizes=extra_sizes,
     )
 
 
-def _own(
+def _family_size(
     config: Mapping[str, Any],
     defaults: Mapping[str, object],
     name: str,
     keys: tuple[str, ...] | int,
 ) -> int:
     if isinstance(keys, int):
-        return _checked(name, keys, _LIMITS["ffn"])
+        return _checked_size(name, keys, _MAX_SIZES["ffn"])
     stated = {**defaults, **config}
     given = [key for key in keys if config.get(key) is not None]
     if len({config[key] for key in given if isinstance(config[key], int)}) > 1:
@@ -143,14 +151,14 @@ def _own(
             "remove the one that is wrong",
         )
     key = given[0] if given else keys[0]
-    return _checked(key, stated.get(key), _LIMITS["ffn"])
+    return _checked_size(key, stated.get(key), _MAX_SIZES["ffn"])
 
 
-def layer_types(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the kind of every layer as ``layer_types`` lists them; None where a configuration does not.
+def listed_layer_types(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the type of every layer from ``layer_types``; None if the configuration has no such list.
 
     Raises:
-        InputError: it is no list.
+        InputError: it is not a list.
     """
     kinds = config.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
@@ -158,7 +166,7 @@ def layer_types(config: Mapping[str, Any]) -> list[str] | None:
     return None if kinds is None else [str(kind) for kind in kinds]
 
 
-def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:
+def _check_layer_types(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:
     """Refuse ``layer_types`` of the wrong length or with unknown words, and windows that are not integers in range.
 
     Raises:
@@ -177,7 +185,7 @@ def _check_kinds(config: Mapping[str, Any], layers: int, words: frozenset[str]) 
         ("attention_chunk_size", 1),
         ("max_window_layers", 0),
     ):
-        value, most = config.get(key), _LIMITS["positions"]
+        value, most = config.get(key), _MAX_SIZES["positions"]
         if value == 0 and config.get("use_sliding_window") is False:
             continue  # what transformers writes of a window that is not used
         if value is not None and (type(value) is not int or not least <= value <= most):
@@ -195,28 +203,28 @@ def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts
     """
     used, groups = "num_experts_per_tok", stated.get("n_group")
     if experts > 1 and (used in config or stated.get(used) is not None):
-        _checked(used, stated[used], experts)
-    if experts > 1 and groups is not None and experts % _checked("n_group", groups, experts):
+        _checked_size(used, stated[used], experts)
+    if experts > 1 and groups is not None and experts % _checked_size("n_group", groups, experts):
         said = f"config.json: n_group = {groups}: {experts} experts do not fall into so many groups"
         raise InputError(said, "compare with the model's publication")
     if experts > 1 and groups is not None and stated.get("topk_group") is not None:
-        _checked("topk_group", stated["topk_group"], groups)
+        _checked_size("topk_group", stated["topk_group"], groups)
 
 
-def _read(
+def _read_size(
     config: Mapping[str, Any],
     defaults: Mapping[str, object] | None,
     name: str,
     otherwise: int | None = None,
 ) -> int:
-    keys = _KEYS[name]
+    keys = _SIZE_KEYS[name]
     for source in (config, defaults or {}):
         for key in keys:
             if key in source:
                 # null asks for the derived value, whatever the family's default
                 if source[key] is None and otherwise is not None:
                     return otherwise
-                return _checked(key, source[key], _LIMITS[name])
+                return _checked_size(key, source[key], _MAX_SIZES[name])
     if otherwise is None:
         raise InputError(
             f"config.json: {' or '.join(keys)} is missing",
@@ -225,7 +233,7 @@ def _read(
     return otherwise
 
 
-def _checked(key: str, value: object, limit: int) -> int:
+def _checked_size(key: str, value: object, limit: int) -> int:
     if type(value) is not int or not 0 < value <= limit:
         raise InputError(
             f"config.json: {key} = {value!r:.40} ({type(value).__name__})",

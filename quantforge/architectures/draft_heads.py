@@ -1,14 +1,14 @@
-"""Draft heads: layers that guess further tokens, beside the decoder in a model's files, or in a directory of their own.
+"""Recognize draft heads: layers that predict further tokens, in a model's files or in a directory of their own.
 
-Within a model they are told by their names and their count. The decoder works without them (speculative decoding is
-faster with them). Files hold them after the last layer, as many as the configuration counts, or under names of their
-own; the classes of transformers leave them out. So they are declared for no family but recognised in all, and stay as
-they are unless a recipe says otherwise. A directory of Medusa or EAGLE-3 heads holds nothing else, and is no model:
-EAGLE-3 calls itself a llama, which it is not.
+Within a model they are recognized by name and count. The decoder works without them (speculative decoding is faster
+with them). Files store them after the last layer, as many as the configuration declares, or under their own names; the
+classes of transformers leave them out. They are therefore declared for no family but recognized in all, and kept
+unchanged unless a recipe says otherwise. A directory of Medusa or EAGLE-3 heads contains nothing else and is not a
+model: EAGLE-3 declares itself a llama, which it is not.
 
-The matrices inside of attention and MLP are linears like those of the decoder, and of those of EAGLE-3 it is known
-which read the same activation. What joins a head to the decoder (`eh_proj`, `fc`), its embedding, output matrix,
-routers and norms are not, and engines hold them in 16 bits.
+The matrices inside attention and MLP are linears like those of the decoder; for EAGLE-3 it is known which read the same
+activation. The projection that joins a head to the decoder (`eh_proj`, `fc`), its embedding, output matrix, routers and
+norms are not quantized, and engines hold them in 16 bits.
 """
 
 from __future__ import annotations
@@ -17,67 +17,67 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantforge.architectures.routers import routers, weighs_an_index
-from quantforge.architectures.towers import BLOCK, LAYERS, NAMES
+from quantforge.architectures.routers import find_routers, is_indexer_weight
+from quantforge.architectures.towers import LAYER_COUNT_KEYS, NUMBERED_NAME, TOWER_WORDS
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
 MEDUSA, EAGLE3 = "medusa", "eagle3"
-KNOWN = (MEDUSA, EAGLE3)
+DRAFT_KINDS = (MEDUSA, EAGLE3)
 NEXTN_LAYERS = "num_nextn_predict_layers"  # counts layers after the last one
 # Other counts, and whether there are any; 0 and false where they are left out.
-COUNTS = (
+COUNT_KEYS = (
     NEXTN_LAYERS,
     "mtp_num_hidden_layers",
     "num_mtp_modules",
     "num_mtp_layers",
     "mtp_num_layers",
 )
-USED = ("use_mtp",)
-_OWN = re.compile(r"(\w+\.)*?(mtp|mtp_layers|mtp_\w+|medusa_heads?)\..+")
-_WORDS = ("mtp", "medusa")  # one of them is in every such name
+ENABLED_KEYS = ("use_mtp",)
+_DRAFT_NAME = re.compile(r"(\w+\.)*?(mtp|mtp_layers|mtp_\w+|medusa_heads?)\..+")
+_DRAFT_WORDS = ("mtp", "medusa")  # one of them is in every such name
 # A module that holds layers, and is no part of one.
-_JOINS = re.compile(r"(?<!\.experts)\.\d+$|(^|\.)(mtp\w*|medusa_heads?)$")
+_LAYER_CONTAINER = re.compile(r"(?<!\.experts)\.\d+$|(^|\.)(mtp\w*|medusa_heads?)$")
 _NOT_LINEAR = re.compile(r"embed|head|norm|router|(^|\.)gate\.weight|conv")
 EMBEDDING = "embed_tokens.weight"
 
 
 def draft_kind(config: Mapping[str, Any]) -> str | None:
-    """Return the kind of draft heads that a ``config.json`` describes, known or not; None for an ordinary model."""
+    """Return the kind of draft heads in a ``config.json``, supported or not; None for an ordinary model."""
     names = config.get("architectures")
-    words = [config.get("model_type"), config.get("speculators_model_type")]
-    words += names if isinstance(names, list) else []
-    said = " ".join(word.lower() for word in words if isinstance(word, str))
-    if "medusa_num_heads" in config or MEDUSA in said:
+    type_names = [config.get("model_type"), config.get("speculators_model_type")]
+    type_names += names if isinstance(names, list) else []
+    description = " ".join(word.lower() for word in type_names if isinstance(word, str))
+    if "medusa_num_heads" in config or MEDUSA in description:
         return MEDUSA
-    if EAGLE3 in said or ("draft_vocab_size" in config and "eagle" not in said):
+    if EAGLE3 in description or ("draft_vocab_size" in config and "eagle" not in description):
         return EAGLE3
-    return "eagle" if "eagle" in said else None
+    return "eagle" if "eagle" in description else None
 
 
 def is_draft(config: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` describes draft heads of a kind in `KNOWN`."""
-    return draft_kind(config) in KNOWN
+    """Return whether a ``config.json`` describes draft heads of a kind in `DRAFT_KINDS`."""
+    return draft_kind(config) in DRAFT_KINDS
 
 
-def type_of(config: Mapping[str, Any]) -> str:
+def model_type_or_draft(config: Mapping[str, Any]) -> str:
     """Return the kind of draft heads in a ``config.json``, or else its ``model_type``; "" if it has none."""
     kind = draft_kind(config)
-    return kind if kind in KNOWN else str(config.get("model_type", ""))
+    return kind if kind in DRAFT_KINDS else str(config.get("model_type", ""))
 
 
-def draft_head_tensors(
+def find_draft_head_tensors(
     config: Mapping[str, Any], layers: int, stored: Iterable[StoredTensor]
 ) -> dict[str, bool]:
     """Return the names of the tensors of draft heads, each with whether it is a linear.
 
     Args:
-        config: of the decoder.
-        layers: that it has.
-        stored: all tensors.
+        config: configuration of the decoder.
+        layers: number of its layers.
+        stored: headers of all tensors.
 
     Raises:
-        InputError: ``num_nextn_predict_layers`` is no number of layers.
+        InputError: ``num_nextn_predict_layers`` is not a number of layers.
     """
     count = config.get(NEXTN_LAYERS) or 0
     if type(count) is not int or not 0 <= count <= max(layers, 1):
@@ -86,27 +86,27 @@ def draft_head_tensors(
     found = {}
     for tensor in stored:
         name = tensor.name
-        block = BLOCK.match(name) if after else None
-        further = block and int(block[2]) in after and not NAMES.search(name)
-        if further or (any(word in name for word in _WORDS) and _OWN.fullmatch(name)):
+        block = NUMBERED_NAME.match(name) if after else None
+        further = block and int(block[2]) in after and not TOWER_WORDS.search(name)
+        if further or (any(word in name for word in _DRAFT_WORDS) and _DRAFT_NAME.fullmatch(name)):
             found[name] = tensor
-    spared = routers(config, {name: tensor.shape for name, tensor in found.items()})
+    spared = find_routers(config, {name: tensor.shape for name, tensor in found.items()})
     return {name: name not in spared and _is_linear(tensor) for name, tensor in found.items()}
 
 
-def layers_of(config: Mapping[str, Any]) -> int:
+def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of layers in a configuration that was not validated; 0 if it has none."""
-    found = next((config[key] for key in LAYERS if key in config), 0)
+    found = next((config[key] for key in LAYER_COUNT_KEYS if key in config), 0)
     return found if type(found) is int else 0
 
 
-def without_heads(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_draft_heads(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration with all counts of draft heads set to zero, in ``text_config`` too."""
-    changed: dict[str, Any] = {key: 0 for key in COUNTS if config.get(key)}
-    changed |= {key: False for key in USED if config.get(key)}
+    changed: dict[str, Any] = {key: 0 for key in COUNT_KEYS if config.get(key)}
+    changed |= {key: False for key in ENABLED_KEYS if config.get(key)}
     nested = config.get("text_config")
     if isinstance(nested, Mapping):
-        changed["text_config"] = without_heads(nested)
+        changed["text_config"] = without_draft_heads(nested)
     return {**config, **changed}
 
 
@@ -116,14 +116,14 @@ def _is_linear(tensor: StoredTensor) -> bool:
     matrix = name.endswith(".weight") and len(tensor.shape) == 2
     return (
         matrix
-        and not _JOINS.search(owner)
+        and not _LAYER_CONTAINER.search(owner)
         and not _NOT_LINEAR.search(name.rpartition(".layers.")[2])
-        and not weighs_an_index(name)
+        and not is_indexer_weight(name)
     )
 
 
-def stored_names(name: str) -> list[str]:
-    """Return the names that EAGLE-3 files may use for a tensor, with and without the prefix of its layer."""
+def eagle3_stored_names(name: str) -> list[str]:
+    """Return the names that EAGLE-3 files may use for a tensor, with and without layer prefix."""
     return [
         f"{prefix}{owner}{name}"
         for prefix in ("", "model.")

@@ -1,9 +1,9 @@
-"""Experts of a checkpoint, checked as sets: as many as there should be, each of the same parts, of one type.
+"""Check that the experts stored in a checkpoint are complete and consistent.
 
-Declarations say which tensors a family has. A family without them is matched by names, and there a missing expert would
-go unnoticed: loaders number what they find. So whatever the family, experts that are stored one by one are numbered
-without a gap, their count is one that the configuration states, each has the parts that the others have, one part is
-of one type in all of them, and the router beside them has a row for each.
+Declarations list the tensors of a family. A family without them is matched by names, where a missing expert would go
+unnoticed, because loaders number the experts that they find. So for any family, experts stored one by one must be
+numbered without a gap, their count must be one that the configuration declares, every expert must have the same
+tensors, each tensor must have the same dtype in all of them, and the router must have a row for each.
 """
 
 from __future__ import annotations
@@ -13,33 +13,35 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantforge.architectures.draft_heads import layers_of
-from quantforge.architectures.routers import counts_experts, experts_of, is_named_router
+from quantforge.architectures.draft_heads import layer_count
+from quantforge.architectures.routers import expert_counts, is_expert_count_key, is_named_router
 from quantforge.errors import InputError
 from quantforge.plans import StoredTensor
 
-_EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
-_PARTS = frozenset({"moe_intermediate_size"})  # of which there may be one for each part
-_SHARED = re.compile(r"n(um)?_shared_experts")
-_KINDS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+_EXPERT_NAME = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
+_PER_PART_KEYS = frozenset(
+    {"moe_intermediate_size"}
+)  # may be a list, with one value per group of experts
+_SHARED_COUNT = re.compile(r"n(um)?_shared_experts")
+_LAYER_LIST_KEYS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
 
 
 def has_single_experts(names: Iterable[str]) -> bool:
     """Return whether any stored tensor is the matrix of one expert."""
-    return any(map(_EXPERT.match, names))
+    return any(map(_EXPERT_NAME.match, names))
 
 
 def check_experts(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> None:
     """Refuse an incomplete or inconsistent set of experts, and lists of layer kinds that are too short.
 
     Args:
-        config: of the decoder.
-        stored: all tensors of a source.
+        config: configuration of the decoder.
+        stored: headers of all tensors of a source.
 
     Raises:
         InputError: naming the first ten problems.
     """
-    problems = [*_of_kinds(config), *_of_experts(config, list(stored))]
+    problems = [*_layer_list_problems(config), *_expert_problems(config, list(stored))]
     if problems:
         more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise InputError(
@@ -48,82 +50,86 @@ def check_experts(config: Mapping[str, Any], stored: Iterable[StoredTensor]) -> 
         )
 
 
-def _of_experts(config: Mapping[str, Any], stored: list[StoredTensor]) -> list[str]:
+def _expert_problems(config: Mapping[str, Any], stored: list[StoredTensor]) -> list[str]:
     sets: dict[str, dict[int, dict[str, StoredTensor]]] = defaultdict(lambda: defaultdict(dict))
     for tensor in stored:
-        if found := _EXPERT.match(tensor.name):
+        if found := _EXPERT_NAME.match(tensor.name):
             sets[found[1]][int(found[2])][found[3]] = tensor
     problems: list[str] = []
-    stated = _counts(config)
-    routed = min(experts_of(config), default=0) if _idle(config) else 0
+    allowed_counts = _allowed_counts(config)
+    routed_experts = min(expert_counts(config), default=0) if _zero_expert_counts(config) else 0
     for prefix, experts in sets.items():
-        problems += _of_set(prefix, experts, stated, routed)
+        problems += _set_problems(prefix, experts, allowed_counts, routed_experts)
     counts = {name: len(found) for name, found in sets.items()}
-    return problems or _of_routers(config, stored, counts)
+    return problems or _router_problems(config, stored, counts)
 
 
-def _of_kinds(config: Mapping[str, Any]) -> list[str]:
-    layers = layers_of(config)
+def _layer_list_problems(config: Mapping[str, Any]) -> list[str]:
+    layers = layer_count(config)
     problems = []
-    for key in _KINDS:
-        kinds = config.get(key)
-        if not isinstance(kinds, list) or (key == "no_rope_layers" and not kinds):
+    for key in _LAYER_LIST_KEYS:
+        values = config.get(key)
+        if not isinstance(values, list) or (key == "no_rope_layers" and not values):
             continue  # flags may be empty: the period counts then
-        if len(kinds) < layers:
-            problems.append(f"{key} names {len(kinds)} layers of {layers}")
+        if len(values) < layers:
+            problems.append(f"{key} names {len(values)} layers of {layers}")
     return problems
 
 
-def _counts(config: Mapping[str, Any]) -> frozenset[int]:
-    """Return the numbers of experts that a list of experts may have, sums over several groups included.
+def _allowed_counts(config: Mapping[str, Any]) -> frozenset[int]:
+    """Return the numbers of experts that a list of experts may have, including sums over several groups.
 
-    A configuration states a number for each part, or one number and the widths of each (text and pictures).
+    A configuration declares one number per group, or one number and the width of each group (text and images).
     """
     lists = {
         key: value
         for key, value in config.items()
         if isinstance(value, list) and value and all(type(item) is int for item in value)
     }
-    sums = {sum(value) for key, value in lists.items() if counts_experts(key)}
-    found = experts_of(config)
-    found |= {count * len(lists[key]) for count in found for key in _PARTS & lists.keys()}
-    found |= {count + more for count in found for more in _idle(config)}
+    sums = {sum(value) for key, value in lists.items() if is_expert_count_key(key)}
+    found = expert_counts(config)
+    found |= {count * len(lists[key]) for count in found for key in _PER_PART_KEYS & lists.keys()}
+    found |= {count + more for count in found for more in _zero_expert_counts(config)}
     return found | {total for total in sums if any(total % count == 0 for count in found)}
 
 
-def _idle(config: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of zero-computation experts, for which routers have rows too."""
+def _zero_expert_counts(config: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of zero-computation experts, for which routers also have rows."""
     return {value for key, value in config.items() if "zero_expert" in key and type(value) is int}
 
 
-def _scored(config: Mapping[str, Any]) -> set[int]:
-    """Return the numbers of shared experts if the router scores them too."""
+def _scored_shared_counts(config: Mapping[str, Any]) -> set[int]:
+    """Return the numbers of shared experts if the router also scores them."""
     if config.get("shared_expert_sink") is not True:
         return set()
-    return {value for key, value in config.items() if _SHARED.fullmatch(key) and type(value) is int}
+    return {
+        value
+        for key, value in config.items()
+        if _SHARED_COUNT.fullmatch(key) and type(value) is int
+    }
 
 
-def _of_set(
-    prefix: str,
+def _set_problems(
+    module: str,
     experts: Mapping[int, Mapping[str, StoredTensor]],
-    stated: frozenset[int],
-    routed: int,
+    allowed_counts: frozenset[int],
+    routed_experts: int,
 ) -> list[str]:
     count = len(experts)
     expected = count
-    if stated and count not in stated:
-        expected = min((number for number in stated if number > count), default=0)
+    if allowed_counts and count not in allowed_counts:
+        expected = min((number for number in allowed_counts if number > count), default=0)
     if expected == 0:
-        return [f"{prefix}: {count} experts, the config counts {_listed(stated)}"]
+        return [f"{module}: {count} experts, the config counts {_join_numbers(allowed_counts)}"]
     missing = sorted(set(range(max(expected, max(experts) + 1))) - experts.keys())
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return [f"{prefix}.{missing[0]}: missing{more}"]
-    if routed:  # those after them do nothing, and have what their class happens to store
-        experts = {number: expert for number, expert in experts.items() if number < routed}
+        return [f"{module}.{missing[0]}: missing{more}"]
+    if routed_experts:  # zero-computation experts follow; what they store is not checked
+        experts = {number: expert for number, expert in experts.items() if number < routed_experts}
     parts = {part for expert in experts.values() for part in expert}
     problems = [
-        f"{prefix}.{number}.{part}: missing"
+        f"{module}.{number}.{part}: missing"
         for number, expert in sorted(experts.items())
         for part in sorted(parts - expert.keys())
     ]
@@ -132,35 +138,43 @@ def _of_set(
         if len(set(types.values())) > 1:
             first = types[min(types)]
             other = min(number for number, dtype in types.items() if dtype != first)
-            problems.append(f"{prefix}.{other}.{part}: {types[other]}, where others are {first}")
+            problems.append(f"{module}.{other}.{part}: {types[other]}, where others are {first}")
     return problems
 
 
-def _of_routers(
+def _router_problems(
     config: Mapping[str, Any], stored: Iterable[StoredTensor], counts: Mapping[str, int]
 ) -> list[str]:
     """Return a problem for every router whose number of rows differs from the number of experts."""
-    idle = _idle(config) | _scored(config)
-    counted = _counts(config)
+    extra_rows = _zero_expert_counts(config) | _scored_shared_counts(config)
+    allowed_counts = _allowed_counts(config)
     parents = {name.rpartition(".")[0]: count for name, count in counts.items()}
     problems = []
     for tensor in stored:
-        if len(tensor.shape) != 2 or _EXPERT.match(tensor.name) or not is_named_router(tensor.name):
+        if (
+            len(tensor.shape) != 2
+            or _EXPERT_NAME.match(tensor.name)
+            or not is_named_router(tensor.name)
+        ):
             continue
-        parent = next((p for p in _beginnings(tensor.name) if p in parents), None)
+        parent = next((p for p in _parent_names(tensor.name) if p in parents), None)
         if parent is None:
             continue
         count = parents[parent]
-        turned = tensor.shape[1] in counted  # some files hold a column for each
-        if not turned and tensor.shape[0] not in {1, count, *(count + number for number in idle)}:
+        is_transposed = tensor.shape[1] in allowed_counts  # some files have a column per expert
+        if not is_transposed and tensor.shape[0] not in {
+            1,
+            count,
+            *(count + number for number in extra_rows),
+        }:
             problems.append(f"{tensor.name}: {tensor.shape[0]} rows for {count} experts")
     return problems
 
 
-def _beginnings(name: str) -> list[str]:
+def _parent_names(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1)]
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _join_numbers(numbers: Iterable[int]) -> str:
     return " or ".join(str(number) for number in sorted(numbers))

@@ -1,14 +1,13 @@
-"""Kinds of layers as data: the tensors of one block, which of its linears read the same activation, and its experts.
+"""Kinds of layers as data: the tensors of one block, which linears read the same activation, and the experts.
 
-A mixture has one declaration for all of its experts: names with ``{}`` for the number, and the dimension that counts
-them in ``each``. `LayerKind.counted` writes it out for a model. Files hold experts one by one or all of them stacked in
-one parameter of three dimensions; the running model stacks them always. A `Stack` says where in it each matrix lies,
-so that an expert's matrix has a name of its own however it is stored.
+A mixture has one declaration for all of its experts: names with ``{}`` for the index, and the dimension that counts
+them in ``each``. `LayerKind.with_experts` expands it for a model. Files store experts one by one or stacked in one
+three-dimensional parameter; the running model always stacks them. A `Stack` gives the position of each matrix, so that
+an expert's matrix has its own name however it is stored.
 
-A layer also says what it keeps of a sequence between tokens, which a cache has to hold. Attention keeps the keys and
-values of every token that it may still look at, all of them or those of a window. Latent attention keeps the narrow
-latent that they are made of. Delta nets and state spaces keep one matrix per head, and convolutions their last inputs,
-however long the sequence is.
+A layer also declares its state between tokens, which a cache has to hold. Attention keeps the keys and values of all
+tokens, or of those in a window. Latent attention keeps the narrow latent from which they are computed. Delta nets and
+state spaces keep one matrix per head, and convolutions their last inputs, independent of the sequence length.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ KEYS, VALUES = "keys", "values"
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One tensor: its name (inside a block: relative to it) and its shape in named dimensions.
+    """One declared tensor: its name (relative to the block if inside one) and its shape in named dimensions.
 
     A dimension is a name of `Dimensions` (``hidden``, ``ffn``, ``q``, ``kv``, ``qkv``, ``gate_up``, ``vocab``,
     ``positions``, ``head``) or of the family's own ``sizes``, a sum such as ``positions+2``, a multiple such as
@@ -36,8 +35,8 @@ class Parameter:
 
     Attributes:
         when: configuration keys, joined by spaces, that must be true for the tensor to exist (``!key``: must be false).
-        each: the dimension that counts such tensors; the name has ``{}`` for the number.
-        stored: the name in files, where it differs from that in the running model.
+        each: the dimension that counts such tensors; the name has ``{}`` for the index.
+        stored: the name in files, if it differs from that in the running model.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Parameter:
     stored: str = ""
 
     def exists(self, config: Mapping[str, Any]) -> bool:
-        """Return whether models of a configuration, with the family's defaults, have the tensor."""
+        """Return whether the tensor exists in models of a configuration (with the family's defaults)."""
         return all(
             bool(config.get(key.removeprefix("!"))) is not key.startswith("!")
             for key in self.when.split()
@@ -55,16 +54,19 @@ class Parameter:
 
 
 class FoldKind(StrEnum):
-    """Ways to fold a per-channel factor into the module that produces an activation."""
+    """Ways to fold a per-channel scale into the module that produces an activation."""
 
-    NORM = "norm"  # weight (and bias, if any) divided by the factor
+    NORM = "norm"  # weight (and bias, if any) divided by the scale
     NORM_PLUS_ONE = "norm+1"  # gemma: y = (1 + w) x
-    ROWS = "rows"  # output rows (and their bias) of a linear, or of a slice of it, divided by the factor
+    ROWS = "rows"  # output rows (and bias) of a linear, or of a slice of it, divided by the scale
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleFold:
-    """The module that produces an activation, relative to the block; ``rows`` names a slice of a fused linear."""
+    """The module (relative to the block) into which a scale of the activation it produces can be folded.
+
+    ``rows`` names a slice of a fused linear; "" is the whole linear.
+    """
 
     kind: FoldKind
     module: str
@@ -73,38 +75,39 @@ class ScaleFold:
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """The linears of a block that read the same activation.
+    """An activation of a block, and the linears that read it.
 
     Attributes:
-        linears: names relative to the block; they always get one scheme, because engines load them as one matrix.
-        within: the sub-block whose output tells whether a transform helped (relative to the block).
-        scale_fold: what can absorb a scale, or None (an activation function that is not linear lies between).
-        heads: the activation is the concatenation of attention heads, and the absorber's rows are key/value heads:
-            a factor is constant over the query heads that share a key/value head.
-        each: the dimension that counts such inputs; the names of the linears have ``{}`` for the number.
-        expert: whose input it is, of the tokens that the router sends there; -1: all tokens are read.
-        also: modules that read it too, and whose weight is never quantized; a factor is folded into them as well.
+        linears: names relative to the block; they always get the same scheme, because engines load them as one matrix.
+        compared_module: the submodule (relative to the block) whose output error decides whether a transform helps.
+        scale_fold: where a scale can be folded; None if a nonlinear function lies between.
+        heads: whether the activation is the concatenation of attention heads and the folded rows are key/value heads; a
+            scale is then constant over the query heads that share a key/value head.
+        each: the dimension that counts such inputs; the names of the linears have ``{}`` for the index.
+        expert: index of the expert that reads it, for tokens routed there; -1 if all tokens are read.
+        unquantized_readers: modules that read it too and whose weight is never quantized; scales are folded into them
+            too.
     """
 
     linears: tuple[str, ...]
-    within: str
+    compared_module: str
     scale_fold: ScaleFold | None = None
     heads: bool = False
     each: str = ""
     expert: int = -1
-    also: tuple[str, ...] = ()
+    unquantized_readers: tuple[str, ...] = ()
 
     @property
     def readers(self) -> tuple[str, ...]:
         """Return all modules that read the activation."""
-        return (*self.linears, *self.also)
+        return (*self.linears, *self.unquantized_readers)
 
     @property
     def key(self) -> str:
         """Return the name of the shared input: that of its first linear."""
         return self.linears[0]
 
-    def of_expert(self, number: int) -> SharedInput:
+    def for_expert(self, number: int) -> SharedInput:
         """Return the shared input of one expert, from the declaration for all experts."""
         scale_fold = self.scale_fold and replace(
             self.scale_fold, module=self.scale_fold.module.format(number)
@@ -115,122 +118,125 @@ class SharedInput:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A parameter of the running model, of three dimensions: of every expert the rows of some linears.
+    """A three-dimensional parameter of the running model with the rows of some linears of every expert.
 
     Attributes:
         parameter: its name relative to the block.
-        linears: with ``{}`` for the number, in the order of their rows, of which all have as many.
+        linears: names with ``{}`` for the expert index, in the order of their rows; all have the same number of rows.
         transposed: the matrices are ``[in_features, out_features]``.
-        interleaved: rows alternate between the linears, instead of following one another.
-        spread: its module takes every token once for each expert, times the weight that the router gave it.
+        interleaved: rows of the linears alternate instead of following one another.
+        repeats_tokens: its module takes every token once per expert, multiplied by its router weight.
     """
 
     parameter: str
     linears: tuple[str, ...]
     transposed: bool = False
     interleaved: bool = False
-    spread: bool = False
+    repeats_tokens: bool = False
 
-    def matrix(self, value: Tensor, position: int, expert: int) -> Tensor:
-        """Return the weight ``[out_features, in_features]`` of one linear of an expert, a view of a stack."""
-        return self.share(value[expert].T if self.transposed else value[expert], position)
+    def matrix(self, stack_value: Tensor, linear_index: int, expert: int) -> Tensor:
+        """Return the weight ``[out_features, in_features]`` of one linear of an expert, as a view of a stack."""
+        return self.rows_of(
+            stack_value[expert].T if self.transposed else stack_value[expert], linear_index
+        )
 
-    def share(self, rows: Tensor, position: int) -> Tensor:
-        """Return the rows (of weights or outputs) of one expert that belong to the linear at ``position``."""
+    def rows_of(self, rows: Tensor, linear_index: int) -> Tensor:
+        """Return the rows (of weights or outputs) of one expert that belong to the linear at ``linear_index``."""
         if self.interleaved:
-            return rows[position :: len(self.linears)]
-        return rows.chunk(len(self.linears))[position]
+            return rows[linear_index :: len(self.linears)]
+        return rows.chunk(len(self.linears))[linear_index]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a stack the matrix of one expert lies."""
+class StackSlice:
+    """Position of one expert matrix in a stack."""
 
     stack: Stack
-    position: int
+    linear_index: int
     expert: int
 
-    def view(self, value: Tensor) -> Tensor:
-        """Return the matrix ``[out_features, in_features]`` as a view of the stack's ``value``."""
-        return self.stack.matrix(value, self.position, self.expert)
+    def view(self, stack_value: Tensor) -> Tensor:
+        """Return the matrix ``[out_features, in_features]`` as a view of the stack's ``stack_value``."""
+        return self.stack.matrix(stack_value, self.linear_index, self.expert)
 
 
 class StateType(StrEnum):
-    """Types in which a state is held."""
+    """Data types in which a state is held."""
 
-    CACHE = "cache"  # that of the cache, which may be quantized
+    CACHE = "cache"  # the type of the KV cache, which may be quantized
     ACTIVATIONS = "activations"
     FLOAT32 = "float32"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerState:
-    """One state of a layer, its sizes in named dimensions as those of a `Parameter`.
+    """One state that a layer keeps between tokens, its sizes in named dimensions as in a `Parameter`.
 
     Attributes:
-        rows: rows of numbers; a quantized cache scales each by itself.
-        width: numbers of a row.
-        each_token: whether there is one for every token, or one for the whole sequence.
-        held: its type.
-        part: of keys and values, which may be stored differently; "" is neither.
-        shared: the dimension by which devices share it, "" where each of them holds all of it.
+        rows: number of rows; a quantized cache has one scale per row.
+        width: numbers per row.
+        per_token: whether there is one for every token, or one for the whole sequence.
+        dtype: its data type.
+        shared: the dimension along which tensor parallelism splits it; "" if every device holds all of it.
+        part: `KEYS` or `VALUES`, which may be stored differently; "" for neither.
     """
 
     rows: str
     width: str
-    each_token: bool = True
-    held: StateType = StateType.CACHE
+    per_token: bool = True
+    dtype: StateType = StateType.CACHE
     shared: str = ""
     part: str = ""
 
 
 def keys_and_values(heads: str = "kv_heads", head: str = "head") -> tuple[LayerState, ...]:
-    """Declare what attention keeps: a key and a value of every token and head."""
+    """Declare the state of attention: a key and a value for every token and key/value head."""
     return tuple(LayerState(heads, head, shared=heads, part=part) for part in (KEYS, VALUES))
 
 
-def latent(width: str) -> tuple[LayerState, ...]:
-    """Declare a vector of every token, which all heads read."""
+def latent_state(width: str) -> tuple[LayerState, ...]:
+    """Declare a latent vector per token that all heads read."""
     return (LayerState("1", width),)
 
 
-def convolution(channels: str) -> tuple[LayerState, ...]:
+def convolution_state(channels: str) -> tuple[LayerState, ...]:
     """Declare the last ``kernel`` inputs of a depthwise convolution."""
     return (
         LayerState(
-            channels, "kernel", each_token=False, held=StateType.ACTIVATIONS, shared=channels
+            channels, "kernel", per_token=False, dtype=StateType.ACTIVATIONS, shared=channels
         ),
     )
 
 
-def recurrent(
-    heads: str, matrix: str, held: StateType = StateType.FLOAT32
+def recurrent_state(
+    heads: str, matrix: str, dtype: StateType = StateType.FLOAT32
 ) -> tuple[LayerState, ...]:
-    """Declare a matrix of every head; ``matrix`` is the product of its sides."""
-    return (LayerState(heads, matrix, each_token=False, held=held, shared=heads),)
+    """Declare one matrix per head; ``matrix`` is the product of its sides."""
+    return (LayerState(heads, matrix, per_token=False, dtype=dtype, shared=heads),)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Parts of the blocks of one kind; `quantforge.architectures.declare.layer` composes it of parts.
+    """Declaration of the blocks of one kind; `quantforge.architectures.declare.compose_layer` composes it from parts.
 
     Attributes:
-        parameters: tensors, names relative to the block. Every ``*.weight`` of two dimensions that belongs to a
-            linear of ``inputs`` can be quantized.
+        parameters: tensors, names relative to the block. Every two-dimensional ``*.weight`` of a linear in ``inputs``
+            can be quantized.
         inputs: the shared inputs, in the order in which the block computes them.
         stacks: parameters of the running block that hold all experts.
-        name: how the family's ``kind_of`` calls it, words joined by "/"; "" where all layers are of one kind.
-        inner_copies: inner activations of the MLP that are alive together: gate, up and their product, of a gated one.
-        num_outputs: elements of the tuple that the running block returns, of which the hidden states are the first; 0
-            where it returns them alone.
-        states: what it keeps of a sequence between tokens; None: not known, as of derived declarations.
+        name: its name in the family's ``kind_of``, words joined by "/"; "" if all layers are of one kind.
+        mlp_activations: activations inside the MLP that are in memory together: gate, up and their product in a gated
+            one.
+        num_outputs: length of the tuple that the running block returns, hidden states first; 0 if it returns them
+            alone.
+        states: what it keeps of a sequence between tokens; None if unknown (derived declarations).
     """
 
     parameters: tuple[Parameter, ...]
     inputs: tuple[SharedInput, ...]
     stacks: tuple[Stack, ...] = ()
     name: str = ""
-    inner_copies: int = 3
+    mlp_activations: int = 3
     num_outputs: int = 0
     states: tuple[LayerState, ...] | None = None
 
@@ -241,30 +247,32 @@ class LayerKind:
 
     @property
     def stored_stacks(self) -> dict[str, str]:
-        """Return the stacks that files may hold: names in the running model, mapped to names in files."""
-        held = {stack.parameter for stack in self.stacks}
+        """Return the stacks that files may store: names in the running model, mapped to names in files."""
+        stack_names = {stack.parameter for stack in self.stacks}
         return {
-            item.name: item.stored or item.name for item in self.parameters if item.name in held
+            item.name: item.stored or item.name
+            for item in self.parameters
+            if item.name in stack_names
         }
 
-    def present(self, config: Mapping[str, Any]) -> LayerKind:
-        """Return the kind without the linears and stacks that a configuration leaves out."""
-        kept = tuple(item for item in self.parameters if item.exists(config))
-        if len(kept) == len(self.parameters):
+    def for_config(self, config: Mapping[str, Any]) -> LayerKind:
+        """Return the kind without the linears and stacks that do not exist in a configuration."""
+        existing = tuple(item for item in self.parameters if item.exists(config))
+        if len(existing) == len(self.parameters):
             return self
-        weights = {item.name.removesuffix(".weight") for item in kept}
+        weights = {item.name.removesuffix(".weight") for item in existing}
         inputs = (
             replace(shared, linears=tuple(name for name in shared.linears if name in weights))
             for shared in self.inputs
         )
         return replace(
             self,
-            parameters=kept,
+            parameters=existing,
             inputs=tuple(shared for shared in inputs if shared.linears),
             stacks=tuple(stack for stack in self.stacks if weights.issuperset(stack.linears)),
         )
 
-    def counted(self, dimensions: Dimensions) -> LayerKind:
+    def with_experts(self, dimensions: Dimensions) -> LayerKind:
         """Return the kind with one entry for each expert."""
         parameters = [
             replace(item, name=item.name.format(number), stored=item.stored.format(number), each="")
@@ -272,25 +280,25 @@ class LayerKind:
             for number in range(dimensions.size(item.each) if item.each else 1)
         ]
         inputs = [
-            item.of_expert(number) if item.each else item
+            item.for_expert(number) if item.each else item
             for item in self.inputs
             for number in range(dimensions.size(item.each) if item.each else 1)
         ]
         return replace(self, parameters=tuple(parameters), inputs=tuple(inputs))
 
-    def places(self) -> dict[str, Place]:
-        """Return the place of every expert matrix in the running block, by linear; for a `counted` kind."""
+    def expert_slices(self) -> dict[str, StackSlice]:
+        """Return the position of every expert matrix in its stack, by linear; call it on `with_experts`."""
         return {
-            name: self.place(name, shared.expert)
+            name: self.expert_slice(name, shared.expert)
             for shared in self.inputs
             for name in shared.linears
             if shared.expert >= 0
         }
 
-    def place(self, linear: str, expert: int) -> Place:
-        """Return the place of the matrix of one linear of one expert."""
+    def expert_slice(self, linear: str, expert: int) -> StackSlice:
+        """Return the position of the matrix of one linear of one expert."""
         return next(
-            Place(stack, position, expert)
+            StackSlice(stack, position, expert)
             for stack in self.stacks
             for position, name in enumerate(stack.linears)
             if name.format(expert) == linear

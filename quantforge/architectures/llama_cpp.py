@@ -1,6 +1,6 @@
-"""Families as llama.cpp knows them: the name, what its graph takes for granted, and the keys that it reads.
+"""Families in llama.cpp: their names, what its graphs assume, and the metadata keys that it reads.
 
-A family's file says this of its own family; `quantforge.formats.gguf` writes files by it.
+Each family's file declares a `GgufFamily`; `quantforge.formats.gguf` writes files according to it.
 """
 
 from __future__ import annotations
@@ -11,146 +11,157 @@ from typing import Any, Protocol
 
 from quantforge.errors import QuantForgeError
 
-SOFTMAX, SIGMOID = 1, 2  # how scores of routers become weights
-SCALINGS = ("linear", "yarn")  # of rotary positions, which are keys
-WITH_TABLE = (*SCALINGS, "llama3")  # where llama.cpp also reads divisors of the frequencies
+SOFTMAX_GATING, SIGMOID_GATING = 1, 2  # gating functions of routers, as numbered in GGUF
+SCALINGS = ("linear", "yarn")  # kinds of rotary scaling that have metadata keys
+SCALINGS_WITH_TABLE = (
+    *SCALINGS,
+    "llama3",
+)  # for graphs that also read a table of frequency divisors
 
 
-class Keys(Protocol):
-    """Keys of a GGUF file, named without the prefix of the architecture, and facts about its tensors."""
+class GgufKeys(Protocol):
+    """Access to the metadata keys of a GGUF file, named without the prefix of the architecture, and to tensor facts."""
 
-    def integer(self, key: str, otherwise: int | None = None) -> int:
-        """Return a count."""
+    def get_int(self, key: str, otherwise: int | None = None) -> int:
+        """Return a non-negative integer."""
 
-    def real(self, key: str, otherwise: float | None = None) -> float:
+    def get_float(self, key: str, otherwise: float | None = None) -> float:
         """Return a number."""
 
-    def text(self, key: str) -> str:
-        """Return a word, "" where there is none."""
+    def get_str(self, key: str) -> str:
+        """Return a string, "" if the key is missing."""
 
-    def of_layers(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
-        """Return a number, or a truth, for every layer."""
+    def per_layer(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
+        """Return one integer or boolean for every layer."""
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, () where there is none."""
+        """Return the shape of a tensor, () if it is missing."""
 
-    def divisors(self) -> list[float]:
-        """Return by what the frequencies of rotary positions are divided; [] where no table says so."""
+    def rope_divisors(self) -> list[float]:
+        """Return the divisors of the rotary frequencies; [] if the file has no table of them."""
 
-    def sizes(self) -> dict[str, Any]:
-        """Return what ``config.json`` says of sizes that all families have, of biases, and of values of ``graph``."""
+    def common_config(self) -> dict[str, Any]:
+        """Return the settings of ``config.json`` for sizes that all families have, biases, and ``required_values``."""
 
-    def usual(self) -> dict[str, Any]:
-        """Return what ``config.json`` of a llama says: `sizes`, heads of keys, the MLP, ``reals``, rotary positions."""
+    def llama_config(self) -> dict[str, Any]:
+        """Return the settings of a llama-like ``config.json``.
 
-    def rope(self, head: int) -> dict[str, Any]:
-        """Return the rotary positions of all layers, for heads of so many columns."""
+        These are `common_config`, key/value heads, the MLP, ``float_keys`` and rotary embeddings.
+        """
 
-    def not_read(self, what: str, instead: str) -> QuantForgeError:
-        """Return the error for a file that no configuration of transformers describes."""
+    def rope_config(self, head: int) -> dict[str, Any]:
+        """Return the rotary settings of all layers, for heads with ``head`` columns."""
+
+    def not_read_error(self, what: str, instead: str) -> QuantForgeError:
+        """Return the error for a file that no transformers configuration describes."""
 
 
-# Returns the value of a key for a configuration with the family's defaults; None where there is none.
-Stated = Callable[[Mapping[str, Any]], float | None]
+# Returns the value of a metadata key for a configuration with the family's defaults; None for no key.
+ValueFunction = Callable[[Mapping[str, Any]], float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """A family as llama.cpp knows it.
+    """Description of a family in llama.cpp.
+
+    Functions receive a configuration with the family's defaults.
 
     Attributes:
         arch: ``general.architecture``.
-        interleaved: rows of q and k are reordered per head.
-        norm_plus_one: norms are stored plus one.
-        biases: endings of the names of biases that llama.cpp's graph of the family has a place for.
-        experts: a mixture of experts: always, never, or where a configuration key says so.
-        head: whether a file may hold an output matrix.
-        class_name: of the model in transformers that a file is read back as; "" where files are not read back, or as
-            those of another family of the same ``arch``.
-        activations: what llama.cpp's graph computes, by transformers' names; the first where none is stated.
-        period: the last of each run of so many layers sees everything, the others slide; 0 where all are alike.
-        heads_fill: whether the heads fill the width of the model together.
-        windowed: whether llama.cpp has a sliding window for it.
-        window_key: the sliding window that a file states where the configuration has none, of a family that is not
-            `windowed`; None: files have no such key.
-        softcaps: keys of soft caps, in the file as in the configuration, each with its value where that has none.
-        counts_vocabulary: whether a file states the number of tokens.
-        original_context: whether a file states the context length before scaling.
-        rotary: whether positions are rotary; of others no key says anything.
-        rope_base: of the frequencies, where the configuration has none.
-        sliding_base: whether layers that slide have a base of their own.
-        divided_head: the dimension of a head of the layers without a window, where each of its frequencies is divided
-            by a number in the file; "" where frequencies are those of the keys.
-        yarn_multiplier: whether llama.cpp reads by what YaRN multiplies; it takes the usual for the others.
-        yarn_betas: whether llama.cpp reads by how many turns YaRN tells frequencies apart; else it takes the usual.
-        yarn_rounded: whether a range of frequencies that transformers does not round is an event, and not refused.
-        scalings: kinds of scaling of rotary positions that its graph computes.
-        base: returns the base of the frequencies for a configuration with the family's defaults, where its scaling
-            changes nothing else; None elsewhere.
-        window: of transformers' configuration, where the key is missing.
-        used: key of the configuration that counts the experts which a token is sent to.
-        sizes: keys of the file, each with its value in dimensions of the family (``shared*inner``).
-        numbers, reals, flags: keys of the file, each with the key of the configuration that holds its value, or with
-            the value itself; one that the configuration leaves out, or null, is left out. A number or a real may have
-            a function, as ``lists``.
-        graph: configuration values that llama.cpp's graph of the family computes; any other is refused.
-        unsupported: returns, for a configuration with the family's defaults, a setting that llama.cpp's graph does not
-            support and what it supports; None where it supports all.
-        equal: pairs of dimensions that are the same in llama.cpp's graph.
-        names: names of tensors in the file, each by its canonical name relative to the block, without the number of an
-            expert; for those that gguf's own map does not know. Several names, joined by a space, are of one tensor
-            whose last dimension alternates between them.
-        lists: keys of the file with a number, or a truth, for each layer, each with a function that returns them for a
-            configuration with the family's defaults, and with that of its vision tower.
-        squeezed: endings of canonical names of tensors whose dimensions of one are left out.
-        decays: endings of canonical names of logarithms, in whose place minus their exponentials are stored.
-        plain_norms: endings of canonical names of norms that are not stored plus one, in a family whose others are.
-        read_config: returns the ``config.json`` that the `Keys` of a file describe; None where they are read as those
-            of a llama.
-        epsilon: key of the norms' epsilon in the file, and in the configuration.
-        bias_keys: keys of the configuration that say whether there are biases, each with a tensor that is there if so.
+        permutes_qk: whether rows of q and k are reordered per head.
+        norm_plus_one: whether norm weights are stored plus one.
+        bias_suffixes: suffixes of the names of biases that llama.cpp's graph of the family has.
+        has_experts: whether it is a mixture of experts: always, never, or the configuration key that decides.
+        has_output_matrix: whether a file may have an output matrix.
+        transformers_class: the transformers model class of a file that is read back; "" if files are not read back, or
+            only as another family of the same ``arch``.
+        activations: activations that llama.cpp's graph supports, by transformers' names; the first is the default.
+        window_period: the last layer of each run of this many has full attention, the others a window; 0 if all are
+            alike.
+        heads_fill_width: whether the heads together have the width of the model.
+        supports_window: whether llama.cpp supports a sliding window for the family.
+        file_window_default: the sliding window to write if the configuration has none, for a family without
+            ``supports_window``; None if files have no such key.
+        softcaps: keys of softcaps (the same in file and configuration), each with its default.
+        stores_vocabulary_size: whether a file has the number of tokens.
+        stores_original_context: whether a file has the context length before rotary scaling.
+        uses_rotary: whether positions are rotary; other positions have no keys.
+        default_rope_base: rotary base if the configuration has none.
+        has_sliding_rope_base: whether layers with a window have their own rotary base.
+        rope_divisors_head: the dimension that is the head width of full-attention layers, if the file has a table of
+            divisors for their frequencies; "" if it has none.
+        reads_yarn_multiplier: whether llama.cpp reads the YaRN attention multiplier; otherwise it assumes the default.
+        reads_yarn_betas: whether llama.cpp reads the YaRN betas; otherwise it assumes the defaults.
+        accepts_unrounded_yarn: whether a YaRN frequency range that transformers does not round causes an event instead
+            of a refusal.
+        rope_scalings: kinds of rotary scaling that its graph supports.
+        scaled_rope_base: returns the rotary base if scaling only changes the base; else None.
+        config_window_default: default of transformers' ``sliding_window``.
+        used_experts_key: the configuration key of the number of experts per token.
+        size_keys: metadata keys, each with its value as an expression in dimensions of the family (``shared*inner``).
+        integer_keys, float_keys, bool_keys: metadata keys, each with the configuration key of its value, or the value
+            itself; missing and null values are not written. Integers and floats may also have a function.
+        required_values: configuration values that llama.cpp's graph of the family assumes; any other value is refused.
+        unsupported: returns a setting that llama.cpp's graph does not support and what it supports; None if it supports
+            all.
+        equal_sizes: pairs of dimensions that must be equal in llama.cpp's graph.
+        tensor_names: names of tensors in the file, by canonical name relative to the block and without expert index, if
+            gguf's own map does not know them. Several names, separated by spaces, belong to one tensor whose last
+            dimension alternates between them.
+        per_layer_keys: metadata keys with an integer or boolean per layer, each with a function that returns these; the
+            configuration includes that of the vision tower.
+        squeezed_suffixes: suffixes of canonical names of tensors whose dimensions of size one are removed.
+        decay_suffixes: suffixes of canonical names of logarithmic decays, of which minus the exponential is stored.
+        unshifted_norm_suffixes: suffixes of canonical names of norms that are stored without plus one in a family with
+            ``norm_plus_one``.
+        read_config: returns the ``config.json`` that the `GgufKeys` of a file describe; None to read them as those of a
+            llama.
+        epsilon_keys: the key of the norm epsilon in the file, and in the configuration.
+        bias_keys: configuration keys of biases, each with a tensor that exists if the key is true.
     """
 
     arch: str
-    interleaved: bool = False
+    permutes_qk: bool = False
     norm_plus_one: bool = False
-    biases: tuple[str, ...] = ()
-    experts: bool | str = False
-    head: bool = True
-    class_name: str = ""
+    bias_suffixes: tuple[str, ...] = ()
+    has_experts: bool | str = False
+    has_output_matrix: bool = True
+    transformers_class: str = ""
     activations: tuple[str, ...] = ("silu",)
-    period: int = 0
-    heads_fill: bool = False
-    windowed: bool = False
-    window_key: int | None = None
+    window_period: int = 0
+    heads_fill_width: bool = False
+    supports_window: bool = False
+    file_window_default: int | None = None
     softcaps: Mapping[str, float] = field(default_factory=dict)
-    counts_vocabulary: bool = False
-    original_context: bool = False
-    rotary: bool = True
-    rope_base: float = 10_000.0
-    sliding_base: bool = False
-    divided_head: str = ""
-    yarn_multiplier: bool = False
-    yarn_betas: bool = False
-    yarn_rounded: bool = False
-    scalings: tuple[str, ...] = SCALINGS
-    base: Callable[[Mapping[str, Any]], float | None] | None = None
-    window: int | None = None
-    used: str = "num_experts_per_tok"
-    sizes: Mapping[str, str] = field(default_factory=dict)
-    numbers: Mapping[str, str | int | Stated] = field(default_factory=dict)
-    reals: Mapping[str, str | Stated] = field(default_factory=dict)
-    flags: Mapping[str, str | bool] = field(default_factory=dict)
-    graph: Mapping[str, object] = field(default_factory=dict)
+    stores_vocabulary_size: bool = False
+    stores_original_context: bool = False
+    uses_rotary: bool = True
+    default_rope_base: float = 10_000.0
+    has_sliding_rope_base: bool = False
+    rope_divisors_head: str = ""
+    reads_yarn_multiplier: bool = False
+    reads_yarn_betas: bool = False
+    accepts_unrounded_yarn: bool = False
+    rope_scalings: tuple[str, ...] = SCALINGS
+    scaled_rope_base: Callable[[Mapping[str, Any]], float | None] | None = None
+    config_window_default: int | None = None
+    used_experts_key: str = "num_experts_per_tok"
+    size_keys: Mapping[str, str] = field(default_factory=dict)
+    integer_keys: Mapping[str, str | int | ValueFunction] = field(default_factory=dict)
+    float_keys: Mapping[str, str | ValueFunction] = field(default_factory=dict)
+    bool_keys: Mapping[str, str | bool] = field(default_factory=dict)
+    required_values: Mapping[str, object] = field(default_factory=dict)
     unsupported: Callable[[Mapping[str, Any]], tuple[str, str] | None] | None = None
-    equal: tuple[tuple[str, str], ...] = ()
-    names: Mapping[str, str] = field(default_factory=dict)
-    lists: Mapping[str, Callable[[Mapping[str, Any]], Sequence[int]]] = field(default_factory=dict)
-    squeezed: tuple[str, ...] = ()
-    decays: tuple[str, ...] = ()
-    plain_norms: tuple[str, ...] = ()
-    read_config: Callable[[Keys], dict[str, Any]] | None = None
-    epsilon: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
+    equal_sizes: tuple[tuple[str, str], ...] = ()
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    per_layer_keys: Mapping[str, Callable[[Mapping[str, Any]], Sequence[int]]] = field(
+        default_factory=dict
+    )
+    squeezed_suffixes: tuple[str, ...] = ()
+    decay_suffixes: tuple[str, ...] = ()
+    unshifted_norm_suffixes: tuple[str, ...] = ()
+    read_config: Callable[[GgufKeys], dict[str, Any]] | None = None
+    epsilon_keys: tuple[str, str] = ("attention.layer_norm_rms_epsilon", "rms_norm_eps")
     bias_keys: Mapping[str, str] = field(
         default_factory=lambda: {"attention_bias": "attn_q.bias", "mlp_bias": "ffn_up.bias"}
     )
@@ -165,29 +176,32 @@ LLAMA_BIASES = (
     "ffn_down.bias",
 )
 NORM_BIASES = ("attn_norm.bias", "ffn_norm.bias", "output_norm.bias")
-_EPSILON = 1e-5  # the largest of the releases, which does not show in what they compute
+_MAX_EPSILON = 1e-5  # the largest of the released models, without visible effect on the output
 
 
-def own_epsilon(config: Mapping[str, Any]) -> tuple[str, str] | None:
+def unsupported_epsilon(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a norm epsilon that llama.cpp would ignore with visible effect, and its allowed range; else None."""
-    stated = config.get("rms_norm_eps")
-    if isinstance(stated, int | float) and stated > _EPSILON:
-        return f"rms_norm_eps = {stated:g}", f"up to {_EPSILON:g}"
+    epsilon = config.get("rms_norm_eps")
+    if isinstance(epsilon, int | float) and epsilon > _MAX_EPSILON:
+        return f"rms_norm_eps = {epsilon:g}", f"up to {_MAX_EPSILON:g}"
     return None
 
 
-def types_of_period(layers: int, period: int) -> list[str]:
-    """Return ``layer_types`` where the last of each run of ``period`` layers sees everything and the others slide."""
+def periodic_layer_types(layers: int, period: int) -> list[str]:
+    """Return ``layer_types`` in which the last of each run of ``period`` layers has full attention.
+
+    The others have a sliding window.
+    """
     return [
         "full_attention" if layer % period == period - 1 else "sliding_attention"
         for layer in range(layers)
     ]
 
 
-def experts_config(keys: Keys) -> dict[str, Any]:
-    """Return the keys of ``config.json`` for the number of experts, under both names, from the `Keys` of a file."""
+def experts_config(keys: GgufKeys) -> dict[str, Any]:
+    """Return the ``config.json`` settings of the number of experts, under both names, from the keys of a file."""
     return {
-        "num_local_experts": keys.integer("expert_count"),
-        "num_experts": keys.integer("expert_count"),
-        "num_experts_per_tok": keys.integer("expert_used_count"),
+        "num_local_experts": keys.get_int("expert_count"),
+        "num_experts": keys.get_int("expert_count"),
+        "num_experts_per_tok": keys.get_int("expert_used_count"),
     }

@@ -1,21 +1,22 @@
-"""Mamba-2 mixers as parts of layers: state spaces with one decay per head, read through a convolution.
+"""Mamba-2 mixers: state spaces with one decay per head, and a short convolution before them.
 
-With the block's input ``h`` after its norm, and a depthwise convolution over a few tokens:
+With the block's normalized input ``h``, and a depthwise convolution over a few tokens:
 
     [z, x, B, C, dt] = W_in h;   [x, B, C] = silu(conv([x, B, C]));   S = exp(-exp(A) dt) S + dt x B^T
     y = W_out (norm((S C + D x) * silu(z)))
 
-The inner norm has a weight for every channel and absorbs for ``W_out``. Where a family has none, nothing does: ``silu``
-follows every row of ``W_in``. The convolution, the decays ``A``, their offsets and ``D`` stay as they are.
+The inner norm has a weight for every channel, into which a scale of the input of ``W_out`` folds. In a family without
+this norm no scale can be folded, because ``silu`` follows every row of ``W_in``. The convolution, the decays ``A``,
+their offsets and ``D`` are not quantized.
 """
 
 from __future__ import annotations
 
 from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput
-from quantforge.architectures.declare import Mixer, linear, norms
-from quantforge.architectures.layer_kind import convolution, recurrent
+from quantforge.architectures.declare import Mixer, linear_parameters, norm_parameters
+from quantforge.architectures.layer_kind import convolution_state, recurrent_state
 
-CONV = "ssm+2*ssm_groups*ssm_state"
+CONV_CHANNELS = "ssm+2*ssm_groups*ssm_state"
 
 
 def mamba2(
@@ -30,27 +31,29 @@ def mamba2(
     """Declare a Mamba-2 mixer; its sizes are ``ssm``, ``ssm_heads``, ``ssm_groups``, ``ssm_state`` and ``kernel``.
 
     Args:
-        module: its name.
-        norm: makes what it reads.
-        bias: of ``W_in``, see `linear`.
-        conv_bias: of the convolution, likewise.
-        output_bias: of ``W_out``, likewise.
+        module: name of the mixer.
+        norm: the scale fold of the norm before it.
+        bias: bias of ``W_in``, see `linear_parameters`.
+        conv_bias: bias of the convolution, see `linear_parameters`.
+        output_bias: bias of ``W_out``, see `linear_parameters`.
         inner_norm: whether there is a norm before ``W_out``.
     """
-    first, last = f"{module}.in_proj", f"{module}.out_proj"
-    inner = f"{module}.norm"
+    in_proj, out_proj = f"{module}.in_proj", f"{module}.out_proj"
+    norm_module = f"{module}.norm"
     return Mixer(
         (
             *(Parameter(f"{module}.{name}", ("ssm_heads",)) for name in ("dt_bias", "A_log", "D")),
-            Parameter(f"{module}.conv1d.weight", (CONV, "1", "kernel")),
-            Parameter(f"{module}.conv1d.bias", (CONV,), conv_bias),
-            *linear(first, f"ssm+{CONV}+ssm_heads", "hidden", bias),
-            *(norms(inner, dimension="ssm") if inner_norm else ()),
-            *linear(last, "hidden", "ssm", output_bias),
+            Parameter(f"{module}.conv1d.weight", (CONV_CHANNELS, "1", "kernel")),
+            Parameter(f"{module}.conv1d.bias", (CONV_CHANNELS,), conv_bias),
+            *linear_parameters(in_proj, f"ssm+{CONV_CHANNELS}+ssm_heads", "hidden", bias),
+            *(norm_parameters(norm_module, dimension="ssm") if inner_norm else ()),
+            *linear_parameters(out_proj, "hidden", "ssm", output_bias),
         ),
         (
-            SharedInput((first,), module, norm),
-            SharedInput((last,), module, ScaleFold(FoldKind.NORM, inner) if inner_norm else None),
+            SharedInput((in_proj,), module, norm),
+            SharedInput(
+                (out_proj,), module, ScaleFold(FoldKind.NORM, norm_module) if inner_norm else None
+            ),
         ),
-        states=(*convolution(CONV), *recurrent("ssm", "ssm_state")),
+        states=(*convolution_state(CONV_CHANNELS), *recurrent_state("ssm", "ssm_state")),
     )

@@ -1,8 +1,8 @@
-"""Mixtures of experts as parts of layers: routers, experts in every way in which files hold them, shared experts.
+"""Mixtures of experts: routers, experts in every stored layout, and shared experts.
 
-The norm before a mixture is read by the router, by all experts and by shared experts at once. A factor for one of
-these readers would have to be folded into all of them, so that the norm absorbs none here; what ``down`` of an expert
-reads is linear in the rows of its own ``up``.
+The norm before a mixture is read by the router, all experts and the shared experts at once. A scale for one of these
+readers would have to be folded into all of them, so no scale folds into the norm. The input of an expert's ``down`` is
+linear in the rows of its own ``up``.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import FoldKind, LayerKind, Parameter, ScaleFold, SharedInput, Stack
-from quantforge.architectures.declare import Mixer, gated_mlp, layer
+from quantforge.architectures.declare import Mixer, compose_layer, gated_mlp
 from quantforge.errors import InputError
 
-DENSE, SPARSE = "dense", "experts"  # kinds of layers
+DENSE, SPARSE = "dense", "experts"  # names of layer kinds
 
 
-def router(
+def router_parameters(
     name: str,
     *,
     bias: bool = False,
@@ -29,18 +29,18 @@ def router(
     """Declare the router; it is not quantized, because no shared input lists it.
 
     Args:
-        name: of its module.
-        bias: whether its matrix has one.
-        stored: the name of its weight in files, where it differs.
-        correction: the name of what is added to the scores when experts are chosen; "" where nothing is.
-        stored_correction: its name in files, where it differs.
+        name: name of its module.
+        bias: whether its matrix has a bias.
+        stored: name of its weight in files, if different.
+        correction: name of the bias that is added to the scores when experts are selected; "" for none.
+        stored_correction: name of that bias in files, if different.
     """
-    found = [Parameter(f"{name}.weight", ("experts", "hidden"), stored=stored)]
+    parameters = [Parameter(f"{name}.weight", ("experts", "hidden"), stored=stored)]
     if bias:
-        found.append(Parameter(f"{name}.bias", ("experts",)))
+        parameters.append(Parameter(f"{name}.bias", ("experts",)))
     if correction:
-        found.append(Parameter(correction, ("experts",), stored=stored_correction))
-    return tuple(found)
+        parameters.append(Parameter(correction, ("experts",), stored=stored_correction))
+    return tuple(parameters)
 
 
 def shared_experts(
@@ -49,14 +49,14 @@ def shared_experts(
     """Declare the shared experts, which process every token, as one gated MLP.
 
     Args:
-        width: the dimension of what ``down`` reads.
-        module: its name.
-        bias: see `linear`.
-        gate: the name of what weighs its output, a matrix of one row that stays as it is; "" where nothing does.
+        width: the dimension of the input of ``down``.
+        module: name of the MLP.
+        bias: see `linear_parameters`.
+        gate: name of a single-row matrix that weighs its output and is not quantized; "" for none.
     """
     mlp = gated_mlp(bias, norm=None, module=module, width=width)
-    weighs = (Parameter(f"{gate}.weight", ("1", "hidden")),) if gate else ()
-    return mlp, weighs
+    gate_parameters = (Parameter(f"{gate}.weight", ("1", "hidden")),) if gate else ()
+    return mlp, gate_parameters
 
 
 def dense_or_sparse(
@@ -65,22 +65,22 @@ def dense_or_sparse(
     sparse: tuple[Mixer | tuple[Parameter, ...], ...],
     prefix: str = "",
 ) -> tuple[LayerKind, ...]:
-    """Return two layer kinds with ``common`` parts: one with a dense MLP, one with experts in its place."""
+    """Return two layer kinds with ``common`` parts: one with a dense MLP, one with experts instead."""
     return (
-        layer(*common, dense, name=prefix + DENSE),
-        layer(*common, *sparse, name=prefix + SPARSE),
+        compose_layer(*common, dense, name=prefix + DENSE),
+        compose_layer(*common, *sparse, name=prefix + SPARSE),
     )
 
 
-def first_dense(config: Mapping[str, Any], key: str) -> list[str]:
-    """Return the kind of every layer of a model whose first layers are dense and the others have experts.
+def dense_first_kinds(config: Mapping[str, Any], key: str) -> list[str]:
+    """Return the name of every layer's kind if the first layers are dense and the others have experts.
 
     Args:
-        config: with the defaults of the family.
-        key: holds how many are dense.
+        config: configuration with the family's defaults.
+        key: configuration key of the number of dense layers.
 
     Raises:
-        InputError: it is no number.
+        InputError: the value is not a number of layers.
     """
     dense = config.get(key)
     if type(dense) is not int or dense < 0:
@@ -88,29 +88,30 @@ def first_dense(config: Mapping[str, Any], key: str) -> list[str]:
     return [DENSE if index < dense else SPARSE for index in range(config["num_hidden_layers"])]
 
 
-def replaced_first(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer by ``first_k_dense_replace``; errors as `first_dense`."""
-    return first_dense(config, "first_k_dense_replace")
+def kinds_by_first_k_dense(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of every layer's kind from ``first_k_dense_replace``; errors as `dense_first_kinds`."""
+    return dense_first_kinds(config, "first_k_dense_replace")
 
 
-def listed(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer by ``mlp_layer_types``, or else by ``first_k_dense_replace``.
+def kinds_by_mlp_layer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of every layer's kind from ``mlp_layer_types``, or else ``first_k_dense_replace``.
 
     Raises:
-        InputError: it is no list, or has other words (`Architecture.layers` checks its length); or as `first_dense`.
+        InputError: ``mlp_layer_types`` is not a list, or has unknown values (`Architecture.layer_kinds` checks its
+            length); or as `dense_first_kinds`.
     """
-    words = config.get("mlp_layer_types")
-    if words is None:
-        return replaced_first(config)
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return kinds_by_first_k_dense(config)
     names = {"dense": DENSE, "sparse": SPARSE}
-    if not isinstance(words, list) or not {*map(str, words)} <= names.keys():
+    if not isinstance(types, list) or not {*map(str, types)} <= names.keys():
         raise InputError(
-            f"config.json: mlp_layer_types = {str(words)[:60]}", f"a list of {' or '.join(names)}"
+            f"config.json: mlp_layer_types = {str(types)[:60]}", f"a list of {' or '.join(names)}"
         )
-    return [names[word] for word in words]
+    return [names[layer_type] for layer_type in types]
 
 
-def experts_one_by_one(
+def single_experts(
     width: str,
     *,
     module: str = "mlp.experts",
@@ -120,10 +121,10 @@ def experts_one_by_one(
     """Declare gated experts that files store one by one and the running model holds in two stacks.
 
     Args:
-        width: the dimension of what ``down`` reads; ``experts`` is the one that counts them.
-        module: of the running model.
+        width: the dimension of the input of ``down``; the dimension ``experts`` counts the experts.
+        module: name of the experts module in the running model.
         stored: names of gate, up and down in files.
-        stored_module: name of the module in files, where it differs.
+        stored_module: name of the module in files, if different.
     """
     gate, up, down = (f"{module}.{{}}.{name}" for name in ("gate_proj", "up_proj", "down_proj"))
     shapes = ((width, "hidden"), (width, "hidden"), ("hidden", width))
@@ -142,11 +143,11 @@ def experts_one_by_one(
             SharedInput((down,), module, ScaleFold(FoldKind.ROWS, up), each="experts"),
         ),
         (Stack(f"{module}.gate_up_proj", (gate, up)), Stack(f"{module}.down_proj", (down,))),
-        inner_copies=3,
+        mlp_activations=3,
     )
 
 
-def experts_in_one(
+def stacked_experts(
     width: str,
     *,
     module: str = "mlp.experts",
@@ -156,35 +157,37 @@ def experts_in_one(
     stored: tuple[str, str] = ("", ""),
     stored_one: tuple[str, str, str] | None = None,
 ) -> Mixer:
-    """Declare gated experts that files, too, store stacked in three-dimensional tensors.
+    """Declare gated experts that files also store stacked in three-dimensional tensors.
 
-    Once they are quantized, files hold them one by one.
+    Files of quantized models store them one by one.
 
     Args:
-        width: the dimension of what ``down`` reads; ``experts`` is the one that counts them.
-        module: its name.
-        transposed: the matrices are ``[in_features, out_features]``.
-        interleaved: rows of gate and up alternate.
-        biases: whether they have any, stacked and named as their matrices; a factor is not folded into a row of these,
-            so that nothing absorbs one of what ``down`` reads.
-        stored: names of the two stacks in files, where they differ.
-        stored_one: names of gate, up and down of one expert in files, where they differ.
+        width: the dimension of the input of ``down``; the dimension ``experts`` counts the experts.
+        module: name of the experts module.
+        transposed: whether the matrices are ``[in_features, out_features]``.
+        interleaved: whether rows of gate and up alternate.
+        biases: whether there are stacked biases, named after the matrices. No scale is folded into a row of these, so
+            none of the input of ``down`` can be folded.
+        stored: names of the two stacks in files, if different.
+        stored_one: names of gate, up and down of a single expert in files, if different.
     """
     names = stored_one or ("gate_proj", "up_proj", "down_proj")
-    single = experts_one_by_one(width, module=module, stored=names)
-    both, one = (f"2*{width}", "hidden"), ("hidden", width)
+    single = single_experts(width, module=module, stored=names)
+    gate_up_shape, down_shape = (f"2*{width}", "hidden"), ("hidden", width)
     gate_up, down = f"{module}.gate_up_proj", f"{module}.down_proj"
     stacks = [
         Parameter(name, ("experts", *(shape[::-1] if transposed else shape)), stored=file)
-        for name, shape, file in zip((gate_up, down), (both, one), stored, strict=True)
+        for name, shape, file in zip(
+            (gate_up, down), (gate_up_shape, down_shape), stored, strict=True
+        )
     ]
-    added = (
-        Parameter(f"{gate_up}_bias", ("experts", both[0])),
-        Parameter(f"{down}_bias", ("experts", one[0])),
+    bias_parameters = (
+        Parameter(f"{gate_up}_bias", ("experts", gate_up_shape[0])),
+        Parameter(f"{down}_bias", ("experts", down_shape[0])),
     )
     first, last = single.inputs
     return Mixer(
-        (*stacks, *(added if biases else ()), *single.parameters),
+        (*stacks, *(bias_parameters if biases else ()), *single.parameters),
         (first, replace(last, scale_fold=None) if biases else last),
         tuple(
             replace(
@@ -192,5 +195,5 @@ def experts_in_one(
             )
             for stack in single.stacks
         ),
-        inner_copies=4,
+        mlp_activations=4,
     )

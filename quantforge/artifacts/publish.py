@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.configuration import untied
+from quantforge.architectures.configuration import untie_config
 from quantforge.artifacts import card, card_figures, manifest
 from quantforge.artifacts.card import base_model
 from quantforge.artifacts.manifest import source_file_digests, weight_checksums
@@ -166,7 +166,7 @@ def _write_directory(
 
     config = unquantized_config(checkpoint)
     if plan.untie:
-        config = untied(config)
+        config = untie_config(config)
     engines = resolve_verdicts(plan.engines, config, plan.tensors)
     plan = replace(plan, running=running_names(plan, config), engines=engines)
     for name, data in load_format(plan.format).side_files(plan, config).items():

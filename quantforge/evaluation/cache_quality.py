@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import architecture_of, text_config
-from quantforge.architectures.configuration import positions_in
+from quantforge.architectures.configuration import max_positions
 from quantforge.cache_kinds import PLAIN
 from quantforge.errors import RefusedError
 from quantforge.evaluation.divergence import Estimate, finite, forward_tokens
@@ -103,13 +103,13 @@ def trial_of(
     """
     for model in models:
         family = architecture_of(model.config)
-        if family is None or family.own_graph is None:
+        if family is None or family.complete_graph is None:
             raise _no_such_caches(model.config.get("model_type"))
         for kind in kinds:  # which refuses heads that it cannot hold
             head = family.dimensions(text_config(model.config)).head
             CacheShape(1, 1, head, kind, torch.bfloat16)
     tokenizer = load_model_tokenizer(models[0])
-    length = min(MOST_TOKENS, *(positions_in(model.config) for model in models))
+    length = min(MOST_TOKENS, *(max_positions(model.config) for model in models))
     there = len(tokenizer.encode(text)) + (tokenizer.bos_id is not None)
     while length > max(2, there):
         length = max(2, length // 2)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from quantforge.architectures.configuration import positions_in
+from quantforge.architectures.configuration import max_positions
 from quantforge.artifacts import manifest
 from quantforge.evaluation.block_errors import block_errors, block_states
 from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
@@ -327,7 +327,7 @@ def _load(
 def _task_scores(model: Checkpoint, loaded: Loaded, tasks: Tasks) -> dict[str, dict[str, float]]:
     from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
 
-    positions = positions_in(model.config)
+    positions = max_positions(model.config)
     asked = TaskModel(loaded.model, load_model_tokenizer(model), positions, loaded.kv_scales)
     return run_tasks(asked, tasks)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures.configuration import FINAL_CAPS
+from quantforge.architectures.configuration import FINAL_SOFTCAP_KEYS
 from quantforge.errors import RefusedError
 from quantforge.model.model_parts import base_model, output_layer
 from quantforge.runtime.linear import PackedLinear
@@ -112,7 +112,7 @@ class Head:
             self._scale *= getattr(config, "logit_scale", None) or 1.0
             self._scale *= getattr(config, "output_multiplier", None) or 1.0
             self._scale /= getattr(config, "logits_scaling", None) or 1.0
-        caps = (getattr(config, key, None) for key in FINAL_CAPS if capped)
+        caps = (getattr(config, key, None) for key in FINAL_SOFTCAP_KEYS if capped)
         self._cap: float | None = next(filter(None, caps), None)
         self._dtype: torch.dtype = model.dtype
         self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])

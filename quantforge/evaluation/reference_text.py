@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures.configuration import positions_in
+from quantforge.architectures.configuration import max_positions
 from quantforge.errors import InputError
 from quantforge.evaluation.divergence import Estimate, final_hidden, finite
 from quantforge.evaluation.output_head import checked_head, compare_predictions
@@ -120,7 +120,7 @@ def tokenize_prompts(models: Sequence[Checkpoint], prompts: Prompts) -> Tokenize
     """Tokenize prompts with the first model's tokenizer; raises as `TokenizedPrompts.check` does, for every model."""
     tokenized = TokenizedPrompts(prompts, load_text_processor(models[0].path, models[0].config))
     for model in models:
-        tokenized.check(positions_in(model.config))
+        tokenized.check(max_positions(model.config))
     return tokenized
 
 

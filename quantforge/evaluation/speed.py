@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures.configuration import positions_in
+from quantforge.architectures.configuration import max_positions
 from quantforge.errors import InputError
 from quantforge.evaluation.text_windows import Windows
 from quantforge.files.reader import Checkpoint
@@ -85,7 +85,7 @@ def measure_as_deployed(
     Returns:
         Speed and memory columns of a report row.
     """
-    prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, positions_in(model.config) - NEW_TOKENS))]
+    prompt = windows.ids[:1, : max(0, min(PROMPT_TOKENS, max_positions(model.config) - NEW_TOKENS))]
     if torch.device(device).type == "cpu":
         report_step("compiling programs for this processor")
         warm_up(dtype)

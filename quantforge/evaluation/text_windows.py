@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures.configuration import positions_in
+from quantforge.architectures.configuration import max_positions
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
@@ -135,7 +135,7 @@ def check_comparable(model: Checkpoint, reference: Checkpoint, text: str, window
         InputError: its context length is shorter than a window, or its tokenizer yields other tokens.
     """
     count, length = windows.ids.shape
-    positions = positions_in(model.config)
+    positions = max_positions(model.config)
     if positions < length:
         raise InputError(
             f"{model.path}: windows of {length} tokens, the model has {positions} positions",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures.configuration import embedding_rows
+from quantforge.architectures.configuration import vocabulary_size
 from quantforge.architectures.match import require_declarations
 from quantforge.errors import InputError
 from quantforge.events import Event
@@ -172,7 +172,7 @@ def own_rows_sampler(
         from quantforge.runtime.load import load
 
         with tokenizer_directory(model) as (folder, _):
-            tokenizer = load_tokenizer(folder, embedding_rows(open_model(model).config))
+            tokenizer = load_tokenizer(folder, vocabulary_size(open_model(model).config))
         first = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
         if first is None:
             raise InputError(

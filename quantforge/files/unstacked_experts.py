@@ -14,9 +14,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from quantforge.architectures import LayerKind, Place, architecture_of, text_config
+from quantforge.architectures import LayerKind, StackSlice, architecture_of, text_config
 from quantforge.architectures.match import DerivedDeclarations
-from quantforge.architectures.towers import BLOCK
+from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.files.computed_tensors import Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import TensorEntry
@@ -36,11 +36,11 @@ class _LastRead:
         self._found: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 
     def rows(
-        self, stack: str, place: Place, inner: Checkpoint, first: int, last: int
+        self, stack: str, place: StackSlice, inner: Checkpoint, first: int, last: int
     ) -> torch.Tensor:
         """Return rows of a matrix of an expert: of a ``stack`` in ``inner``, the one at ``place``."""
         expert = self._read(inner, stack, place.expert)
-        return place.stack.matrix(expert, place.position, 0)[first:last].contiguous()
+        return place.stack.matrix(expert, place.linear_index, 0)[first:last].contiguous()
 
     def _read(self, inner: Checkpoint, stack: str, expert: int) -> torch.Tensor:
         """Return one expert of a stack, ``[1, ...]``."""
@@ -68,7 +68,7 @@ class _Matrix(NamedTuple):
 
     stack: str
     name: str
-    place: Place
+    place: StackSlice
     canonical: str = ""
 
 
@@ -107,12 +107,12 @@ def _declared(checkpoint: Checkpoint) -> Iterator[_Matrix]:
     """Yield every matrix of the stacks that files of a declared family may have."""
     config = text_config(checkpoint.config)
     architecture = architecture_of(checkpoint.config)
-    if architecture is None or not architecture.stacks_experts:
+    if architecture is None or not architecture.publishes_stacked_experts:
         return
     dimensions = architecture.dimensions(config)
-    for index, kind in enumerate(architecture.layers(config, dimensions)):
+    for index, kind in enumerate(architecture.layer_kinds(config, dimensions)):
         stacks, names = kind.stored_stacks, _names(kind)
-        for linear, place in kind.places().items():
+        for linear, place in kind.expert_slices().items():
             for prefix, canonical in architecture.prefixes:
                 block = f"{architecture.blocks}.{index}."
                 if place.stack.parameter not in stacks or not block.startswith(canonical):
@@ -125,14 +125,14 @@ def _derived(found: DerivedDeclarations) -> Iterator[_Matrix]:
     """Yield every matrix of the stacks that a model with derived declarations has."""
     stored = {canonical: name for name, canonical in found.names.items()}
     architecture = found.architecture
-    assert architecture.derived is not None
-    for index, kind in enumerate(architecture.layers({}, architecture.derived.dimensions)):
+    assert architecture.derivation is not None
+    for index, kind in enumerate(architecture.layer_kinds({}, architecture.derivation.dimensions)):
         block = f"{architecture.blocks}.{index}."
-        for linear, place in kind.places().items():
+        for linear, place in kind.expert_slices().items():
             stack = stored.get(block + place.stack.parameter)
-            if stack is None or (beside := BLOCK.match(stack)) is None:
+            if stack is None or (beside := NUMBERED_NAME.match(stack)) is None:
                 continue
-            turned = place.stack.transposed is not (stack in found.turned)
+            turned = place.stack.transposed is not (stack in found.transposed_stacks)
             own = replace(place, stack=replace(place.stack, transposed=turned))
             name = f"{linear}.weight"
             yield _Matrix(stack, f"{beside[1]}.{beside[2]}.{name}", own, block + name)
@@ -144,14 +144,14 @@ def _names(kind: LayerKind) -> dict[str, str]:
     return {item.name.removesuffix(".weight"): item.stored or item.name for item in weights}
 
 
-def _fits(stack: TensorEntry, place: Place, experts: int) -> bool:
+def _fits(stack: TensorEntry, place: StackSlice, experts: int) -> bool:
     """Return whether a stack holds so many experts, and of each as many rows of every linear."""
     if len(stack.shape) != 3 or stack.shape[0] != experts:
         return False
     return stack.shape[2 if place.stack.transposed else 1] % len(place.stack.linears) == 0
 
 
-def _entry(name: str, stack: TensorEntry, place: Place) -> TensorEntry:
+def _entry(name: str, stack: TensorEntry, place: StackSlice) -> TensorEntry:
     rows, columns = stack.shape[:0:-1] if place.stack.transposed else stack.shape[1:]
     shape = (rows // len(place.stack.linears), columns)
     count = (stack.end - stack.start) // stack.shape[0] // len(place.stack.linears)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.draft_heads import without_heads
+from quantforge.architectures.draft_heads import without_draft_heads
 from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.computed_tensors import KEPT_EXPERTS, Rows, prepared_checkpoint
@@ -86,7 +86,7 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
     if not layers:
         raise UsageError(f"--prune-experts: {model_layout.model_type} has no experts here", _HINT)
     stated = {**model_layout.architecture.defaults, **model_layout.config}
-    experts, groups = model_layout.dimensions.own[_EXPERTS], stated.get("n_group") or 1
+    experts, groups = model_layout.dimensions.family_sizes[_EXPERTS], stated.get("n_group") or 1
     if type(groups) is not int or groups < 1 or experts % groups:
         raise InputError(f"config.json: n_group = {str(groups)[:40]!r} for {experts} experts")
     size = experts // groups
@@ -95,7 +95,7 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
         of = f"each of {groups} groups of {size}" if groups > 1 else f"{experts}"
         raise UsageError(f"--prune-experts {asked}: that is none of {of} experts", "a larger share")
     family = model_layout.architecture.gguf
-    key = family.used if family else "num_experts_per_tok"
+    key = family.used_experts_key if family else "num_experts_per_tok"
     used = stated.get(key) or 1
     active = max(_numbers(key, used if isinstance(used, list) else [used]))
     (chosen,) = _numbers("topk_group", [stated.get("topk_group") or groups if groups > 1 else 1])
@@ -128,7 +128,7 @@ def fewer_experts(source: Checkpoint, removed: Removed, *, decided: bool = True)
     """
     model_layout = _model_layout(source)
     assert model_layout.dimensions is not None
-    experts = model_layout.dimensions.own[_EXPERTS]
+    experts = model_layout.dimensions.family_sizes[_EXPERTS]
     computed: dict[str, Rows] = {}
     added: dict[str, TensorEntry] = {}
     left_out: set[str] = set()
@@ -193,7 +193,7 @@ def _model_layout(source: Checkpoint) -> ModelLayout:
     family, why = model_layout.architecture, ""
     if family is None or model_layout.dimensions is None:
         why = "is not declared, so that nothing says which tensors count its experts"
-    elif any(".experts." in tensor.name for tensor in model_layout.foreign):
+    elif any(".experts." in tensor.name for tensor in model_layout.foreign_tensors):
         why = "holds experts behind its last layer, or in another tower, which no calibration row reaches"
     elif callable(family.sizes.get(_EXPERTS)):
         why = "counts its experts in several keys"
@@ -215,7 +215,9 @@ def _parameters(
     wholes: dict[str, int] = {}
     for item in kind.parameters:
         if item.each == _EXPERTS:
-            names = [f"{block}.{item.name.format(n)}" for n in range(dimensions.own[_EXPERTS])]
+            names = [
+                f"{block}.{item.name.format(n)}" for n in range(dimensions.family_sizes[_EXPERTS])
+            ]
             if all(name in model_layout.by_name for name in names):
                 singles.append(tuple(model_layout.by_name[name].header.name for name in names))
         elif f"{block}.{item.name}" in model_layout.by_name and _EXPERTS in item.shape:
@@ -271,14 +273,14 @@ def fewer_heads(source: Checkpoint) -> Checkpoint:
         UsageError: it has none.
     """
     stored = [entry.header() for entry in source.entries.values()]
-    heads = match_tensors(source.config, stored, source.declared).draft_heads
+    heads = match_tensors(source.config, stored, source.declared).draft_head_tensors
     if not heads:
         raise UsageError("--mtp drop: no tensor here predicts further tokens", "leave --mtp out")
     size = sum(tensor.header.nbytes for tensor in heads)
     return prepared_checkpoint(
         source,
         {},
-        config=without_heads(source.config),
+        config=without_draft_heads(source.config),
         left_out={tensor.header.name for tensor in heads},
         facts={DROPPED_HEADS: f"{len(heads)} tensors that predict further tokens, {size:,} bytes"},
     )

@@ -14,8 +14,8 @@ from typing import Any
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.draft_heads import is_draft
-from quantforge.architectures.routers import experts_of, is_stack
-from quantforge.architectures.towers import BLOCK
+from quantforge.architectures.routers import expert_counts, is_expert_stack
+from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.errors import InputError
 from quantforge.files.hub import is_hub_name
 from quantforge.files.safetensors import TORCH_NAMES
@@ -92,7 +92,7 @@ def model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
 def float16_or_model_dtype(plan: Plan, config: Mapping[str, Any]) -> str:
     """Return ``float16``, which kernels need, or the source's dtype if float16 would overflow."""
     architecture = architecture_of(text_config(config))
-    safe = architecture is None or architecture.float16
+    safe = architecture is None or architecture.allows_float16
     return "float16" if safe else model_dtype(plan, config)
 
 
@@ -113,7 +113,7 @@ def linear_shape(config: Mapping[str, Any], module: str) -> tuple[int, int] | No
     index = int(module.removesuffix(f".{local}").rpartition(".")[2]) if local else dimensions.layers
     if index >= dimensions.layers:
         return None
-    kind = architecture.layers(decoder_config, dimensions)[index]
+    kind = architecture.layer_kinds(decoder_config, dimensions)[index]
     for item in kind.parameters:
         weight = (item.stored or item.name).removesuffix(".weight")
         if weight == local and item.name.removesuffix(".weight") in kind.linears:
@@ -182,7 +182,7 @@ def skip_list(
     names = {*unquantized_linears(plan), head} - quantized.keys()
     names |= {f"model.{name}" for name in names} if is_draft(config) else set()
     family = architecture_of(config) or architecture_of(text_config(config))
-    for stored, running in (family.renamed if family else {}).items():
+    for stored, running in (family.renamed_modules if family else {}).items():
         renamed = {name for name in names if name.endswith(f".{stored}")}
         names |= {name.removesuffix(stored) + running for name in renamed}
     quantized_names = {name for module in quantized for name in target_names(module, plan, config)}
@@ -242,11 +242,11 @@ def _written_tensors(plan: Plan) -> list[StoredTensor]:
 
 def _stacked_expert_names(stored: Iterable[StoredTensor], config: Mapping[str, Any]) -> list[str]:
     """Return the names of stacked expert tensors, with ``experts`` inserted if the stored names lack it."""
-    counts = experts_of(text_config(config))
+    counts = expert_counts(text_config(config))
     names = (
         item.name.removesuffix(".weight")
         for item in stored
-        if BLOCK.match(item.name) and is_stack(item.shape, counts)
+        if NUMBERED_NAME.match(item.name) and is_expert_stack(item.shape, counts)
     )
     return [
         name if _EXPERTS_MODULE.match(name) else ".experts.".join(name.rsplit(".", 1))

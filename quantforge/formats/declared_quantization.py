@@ -116,7 +116,7 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
     family = architecture_of(checkpoint.config) or architecture_of(text)
     if not found or family is None:
         return frozenset()
-    kinds = family.layers(text, family.dimensions(text))
+    kinds = family.layer_kinds(text, family.dimensions(text))
     declared = [{item.stored or item.name for item in kind.parameters} for kind in kinds]
     added = set()
     for name in found:

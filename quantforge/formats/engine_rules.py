@@ -285,8 +285,8 @@ def unmapped(
     """
     if architecture is None:
         return _UNDECLARED
-    pattern = architecture.unmapped.get(str(config.get("model_type")))
-    if pattern is None or architecture.derived is not None:
+    pattern = architecture.unmapped_prefixes.get(str(config.get("model_type")))
+    if pattern is None or architecture.derivation is not None:
         return ""
     lost = next((name for name in names if re.match(pattern, name)), "")
     return _UNMAPPED.format(lost) if lost else ""

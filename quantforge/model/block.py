@@ -147,7 +147,7 @@ class DecoderBlock:
         self.inputs: tuple[SharedInput, ...] = self.kind.inputs
         self.experts = experts
         self.advanced = False
-        self._expert_places = self.kind.places()
+        self._expert_places = self.kind.expert_slices()
         self._stored = stored
         self._rows, self._reload, self._bfloat16 = rows, reload, bfloat16
         self._kept_batches: list[MicroBatch] = []
@@ -218,7 +218,7 @@ class DecoderBlock:
 
     def rows(self, linear: str, label: str = "") -> Rows:
         """Return the rows of a slice of a fused linear (``"v"`` of a qkv projection); all rows for an empty label."""
-        return self.architecture.rows(self.dimensions, linear, label)
+        return self.architecture.slice_rows(self.dimensions, linear, label)
 
     def stored_name(self, name: str) -> str:
         """Return the name of a parameter in the checkpoint."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from quantforge.architectures import LayerKind, Place
+from quantforge.architectures import LayerKind, StackSlice
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.expert_calls import (
@@ -46,7 +46,7 @@ from quantforge.numerics.values import finite
 TOKENS_PER_RUN = 256  # tokens that one thread runs at a time
 # Runs that pass together, independent of the number of threads: sums are made in this order.
 RUNS_TOGETHER = EXPERT_BATCH_TOKENS // TOKENS_PER_RUN
-LoadExpert = Callable[[int, Mapping[str, Place]], dict[str, Tensor]]
+LoadExpert = Callable[[int, Mapping[str, StackSlice]], dict[str, Tensor]]
 # Takes the first calibration row, hidden states [tokens, width] and weights of the router [tokens, k].
 ComputeOutputs = Callable[[int, Tensor, Tensor], Tensor]
 
@@ -93,8 +93,8 @@ class Experts:
         self.name = f"{name}.{self.path}"
         self._module = block.get_submodule(self.path)
         self._empty = dict(self._module.named_parameters(recurse=False))
-        self._linears: dict[int, dict[str, Place]] = {}
-        for linear, place in kind.places().items():
+        self._linears: dict[int, dict[str, StackSlice]] = {}
+        for linear, place in kind.expert_slices().items():
             self._linears.setdefault(place.expert, {})[linear] = place
         self.numbers = tuple(self._linears)
         self._load, self._bfloat16 = load, bfloat16
@@ -102,16 +102,16 @@ class Experts:
         self._thread_row = threading.local()
         self.tokens: RoutedTokens | None = None
 
-    def weight(self, place: Place) -> Tensor:
+    def weight(self, place: StackSlice) -> Tensor:
         """Return an expert matrix ``[out_features, in_features]`` as a view.
 
         The expert stays loaded until `release`.
         """
         return place.stack.matrix(
-            self.load_expert(place.expert)[place.stack.parameter], place.position, 0
+            self.load_expert(place.expert)[place.stack.parameter], place.linear_index, 0
         )
 
-    def linears_of(self, number: int) -> Mapping[str, Place]:
+    def linears_of(self, number: int) -> Mapping[str, StackSlice]:
         """Return the linears of an expert by name relative to the block, in computing order, with their positions."""
         return self._linears[number]
 
@@ -279,7 +279,7 @@ class Experts:
         with self.filled(number):
             return self._run_tokens(number, tokens).inputs
 
-    def sample(self, place: Place, rows: int) -> Tensor:
+    def sample(self, place: StackSlice, rows: int) -> Tensor:
         """Return the input ``[tokens, in_features]`` of an expert matrix for the first tokens routed to it.
 
         The number of tokens is that of ``rows`` calibration rows; for an expert without tokens, those of all rows are

@@ -139,7 +139,7 @@ def _parse_config(config: Mapping[str, Any]) -> PreTrainedConfig:
     values.pop("model_type", None)
     architecture = architecture_of(config)
     if architecture is not None and "layer_types" in values:
-        model_type = architecture.with_layer_types.get(model_type, model_type)
+        model_type = architecture.model_type_with_layer_types.get(model_type, model_type)
     found: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(values)
     return found
 

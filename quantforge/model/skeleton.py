@@ -28,7 +28,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from quantforge.architectures import text_config
-from quantforge.architectures.routers import experts_of, is_stack
+from quantforge.architectures.routers import expert_counts, is_expert_stack
 from quantforge.errors import InputError, NotRunnableError, RefusedError
 from quantforge.model.model_class import model_class
 from quantforge.numerics.function_mode import Function, FunctionMode
@@ -55,7 +55,7 @@ _TRANSFORMERS_ERRORS = (
 class _EmptyOnMeta(FunctionMode):
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__()
-        self._expert_counts = experts_of(config) | experts_of(text_config(config))
+        self._expert_counts = expert_counts(config) | expert_counts(text_config(config))
 
     def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         kwargs = dict(kwargs)
@@ -71,7 +71,7 @@ class _EmptyOnMeta(FunctionMode):
     def _is_expert_stack(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         size = kwargs.get("size", args[0] if len(args) == 1 else args)
         known = isinstance(size, Sequence) and all(type(side) is int for side in size)
-        return known and is_stack(tuple(size), self._expert_counts)
+        return known and is_expert_stack(tuple(size), self._expert_counts)
 
 
 def build_skeleton(config: Mapping[str, Any], *, whole: bool = False) -> PreTrainedModel:

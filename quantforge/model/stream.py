@@ -166,7 +166,7 @@ class ModelStream:
                 self._states = self._given_store or self._make_store()
             self._write_states(start, states)
         self._clear_stand_ins()
-        if self._architecture.replayed or self._decoder_calls is not None:
+        if self._architecture.needs_model_replay or self._decoder_calls is not None:
             ids = self._rows.to(self._device)
             self._replayed_inputs = ReplayedInputs(
                 self._stand_ins,
@@ -178,7 +178,7 @@ class ModelStream:
             )
         else:
             # Derived families may read embeddings after the blocks.
-            if self._architecture.derived is None:
+            if self._architecture.derivation is None:
                 self._resources.close()
             self._stand_ins[-1].override = self._final_states
 
@@ -335,7 +335,7 @@ class ModelStream:
 
     def _weight_mapping(self) -> WeightMapping | None:
         """Return the mapping for tensors that files hold in another layout; None if none is needed."""
-        if self._architecture.derived is None and not self._architecture.converted:
+        if self._architecture.derivation is None and not self._architecture.has_weight_conversion:
             return None
         return WeightMapping(self._model, [tensor.header for tensor in self._model_layout.tensors])
 

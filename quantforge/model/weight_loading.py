@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantforge.architectures import LayerKind, Place
+from quantforge.architectures import LayerKind, StackSlice
 from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.files.finite_values import scan_finite
 from quantforge.model.weight_mapping import WeightMapping
@@ -85,7 +85,7 @@ class ModuleWeights:
         return stored
 
     def read_expert(
-        self, module: nn.Module, index: int, number: int, places: Mapping[str, Place]
+        self, module: nn.Module, index: int, number: int, places: Mapping[str, StackSlice]
     ) -> dict[str, Tensor]:
         """Return the parameters of one expert, ``[1, ...]`` each, by name relative to the block. Errors as `read`.
 
@@ -103,7 +103,9 @@ class ModuleWeights:
                 )
         for linear, place in places.items():
             if f"{block}.{linear}.weight" in self._model_layout.by_name:
-                matrix = place.stack.matrix(parameters[place.stack.parameter], place.position, 0)
+                matrix = place.stack.matrix(
+                    parameters[place.stack.parameter], place.linear_index, 0
+                )
                 matrix.copy_(self.read(f"{block}.{linear}.weight"))
         return parameters
 

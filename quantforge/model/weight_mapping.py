@@ -8,9 +8,9 @@ are applied to headers, so that each parameter of the running model has a record
 conversion. QuantForge has no table of its own: what transformers does not convert is not mapped here either.
 
 The rules are taken from transformers' objects. What a rule computes is found by running it, on tensors with or without
-memory; so are the resulting names and shapes. If a rule only stacks matrices, a `Place` gives the position of each of
-them, so that a stack can be filled matrix by matrix.
-For a declared family the declarations are the mapping; rules apply only to other towers, which are not declared.
+memory; so are the resulting names and shapes. If a rule only stacks matrices, a `StackSlice` gives the position of each
+of them, so that a stack can be filled matrix by matrix. For a declared family the declarations are the mapping; rules
+apply only to other towers, which are not declared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import core_model_loading as core
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from quantforge.architectures import Place, Stack
+from quantforge.architectures import Stack, StackSlice
 from quantforge.architectures.match import ModelLayout, Role
 from quantforge.errors import InputError
 from quantforge.model.skeleton import build_skeleton
@@ -75,7 +75,7 @@ class WeightSource:
         """Return the names of transformers' operations in the rule."""
         return tuple(type(item).__name__ for item in self.rule.operations) if self.rule else ()
 
-    def expert_places(self) -> dict[str, Place]:
+    def expert_places(self) -> dict[str, StackSlice]:
         """Return the position of each stored expert matrix in a stack, by stored name.
 
         The stack has the full name of its parameter. Empty for a rule that does more than stacking.
@@ -99,7 +99,7 @@ class WeightSource:
         counts: Counter[str] = Counter()
         places = {}
         for name, pattern in zip(self.stored, self.patterns, strict=True):
-            places[name] = Place(stack, order.index(pattern), counts[pattern])
+            places[name] = StackSlice(stack, order.index(pattern), counts[pattern])
             counts[pattern] += 1
         return places
 
@@ -131,7 +131,7 @@ class WeightMapping:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._parameter_names: dict[str, str] = {}
         self.sources: dict[str, WeightSource] = {}
-        self.expert_places: dict[str, Place] = {}
+        self.expert_places: dict[str, StackSlice] = {}
         if isinstance(stored, ModelLayout):
             self._apply_declarations(stored)
         else:
@@ -221,7 +221,9 @@ class WeightMapping:
     def _apply_declarations(self, model_layout: ModelLayout) -> None:
         """Find the parameter of each stored tensor by declarations, or by rules for tensors of towers."""
         if getattr(self._model.config, "text_config", None) is not None:
-            towers = WeightMapping(self._model, [tensor.header for tensor in model_layout.foreign])
+            towers = WeightMapping(
+                self._model, [tensor.header for tensor in model_layout.foreign_tensors]
+            )
             self.sources |= towers.sources
             self._parameter_names |= towers._parameter_names
             self._shapes |= {name: towers.shape(name) for name in towers._parameter_names}
@@ -231,7 +233,7 @@ class WeightMapping:
                 continue
             self._shapes[tensor.header.name] = tensor.header.shape
             if tensor.expert >= 0:
-                place = self.expert_places[tensor.header.name] = model_layout.place(tensor)
+                place = self.expert_places[tensor.header.name] = model_layout.expert_slice(tensor)
                 block = model_layout.block_name(tensor.block)
                 stacks[f"{block}.{place.stack.parameter}"].append(tensor.header.name)
             elif tensor.name in self._expected_shapes:

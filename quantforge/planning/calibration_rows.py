@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from quantforge.architectures.configuration import positions_in
+from quantforge.architectures.configuration import max_positions
 from quantforge.architectures.match import ModelLayout, Role, require_declarations
 from quantforge.architectures.towers import has_towers
 from quantforge.errors import InputError
@@ -81,7 +81,7 @@ def check_length(options: CalibrationOptions, config: Mapping[str, Any]) -> tupl
     Raises:
         InputError: the user asked for that length.
     """
-    positions = positions_in(config)
+    positions = max_positions(config)
     if options.length <= positions:
         return ()
     message = f"rows of {options.length} tokens, the model has {positions} positions"

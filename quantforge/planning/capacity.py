@@ -134,7 +134,7 @@ def cache_size(model_layout: ModelLayout, row_bytes: RowBytes, devices: int = 1)
     for states, window in zip(kinds, windows, strict=True):
         byte_sums = {True: 0.0, False: 0.0}  # bytes of each token, and of a sequence of any length
         for state in states or ():
-            byte_sums[state.each_token] += _state_bytes(state, sizes, row_bytes, devices)
+            byte_sums[state.per_token] += _state_bytes(state, sizes, row_bytes, devices)
         layers.append(LayerCache(byte_sums[True], window, byte_sums[False]))
     return CacheSize(tuple(layers))
 
@@ -145,10 +145,10 @@ def _state_bytes(state: LayerState, sizes: Dimensions, row_bytes: RowBytes, devi
     if state.shared:
         heads = sizes.size(state.shared)
         rows = rows // heads * -(-heads // devices)
-    if state.held is StateType.CACHE:
+    if state.dtype is StateType.CACHE:
         return rows * row_bytes(width, state.part)
     return (
-        rows * width * (ACTIVATION_BYTES if state.held is StateType.ACTIVATIONS else FLOAT32_BYTES)
+        rows * width * (ACTIVATION_BYTES if state.dtype is StateType.ACTIVATIONS else FLOAT32_BYTES)
     )
 
 

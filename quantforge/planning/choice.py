@@ -256,8 +256,8 @@ class SchemeChooser(Generic[AnyScheme]):
         )
         self._joined_linears: dict[str, list[MatchedTensor]] = {}
         for tensor in tensors if join_linears else ():
-            if tensor.shared and tensor.role is Role.LINEAR:
-                self._joined_linears.setdefault(tensor.shared, []).append(tensor)
+            if tensor.shared_input and tensor.role is Role.LINEAR:
+                self._joined_linears.setdefault(tensor.shared_input, []).append(tensor)
 
     def choose(self, tensor: MatchedTensor) -> ChosenScheme[AnyScheme]:
         """Choose the scheme of a tensor, recording an event if it is substituted."""
@@ -279,7 +279,7 @@ class SchemeChooser(Generic[AnyScheme]):
 
         None if all of them can be quantized.
         """
-        for other in self._joined_linears.get(tensor.shared, (tensor,)):
+        for other in self._joined_linears.get(tensor.shared_input, (tensor,)):
             found = self._schemes.unquantized_fallback(other, chosen.scheme)
             if found is not None:
                 beside = "" if other is tensor else f"{other.header.name}: "
@@ -310,7 +310,7 @@ class SchemeChooser(Generic[AnyScheme]):
         """Return what a rule requests for a tensor, or for a linear that engines join with it."""
         found = {
             other.header.name: choice
-            for other in self._joined_linears.get(tensor.shared, (tensor,))
+            for other in self._joined_linears.get(tensor.shared_input, (tensor,))
             if (choice := self._rules.first_match(other)) is not None
         }
         if len({choice.scheme for choice in found.values()}) > 1:

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from quantforge.architectures import Architecture, architecture_of, text_config
-from quantforge.architectures.configuration import SAME
-from quantforge.architectures.draft_heads import is_draft, type_of
+from quantforge.architectures.configuration import TIED_HEAD_REASON
+from quantforge.architectures.draft_heads import is_draft, model_type_or_draft
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.engines import check_engine
 from quantforge.errors import RefusedError, UnknownNameError, UsageError
@@ -204,7 +204,7 @@ def plan_export(
     plan = Plan(
         model=model_path,
         name=naming.default_name(checkpoint, None, recipe.format, tensors, partial_plan.label),
-        model_type=type_of(checkpoint.config),
+        model_type=model_type_or_draft(checkpoint.config),
         method=f"export from {source.KEY}",
         transforms=(),
         rounder="",
@@ -326,7 +326,9 @@ def _model_to_load(
         modules,
         tuple(str(config.get("model_type")) for config in configs),
         transposed=family is not None and family.transposed,
-        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
+        unstacked=family is not None
+        and family.publishes_stacked_experts
+        and not family.loads_single_experts,
         kept=tuple(name for name in checkpoint.entries if name.rpartition(".")[0] not in modules),
         embedding=any(module.rpartition(".")[2] in EMBEDDING_MODULES for module in modules),
         unmapped=unmapped(family, checkpoint.config, checkpoint.entries),
@@ -346,7 +348,7 @@ def _refuse_unstacked_experts(model: ModelToLoad) -> None:
 
 def _draft_head_kind(checkpoint: Checkpoint) -> str:
     """Return the kind of draft heads that a checkpoint consists of, "" for a model."""
-    return type_of(checkpoint.config) if is_draft(checkpoint.config) else ""
+    return model_type_or_draft(checkpoint.config) if is_draft(checkpoint.config) else ""
 
 
 def _family(checkpoint: Checkpoint) -> Architecture | None:
@@ -456,7 +458,7 @@ def _with_quantized_embedding(
                 plan, action=Action.QUANTIZE, rule=decision.rule, scheme=layer, outputs=outputs
             )
             for item, reason in model_layout.dropped:
-                if reason == SAME:
+                if reason == TIED_HEAD_REASON:
                     plans[item.name] = replace(
                         plans[item.name], action=Action.DROP, rule=f"dropped: {reason}", outputs=()
                     )

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from quantforge.architectures.match import Role
-from quantforge.architectures.routers import experts_of, routers
-from quantforge.architectures.towers import BLOCK
+from quantforge.architectures.routers import expert_counts, find_routers
+from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.events import Event
 from quantforge.plans import Action, TensorPlan
 
@@ -64,7 +64,7 @@ def coverage(tensors: Iterable[TensorPlan]) -> Coverage:
     towers: dict[str, int] = {}
     large_bytes = LARGE_SHARE * sum(tensor.output_bytes for tensor in tensors)
     for tensor in tensors:
-        block = BLOCK.match(tensor.name) if tensor.block < 0 else None
+        block = NUMBERED_NAME.match(tensor.name) if tensor.block < 0 else None
         if block and tensor.action is Action.KEEP and not block[1].isdecimal():
             towers[block[1]] = towers.get(block[1], 0) + tensor.output_bytes
         elif (
@@ -103,7 +103,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     result = []
     not_kept_by_user = [tensor for tensor in tensors if not is_kept_by_user(tensor)]
     coverage_of_rest = coverage(not_kept_by_user)
-    counts = experts_of(config)
+    counts = expert_counts(config)
     stacked = [
         t
         for t in not_kept_by_user
@@ -118,7 +118,7 @@ def events(tensors: Iterable[TensorPlan], config: Mapping[str, object]) -> tuple
     shapes = {tensor.name: tensor.shape for tensor in tensors if tensor.block >= 0}
     result += [
         Event("router-quantized", name, "which experts compute is decided by rounded weights")
-        for name in sorted(routers(config, shapes) & rounded)
+        for name in sorted(find_routers(config, shapes) & rounded)
     ]
     return tuple(result)
 

@@ -93,7 +93,7 @@ def _method_obstacle(
         return f"--scales {recipe.scales} looks at the weights alone"
     if model_layout.architecture is None:
         undeclared = f"not declared; --method {AWQ_GPTQ} derives what reads the same activation"
-        return f"{model_layout.model_type} is {'no model: it reads no text' if model_layout.draft else undeclared}"
+        return f"{model_layout.model_type} is {'no model: it reads no text' if model_layout.draft_kind else undeclared}"
     if (
         not any(_is_tokenizer_file(path.name) for path in checkpoint.side_files)
         and checkpoint.path.is_dir()
@@ -227,7 +227,7 @@ def _setting_obstacle(key: str, value: int, recipe: Recipe, context: EffortConte
     except QuantForgeError as error:
         return error.message.removeprefix(f"--{key.replace('_', '-')} {value}: ")
     family = context.model_layout.architecture
-    if family is not None and family.replayed:
+    if family is not None and family.needs_model_replay:
         return (
             "blocks read more than the hidden states, and maybe of earlier blocks: name it to try"
         )
@@ -236,7 +236,7 @@ def _setting_obstacle(key: str, value: int, recipe: Recipe, context: EffortConte
 
 def _tuning_obstacle(recipe: Recipe, context: EffortContext) -> str:
     """Return why tuning is not worth its time or memory, or not known to work, "" if it is."""
-    if context.model_layout.architecture is None or context.model_layout.architecture.derived:
+    if context.model_layout.architecture is None or context.model_layout.architecture.derivation:
         return "what blocks read was derived"
     if recipe.calibration.samples < MIN_TUNING_ROWS:
         return f"fewer than {MIN_TUNING_ROWS} rows teach little"

@@ -76,7 +76,7 @@ def choose_embedding(
     outer_share = _outer_bytes(partial_plan, model_layout) / max(nbytes, 1)
     share = f"embedding and head: {outer_share:.0%} of the bytes"
     quantized = any(item.scheme for item in partial_plan.tensors)
-    if outer_share <= LARGE_SHARE or recipe.embedding or model_layout.draft or not quantized:
+    if outer_share <= LARGE_SHARE or recipe.embedding or model_layout.draft_kind or not quantized:
         return recipe, partial_plan, Note(share, NoteKind.EMBEDDING)
     loading_engines = {
         verdict.engine for verdict in partial_plan.engines if verdict.loads is not False

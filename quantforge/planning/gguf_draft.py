@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.configuration import SAME
+from quantforge.architectures.configuration import TIED_HEAD_REASON
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.artifacts.manifest import adapter_name, kept_experts_word
 from quantforge.artifacts.number_text import size
@@ -224,7 +224,7 @@ def _plan_file(
         _without_tied_head(recipe, model_layout, written), written, types, join_linears=False
     )
     file_tensors = [
-        _file_tensor(item, named[item.name], chooser, family.squeezed) for item in written
+        _file_tensor(item, named[item.name], chooser, family.squeezed_suffixes) for item in written
     ]
     types.check(file_tensors)
     vocabulary_size = next(item.shape[0] for item in file_tensors if item.named.name == _EMBEDDING)
@@ -251,6 +251,7 @@ def _plan_file(
             recipe_metadata(recipe),
         )
 
+    has_towers = len(model_layout.foreign_tensors) > len(model_layout.draft_head_tensors)
     return PartialGgufPlan(
         tensors=(
             *(_tensor_plan(item, found) for item in file_tensors),
@@ -262,7 +263,7 @@ def _plan_file(
         notes=(
             f"{label}: {_type_counts(file_tensors)}",
             *chooser.notes,
-            *(_tower_notes(checkpoint, tower) if len(model_layout.foreign) > len(model_layout.draft_heads) else ()),
+            *(_tower_notes(checkpoint, tower) if has_towers else ()),
             *([] if family.arch in model_type_by_arch() else [Note(UNREAD, NoteKind.NOT_READ_BACK)]),
             *tokenizer.notes,
         ),
@@ -324,7 +325,7 @@ def _model_name(checkpoint: Checkpoint) -> str:
 def _written_tensors(model_layout: ModelLayout) -> list[MatchedTensor]:
     """Return the tensors that the file holds: those of the language model, a tied head only once."""
     written = [tensor for tensor in model_layout.tensors if tensor.role is not Role.FOREIGN]
-    if model_layout.tied_twice and model_layout.architecture is not None:
+    if model_layout.stores_tied_head and model_layout.architecture is not None:
         head = f"{model_layout.architecture.head}.weight"
         written = [tensor for tensor in written if tensor.name != head]
     return written
@@ -354,7 +355,7 @@ def _dropped_tensors(
 def _drop_reason(tensor: MatchedTensor) -> str:
     if tensor.draft_head:
         return "predicts further tokens, for which these files have no place"
-    return "of another tower" if tensor.role is Role.FOREIGN else SAME
+    return "of another tower" if tensor.role is Role.FOREIGN else TIED_HEAD_REASON
 
 
 def _without_tied_head(
@@ -648,21 +649,21 @@ def _tensor_plan(item: FileTensor, parameters: HyperParameters) -> TensorPlan:
         LayerScheme(parse(grid)) if grid in GGML_BLOCKS else None,
         outputs=(outputs[max(item.named.expert, 0)], *copies),
         block=tensor.block,
-        shared=tensor.shared,
+        shared=tensor.shared_input,
         transposed=tensor.transposed,
         heads=family_heads,
         by_rows=grid in GGML_BLOCKS and not tensor.transposed,
         plus_one=parameters.family.norm_plus_one
         and item.named.name.endswith("norm.weight")
-        and not tensor.name.endswith(parameters.family.plain_norms),
-        decay=tensor.name.endswith(parameters.family.decays),
+        and not tensor.name.endswith(parameters.family.unshifted_norm_suffixes),
+        decay=tensor.name.endswith(parameters.family.decay_suffixes),
         expert=tensor.expert,
     )
 
 
 def _reordered_heads(item: FileTensor, parameters: HyperParameters) -> int:
     """Return the number of heads whose rotary rows are reordered, 0 if none are."""
-    if not parameters.family.interleaved:
+    if not parameters.family.permutes_qk:
         return 0
     module = item.named.name.rpartition(".")[0]
     if module.endswith("attn_q"):

@@ -98,7 +98,7 @@ def _refuse_other_model(
 ) -> None:
     numbers = [int(found[1]) + 1 for name in known if (found := _BLOCK_NUMBER.match(name))]
     layers = max(numbers, default=0)
-    if layers > model_layout.blocks and not model_layout.draft_heads:
+    if layers > model_layout.blocks and not model_layout.draft_head_tensors:
         raise InputError(
             f"--imatrix {path}: it has the importance of {layers} layers, the model has {model_layout.blocks}",
             _OTHER_MODEL_HINT,

@@ -113,7 +113,7 @@ class LayerSchemes(FormatSchemes[LayerScheme | None]):
         if tensor.role is Role.EMBEDDING and self._rounds_embedding:
             return ChosenScheme(self.base, tied_rule(self._format))
         if tensor.draft_head:
-            layer = self.base if self._rounds_heads and tensor.shared else None
+            layer = self.base if self._rounds_heads and tensor.shared_input else None
             return ChosenScheme(
                 layer, f"predicts further tokens: {'--mtp quantize' if layer else 'kept'}"
             )

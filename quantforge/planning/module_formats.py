@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.configuration import SAME
+from quantforge.architectures.configuration import TIED_HEAD_REASON
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
@@ -84,14 +84,16 @@ def plan_module_tensors(
         (model_layout.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
         turned=any(tensor.turned for tensor in tensors),
-        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
+        unstacked=family is not None
+        and family.publishes_stacked_experts
+        and not family.loads_single_experts,
         embedding=planner.quantizes_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
         running=RUNNING in checkpoint.facts,
         unmapped=unmapped(
             family, checkpoint.config, (item.header.name for item in model_layout.tensors)
         ),
-        draft=model_layout.draft,
+        draft=model_layout.draft_kind,
     )
     return PartialPlan(
         tensors=tuple(tensors),
@@ -182,7 +184,7 @@ class _ModulePlanner:
         self._sparsity, self._method = recipe.zeros, recipe.method
         self.not_sparsified: list[Event] = []
         self._head = _tied_head(model_layout)
-        extra_head = [self._head] if self._head and not model_layout.tied_twice else []
+        extra_head = [self._head] if self._head and not model_layout.stores_tied_head else []
         self._layers = [*model_layout.tensors, *extra_head]
         self._schemes = LayerSchemes(file_format, recipe, checkpoint.dtype, tied=model_layout.tied)
         self.quantizes = self._schemes.base is not None
@@ -220,8 +222,8 @@ class _ModulePlanner:
         layers = self._layers
         if self._head is not None and not self.unties:
             layers = [tensor for tensor in layers if tensor is not self._head]
-            if self.model_layout.tied_twice:
-                dropped.append((self._head.header, SAME))
+            if self.model_layout.stores_tied_head:
+                dropped.append((self._head.header, TIED_HEAD_REASON))
         planned = [self._plan(tensor) for tensor in layers]
         self._schemes.check_groups()
         return [
@@ -251,7 +253,7 @@ class _ModulePlanner:
             layer,
             outputs=outputs,
             block=tensor.block,
-            shared=tensor.shared,
+            shared=tensor.shared_input,
             transposed=tensor.transposed,
             expert=tensor.expert,
         )
@@ -360,7 +362,7 @@ def _tied_head(model_layout: ModelLayout) -> MatchedTensor | None:
     if not model_layout.tied or architecture is None:
         return None
     name = f"{architecture.head}.weight"
-    if model_layout.tied_twice:
+    if model_layout.stores_tied_head:
         return model_layout.by_name[name]
     embedding = model_layout.by_name[f"{architecture.embedding}.weight"]
     stored_names = (  # with the prefix that the files give to the embedding

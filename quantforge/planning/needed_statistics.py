@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.match import MEASURED, ModelLayout, needs_architecture
+from quantforge.architectures.match import MEASURED_INPUTS, ModelLayout, needs_architecture
 from quantforge.errors import RefusedError, UsageError
 from quantforge.grids import GGML_BLOCKS
 from quantforge.model.statistics import Statistic, statistics_for_inputs
@@ -45,7 +45,7 @@ class NeededStatistics:
     @property
     def declarations_needed_by(self) -> str:
         """Return the name of what needs declarations, for `needs_architecture`."""
-        return MEASURED if self.method_words == _RTN_ALONE else self.recipe.method
+        return MEASURED_INPUTS if self.method_words == _RTN_ALONE else self.recipe.method
 
     @property
     def has_importance_file(self) -> bool:
@@ -148,7 +148,7 @@ class NeededStatistics:
         if not needed:
             return needed
         if model_layout.architecture is None:
-            raise needs_architecture(model_layout, MEASURED)
+            raise needs_architecture(model_layout, MEASURED_INPUTS)
         if self.recipe.calibration.source == NO_DATA:
             raise RefusedError(
                 f"static ranges, outlier columns and the KV cache have to be measured, and --calibration is {NO_DATA}",

@@ -49,7 +49,7 @@ def notes(
     """Return the notes on a plan's source, tensors, sparsity and draft heads."""
     return (
         *facts(checkpoint),
-        model_layout.rule,
+        model_layout.linear_rule,
         *partial_plan.notes,
         *_sparsity_notes(sparsity),
         *_draft_head_notes(model_layout, partial_plan),
@@ -70,7 +70,7 @@ def check_draft_heads(recipe: Recipe, model_layout: ModelLayout) -> None:
             f"--mtp quantize: {GGUF} files have no place for heads that predict further tokens",
             "leave --mtp out, or take --format compressed-tensors",
         )
-    if not model_layout.draft_heads:
+    if not model_layout.draft_head_tensors:
         raise UsageError(
             "--mtp quantize: no tensor here predicts further tokens", "leave --mtp out"
         )
@@ -89,11 +89,11 @@ def facts(checkpoint: Checkpoint) -> tuple[Note, ...]:
 
 def _draft_head_notes(model_layout: ModelLayout, partial_plan: PartialPlan) -> tuple[str, ...]:
     """Return a note on what becomes of draft heads, which predict further tokens."""
-    names = {tensor.header.name for tensor in model_layout.draft_heads}
+    names = {tensor.header.name for tensor in model_layout.draft_head_tensors}
     heads = [tensor for tensor in partial_plan.tensors if tensor.name in names]
     if not heads:
         return ()
-    before = sum(tensor.header.nbytes for tensor in model_layout.draft_heads)
+    before = sum(tensor.header.nbytes for tensor in model_layout.draft_head_tensors)
     after = sum(tensor.output_bytes for tensor in heads if tensor.action is not Action.DROP)
     rounded = sum(tensor.action is Action.QUANTIZE for tensor in heads)
     outcome = (

@@ -240,7 +240,7 @@ def _hessian_bytes(groups: Iterable[list[TensorPlan]], run: RunSizes) -> int:
 
 def _hidden_state_bytes(run: RunSizes, model_layout: ModelLayout) -> int:
     architecture, sizes = require_declarations(model_layout)
-    return FLOAT_BYTES * run.held_rows * run.length * sizes.hidden * architecture.streams
+    return FLOAT_BYTES * run.held_rows * run.length * sizes.hidden * architecture.num_streams
 
 
 def _replayed_input_bytes(run: RunSizes, model_layout: ModelLayout) -> int:
@@ -250,7 +250,7 @@ def _replayed_input_bytes(run: RunSizes, model_layout: ModelLayout) -> int:
     earlier blocks.
     """
     architecture, sizes = require_declarations(model_layout)
-    if not architecture.replayed:
+    if not architecture.needs_model_replay:
         return 0
     rows = _embedding_width(model_layout, sizes) * min(sizes.vocab, run.rows * run.length)
     return FLOAT_BYTES * (rows + sizes.hidden * run.held_rows * run.length)
@@ -269,7 +269,7 @@ def _activation_bytes(model_layout: ModelLayout, sizes: Dimensions, run: RunSize
     assert family is not None  # other models are not calibrated
     if not family.fused_attention:
         attention = 2 * sizes.hidden + 6 * width.q + 2 * sizes.heads * run.length
-    copies = max(kind.inner_copies for kind in model_layout.layers)
+    copies = max(kind.mlp_activations for kind in model_layout.layers)
     mlp = 4 * sizes.hidden + width.q + copies * width.ffn
     spread = SPREAD_COPIES * spread_experts(model_layout) * sizes.hidden
     parallel_tokens = min(
@@ -342,7 +342,9 @@ def state_copies(model_layout: ModelLayout) -> int:
 
 def spread_experts(model_layout: ModelLayout) -> int:
     """Return the number of experts to which a layer copies every token before they run; 0 if it does not copy."""
-    spread = (kind for kind in model_layout.layers if any(stack.spread for stack in kind.stacks))
+    spread = (
+        kind for kind in model_layout.layers if any(stack.repeats_tokens for stack in kind.stacks)
+    )
     return max((shared.expert + 1 for kind in spread for shared in kind.inputs), default=0)
 
 
@@ -399,7 +401,7 @@ def _tuning_step_bytes(
     codes = max(sum(math.prod(tensor.shape) for tensor in group) for group in held_linears)
     learned = max(sum(_learned_scales(tensor) for tensor in group) for group in held_linears)
     count, length = min(run.rows, ROWS_PER_STEP if joint_epochs else 1), run.length
-    mlp_copies = max(kind.inner_copies + 1 for kind in model_layout.layers)
+    mlp_copies = max(kind.mlp_activations + 1 for kind in model_layout.layers)
     width = _widest_layer(model_layout, sizes)
     layer_width = 10 * sizes.hidden + 6 * width.q + 6 * width.kv + mlp_copies * width.ffn
     parallel_rows = min(count, run.workers)
@@ -471,7 +473,12 @@ def _widest_layer(model_layout: ModelLayout, sizes: Dimensions) -> _Widths:
     return _Widths(
         max([sizes.q, *(sizes.heads * width for _, width in keys)]),
         max([sizes.kv, *(rows * width for rows, width in keys)]),
-        max([sizes.ffn, *(size for name, size in sizes.own.items() if name.endswith("_ffn"))]),
+        max(
+            [
+                sizes.ffn,
+                *(size for name, size in sizes.family_sizes.items() if name.endswith("_ffn")),
+            ]
+        ),
     )
 
 

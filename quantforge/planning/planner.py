@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.configuration import embedding_rows, untied
+from quantforge.architectures.configuration import untie_config, vocabulary_size
 from quantforge.architectures.draft_heads import EAGLE3
 from quantforge.architectures.expert_sets import check_experts
 from quantforge.architectures.match import ModelLayout, match_tensors, needs_architecture
@@ -271,7 +271,7 @@ def _match_unquantized(checkpoint: Checkpoint, recipe: Recipe) -> ModelLayout:
     model_layout = match_tensors(checkpoint.config, stored, checkpoint.declared)
     headers = [item.header for item in model_layout.tensors if item.block >= 0 or item.draft_head]
     check_experts(model_layout.config, headers)
-    check_draft_model(model_layout.draft, recipe)
+    check_draft_model(model_layout.draft_kind, recipe)
     return model_layout
 
 
@@ -333,7 +333,7 @@ def _match_with_declarations(
     """
     if model_layout.architecture is not None:
         return model_layout
-    if model_layout.draft:
+    if model_layout.draft_kind:
         raise needs_architecture(model_layout, what)
     try:
         return match_by_derivation(checkpoint)
@@ -352,16 +352,17 @@ def match_by_derivation(checkpoint: Checkpoint) -> ModelLayout:
 
     entries = [entry.header() for entry in checkpoint.entries.values()]
     architecture = derive_declarations_for(checkpoint.config, entries)
-    if architecture.turned:
+    if architecture.transposed_stacks:
         raise RefusedError(
-            f"its files hold {min(architecture.turned)} the other way around", "--method rtn"
+            f"its files hold {min(architecture.transposed_stacks)} the other way around",
+            "--method rtn",
         )
     return match_tensors(checkpoint.config, entries, architecture)
 
 
 def _family_events(model_layout: ModelLayout, checkpoint: Checkpoint) -> tuple[Event, ...]:
     """Return the event of a model whose declarations were derived from a class of another ``model_type``, if any."""
-    if model_layout.architecture is None or model_layout.architecture.derived is None:
+    if model_layout.architecture is None or model_layout.architecture.derivation is None:
         return ()
     from quantforge.model.model_class import resolve_model_type
 
@@ -414,7 +415,7 @@ def with_transformers_verdict(checkpoint: Checkpoint, partial_plan: PartialPlan)
     from quantforge.model import transformers_loading  # torch, which planning does without
 
     config = unquantized_config(checkpoint)
-    config = untied(config) if partial_plan.untie else config
+    config = untie_config(config) if partial_plan.untie else config
     engines = transformers_loading.resolve_verdicts(
         partial_plan.engines, config, partial_plan.tensors
     )
@@ -458,5 +459,5 @@ def check_text(
         options, text_path = recipe.calibration, settings.calibration
         check_image_support(first_image_reference(options, text_path), checkpoint.config)
         check_calibration_text(
-            options, text_path, checkpoint.path, embedding_rows(checkpoint.config)
+            options, text_path, checkpoint.path, vocabulary_size(checkpoint.config)
         )

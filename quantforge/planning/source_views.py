@@ -15,8 +15,8 @@ from pathlib import Path
 
 from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.match import match_tensors
-from quantforge.architectures.routers import experts_of, is_stack
-from quantforge.architectures.towers import BLOCK
+from quantforge.architectures.routers import expert_counts, is_expert_stack
+from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.reader import Checkpoint
 from quantforge.files.unstacked_experts import unstacked
@@ -100,11 +100,11 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
 
 def _seems_stacked(checkpoint: Checkpoint) -> bool:
     """Return whether a tensor inside a block has three dimensions, the first of which is the number of experts."""
-    counts = experts_of(text_config(checkpoint.config))
+    counts = expert_counts(text_config(checkpoint.config))
     return any(
-        is_stack(entry.shape, counts)
+        is_expert_stack(entry.shape, counts)
         for name, entry in checkpoint.entries.items()
-        if BLOCK.match(name)
+        if NUMBERED_NAME.match(name)
     )
 
 

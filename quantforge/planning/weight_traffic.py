@@ -76,7 +76,7 @@ def weight_traffic(plan: Plan, model_layout: ModelLayout) -> WeightTraffic:
             counts[1] += math.prod(tensor.shape)
     share = expert_share(model_layout, tensors)
     held = sum(tensor.output_bytes for tensor in tensors)
-    inputs = {tensor.header.name: tensor.shared for tensor in model_layout.tensors}
+    inputs = {tensor.header.name: tensor.shared_input for tensor in model_layout.tensors}
     widest = _widest_activation(tensors, inputs, count, routed_to)
     return WeightTraffic(held, dense[0], dense[1], routed[0], routed[1], share, widest)
 
@@ -97,7 +97,9 @@ def experts_per_token(model_layout: ModelLayout) -> int:
 
 def _expert_count(model_layout: ModelLayout, tensors: Iterable[TensorPlan]) -> int:
     """Return the number of experts in a layer, 0 without experts."""
-    declared = model_layout.dimensions.own.get("experts", 0) if model_layout.dimensions else 0
+    declared = (
+        model_layout.dimensions.family_sizes.get("experts", 0) if model_layout.dimensions else 0
+    )
     return declared if declared > 1 else 1 + max((tensor.expert for tensor in tensors), default=-1)
 
 

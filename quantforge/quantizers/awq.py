@@ -327,9 +327,9 @@ class OutputErrorEstimator:
         moments: dict[str, Tensor],
     ) -> None:
         self._block = block
-        self._module = block.module.get_submodule(shared.within)
+        self._module = block.module.get_submodule(shared.compared_module)
         alone = shared.expert >= 0 and len(shared.linears) == 1
-        self._is_single_linear = alone or shared.linears == (shared.within,)
+        self._is_single_linear = alone or shared.linears == (shared.compared_module,)
         self.weights = {name: block.weight(name).clone() for name in shared.linears}
         self.shares = dict.fromkeys(shared.linears, 1.0)
         self._calls: Sequence[Call] = ()
@@ -338,8 +338,8 @@ class OutputErrorEstimator:
         if self._is_single_linear and statistics.hessian is not None:
             hessian = statistics.hessian
         if hessian is None:
-            calls = block.capture_calls(shared.within, rows)
-            wanted = {shared.key, *_single_linear_inputs(block, shared.within)}
+            calls = block.capture_calls(shared.compared_module, rows)
+            wanted = {shared.key, *_single_linear_inputs(block, shared.compared_module)}
             with _InputMoments(
                 block.module, wanted if statistics.hessian is None else set()
             ) as seen:
@@ -405,7 +405,7 @@ def _single_linear_inputs(block: DecoderBlock, module: str) -> Iterator[str]:
     """Yield the keys of inputs in a module that are read by a single linear, whose errors need no forward pass."""
     for shared in block.inputs:
         inside = shared.key.startswith(f"{module}.")
-        if inside and shared.scale_fold is not None and shared.linears == (shared.within,):
+        if inside and shared.scale_fold is not None and shared.linears == (shared.compared_module,):
             yield shared.key
 
 

@@ -16,9 +16,9 @@ from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.configuration import no_tie, untied
+from quantforge.architectures.configuration import tied_head_mismatch, untie_config
 from quantforge.architectures.match import match_tensors, needs_architecture
-from quantforge.architectures.residual_stream import residual_stream
+from quantforge.architectures.residual_stream import find_residual_stream
 from quantforge.errors import RefusedError
 from quantforge.files.computed_tensors import ROTATION, Rows, prepared_checkpoint
 from quantforge.files.reader import Checkpoint
@@ -44,7 +44,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
     )
     if model_layout.architecture is None or model_layout.dimensions is None:
         raise needs_architecture(model_layout, NAME)
-    stream = residual_stream(model_layout, f"--method {NAME}")
+    stream = find_residual_stream(model_layout, f"--method {NAME}")
     rotation, offset = (
         _make_rotation(model_layout.dimensions.hidden),
         model_layout.architecture.norm_offset,
@@ -57,7 +57,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
     rotated = partial(RotatedTensorReader, rotation=rotation, offset=offset, last=LastTensorCache())
     computed: dict[str, Rows] = {
         stored[name]: rotated(stored[name], place.axis, stored.get(place.norm, ""))
-        for name, place in stream.places.items()
+        for name, place in stream.axes.items()
     }
     computed |= {stored[norm]: ConstantGainReader(1.0 - offset) for norm in stream.norms}
     description = (
@@ -67,11 +67,11 @@ def prepare(source: Checkpoint) -> Checkpoint:
     if not model_layout.tied:
         return prepared_checkpoint(source, computed, facts={ROTATION: description})
     base = model_layout.by_name[embedding].header
-    duplicate = stored[head] if model_layout.tied_twice else ""
+    duplicate = stored[head] if model_layout.stores_tied_head else ""
     computed[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
     added = {head: replace(source.entries[base.name], name=head)}
     description += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
-    config = untied(source.config)
+    config = untie_config(source.config)
     return prepared_checkpoint(
         source, computed, config=config, added=added, facts={ROTATION: description}
     )
@@ -114,7 +114,7 @@ class RotatedTensorReader:
         if self.duplicate and not torch.equal(
             stored, checkpoint.read_rows(self.duplicate, first, last)
         ):
-            raise no_tie(self.base, self.duplicate)
+            raise tied_head_mismatch(self.base, self.duplicate)
         value = stored.to(torch.float32, copy=True)
         if self.gain:
             gain = checkpoint.read(self.gain).float() + self.offset

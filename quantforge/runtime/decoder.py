@@ -116,7 +116,7 @@ class Decoder:
         self, model: PreTrainedModel, join: bool = True, scales: LayerScales | None = None
     ) -> None:
         family = decoder_family(model.config.model_type)
-        if family is None or family.own_graph is None or not supports(model):
+        if family is None or family.complete_graph is None or not supports(model):
             raise RefusedError(
                 f"model_type {model.config.model_type!r} is not computed by the own decoder",
                 "such models run through transformers",
@@ -132,7 +132,7 @@ class Decoder:
         self.positions: int = config.max_position_embeddings
         self.vocabulary = len(self._embedding.weight)
         self._output: nn.Module = model.get_output_embeddings()
-        self._graph = family.own_graph
+        self._graph = family.complete_graph
         self._norm: Any = model.get_submodule(family.final_norm)
         self._epsilon: float | None = getattr(config, "rms_norm_eps", None)  # None: not RMSNorm
         self._offset = family.norm_offset
@@ -144,7 +144,7 @@ class Decoder:
         self._final_softcap: float = getattr(config, "final_logit_softcapping", None) or 0.0
         activation = getattr(config, "hidden_activation", None) or config.hidden_act
         self._gate = {"silu": silu_gate, "gelu_pytorch_tanh": gelu_gate}.get(activation)
-        parallel = self._graph.side_by_side
+        parallel = self._graph.parallel_mlp
         self._parallel_blocks = bool(
             getattr(config, parallel) if isinstance(parallel, str) else parallel
         )
@@ -271,7 +271,7 @@ class Decoder:
     ) -> Tensor:
         module, sequences = layer.attention, cache.sequences
         q, k, v = layer.projections(h)
-        if layer.head_norms is not None and self._graph.norms_of_all:
+        if layer.head_norms is not None and self._graph.qk_norms_over_all_heads:
             q, k = (self._normed(x, norm) for x, norm in zip((q, k), layer.head_norms, strict=True))
         q, k, v = (part.view(len(h), -1, self.head) for part in (q, k, v))
         q, k = self._apply_head_norms_and_rotary(layer, q, k, entry)
@@ -284,24 +284,27 @@ class Decoder:
         else:
             batched_q = q.view(sequences, -1, *q.shape[1:])
             out = attend_batch(batched_q, index, cache, layer.scores)
-        return apply_linear(getattr(module, self._graph.output), out.reshape(len(h), -1))
+        return apply_linear(getattr(module, self._graph.output_proj), out.reshape(len(h), -1))
 
     def _apply_head_norms_and_rotary(
         self, layer: DecoderLayer, q: Tensor, k: Tensor, entry: BlockInputs
     ) -> tuple[Tensor, Tensor]:
         """Apply per-head norms and rotary positions to queries and keys ``[tokens, heads, head]``."""
-        graph, norms = self._graph, None if self._graph.norms_of_all else layer.head_norms
-        if norms is not None and not graph.norms_after_rotation:
+        graph, norms = (
+            self._graph,
+            None if self._graph.qk_norms_over_all_heads else layer.head_norms,
+        )
+        if norms is not None and not graph.qk_norms_after_rotation:
             q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
         if layer.rotary is not None:
-            if graph.neighbours:
+            if graph.interleaved_rotary:
                 q, k = (
                     interleaved_to_halves(x, rotary_width(entry.angles[layer.rotary]))
                     for x in (q, k)
                 )
             q = apply_rotary(q, *entry.angles[query_angles_key(layer.rotary, entry.angles)])
             k = apply_rotary(k, *entry.angles[layer.rotary])
-        if norms is not None and graph.norms_after_rotation:
+        if norms is not None and graph.qk_norms_after_rotation:
             q, k = self._normed(q, norms[0]), self._normed(k, norms[1])
         return q, k
 
@@ -394,11 +397,11 @@ def build_layer(
     block: Any, family: Architecture, model: Any, index: int, join: bool
 ) -> DecoderLayer:
     """Build the `DecoderLayer` of a transformers block; ``join`` fuses linears that have the same input."""
-    graph, config = family.own_graph, model.config
+    graph, config = family.complete_graph, model.config
     assert graph is not None  # see `decoder_family`
-    attention = getattr(block, graph.attention)
+    attention = getattr(block, graph.attention_module)
     window = getattr(
-        attention, "sliding_window", config.sliding_window if graph.one_window else None
+        attention, "sliding_window", config.sliding_window if graph.same_window else None
     )
     if not getattr(attention, "is_sliding", True):
         window = None
@@ -407,16 +410,16 @@ def build_layer(
     return DecoderLayer(
         attention=attention,
         mlp=block.mlp,
-        before_attention=_optional_submodule(block, graph.before_attention),
-        after_attention=_optional_submodule(block, graph.after_attention),
-        before_mlp=_optional_submodule(block, graph.before_mlp),
-        after_mlp=_optional_submodule(block, graph.after_mlp),
+        before_attention=_optional_submodule(block, graph.norm_before_attention),
+        after_attention=_optional_submodule(block, graph.norm_after_attention),
+        before_mlp=_optional_submodule(block, graph.norm_before_mlp),
+        after_mlp=_optional_submodule(block, graph.norm_after_mlp),
         head_norms=None if norms[0] is None else (norms[0], norms[1]),
         scores=ScoreOptions(float(attention.scaling), float(softcap), window or 0),
         rotary=_rotary_key(graph, model, attention, index, window),
         qkv=_join_linears(attention, "q_proj", "k_proj", "v_proj") if join else None,
         gate_up=_join_linears(block.mlp, "gate_proj", "up_proj") if join else None,
-        fused=_fused_qkv(family, graph, config, attention) if graph.fused else None,
+        fused=_fused_qkv(family, graph, config, attention) if graph.fused_qkv else None,
     )
 
 
@@ -428,8 +431,10 @@ def _fused_qkv(
     family: Architecture, graph: DecoderGraph, config: Any, attention: Any
 ) -> tuple[Any, list[int]]:
     sizes = family.dimensions(config.to_dict())
-    module = getattr(attention, graph.fused)
-    rows = [sizes.size(text) for text in family.slices[f"{graph.attention}.{graph.fused}"]]
+    module = getattr(attention, graph.fused_qkv)
+    rows = [
+        sizes.size(text) for text in family.slices[f"{graph.attention_module}.{graph.fused_qkv}"]
+    ]
     held_rows = len(module.weight)  # fewer rows under tensor parallelism
     return module, [size * min(held_rows, sum(rows)) // sum(rows) for size in rows]
 

@@ -199,7 +199,7 @@ def _create_mapping(
         RefusedError: no declarations can be derived; the message says why.
     """
     stored = [tensor.header for tensor in model_layout.tensors]
-    if model_layout.architecture is None or model_layout.architecture.converted:
+    if model_layout.architecture is None or model_layout.architecture.has_weight_conversion:
         mapping = WeightMapping(model, stored)
         if not has_single_experts(mapping.unused):
             return mapping

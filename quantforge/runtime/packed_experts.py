@@ -120,7 +120,8 @@ def _try_packed(
     places = {item: mapping.expert_places[item] for item in stored}
     stacks = list(dict.fromkeys(place.stack for place in places.values()))
     by_place = {
-        (place.stack.linears[place.position], place.expert): item for item, place in places.items()
+        (place.stack.linears[place.linear_index], place.expert): item
+        for item, place in places.items()
     }
 
     def weight(linear: str, expert: int) -> QuantizedTensor | Tensor:
@@ -350,7 +351,9 @@ def _computes_gated_mlp(module: Any, stacks: Mapping[str, Stack]) -> bool:
 
     trial = {_GATE_UP: numbers(2 * _PROBE_UNITS, width), _DOWN: numbers(width, _PROBE_UNITS)}
     states = numbers(_PROBE_TOKENS, width) * math.sqrt(width)
-    gate, up = (states @ stacks[_GATE_UP].share(trial[_GATE_UP], position).T for position in (0, 1))
+    gate, up = (
+        states @ stacks[_GATE_UP].rows_of(trial[_GATE_UP], position).T for position in (0, 1)
+    )
     for name, matrix in trial.items():
         stored = matrix.T if stacks[name].transposed else matrix
         setattr(module, name, parameter(stored.contiguous()[None]))

@@ -191,7 +191,7 @@ def find_shards(
         RefusedError: the model cannot be split; the message says why.
     """
     family, sizes = model_layout.architecture, model_layout.dimensions
-    if family is None or sizes is None or family.own_graph is None or not supports(model):
+    if family is None or sizes is None or family.complete_graph is None or not supports(model):
         raise _cannot_split(
             f"model_type {model_layout.model_type!r} is not computed by the own decoder"
         )
@@ -228,12 +228,12 @@ def _shard_of_parameter(
     family, sizes = model_layout.architecture, model_layout.dimensions
     assert family is not None
     assert sizes is not None
-    graph = family.own_graph
+    graph = family.complete_graph
     assert graph is not None
     owner, _, leaf = item.name.rpartition(".")
     if owner not in kind.linears:
         is_head_norm = any(
-            owner.startswith(f"{graph.attention}.{norm}.") for norm in graph.head_norms
+            owner.startswith(f"{graph.attention_module}.{norm}.") for norm in graph.head_norms
         )
         if is_head_norm or _SPLIT_DIMENSIONS & {*item.shape}:
             raise _cannot_split(f"{module}: a norm of all heads, which are split")
@@ -241,8 +241,10 @@ def _shard_of_parameter(
             return WeightShard(module, share, (share.slice_of(sizes.size(item.shape[0]), module),))
         return None
     shape = next(one.shape for one in kind.parameters if one.name == f"{owner}.weight")
-    attention = owner.startswith(f"{graph.attention}.")
-    if owner == f"{graph.attention}.{graph.output}" or (not attention and shape[0] == "hidden"):
+    attention = owner.startswith(f"{graph.attention_module}.")
+    if owner == f"{graph.attention_module}.{graph.output_proj}" or (
+        not attention and shape[0] == "hidden"
+    ):
         size = sizes.size(shape[1])
         return (
             WeightShard(module, share, columns=share.slice_of(size, f"{module}: inputs"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.architectures import text_config
-from quantforge.architectures.configuration import embedding_rows, positions_in
+from quantforge.architectures.configuration import max_positions, vocabulary_size
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
@@ -51,7 +51,7 @@ def load_text_processor(path: Path, config: Mapping[str, Any]) -> TextProcessor:
         InputError: there is no readable tokenizer, or a file is damaged.
     """
     with tokenizer_directory(path) as (folder, gguf), as_input_errors():
-        tokenizer = load_tokenizer(folder, embedding_rows(config))
+        tokenizer = load_tokenizer(folder, vocabulary_size(config))
         template = find_chat_template(folder)
         stop = _as_id_list(text_config(config).get("eos_token_id"))
         if gguf is not None:
@@ -65,7 +65,7 @@ def load_text_processor(path: Path, config: Mapping[str, Any]) -> TextProcessor:
             )
             stop = _as_id_list(document.get("eos_token_id")) or stop
     eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    return TextProcessor(tokenizer, template, frozenset(stop + eos), positions_in(config))
+    return TextProcessor(tokenizer, template, frozenset(stop + eos), max_positions(config))
 
 
 def load_model_tokenizer(model: Checkpoint) -> TextTokenizer:
@@ -75,7 +75,7 @@ def load_model_tokenizer(model: Checkpoint) -> TextTokenizer:
         InputError: there is no readable tokenizer.
     """
     with tokenizer_directory(model.path) as (folder, _), as_input_errors():
-        return load_tokenizer(folder, embedding_rows(model.config))
+        return load_tokenizer(folder, vocabulary_size(model.config))
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def _find_row_factors(
     assert shared.scale_fold is not None
     architecture, dimensions = require_declarations(model_layout)
     producer, reader = f"{block}.{shared.scale_fold.module}", f"{block}.{shared.key}"
-    rows = architecture.rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
+    rows = architecture.slice_rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
 
     def fit_rows(made: Pair) -> _Fit:
         return _fit(folds.applied(producer, made[0])[rows], made[1][rows], dim=1)

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from quantforge.architectures.draft_heads import type_of
+from quantforge.architectures.draft_heads import model_type_or_draft
 from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import MatchedTensor, ModelLayout
 from quantforge.artifacts import manifest
@@ -148,7 +148,7 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     try:
         checkpoint = open_model(path)
         report.notes += [checkpoint.declaration_note] if checkpoint.declaration_note else []
-        report.model_type = type_of(checkpoint.config)
+        report.model_type = model_type_or_draft(checkpoint.config)
         form = detect_format(checkpoint.config)
         report.format = form.KEY
         stored, layouts = _headers(checkpoint)

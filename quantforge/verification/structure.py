@@ -103,10 +103,10 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
         return
     schemes: dict[str, dict[str, str]] = {}
     for tensor in artifact.model_layout.tensors:
-        if tensor.role is Role.LINEAR and tensor.shared:
+        if tensor.role is Role.LINEAR and tensor.shared_input:
             layout = artifact.layout(tensor)
             scheme = str(layout.scheme) if layout else "not quantized"
-            schemes.setdefault(tensor.shared, {})[_module(tensor)] = scheme
+            schemes.setdefault(tensor.shared_input, {})[_module(tensor)] = scheme
     severity = Severity.WARNING if engine in {None, TRANSFORMERS} else Severity.ERROR
     for modules in schemes.values():
         if len(set(modules.values())) > 1:
@@ -185,7 +185,7 @@ def _check_towers(report: Report, artifact: Artifact, source: Original | None) -
 
     Their tensors are those of the source; without a source, those that transformers expects.
     """
-    foreign = artifact.model_layout.foreign
+    foreign = artifact.model_layout.foreign_tensors
     whole = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
     own = {_short(tensor.name) for tensor in foreign}
     towers = {_tower(name) for name in own}
@@ -193,7 +193,9 @@ def _check_towers(report: Report, artifact: Artifact, source: Original | None) -
         _tower(t.header.name) for t in artifact.model_layout.tensors if t.role is not Role.FOREIGN
     }
     if source is not None:
-        expected = {tensor.name: tensor.draft_head for tensor in source.model_layout.foreign}
+        expected = {
+            tensor.name: tensor.draft_head for tensor in source.model_layout.foreign_tensors
+        }
         unclear |= {_tower(name) for name in own - {*map(_short, expected)}}  # renamed by a tool
     elif whole:
         plain = _plain(artifact)
@@ -234,13 +236,15 @@ def _model_of(artifact: Artifact) -> ModelToLoad:
         (model_layout.model_type, str(artifact.checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
         turned=any(layout.transposed for layout in layouts.values()),
-        unstacked=family is not None and family.stacks_experts and not family.joins_experts,
+        unstacked=family is not None
+        and family.publishes_stacked_experts
+        and not family.loads_single_experts,
         kept=tuple(t.header.name for t in model_layout.tensors if artifact.layout(t) is None),
         embedding=any(
             t.role is Role.EMBEDDING and artifact.layout(t) for t in model_layout.tensors
         ),
         running=artifact.running,
-        draft=model_layout.draft,
+        draft=model_layout.draft_kind,
     )
 
 

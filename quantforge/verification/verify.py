@@ -147,7 +147,9 @@ def _open_matching_source(
 
 
 def _is_derived(model_layout: ModelLayout) -> bool:
-    return model_layout.architecture is not None and model_layout.architecture.derived is not None
+    return (
+        model_layout.architecture is not None and model_layout.architecture.derivation is not None
+    )
 
 
 def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:

@@ -76,10 +76,10 @@ def facts(model_layout: ModelLayout, shared: SharedInput) -> object:
     assert model_layout.dimensions is not None
     produced = None
     if scale_fold is not None:
-        rows = architecture.rows(model_layout.dimensions, scale_fold.module, scale_fold.rows)
+        rows = architecture.slice_rows(model_layout.dimensions, scale_fold.module, scale_fold.rows)
         produced = (scale_fold.kind, scale_fold.module, str(rows))
     # Of one linear that a norm precedes, the sub-block that is compared is a matter of taste, too.
-    within = shared.within if len(shared.linears) > 1 else ""
+    within = shared.compared_module if len(shared.linears) > 1 else ""
     linears = tuple(name for name in shared.linears if not name.endswith(KEPT))
     return linears, within, shared.heads, shared.expert, produced
 
@@ -104,7 +104,7 @@ def test_what_is_derived_is_what_is_declared(tiny: Tiny, family: str) -> None:
     inside = [(t.header.name, inner(found, theirs[t.header.name])) for t in own]
     assert inside == [(t.header.name, inner(declared, t)) for t in own]
     assert len(theirs) == len(declared.tensors)
-    assert not any(theirs[t.header.name].role is Role.LINEAR for t in declared.foreign)
+    assert not any(theirs[t.header.name].role is Role.LINEAR for t in declared.foreign_tensors)
     assert found.tied == declared.tied
     for mine, theirs in zip(found.layers, declared.layers, strict=True):
         one = {shared.key: shared for shared in mine.inputs}
@@ -216,7 +216,9 @@ def test_a_kind_of_layers_that_cuts_a_linear_otherwise_folds_nothing_into_it(
         (shared,) = (item for item in kind.inputs if "self_attn.o_proj" in item.linears)
         absorbs.append(shared.scale_fold is not None)
         if shared.scale_fold is not None:
-            rows = architecture.rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
+            rows = architecture.slice_rows(
+                dimensions, shared.scale_fold.module, shared.scale_fold.rows
+            )
             assert isinstance(rows, list)
             assert len(rows) == shapes["self_attn.o_proj.weight"][1]
             assert max(rows) + 1 == shapes["self_attn.kv_b_proj.weight"][0]

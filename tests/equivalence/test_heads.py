@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantforge import api
 from quantforge.api.reproduce import reproduce
-from quantforge.architectures.draft_heads import draft_head_tensors, without_heads
+from quantforge.architectures.draft_heads import find_draft_head_tensors, without_draft_heads
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.plans import Action, StoredTensor
@@ -217,7 +217,7 @@ def test_gguf_says_that_it_leaves_them_out(with_head: Make) -> None:
 
 def test_names_and_counts() -> None:
     def found(config: dict[str, Any], *names: str) -> dict[str, bool]:
-        return draft_head_tensors(
+        return find_draft_head_tensors(
             config, 4, [StoredTensor(name, "BF16", (64, 64)) for name in names]
         )
 
@@ -244,7 +244,7 @@ def test_names_and_counts() -> None:
     with pytest.raises(InputError, match="num_nextn"):
         found({"num_nextn_predict_layers": 9})
     tower = {"text_config": {"mtp_num_hidden_layers": 1, "num_hidden_layers": 4}, "use_mtp": True}
-    assert without_heads(tower) == {
+    assert without_draft_heads(tower) == {
         "text_config": {"mtp_num_hidden_layers": 0, "num_hidden_layers": 4},
         "use_mtp": False,
     }

@@ -22,7 +22,7 @@ from quantforge.api.reproduce import reproduce
 from quantforge.architectures import Parameter, architecture_of
 from quantforge.architectures.families import declared_families
 from quantforge.architectures.match import Role, match_tensors
-from quantforge.architectures.residual_stream import residual_stream
+from quantforge.architectures.residual_stream import find_residual_stream
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
 from quantforge.execution import data_free
@@ -81,11 +81,11 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     model_layout = match_tensors(
         source.config, [entry.header() for entry in source.entries.values()]
     )
-    stream = residual_stream(model_layout, "this")
+    stream = find_residual_stream(model_layout, "this")
     for name in stream.norms:
         gain = rotated.read(model_layout.by_name[name].header.name)
         assert torch.equal(gain, torch.full_like(gain, 0.0 if family == "gemma" else 1.0)), name
-    for name in stream.places:
+    for name in stream.axes:
         stored = model_layout.by_name[name].header.name
         assert not torch.allclose(source.read(stored).float(), rotated.read(stored), atol=1e-3)
 
@@ -108,7 +108,7 @@ def test_every_family_is_rotated_exactly_or_refused(tiny: Tiny) -> None:
     assert taken == set(ROTATED)
     shown = {{**FAMILIES, **MIXTURES}[family][0] for family in {**FAMILIES, **MIXTURES}}
     declared = [architecture_of({"model_type": name}) for name in declared_families()]
-    graphs = {family.model_type for family in declared if family and family.own_graph}
+    graphs = {family.model_type for family in declared if family and family.complete_graph}
     assert not graphs - shown, "no tiny model shows whether these are rotated exactly"
 
 
@@ -131,7 +131,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
     first = replace(model_layout.tensors[0], name=f"{model_layout.block_name(0)}.{item.name}")
     changed = replace(model_layout, layers=kinds, tensors=(*model_layout.tensors, first))
     with pytest.raises(RefusedError, match=re.escape(first.name) + f".*{said}"):
-        residual_stream(changed, "this")
+        find_residual_stream(changed, "this")
 
 
 def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
@@ -141,7 +141,7 @@ def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
     )
     head = replace(model_layout.tensors[0], name="further", role=Role.FOREIGN, draft_head=True)
     with pytest.raises(RefusedError, match="lies outside of the decoder") as refused:
-        residual_stream(replace(model_layout, tensors=(*model_layout.tensors, head)), "this")
+        find_residual_stream(replace(model_layout, tensors=(*model_layout.tensors, head)), "this")
     assert refused.value.hint == "--mtp drop leaves heads for further tokens out"
 
 

@@ -59,8 +59,8 @@ def streamed(path: Path, model_layout: ModelLayout, **options: Any) -> Tensor:
 def test_a_stream_is_the_whole_model(path: Path) -> None:
     model_layout = derived(path)
     assert model_layout.architecture is not None
-    assert model_layout.architecture.replayed
-    assert model_layout.architecture.streams == (4 if path.name == "hy_v4" else 1)
+    assert model_layout.architecture.needs_model_replay
+    assert model_layout.architecture.num_streams == (4 if path.name == "hy_v4" else 1)
     model = whole(path)
     with torch.inference_mode():
         expected = torch.cat([model(row[None]).logits for row in ROWS])

@@ -15,7 +15,7 @@ import torch
 
 from quantforge import api
 from quantforge.api.export import find_loadable_format
-from quantforge.architectures.configuration import untied
+from quantforge.architectures.configuration import untie_config
 from quantforge.artifacts import manifest
 from quantforge.artifacts.provenance import BILL, STATEMENT
 from quantforge.artifacts.publish import describe_source
@@ -326,7 +326,7 @@ def test_statements_stand_in_or_beside_a_result(model: Path, tmp_path: Path, suf
 
 def test_nested_configurations_are_untied_too() -> None:
     config = {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": True, "a": 1}}
-    assert untied(config) == {
+    assert untie_config(config) == {
         "tie_word_embeddings": False,
         "text_config": {"tie_word_embeddings": False, "a": 1},
     }

@@ -168,7 +168,7 @@ def test_stacked_experts_are_rounded_one_by_one(tiny: Tiny, tmp_path: Path, fami
     model_layout = decoded.model_layout
     for tensor in (item for item in model_layout.tensors if item.role is Role.LINEAR):
         if tensor.expert >= 0:
-            place = model_layout.place(tensor)
+            place = model_layout.expert_slice(tensor)
             stack = f"{model_layout.block_name(tensor.block)}.{place.stack.parameter}"
             own = place.view(model.get_parameter(stack).data)
         else:

@@ -66,7 +66,7 @@ for family, config in json.loads(sys.argv[1]).items():
     stored = [StoredTensor(name, "BF16", tuple(shape)) for name, shape in source.shapes.items()]
     matched = match_tensors(source.config, stored)
     plans = [
-        TensorPlan(t.header.name, "BF16", t.header.shape, Action.QUANTIZE, "", block=t.block, shared=t.shared,
+        TensorPlan(t.header.name, "BF16", t.header.shape, Action.QUANTIZE, "", block=t.block, shared=t.shared_input,
                    transposed=t.transposed)
         for t in matched.tensors if t.role == "linear"
     ]

@@ -5,5 +5,5 @@ from dataclasses import replace
 from quantforge.architectures.families import llama
 
 ARCHITECTURE = replace(
-    llama.ARCHITECTURE, model_type="hyperclovax", requires={"use_post_norm": False}
+    llama.ARCHITECTURE, model_type="hyperclovax", required_values={"use_post_norm": False}
 )

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from quantforge.architectures import FoldKind
-from quantforge.architectures.configuration import untied
+from quantforge.architectures.configuration import untie_config
 from quantforge.architectures.match import ModelLayout, match_tensors, needs_architecture
 from quantforge.errors import InputError
 from quantforge.files.computed_tensors import Rows, prepared_checkpoint
@@ -62,7 +62,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
     if not model_layout.tied:
         return prepared_checkpoint(source, computed)
     added = {head: replace(source.entries[stored[embedding]], name=head)}
-    return prepared_checkpoint(source, computed, config=untied(source.config), added=added)
+    return prepared_checkpoint(source, computed, config=untie_config(source.config), added=added)
 
 
 def norms(model_layout: ModelLayout) -> Iterator[Norm]:

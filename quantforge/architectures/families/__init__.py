@@ -1,50 +1,50 @@
-"""The families of models: one file each, with its generations and mixtures.
+"""Declarations of the model families: one file per family, with its generations and mixtures of experts.
 
-A file ends with its ``FAMILIES``: declarations by ``model_type``. To add a family, write its file and add the name to
-`FILES`.
+A file ends with ``FAMILIES``: its declarations by ``model_type``. To add a family, write its file and add the file's
+name to `FILES`.
 
 In this folder:
 
-    afmoe       AFMoE (Trinity): attention whose output is gated, four norms per layer
-    apertus     Apertus: a qwen3 in its attention, and an MLP without gate, of xIELU
-    arcee       Arcee (AFM): a llama with an MLP without gate, of squared ReLU
-    cohere      Command R, R7B and A: attention and MLP side by side after one LayerNorm without bias
-    cwm         CWM: a llama in which three layers of four have a window, with an explicit head size
-    deepseek    DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention; dense first layers
-    dots1       dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them
-    ernie4_5    ERNIE 4.5: a llama that rotates neighbours, with one key for all biases, and a tied head
-    exaone4     EXAONE 4: norms after the halves of a layer as in olmo2, norms over each head of q and k
-    falcon_h1   Falcon H1: in every layer attention and a Mamba-2 mixer side by side after one norm, then a gated MLP
+    afmoe       AFMoE (Trinity): gated attention, four norms per layer, dense first layers, shared experts
+    apertus     Apertus: the attention of qwen3, and an ungated MLP with xIELU, whose two slopes are learned
+    arcee       Arcee (AFM): a llama with an ungated MLP and squared ReLU
+    cohere      Command R, R7B and A: parallel attention and MLP after one LayerNorm without bias
+    cwm         CWM: a llama with an explicit head size and a sliding window in three of four layers
+    deepseek    DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention, dense first layers, then experts
+    dots1       dots.llm1: a qwen3 with dense first layers, then experts and shared experts
+    ernie4_5    ERNIE 4.5: a llama with interleaved rotary embeddings, one key for all biases, and a tied head
+    exaone4     EXAONE 4: norms after attention and MLP as in olmo2, per-head norms of q and k, sliding windows
+    falcon_h1   Falcon H1: parallel attention and Mamba-2 mixer after one norm in every layer, then a gated MLP
     gemma       Gemma 1 to 3: a llama whose norms multiply by 1 + w, with a tied head
-    gemma4      Gemma 4: heads of full layers are wider, the last layers read keys and values of earlier ones
+    gemma4      Gemma 4: wider heads in full-attention layers; the last layers reuse keys and values of earlier ones
     glm         GLM 4 (2024, 2025) and its mixtures, GLM 4.5 to 4.7
-    gpt2        GPT-1 and GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``)
-    gpt_neox    GPT-NeoX and Pythia: q, k, v of one head after another in one matrix
-    gpt_oss     GPT-OSS: attention with sinks and biases, and experts that are stored stacked, ``[experts, in, out]``
-    granite     Granite 3 and 4: a llama with factors on embeddings, attention, residuals and logits
-    helium      Helium: a llama that rotates neighbours, with an explicit head size
-    hunyuan     Hunyuan: a llama with an RMSNorm over each head of q and k, after the rotation
-    kimi        Kimi Linear, and Kimi K2.5 and later: a deepseek_v3 beside a vision tower (Kimi K2 is a deepseek_v3)
-    lfm2        LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all
+    gpt2        GPT-1 and GPT-2: LayerNorms with bias, learned positions, fused q, k, v (``[in, out]``), tied head
+    gpt_neox    GPT-NeoX and Pythia: fused q, k, v, interleaved head by head, and a LayerNorm before attention and MLP
+    gpt_oss     GPT-OSS: attention with sinks and biases, and stacked experts stored as ``[experts, in, out]``
+    granite     Granite 3 and 4: a llama with multipliers on embeddings, attention, residuals and logits
+    helium      Helium: a llama with interleaved rotary embeddings and an explicit head size
+    hunyuan     Hunyuan: a llama with per-head RMSNorms of q and k, after the rotary embedding
+    kimi        Kimi Linear, and Kimi K2.5 and later: a deepseek_v3 with a vision tower
+    lfm2        LFM 2: short convolutions in most layers, attention in the others, a gated MLP in all
     llama       Llama 1 to 3: RMSNorm, rotary embeddings, grouped-query attention, gated MLP
-    llama4      Llama 4: a llama with experts, stored stacked, in some layers or in all, beside a vision tower
-    minimax_m2  MiniMax M2: a mixtral with a correction of the router's scores, and norms over all heads of q, and of k
+    llama4      Llama 4: a llama with stacked experts in some or all layers, and a vision tower
+    minimax_m2  MiniMax M2: a mixtral with corrected router scores, and norms over all heads of q and of k
     mistral     Mistral, Ministral, Mixtral and Mistral Small 3
-    nemotron    Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an MLP without gate, of squared ReLU
-    nemotron_h  Nemotron H (Nemotron Nano 2 and 3): every layer is one mixer after a norm: Mamba-2, attention
-    olmo        OLMo 1 to 3 and OLMoE
-    opt         OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head
-    phi         Phi 1 and 2: attention and an MLP without gate side by side after one LayerNorm, biases everywhere
-    phi3        Phi 3, 3.5 and 4 (mini): a llama with q, k, v in one matrix and gate, up in another
-    phimoe      Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name
-    qwen2       Qwen 1.5 to 2.5: a llama whose q, k and v always have a bias, and o never
-    qwen3       Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size
-    qwen3_next  Qwen 3 Next and 3.5: gated delta nets in three layers of four, gated attention in the others
-    qwen_vl     Qwen 2, 2.5 and 3 VL: a qwen2 or a qwen3 that reads pictures
-    seed_oss    Seed-OSS: a llama whose q, k and v have biases, with an explicit head size
-    smollm3     SmolLM 3: a llama that skips rotary embeddings in every fourth layer
-    stablelm    StableLM: a llama with LayerNorms, rotating a quarter of each head
-    starcoder2  StarCoder 2: a llama with LayerNorms and biases, and an MLP without gate
+    nemotron    Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an ungated MLP with squared ReLU
+    nemotron_h  Nemotron H (Nemotron Nano 2 and 3): one mixer per layer: Mamba-2, attention, an MLP or experts
+    olmo        OLMo 1 to 3 and OLMoE: norms without weights, or after attention and MLP
+    opt         OPT: LayerNorms with bias, learned positions (after two padding rows), ReLU, tied head
+    phi         Phi 1 and 2: parallel attention and ungated MLP after one LayerNorm, with biases everywhere
+    phi3        Phi 3, 3.5 and 4 (mini): a llama with fused q, k, v and fused gate and up
+    phimoe      Phi 3.5 MoE: a mixtral with LayerNorms and biases, and another name of the router
+    qwen2       Qwen 1.5 to 2.5: a llama with biases of q, k and v, but not of the output projection
+    qwen3       Qwen 3: a llama with per-head RMSNorms of q and k, and an explicit head size
+    qwen3_next  Qwen 3 Next and 3.5: gated delta nets in three of four layers, gated attention in the others
+    qwen_vl     Qwen 2, 2.5 and 3 VL: a qwen2 or qwen3 with a vision tower; decoder tensors keep their names
+    seed_oss    Seed-OSS: a llama with biases of q, k and v, and an explicit head size
+    smollm3     SmolLM 3: a llama without rotary embeddings in every fourth layer
+    stablelm    StableLM: a llama with LayerNorms and rotary embeddings of a quarter of each head
+    starcoder2  StarCoder 2: a llama with LayerNorms, biases, and an ungated MLP with GELU
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ FILES = (
 
 @cache
 def declared_families() -> dict[str, Architecture]:
-    """Return the declarations of every family by ``model_type``, also of those that follow another."""
-    found: dict[str, Architecture] = {}
+    """Return the declarations of every family by ``model_type``."""
+    families: dict[str, Architecture] = {}
     for file in FILES:
-        found |= import_module(f"{__name__}.{file}").FAMILIES
-    return found
+        families |= import_module(f"{__name__}.{file}").FAMILIES
+    return families

@@ -1,7 +1,7 @@
-"""AFMoE (Trinity): attention whose output is gated, four norms per layer, dense first layers and shared experts.
+"""AFMoE (Trinity): gated attention, four norms per layer, dense first layers, shared experts.
 
-The gate reads what q, k and v read, and multiplies what attention computed: it leaves the way from ``v`` to the output
-linear, channel by channel.
+The gate projection reads the same input as q, k and v, and its sigmoid multiplies the output of attention. So the input
+of the output projection is still linear in ``v``, channel by channel, and a scale folds into ``v``.
 """
 
 from __future__ import annotations
@@ -11,37 +11,43 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import FoldKind, ScaleFold
-from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, linear, norms
+from quantforge.architectures.declare import (
+    HEAD_NORMS,
+    attention,
+    gated_mlp,
+    linear_parameters,
+    norm_parameters,
+)
 from quantforge.architectures.families import llama
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import (
+    dense_first_kinds,
     dense_or_sparse,
-    experts_one_by_one,
-    first_dense,
-    router,
+    router_parameters,
     shared_experts,
+    single_experts,
 )
 
-GATE = "self_attn.gate_proj"
-PLAIN = attention("attention_bias")
-GATED = replace(
-    PLAIN,
-    parameters=(*PLAIN.parameters, *linear(GATE, "q", "hidden")),
+GATE_PROJ = "self_attn.gate_proj"
+PLAIN_ATTENTION = attention("attention_bias")
+GATED_ATTENTION = replace(
+    PLAIN_ATTENTION,
+    parameters=(*PLAIN_ATTENTION.parameters, *linear_parameters(GATE_PROJ, "q", "hidden")),
     inputs=(
-        replace(PLAIN.inputs[0], linears=(*PLAIN.inputs[0].linears, GATE)),
-        *PLAIN.inputs[1:],
+        replace(PLAIN_ATTENTION.inputs[0], linears=(*PLAIN_ATTENTION.inputs[0].linears, GATE_PROJ)),
+        *PLAIN_ATTENTION.inputs[1:],
     ),
 )
 NORMS = (
     *llama.NORMS,
-    *norms("pre_mlp_layernorm", "post_mlp_layernorm"),
+    *norm_parameters("pre_mlp_layernorm", "post_mlp_layernorm"),
     *HEAD_NORMS,
 )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `first_dense`."""
-    return first_dense(config, "num_dense_layers")
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer; errors as `dense_first_kinds`."""
+    return dense_first_kinds(config, "num_dense_layers")
 
 
 ARCHITECTURE = replace(
@@ -49,15 +55,15 @@ ARCHITECTURE = replace(
     model_type="afmoe",
     kinds=dense_or_sparse(
         NORMS,
-        GATED,
+        GATED_ATTENTION,
         dense=gated_mlp(norm=ScaleFold(FoldKind.NORM, "pre_mlp_layernorm")),
         sparse=(
-            router("mlp.router.gate", correction="mlp.expert_bias"),
-            experts_one_by_one("inner"),
+            router_parameters("mlp.router.gate", correction="mlp.expert_bias"),
+            single_experts("inner"),
             *shared_experts("shared*inner"),
         ),
     ),
-    kind_of=kinds,
+    layer_kind_names=layer_kind_names,
     sizes={
         "experts": ("num_experts", "num_local_experts", "n_routed_experts"),
         "inner": ("moe_intermediate_size",),

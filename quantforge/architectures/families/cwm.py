@@ -1,4 +1,4 @@
-"""CWM: a llama in which three layers of four have a window, with an explicit head size."""
+"""CWM: a llama with an explicit head size and a sliding window in three of four layers."""
 
 from dataclasses import replace
 

@@ -1,8 +1,8 @@
-"""DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention; dense first layers, then experts with shared ones beside them.
+"""DeepSeek 2, 3 and 3.2, and Kimi K2: latent attention, dense first layers, then experts.
 
-DeepSeek 2 has a latent for queries in the large model only. In DeepSeek 3.2 attention reads the tokens that an indexer
-chooses. Published files of DeepSeek 3 hold layers after the last one, which predict further tokens; they are kept as
-they are.
+Every mixture also has shared experts. DeepSeek 2 has a query latent in the large model only. In DeepSeek 3.2, attention
+reads the tokens that an indexer selects. Published files of DeepSeek 3 contain layers after the last one, which predict
+further tokens; they are kept unchanged.
 """
 
 from __future__ import annotations
@@ -14,35 +14,40 @@ from typing import Any
 from quantforge.architectures import LayerKind, latent
 from quantforge.architectures.declare import Mixer, gated_mlp
 from quantforge.architectures.families import llama
-from quantforge.architectures.llama_cpp import SIGMOID, SOFTMAX, GgufFamily, own_epsilon
+from quantforge.architectures.llama_cpp import (
+    SIGMOID_GATING,
+    SOFTMAX_GATING,
+    GgufFamily,
+    unsupported_epsilon,
+)
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
-    experts_one_by_one,
-    listed,
-    replaced_first,
-    router,
+    kinds_by_first_k_dense,
+    kinds_by_mlp_layer_types,
+    router_parameters,
     shared_experts,
+    single_experts,
 )
 
-LITE = (26, 27)  # layers of the released models without a latent for queries
-NARROW = "narrow/"  # prefix of kinds of layers whose queries are made of a latent
+LITE_LAYER_COUNTS = (26, 27)  # numbers of layers of the released models without a query latent
+QUERY_LATENT_PREFIX = "narrow/"  # prefix of the names of layer kinds with a query latent
 MIXTURE = (
-    router("mlp.gate", correction="mlp.gate.e_score_correction_bias"),
-    experts_one_by_one("inner"),
+    router_parameters("mlp.gate", correction="mlp.gate.e_score_correction_bias"),
+    single_experts("inner"),
     *shared_experts("shared*inner"),
 )
 
 
-def layer_kinds(
+def latent_layer_kinds(
     mixture: tuple[Mixer | tuple[Any, ...], ...], mlp_bias: str = ""
 ) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers with a mixture: dense or sparse, with and without a latent for queries."""
+    """Return the layer kinds of a model with experts: dense or sparse, with and without a query latent."""
     return tuple(
         kind
-        for queries, prefix in ((True, NARROW), (False, ""))
+        for query_latent, prefix in ((True, QUERY_LATENT_PREFIX), (False, ""))
         for kind in dense_or_sparse(
             llama.NORMS,
-            latent.latent_attention("attention_bias", queries=queries),
+            latent.latent_attention("attention_bias", query_latent=query_latent),
             dense=gated_mlp(mlp_bias),
             sparse=mixture,
             prefix=prefix,
@@ -50,30 +55,32 @@ def layer_kinds(
     )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `replaced_first`."""
-    return by_queries(config, replaced_first(config))
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer; errors as `kinds_by_first_k_dense`."""
+    return with_query_latent_prefix(config, kinds_by_first_k_dense(config))
 
 
-def by_queries(config: Mapping[str, Any], kinds: list[str]) -> list[str]:
-    """Return kinds of layers, dense or sparse, as those with or without a latent for queries."""
-    prefix = NARROW if config.get("q_lora_rank") is not None else ""
-    return [prefix + kind for kind in kinds]
+def with_query_latent_prefix(config: Mapping[str, Any], layer_kind_names: list[str]) -> list[str]:
+    """Prefix the names of layer kinds with `QUERY_LATENT_PREFIX` if the configuration has a query latent."""
+    prefix = QUERY_LATENT_PREFIX if config.get("q_lora_rank") is not None else ""
+    return [prefix + kind for kind in layer_kind_names]
 
 
 def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a setting that llama.cpp does not support and what it supports, or None; see `unsupported_latents`."""
-    if config.get("head_dim") not in {None, turning := config["qk_rope_head_dim"]}:
-        return f"head_dim = {str(config['head_dim'])[:40]}", f"qk_rope_head_dim, {turning}"
-    return unsupported_latents(config)
-
-
-def unsupported_latents(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a setting that llama.cpp does not support and what it supports, or None.
 
-    It recognises models without a latent for queries by their number of layers, and takes for granted that YaRN also
-    multiplies the scores of attention. Its norms of latents have the epsilon of all others, where that of transformers
-    is 1e-6.
+    Also checks `unsupported_latent_attention`.
+    """
+    if config.get("head_dim") not in {None, rotary_width := config["qk_rope_head_dim"]}:
+        return f"head_dim = {str(config['head_dim'])[:40]}", f"qk_rope_head_dim, {rotary_width}"
+    return unsupported_latent_attention(config)
+
+
+def unsupported_latent_attention(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return a setting that llama.cpp does not support and what it supports, or None.
+
+    llama.cpp recognizes models without a query latent by their number of layers, and assumes that YaRN also scales the
+    attention scores. Its norms of latents use the same epsilon as all others, whereas transformers uses 1e-6.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if (
@@ -82,52 +89,52 @@ def unsupported_latents(config: Mapping[str, Any]) -> tuple[str, str] | None:
         and not scaling.get("mscale_all_dim")
     ):
         return "yarn scaling without mscale_all_dim", "with it"
-    if why := own_epsilon(config):
+    if why := unsupported_epsilon(config):
         return why
-    rank, layers = config.get("q_lora_rank"), " or ".join(map(str, LITE))
-    if rank is None and config["num_hidden_layers"] not in LITE:
+    rank, layers = config.get("q_lora_rank"), " or ".join(map(str, LITE_LAYER_COUNTS))
+    if rank is None and config["num_hidden_layers"] not in LITE_LAYER_COUNTS:
         return "q_lora_rank = null", f"with {layers} layers, or a number"
-    if rank is not None and config["num_hidden_layers"] in LITE:
+    if rank is not None and config["num_hidden_layers"] in LITE_LAYER_COUNTS:
         return f"q_lora_rank = {str(rank)[:40]}", f"null with {layers} layers"
     return None
 
 
-def groups(config: Mapping[str, Any]) -> int | None:
-    """Return into how many groups experts fall, 1 where all groups are used; None where nothing is said."""
-    found: int | None = config.get("n_group")
-    return 1 if found is not None and found == config.get("topk_group") else found
+def expert_group_count(config: Mapping[str, Any]) -> int | None:
+    """Return the number of expert groups: 1 if all groups are used, None if the configuration declares none."""
+    count: int | None = config.get("n_group")
+    return 1 if count is not None and count == config.get("topk_group") else count
 
 
-def used_groups(config: Mapping[str, Any]) -> int | None:
-    """Return of how many groups the experts of a token are; as `groups`."""
-    found: int | None = config.get("topk_group")
-    return 1 if found is not None and found == config.get("n_group") else found
+def used_expert_group_count(config: Mapping[str, Any]) -> int | None:
+    """Return the number of groups from which experts are chosen; special values as `expert_group_count`."""
+    count: int | None = config.get("topk_group")
+    return 1 if count is not None and count == config.get("n_group") else count
 
 
-GGUF = GgufFamily(
+GGUF_FAMILY = GgufFamily(
     "deepseek2",
-    experts=True,
-    sizes={
+    has_experts=True,
+    size_keys={
         "expert_feed_forward_length": "inner",
         "expert_shared_feed_forward_length": "shared*inner",
         "expert_shared_count": "shared",
     },
-    numbers={
+    integer_keys={
         "leading_dense_block_count": "first_k_dense_replace",
-        "expert_gating_func": SIGMOID,
-        "expert_group_count": groups,
-        "expert_group_used_count": used_groups,
+        "expert_gating_func": SIGMOID_GATING,
+        "expert_group_count": expert_group_count,
+        "expert_group_used_count": used_expert_group_count,
     },
-    reals={"expert_weights_scale": "routed_scaling_factor"},
-    flags={"expert_weights_norm": "norm_topk_prob"},
-    names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
+    float_keys={"expert_weights_scale": "routed_scaling_factor"},
+    bool_keys={"expert_weights_norm": "norm_topk_prob"},
+    tensor_names={"mlp.gate.e_score_correction_bias": "exp_probs_b.bias"},
 )
-LATENT_GGUF = replace(
-    GGUF,
-    yarn_multiplier=True,
-    scalings=("yarn",),
-    sizes={
-        **GGUF.sizes,
+LATENT_GGUF_FAMILY = replace(
+    GGUF_FAMILY,
+    reads_yarn_multiplier=True,
+    rope_scalings=("yarn",),
+    size_keys={
+        **GGUF_FAMILY.size_keys,
         "attention.head_count_kv": "heads",  # whatever num_key_value_heads says
         "attention.kv_lora_rank": "kv_rank",
         "attention.key_length": "nope+rope",
@@ -135,8 +142,8 @@ LATENT_GGUF = replace(
         "rope.dimension_count": "rope",
         "vocab_size": "vocab",
     },
-    numbers={**GGUF.numbers, "attention.q_lora_rank": "q_lora_rank"},
-    graph={
+    integer_keys={**GGUF_FAMILY.integer_keys, "attention.q_lora_rank": "q_lora_rank"},
+    required_values={
         "rope_interleave": True,
         "attention_bias": False,
         "mlp_bias": False,
@@ -149,8 +156,8 @@ LATENT_GGUF = replace(
 DEEPSEEK_V3 = replace(
     llama.ARCHITECTURE,
     model_type="deepseek_v3",
-    kinds=layer_kinds(MIXTURE),
-    kind_of=kinds,
+    kinds=latent_layer_kinds(MIXTURE),
+    layer_kind_names=layer_kind_names,
     sizes={
         **latent.SIZES,
         "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
@@ -180,36 +187,36 @@ DEEPSEEK_V3 = replace(
         "topk_group": 4,
         "rope_interleave": True,
     },
-    gguf=LATENT_GGUF,
-    unmapped={"kimi_k2": ""},  # transformers has no such model_type
+    gguf=LATENT_GGUF_FAMILY,
+    unmapped_prefixes={"kimi_k2": ""},  # transformers has no such model_type
 )
 
 
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
     model_type="deepseek_v2",
-    kinds=layer_kinds(
+    kinds=latent_layer_kinds(
         (
-            router("mlp.gate"),
-            experts_one_by_one("inner"),
+            router_parameters("mlp.gate"),
+            single_experts("inner"),
             *shared_experts("shared*inner", bias="mlp_bias"),
         ),
         mlp_bias="mlp_bias",
     ),
     gguf=replace(
-        LATENT_GGUF,
-        numbers={  # transformers chooses among all experts, whatever their groups are
+        LATENT_GGUF_FAMILY,
+        integer_keys={  # transformers chooses among all experts and ignores groups
             "leading_dense_block_count": "first_k_dense_replace",
-            "expert_gating_func": SOFTMAX,
+            "expert_gating_func": SOFTMAX_GATING,
             "attention.q_lora_rank": "q_lora_rank",
         },
-        graph={
-            **LATENT_GGUF.graph,
+        required_values={
+            **LATENT_GGUF_FAMILY.required_values,
             "scoring_func": "softmax",
             "topk_method": "greedy",
             "norm_topk_prob": False,
         },
-        unsupported=unsupported_latents,
+        unsupported=unsupported_latent_attention,
     ),
     defaults={
         **DEEPSEEK_V3.defaults,
@@ -230,12 +237,12 @@ DEEPSEEK_V2 = replace(
 )
 
 
-INDEXED = "indexed_attention/"
+INDEXED_PREFIX = "indexed_attention/"
 
 
-def indexed_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `listed`."""
-    return [INDEXED + kind for kind in listed(config)]
+def indexed_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer; errors as `kinds_by_mlp_layer_types`."""
+    return [INDEXED_PREFIX + kind for kind in kinds_by_mlp_layer_types(config)]
 
 
 DEEPSEEK_V32 = replace(
@@ -246,9 +253,9 @@ DEEPSEEK_V32 = replace(
         latent.latent_attention("attention_bias", indexer=True),
         dense=gated_mlp(),
         sparse=MIXTURE,
-        prefix=INDEXED,
+        prefix=INDEXED_PREFIX,
     ),
-    kind_of=indexed_kinds,
+    layer_kind_names=indexed_kind_names,
     gguf=None,
     sizes={**DEEPSEEK_V3.sizes, **latent.INDEXER_SIZES},
     defaults={

@@ -1,10 +1,10 @@
-"""dots.llm1: a qwen3 with dense first layers, then experts with shared ones beside them."""
+"""dots.llm1: a qwen3 with dense first layers, then experts and shared experts."""
 
 from dataclasses import replace
 
 from quantforge.architectures.declare import attention, gated_mlp
 from quantforge.architectures.families import glm, qwen3
-from quantforge.architectures.families.deepseek import GGUF, MIXTURE
+from quantforge.architectures.families.deepseek import GGUF_FAMILY, MIXTURE
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.mixtures import dense_or_sparse
 
@@ -26,7 +26,12 @@ ARCHITECTURE = replace(
         "n_group": 1,
         "topk_group": 1,
     },
-    gguf=replace(GGUF, arch="dots1", equal=(("kv", "q"),), graph={"tie_word_embeddings": False}),
+    gguf=replace(
+        GGUF_FAMILY,
+        arch="dots1",
+        equal_sizes=(("kv", "q"),),
+        required_values={"tie_word_embeddings": False},
+    ),
     windows=WindowRule(width=4096, start=("max_window_layers", 62)),
 )
 FAMILIES = {"dots1": ARCHITECTURE}

@@ -1,6 +1,6 @@
-"""ERNIE 4.5: a llama that rotates neighbours, with one key for all biases, and a tied head.
+"""ERNIE 4.5: a llama with interleaved rotary embeddings, one key for all biases, and a tied head.
 
-Mixtures have experts in a range of their layers, with or without shared ones.
+Mixtures have experts in a range of their layers, with or without shared experts.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import Parameter
-from quantforge.architectures.declare import attention, gated_mlp, layer, outer
+from quantforge.architectures.declare import attention, compose_layer, gated_mlp, outer_parameters
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
 from quantforge.architectures.llama_cpp import GgufFamily
@@ -18,16 +18,16 @@ from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
     dense_or_sparse,
-    experts_one_by_one,
-    router,
+    router_parameters,
     shared_experts,
+    single_experts,
 )
 from quantforge.errors import InputError
 
 ERNIE4_5 = replace(
     llama.ARCHITECTURE,
     model_type="ernie4_5",
-    kinds=(layer(llama.NORMS, attention("use_bias"), gated_mlp("use_bias")),),
+    kinds=(compose_layer(llama.NORMS, attention("use_bias"), gated_mlp("use_bias")),),
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -35,47 +35,47 @@ ERNIE4_5 = replace(
         "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
     },
-    graph=DecoderGraph(neighbours=True),
+    graph=DecoderGraph(interleaved_rotary=True),
     gguf=GgufFamily(
-        "ernie4_5", class_name="Ernie4_5ForCausalLM", bias_keys={"use_bias": "attn_q.bias"}
+        "ernie4_5", transformers_class="Ernie4_5ForCausalLM", bias_keys={"use_bias": "attn_q.bias"}
     ),
 )
 
 
-SHARING = "sharing"  # a kind of layers: experts beside shared ones
+SPARSE_WITH_SHARED = "sharing"  # layer kind with routed and shared experts
 CORRECTION = "moe_statics.e_score_correction_bias"
-PARTS = (llama.NORMS, attention("use_bias"))
+COMMON_PARTS = (llama.NORMS, attention("use_bias"))
 MIXTURE = (
-    router("mlp.gate"),
+    router_parameters("mlp.gate"),
     (Parameter(f"mlp.gate.{CORRECTION}", ("1", "experts"), stored=f"mlp.{CORRECTION}"),),
-    experts_one_by_one("inner"),
+    single_experts("inner"),
 )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer: experts in every so many layers from one to another.
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer: experts in every n-th layer of a range.
 
     Raises:
-        InputError: one of the keys that say so is no number.
+        InputError: a key that determines the range or n is not an integer.
     """
     keys = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
     first, last, step = (config[key] for key in keys)
     if not all(type(value) is int for value in (first, last, step)) or step < 1:
-        said = ", ".join(f"{key} = {str(config[key])[:20]}" for key in keys)
-        raise InputError(f"config.json: {said}", "numbers of layers")
+        settings = ", ".join(f"{key} = {str(config[key])[:20]}" for key in keys)
+        raise InputError(f"config.json: {settings}", "numbers of layers")
     layers = range(config["num_hidden_layers"])
     last = last if last >= 0 else len(layers) - 1
-    sparse = SHARING if config["moe_num_shared_experts"] else SPARSE
+    sparse = SPARSE_WITH_SHARED if config["moe_num_shared_experts"] else SPARSE
     return [
         sparse if first <= index <= last and (index + 1) % step == 0 else DENSE for index in layers
     ]
 
 
-def shared(config: Mapping[str, Any]) -> int:
-    """Return the number of shared experts; 1 where there is none.
+def shared_expert_count(config: Mapping[str, Any]) -> int:
+    """Return the number of shared experts; 1 if there are none.
 
     Raises:
-        InputError: it is no number.
+        InputError: the configured value is not a number.
     """
     count = config["moe_num_shared_experts"]
     if type(count) is not int or count < 0:
@@ -83,10 +83,10 @@ def shared(config: Mapping[str, Any]) -> int:
     return max(count, 1)
 
 
-def shared_width(config: Mapping[str, Any]) -> int | None:
-    """Return the columns that all shared experts have together, None where there are none; errors as `shared`."""
+def shared_expert_width(config: Mapping[str, Any]) -> int | None:
+    """Return the total width of the shared experts, None if there are none; errors as `shared_expert_count`."""
     width: int = config["moe_intermediate_size"]
-    return shared(config) * width if config["moe_num_shared_experts"] else None
+    return shared_expert_count(config) * width if config["moe_num_shared_experts"] else None
 
 
 def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -94,27 +94,36 @@ def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | Non
     last = config["moe_layer_end_index"]
     if 0 <= last < config["num_hidden_layers"] - 1:
         return f"moe_layer_end_index = {last}", "experts up to the last layer"
-    least, used, experts = (config[key] for key in ("moe_norm_min", "moe_k", "moe_num_experts"))
-    known = all(isinstance(value, int | float) for value in (least, used, experts))
-    if not known or least * experts > used:  # the scores of those used sum to their share at least
-        return f"moe_norm_min = {str(least)[:40]}", "at most moe_k / moe_num_experts"
+    min_score_sum, used, experts = (
+        config[key] for key in ("moe_norm_min", "moe_k", "moe_num_experts")
+    )
+    are_numbers = all(isinstance(value, int | float) for value in (min_score_sum, used, experts))
+    if (
+        not are_numbers or min_score_sum * experts > used
+    ):  # the scores of the used experts sum to at least used / experts
+        return f"moe_norm_min = {str(min_score_sum)[:40]}", "at most moe_k / moe_num_experts"
     return None
 
 
 ERNIE4_5_MOE = replace(
     llama.ARCHITECTURE,
     model_type="ernie4_5_moe",
-    graph=DecoderGraph(neighbours=True, experts=True),
-    outer=outer(head_bias="use_bias"),
+    graph=DecoderGraph(interleaved_rotary=True, supports_experts=True),
+    outer=outer_parameters(head_bias="use_bias"),
     kinds=(
-        *dense_or_sparse(*PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
-        layer(*PARTS, *MIXTURE, *shared_experts("shared*inner", bias="use_bias"), name=SHARING),
+        *dense_or_sparse(*COMMON_PARTS, dense=gated_mlp("use_bias"), sparse=MIXTURE),
+        compose_layer(
+            *COMMON_PARTS,
+            *MIXTURE,
+            *shared_experts("shared*inner", bias="use_bias"),
+            name=SPARSE_WITH_SHARED,
+        ),
     ),
-    kind_of=kinds,
+    layer_kind_names=layer_kind_names,
     sizes={
         "experts": ("moe_num_experts", "num_experts", "num_local_experts"),
         "inner": ("moe_intermediate_size",),
-        "shared": shared,
+        "shared": shared_expert_count,
     },
     defaults={
         "rope_theta": 500_000.0,
@@ -134,18 +143,18 @@ ERNIE4_5_MOE = replace(
     },
     gguf=GgufFamily(
         "ernie4_5-moe",
-        experts=True,
-        used="moe_k",
-        sizes={"expert_feed_forward_length": "inner"},
-        numbers={
+        has_experts=True,
+        used_experts_key="moe_k",
+        size_keys={"expert_feed_forward_length": "inner"},
+        integer_keys={
             "expert_shared_count": "moe_num_shared_experts",
-            "expert_shared_feed_forward_length": shared_width,
+            "expert_shared_feed_forward_length": shared_expert_width,
             "leading_dense_block_count": "moe_layer_start_index",
             "interleave_moe_layer_step": "moe_layer_interval",
         },
-        graph={"use_bias": False, "moe_layer_interval": 1},
+        required_values={"use_bias": False, "moe_layer_interval": 1},
         unsupported=unsupported_by_llama_cpp,
-        names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
+        tensor_names={f"mlp.gate.{CORRECTION}": "exp_probs_b.bias"},
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Falcon H1: in every layer attention and a Mamba-2 mixer side by side after one norm, then a gated MLP."""
+"""Falcon H1: parallel attention and Mamba-2 mixer after one norm in every layer, then a gated MLP."""
 
 from __future__ import annotations
 
@@ -10,61 +10,68 @@ from quantforge.architectures import FoldKind, LayerKind, ScaleFold
 from quantforge.architectures.declare import (
     Mixer,
     attention,
+    compose_layer,
     gated_mlp,
-    layer,
-    norms,
-    outer,
-    side_by_side,
+    norm_parameters,
+    outer_parameters,
+    parallel_attention_mlp,
 )
 from quantforge.architectures.families.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
 from quantforge.errors import InputError
 
-NORMED, BARE = "normed", "bare"  # kinds of layers: with and without a norm inside of the mixer
-BEFORE = ScaleFold(FoldKind.NORM, "input_layernorm")
-MODULE = "feed_forward"
+WITH_INNER_NORM, WITHOUT_INNER_NORM = (
+    "normed",
+    "bare",
+)  # layer kinds: with and without a norm inside the Mamba-2 mixer
+FOLD_INTO_INPUT_NORM = ScaleFold(FoldKind.NORM, "input_layernorm")
+MLP_MODULE = "feed_forward"
 
 
 def _mlp() -> Mixer:
-    """Return the MLP, which computes ``up`` before ``gate``."""
-    mlp = gated_mlp("mlp_bias", norm=ScaleFold(FoldKind.NORM, "pre_ff_layernorm"), module=MODULE)
+    """Declare the MLP, which computes ``up`` before ``gate``."""
+    mlp = gated_mlp(
+        "mlp_bias", norm=ScaleFold(FoldKind.NORM, "pre_ff_layernorm"), module=MLP_MODULE
+    )
     first, last = mlp.inputs
     return replace(mlp, inputs=(replace(first, linears=first.linears[::-1]), last))
 
 
-def _kind(name: str) -> LayerKind:
-    tokens = side_by_side(
+def _layer_kind(name: str) -> LayerKind:
+    tokens = parallel_attention_mlp(
         mamba2(
             "mamba",
-            BEFORE,
+            FOLD_INTO_INPUT_NORM,
             bias="mamba_proj_bias",
             conv_bias="mamba_conv_bias",
             output_bias="projectors_bias",
-            inner_norm=name == NORMED,
+            inner_norm=name == WITH_INNER_NORM,
         ),
         attention("attention_bias"),
     )
-    parts = (norms("input_layernorm", "pre_ff_layernorm"), tokens, _mlp())
-    return replace(layer(*parts, name=name), num_outputs=1)
+    parts = (norm_parameters("input_layernorm", "pre_ff_layernorm"), tokens, _mlp())
+    return replace(compose_layer(*parts, name=name), num_outputs=1)
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer: all mixers have an inner norm, or none."""
-    return [NORMED if config["mamba_rms_norm"] else BARE] * config["num_hidden_layers"]
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer: all Mamba-2 mixers have an inner norm, or none has."""
+    return [WITH_INNER_NORM if config["mamba_rms_norm"] else WITHOUT_INNER_NORM] * config[
+        "num_hidden_layers"
+    ]
 
 
-def width(config: Mapping[str, Any]) -> int:
-    """Return the inner width of the mixers: as stated, or so many times the model's.
+def ssm_width(config: Mapping[str, Any]) -> int:
+    """Return the inner width of the Mamba-2 mixers: the configured one, or a multiple of the model's width.
 
     Raises:
-        InputError: these are no sizes.
+        InputError: the configured values are not sizes.
     """
-    stated = config.get("mamba_d_ssm")
+    configured = config.get("mamba_d_ssm")
     factors: tuple[Any, ...] = (config.get("mamba_expand"), config.get("hidden_size"))
-    sizes: tuple[Any, ...] = factors if stated is None else (stated, 1)
+    sizes: tuple[Any, ...] = factors if configured is None else (configured, 1)
     if any(type(size) is not int or not 0 < size < 1 << 22 for size in sizes):
         raise InputError(
-            f"config.json: mamba_d_ssm = {str(stated)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",
+            f"config.json: mamba_d_ssm = {str(configured)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",
             "sizes, or mamba_d_ssm = null",
         )
     return int(sizes[0]) * int(sizes[1])
@@ -73,12 +80,12 @@ def width(config: Mapping[str, Any]) -> int:
 ARCHITECTURE = replace(
     LLAMA,
     model_type="falcon_h1",
-    outer=outer("model.final_layernorm"),
-    kinds=(_kind(NORMED), _kind(BARE)),
-    kind_of=kinds,
+    outer=outer_parameters("model.final_layernorm"),
+    kinds=(_layer_kind(WITH_INNER_NORM), _layer_kind(WITHOUT_INNER_NORM)),
+    layer_kind_names=layer_kind_names,
     final_norm="model.final_layernorm",
     sizes={
-        "ssm": width,
+        "ssm": ssm_width,
         "ssm_heads": ("mamba_n_heads",),
         "ssm_groups": ("mamba_n_groups",),
         "ssm_state": ("mamba_d_state",),

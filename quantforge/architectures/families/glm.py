@@ -13,29 +13,33 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures.declare import (
-    FUSED_LABELS,
-    FUSED_SLICES,
+    GATE_UP_LABELS,
+    GATE_UP_SLICES,
     HEAD_NORMS,
     attention,
+    compose_layer,
     fused_mlp,
     gated_mlp,
-    layer,
-    norms,
-    only,
+    norm_parameters,
+    only_when,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import deepseek, llama
-from quantforge.architectures.families.deepseek import GGUF, MIXTURE
+from quantforge.architectures.families.deepseek import GGUF_FAMILY, MIXTURE
 from quantforge.architectures.llama_cpp import QKV_BIASES, GgufFamily
-from quantforge.architectures.mixtures import dense_or_sparse, listed, replaced_first
+from quantforge.architectures.mixtures import (
+    dense_or_sparse,
+    kinds_by_first_k_dense,
+    kinds_by_mlp_layer_types,
+)
 
 MIXERS = (attention("attention_bias", output_bias=""), fused_mlp())
 GLM = replace(
     llama.ARCHITECTURE,
     model_type="glm",
-    kinds=(layer(llama.NORMS, *MIXERS),),
-    slices=FUSED_SLICES,
-    slice_labels=FUSED_LABELS,
+    kinds=(compose_layer(llama.NORMS, *MIXERS),),
+    slices=GATE_UP_SLICES,
+    slice_labels=GATE_UP_LABELS,
     defaults={
         "num_key_value_heads": 2,
         "head_dim": 128,
@@ -43,37 +47,42 @@ GLM = replace(
         "partial_rotary_factor": 0.5,
         "rms_norm_eps": 1.5625e-07,
     },
-    graph=DecoderGraph(neighbours=True),
-    gguf=GgufFamily("chatglm", biases=QKV_BIASES, class_name="GlmForCausalLM", heads_fill=True),
+    graph=DecoderGraph(interleaved_rotary=True),
+    gguf=GgufFamily(
+        "chatglm",
+        bias_suffixes=QKV_BIASES,
+        transformers_class="GlmForCausalLM",
+        heads_fill_width=True,
+    ),
 )
 
 
-AFTER = norms("post_self_attn_layernorm", "post_mlp_layernorm")
+AFTER = norm_parameters("post_self_attn_layernorm", "post_mlp_layernorm")
 GLM4 = replace(
     GLM,
     model_type="glm4",
-    kinds=(layer(llama.NORMS, AFTER, *MIXERS),),
+    kinds=(compose_layer(llama.NORMS, AFTER, *MIXERS),),
     graph=DecoderGraph(
-        after_attention="post_self_attn_layernorm",
-        after_mlp="post_mlp_layernorm",
-        neighbours=True,
+        norm_after_attention="post_self_attn_layernorm",
+        norm_after_mlp="post_mlp_layernorm",
+        interleaved_rotary=True,
     ),
-    gguf=GgufFamily("glm4", biases=QKV_BIASES, class_name="Glm4ForCausalLM"),
+    gguf=GgufFamily("glm4", bias_suffixes=QKV_BIASES, transformers_class="Glm4ForCausalLM"),
 )
 
 
 GLM4_MOE = replace(
     llama.ARCHITECTURE,
     model_type="glm4_moe",
-    graph=DecoderGraph(experts=True),
+    graph=DecoderGraph(supports_experts=True),
     kinds=dense_or_sparse(
         llama.NORMS,
-        only("use_qk_norm", HEAD_NORMS),
+        only_when("use_qk_norm", HEAD_NORMS),
         attention("attention_bias", output_bias=""),
         dense=gated_mlp(),
         sparse=MIXTURE,
     ),
-    kind_of=replaced_first,
+    layer_kind_names=kinds_by_first_k_dense,
     sizes={
         "experts": ("n_routed_experts", "num_local_experts", "num_experts"),
         "inner": ("moe_intermediate_size",),
@@ -96,18 +105,18 @@ GLM4_MOE = replace(
         "topk_group": 1,
         "partial_rotary_factor": 0.5,
     },
-    gguf=replace(GGUF, arch="glm4moe", biases=QKV_BIASES),
+    gguf=replace(GGUF_FAMILY, arch="glm4moe", bias_suffixes=QKV_BIASES),
 )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `listed`."""
-    return deepseek.by_queries(config, listed(config))
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the kind of every layer; errors as `kinds_by_mlp_layer_types`."""
+    return deepseek.with_query_latent_prefix(config, kinds_by_mlp_layer_types(config))
 
 
 def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a setting that llama.cpp does not support and what it supports, or None."""
-    if listed(config) != replaced_first(config):
+    if kinds_by_mlp_layer_types(config) != kinds_by_first_k_dense(config):
         return "mlp_layer_types", "dense layers first, as many as first_k_dense_replace says"
     return deepseek.unsupported_by_llama_cpp(config)
 
@@ -115,8 +124,8 @@ def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | Non
 GLM4_MOE_LITE = replace(
     deepseek.DEEPSEEK_V3,
     model_type="glm4_moe_lite",
-    kind_of=kinds,
-    gguf=replace(deepseek.LATENT_GGUF, unsupported=unsupported_by_llama_cpp),
+    layer_kind_names=layer_kind_names,
+    gguf=replace(deepseek.LATENT_GGUF_FAMILY, unsupported=unsupported_by_llama_cpp),
     defaults={
         "num_hidden_layers": 47,
         "num_attention_heads": 20,

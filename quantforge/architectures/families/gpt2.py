@@ -1,8 +1,8 @@
-"""GPT-1 and GPT-2: LayerNorm with bias, learned positions, q, k, v in one Conv1D (stored ``[in, out]``), tied head.
+"""GPT-1 and GPT-2: LayerNorms with bias, learned positions, fused q, k, v (``[in, out]``), tied head.
 
-Old checkpoints of GPT-2 leave out the ``transformer.`` prefix and carry the causal mask as tensors. Nothing absorbs a
-scale of the second MLP matrix: GELU lies between. The norms of GPT-1 come after the halves of a layer, on the residual,
-so that they absorb nothing.
+Old checkpoints of GPT-2 omit the ``transformer.`` prefix and contain the causal mask as tensors. No scale of the input
+of the second MLP matrix can be folded, because GELU precedes it. The norms of GPT-1 follow attention and MLP, on the
+residual stream, so no scale folds into them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from quantforge.architectures import (
     ScaleFold,
     SharedInput,
 )
-from quantforge.architectures.declare import norms
+from quantforge.architectures.declare import norm_parameters
 from quantforge.architectures.layer_kind import keys_and_values
-from quantforge.architectures.llama_cpp import NORM_BIASES, GgufFamily, Keys
+from quantforge.architectures.llama_cpp import NORM_BIASES, GgufFamily, GgufKeys
 
 
-def read_config(keys: Keys) -> dict[str, Any]:
+def read_config(keys: GgufKeys) -> dict[str, Any]:
     """Return the ``config.json`` that the keys of a GGUF file describe."""
     return {
-        "n_embd": keys.integer("embedding_length"),
-        "n_layer": keys.integer("block_count"),
-        "n_head": keys.integer("attention.head_count"),
-        "n_positions": keys.integer("context_length"),
-        "n_inner": keys.integer("feed_forward_length"),
-        "layer_norm_epsilon": keys.real("attention.layer_norm_epsilon"),
+        "n_embd": keys.get_int("embedding_length"),
+        "n_layer": keys.get_int("block_count"),
+        "n_head": keys.get_int("attention.head_count"),
+        "n_positions": keys.get_int("context_length"),
+        "n_inner": keys.get_int("feed_forward_length"),
+        "layer_norm_epsilon": keys.get_float("attention.layer_norm_epsilon"),
         "activation_function": "gelu_new",
     }
 
@@ -42,13 +42,13 @@ GPT2 = Architecture(
     outer=(
         Parameter("transformer.wte.weight", ("vocab", "hidden")),
         Parameter("transformer.wpe.weight", ("positions", "hidden")),
-        *norms("transformer.ln_f", bias=True),
+        *norm_parameters("transformer.ln_f", bias=True),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
     kinds=(
         LayerKind(
             parameters=(
-                *norms("ln_1", "ln_2", bias=True),
+                *norm_parameters("ln_1", "ln_2", bias=True),
                 Parameter("attn.c_attn.weight", ("hidden", "qkv")),
                 Parameter("attn.c_attn.bias", ("qkv",)),
                 Parameter("attn.c_proj.weight", ("q", "hidden")),
@@ -69,7 +69,7 @@ GPT2 = Architecture(
                 SharedInput(("mlp.c_fc",), "mlp", ScaleFold(FoldKind.NORM, "ln_2")),
                 SharedInput(("mlp.c_proj",), "mlp.c_proj"),
             ),
-            inner_copies=4,
+            mlp_activations=4,
             states=keys_and_values(),
         ),
     ),
@@ -77,8 +77,8 @@ GPT2 = Architecture(
     head="lm_head",
     final_norm="transformer.ln_f",
     prefixes=(("", ""), ("", "transformer.")),
-    droppable=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
-    requires={"add_cross_attention": False},
+    droppable_patterns=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),
+    required_values={"add_cross_attention": False},
     slices={"attn.c_attn": ("q", "kv", "kv")},
     slice_labels={"attn.c_attn": ("q", "k", "v")},
     transposed=True,
@@ -92,12 +92,18 @@ GPT2 = Architecture(
     },
     gguf=GgufFamily(
         "gpt2",
-        biases=("attn_qkv.bias", "attn_output.bias", "ffn_up.bias", "ffn_down.bias", *NORM_BIASES),
-        class_name="GPT2LMHeadModel",
+        bias_suffixes=(
+            "attn_qkv.bias",
+            "attn_output.bias",
+            "ffn_up.bias",
+            "ffn_down.bias",
+            *NORM_BIASES,
+        ),
+        transformers_class="GPT2LMHeadModel",
         activations=("gelu_new", "gelu_pytorch_tanh"),
-        rotary=False,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
-        graph={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
+        uses_rotary=False,
+        epsilon_keys=("attention.layer_norm_epsilon", "layer_norm_epsilon"),
+        required_values={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False},
         read_config=read_config,
     ),
 )
@@ -124,7 +130,7 @@ GPT1 = replace(
     ),
     embedding="transformer.tokens_embed",
     final_norm="",
-    requires={},
+    required_values={},
     defaults={
         "n_embd": 768,
         "n_layer": 12,

@@ -1,17 +1,18 @@
-"""GPT-NeoX and Pythia: q, k, v of one head after another in one matrix, a LayerNorm before each half of a layer.
+"""GPT-NeoX and Pythia: fused q, k, v, interleaved head by head, and a LayerNorm before attention and MLP.
 
-The halves are side by side or one after the other, each after a norm of its own: what they read is declared alike.
+Attention and MLP are computed in parallel or one after the other, but each after its own norm, so the declaration of
+their inputs is the same.
 """
 
 from dataclasses import replace
 
 from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.declare import (
-    ALWAYS,
+    ALWAYS_BIAS,
     LAYER_NORMS,
+    compose_layer,
     fused_attention,
-    layer,
-    norms,
+    norm_parameters,
     plain_mlp,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
@@ -22,24 +23,26 @@ ARCHITECTURE = Architecture(
     blocks="gpt_neox.layers",
     outer=(
         Parameter("gpt_neox.embed_in.weight", ("vocab", "hidden")),
-        *norms("gpt_neox.final_layer_norm", bias=True),
+        *norm_parameters("gpt_neox.final_layer_norm", bias=True),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
     kinds=(
-        layer(
+        compose_layer(
             LAYER_NORMS,
             replace(
                 fused_attention("attention", ("query_key_value", "dense"), "attention_bias"),
-                inner_copies=4,
+                mlp_activations=4,
             ),
-            plain_mlp(ALWAYS, names=("dense_h_to_4h", "dense_4h_to_h")),
+            plain_mlp(ALWAYS_BIAS, names=("dense_h_to_4h", "dense_4h_to_h")),
         ),
     ),
     embedding="gpt_neox.embed_in",
     head="lm_head",
     final_norm="gpt_neox.final_layer_norm",
     prefixes=(("", ""), ("embed_out.", "lm_head.")),
-    droppable=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    droppable_patterns=(
+        r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+    ),
     slices={QKV: ("head", "head", "head")},
     slice_labels={QKV: ("q", "k", "v")},
     defaults={
@@ -49,10 +52,10 @@ ARCHITECTURE = Architecture(
         "partial_rotary_factor": 0.25,
     },
     graph=DecoderGraph(
-        attention="attention",
-        output="dense",
-        fused="query_key_value",
-        side_by_side="use_parallel_residual",
+        attention_module="attention",
+        output_proj="dense",
+        fused_qkv="query_key_value",
+        parallel_mlp="use_parallel_residual",
     ),
 )
 FAMILIES = {"gpt_neox": ARCHITECTURE}

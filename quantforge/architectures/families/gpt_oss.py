@@ -1,53 +1,53 @@
-"""GPT-OSS: attention with sinks and biases, and experts that are stored stacked, ``[experts, in, out]``.
+"""GPT-OSS: attention with sinks and biases, and stacked experts stored as ``[experts, in, out]``.
 
-Rows of gate and up alternate. What an expert computes is clamped, so that nothing absorbs a scale of what its ``down``
-reads. The published files hold the experts in MXFP4; these are files in 16 or 32 bits.
+Rows of gate and up alternate. The hidden activation of an expert is clamped, so no scale of the input of ``down`` can
+be folded. The published files store the experts in MXFP4; this declaration describes files in 16 or 32 bits.
 """
 
 from dataclasses import replace
 
 from quantforge.architectures import Parameter
-from quantforge.architectures.declare import attention, layer
+from quantforge.architectures.declare import attention, compose_layer
 from quantforge.architectures.families import llama
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import GgufFamily
-from quantforge.architectures.mixtures import experts_in_one, router
+from quantforge.architectures.mixtures import router_parameters, stacked_experts
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="gpt_oss",
     kinds=(
-        layer(
+        compose_layer(
             llama.NORMS,
             (Parameter("self_attn.sinks", ("heads",)),),
             attention("attention_bias"),
-            router("mlp.router", bias=True),
-            experts_in_one("ffn", transposed=True, interleaved=True, biases=True),
+            router_parameters("mlp.router", bias=True),
+            stacked_experts("ffn", transposed=True, interleaved=True, biases=True),
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
     gguf=GgufFamily(
         "gpt-oss",
-        experts=True,
-        biases=(
+        has_experts=True,
+        bias_suffixes=(
             "attn_q.bias",
             "attn_k.bias",
             "attn_v.bias",
             "attn_output.bias",
             "ffn_gate_inp.bias",
         ),
-        period=2,
-        windowed=True,
-        yarn_rounded=True,
-        sizes={"expert_feed_forward_length": "ffn"},
-        numbers={"attention.sliding_window": "sliding_window"},
-        graph={
+        window_period=2,
+        supports_window=True,
+        accepts_unrounded_yarn=True,
+        size_keys={"expert_feed_forward_length": "ffn"},
+        integer_keys={"attention.sliding_window": "sliding_window"},
+        required_values={
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
             "attention_bias": True,
             "tie_word_embeddings": False,
         },
-        names={
+        tensor_names={
             "self_attn.sinks": "attn_sinks.weight",
             "post_attention_layernorm.weight": "post_attention_norm.weight",
             "mlp.experts.gate_up_proj_bias": "ffn_gate_exps.bias ffn_up_exps.bias",

@@ -1,7 +1,7 @@
-"""Hunyuan: a llama with an RMSNorm over each head of q and k, after the rotation.
+"""Hunyuan: a llama with per-head RMSNorms of q and k, after the rotary embedding.
 
-Mixtures have experts and a shared MLP in every layer. Published models call the scaling of their positions dynamic, and
-state an ``alpha``: it changes the base alone.
+Mixtures have experts and a shared MLP in every layer. Published models declare dynamic rotary scaling with an
+``alpha``, which only changes the base of the frequencies.
 """
 
 from __future__ import annotations
@@ -10,30 +10,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures.declare import attention, gated_mlp, layer, norms
+from quantforge.architectures.declare import attention, compose_layer, gated_mlp, norm_parameters
 from quantforge.architectures.decoder_graph import DecoderGraph
-from quantforge.architectures.dimensions import dimensions_of
+from quantforge.architectures.dimensions import read_dimensions
 from quantforge.architectures.families import llama
 from quantforge.architectures.llama_cpp import GgufFamily
-from quantforge.architectures.mixtures import experts_one_by_one, router, shared_experts
+from quantforge.architectures.mixtures import router_parameters, shared_experts, single_experts
 from quantforge.errors import InputError
 
-HEAD_NORMS = norms("self_attn.query_layernorm", "self_attn.key_layernorm", dimension="head")
-GRAPH = DecoderGraph(head_norms=("query_layernorm", "key_layernorm"), norms_after_rotation=True)
+HEAD_NORMS = norm_parameters(
+    "self_attn.query_layernorm", "self_attn.key_layernorm", dimension="head"
+)
+DECODER_GRAPH = DecoderGraph(
+    head_norms=("query_layernorm", "key_layernorm"), qk_norms_after_rotation=True
+)
 
 
-def base(config: Mapping[str, Any]) -> float | None:
-    """Return the base of the frequencies that ``alpha`` makes; None where there is none.
+def scaled_rope_base(config: Mapping[str, Any]) -> float | None:
+    """Return the rotary base that results from ``alpha``; None if there is no ``alpha``.
 
     Raises:
-        InputError: a value is no positive number.
+        InputError: a value is not a positive number.
     """
     scaling = config.get("rope_parameters") or config.get("rope_scaling")
     if not isinstance(scaling, Mapping) or not scaling.get("alpha"):
         return None
     if scaling.get("rope_type", scaling.get("type")) != "dynamic":
         return None
-    width = dimensions_of(config).head
+    width = read_dimensions(config).head
     values = (scaling.get("rope_theta", config.get("rope_theta", 1e4)), scaling["alpha"])
     if width < 4 or not all(type(one) in {int, float} and 0 < one < 1e30 for one in values):
         raise InputError(
@@ -46,24 +50,28 @@ def base(config: Mapping[str, Any]) -> float | None:
 HUNYUAN_V1_DENSE = replace(
     llama.ARCHITECTURE,
     model_type="hunyuan_v1_dense",
-    kinds=(layer(llama.NORMS, HEAD_NORMS, attention("attention_bias"), gated_mlp()),),
+    kinds=(compose_layer(llama.NORMS, HEAD_NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"rms_norm_eps": 1e-5},
-    graph=GRAPH,
-    gguf=GgufFamily("hunyuan-dense", class_name="HunYuanDenseV1ForCausalLM", base=base),
+    graph=DECODER_GRAPH,
+    gguf=GgufFamily(
+        "hunyuan-dense",
+        transformers_class="HunYuanDenseV1ForCausalLM",
+        scaled_rope_base=scaled_rope_base,
+    ),
 )
 
 
 HUNYUAN_V1_MOE = replace(
     llama.ARCHITECTURE,
     model_type="hunyuan_v1_moe",
-    graph=replace(GRAPH, experts=True),
+    graph=replace(DECODER_GRAPH, supports_experts=True),
     kinds=(
-        layer(
+        compose_layer(
             llama.NORMS,
             HEAD_NORMS,
             attention("attention_bias"),
-            router("mlp.gate.wg"),
-            experts_one_by_one("ffn"),
+            router_parameters("mlp.gate.wg"),
+            single_experts("ffn"),
             *shared_experts("ffn", module="mlp.shared_mlp"),
         ),
     ),
@@ -77,14 +85,14 @@ HUNYUAN_V1_MOE = replace(
     },
     gguf=GgufFamily(
         "hunyuan-moe",
-        experts=True,
-        base=base,
-        used="moe_topk",
-        sizes={
+        has_experts=True,
+        scaled_rope_base=scaled_rope_base,
+        used_experts_key="moe_topk",
+        size_keys={
             "expert_feed_forward_length": "ffn",
             "expert_shared_feed_forward_length": "ffn",
         },
-        numbers={"expert_shared_count": 1},
+        integer_keys={"expert_shared_count": 1},
     ),
 )
 

@@ -1,8 +1,8 @@
-"""LFM 2: short convolutions in most layers and attention in the others, a gated MLP in all.
+"""LFM 2: short convolutions in most layers, attention in the others, a gated MLP in all.
 
 A convolution layer computes ``b, c, x = split(W_in h)`` and ``W_out (c * conv(b * x))`` with a depthwise convolution
-over a few tokens: what ``W_out`` reads is linear in ``c``, channel by channel. The width of the MLP is not the one that
-the configuration names, but is derived from it. Mixtures have dense first layers, then experts in the place of the MLP.
+over a few tokens: the input of ``W_out`` is linear in ``c``, channel by channel. The width of the MLP is computed from
+the configured one. Mixtures have dense first layers, then experts instead of the MLP.
 """
 
 from __future__ import annotations
@@ -15,69 +15,75 @@ from quantforge.architectures import Architecture, FoldKind, Parameter, ScaleFol
 from quantforge.architectures.declare import (
     Mixer,
     attention,
+    compose_layer,
     gated_mlp,
-    layer,
-    linear,
-    norms,
-    outer,
+    linear_parameters,
+    norm_parameters,
+    outer_parameters,
 )
-from quantforge.architectures.dimensions import layer_types
-from quantforge.architectures.layer_kind import convolution
-from quantforge.architectures.llama_cpp import SIGMOID, GgufFamily
+from quantforge.architectures.dimensions import listed_layer_types
+from quantforge.architectures.layer_kind import convolution_state
+from quantforge.architectures.llama_cpp import SIGMOID_GATING, GgufFamily
 from quantforge.architectures.mixtures import (
+    dense_first_kinds,
     dense_or_sparse,
-    experts_one_by_one,
-    first_dense,
-    router,
+    router_parameters,
+    single_experts,
 )
 from quantforge.errors import InputError
 
-IN, OUT = "conv.in_proj", "conv.out_proj"
-BEFORE_MIXER = ScaleFold(FoldKind.NORM, "operator_norm")
-NORMS = norms("operator_norm", "ffn_norm")
-HEAD_NORMS = norms("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head")
-NAMES = ("w1", "w3", "w2")  # of gate, up and down in files
+IN_PROJ, OUT_PROJ = "conv.in_proj", "conv.out_proj"
+FOLD_INTO_OPERATOR_NORM = ScaleFold(FoldKind.NORM, "operator_norm")
+NORMS = norm_parameters("operator_norm", "ffn_norm")
+HEAD_NORMS = norm_parameters("self_attn.q_layernorm", "self_attn.k_layernorm", dimension="head")
+STORED_MLP_NAMES = ("w1", "w3", "w2")  # names of gate, up and down in files
 CONVOLUTION = Mixer(
     (
         Parameter("conv.conv.weight", ("hidden", "1", "kernel")),
         Parameter("conv.conv.bias", ("hidden",), "conv_bias"),
-        *linear(IN, "3*hidden", "hidden", "conv_bias"),
-        *linear(OUT, "hidden", "hidden", "conv_bias"),
+        *linear_parameters(IN_PROJ, "3*hidden", "hidden", "conv_bias"),
+        *linear_parameters(OUT_PROJ, "hidden", "hidden", "conv_bias"),
     ),
     (
-        SharedInput((IN,), "conv", BEFORE_MIXER),
-        SharedInput((OUT,), OUT, ScaleFold(FoldKind.ROWS, IN, "c")),
+        SharedInput((IN_PROJ,), "conv", FOLD_INTO_OPERATOR_NORM),
+        SharedInput((OUT_PROJ,), OUT_PROJ, ScaleFold(FoldKind.ROWS, IN_PROJ, "c")),
     ),
-    states=convolution("hidden"),
+    states=convolution_state("hidden"),
 )
-ATTENTION = attention(norm=BEFORE_MIXER, output="out_proj")
-MLP = gated_mlp(norm=ScaleFold(FoldKind.NORM, "ffn_norm"), module="feed_forward", names=NAMES)
+ATTENTION = attention(norm=FOLD_INTO_OPERATOR_NORM, output="out_proj")
+MLP = gated_mlp(
+    norm=ScaleFold(FoldKind.NORM, "ffn_norm"), module="feed_forward", names=STORED_MLP_NAMES
+)
 
 
 def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return a setting that llama.cpp does not support and what it supports, or None.
 
-    It aborts on a model that lacks layers of one kind.
+    llama.cpp aborts on a model that has layers of only one kind.
     """
     if config["conv_L_cache"] < 2:
         return f"conv_L_cache = {config['conv_L_cache']}", "2 or more"
-    if len(found := {*mixers(config)}) < len(LFM2.kinds):
-        return f"layers that are all {', '.join(found)}", "conv beside full_attention"
+    if len(types := {*mixer_types(config)}) < len(LFM2.kinds):
+        return f"layers that are all {', '.join(types)}", "conv beside full_attention"
     return None
 
 
-def kv_heads(config: Mapping[str, Any]) -> list[int]:
-    """Return how many heads of keys every layer has, none in those that convolve; errors as `mixers`."""
+def kv_head_counts(config: Mapping[str, Any]) -> list[int]:
+    """Return the number of key/value heads of every layer, 0 for convolutions; errors as `mixer_types`."""
     return [
-        config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in mixers(config)
+        config["num_key_value_heads"] if kind == "full_attention" else 0
+        for kind in mixer_types(config)
     ]
 
 
-def mixers(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer: as listed, or by the indices of the layers with attention, or attention.
+def mixer_types(config: Mapping[str, Any]) -> list[str]:
+    """Return the mixer type of every layer, from ``layer_types`` or else ``full_attn_idxs``.
+
+    If neither is present, every layer has attention.
 
     Raises:
-        InputError: ``full_attn_idxs`` is no list, or ``tie_embedding``, which transformers obeys, contradicts the rest.
+        InputError: ``full_attn_idxs`` is not a list, or ``tie_embedding``, which transformers uses, contradicts
+            ``tie_word_embeddings``.
     """
     is_tied = config.get("tie_word_embeddings", LFM2.defaults["tie_word_embeddings"])
     if config.get("tie_embedding", is_tied) != is_tied:
@@ -86,28 +92,30 @@ def mixers(config: Mapping[str, Any]) -> list[str]:
             f" tie_word_embeddings = {str(is_tied)[:20]}",
             "state the same in both",
         )
-    if (listed := layer_types(config)) is not None:
-        return listed
+    if (layer_types := listed_layer_types(config)) is not None:
+        return layer_types
     layers = range(int(config.get("num_hidden_layers", LFM2.defaults["num_hidden_layers"])))
-    attending = config.get("full_attn_idxs")
-    if attending is None:
-        attending = list(layers)
-    if not isinstance(attending, list):
-        raise InputError(f"config.json: full_attn_idxs = {str(attending)[:60]}", "a list of layers")
-    return ["full_attention" if index in attending else "conv" for index in layers]
+    attention_layers = config.get("full_attn_idxs")
+    if attention_layers is None:
+        attention_layers = list(layers)
+    if not isinstance(attention_layers, list):
+        raise InputError(
+            f"config.json: full_attn_idxs = {str(attention_layers)[:60]}", "a list of layers"
+        )
+    return ["full_attention" if index in attention_layers else "conv" for index in layers]
 
 
-def inner_width(config: Mapping[str, Any]) -> int:
-    """Return the width of the MLP: two thirds of what is stated, times a factor, rounded up to a multiple.
+def mlp_width(config: Mapping[str, Any]) -> int:
+    """Return the width of the MLP: two thirds of the configured one, times a factor, rounded up to a multiple.
 
     Raises:
-        InputError: one of the values is no number.
+        InputError: one of the values is not a number.
     """
     width = config.get("block_ff_dim", config.get("intermediate_size", 12288))
     factor = config.get("block_ffn_dim_multiplier", 1.0)
     multiple = config.get("block_multiple_of", 256)
-    known = type(width) is int and type(multiple) is int and 0 < multiple <= 1 << 20
-    if not known or not (factor is None or (type(factor) in {int, float} and 0 < factor < 1e3)):
+    are_sizes = type(width) is int and type(multiple) is int and 0 < multiple <= 1 << 20
+    if not are_sizes or not (factor is None or (type(factor) in {int, float} and 0 < factor < 1e3)):
         raise InputError(
             f"config.json: intermediate_size = {str(width)[:40]!r}, block_ffn_dim_multiplier = {str(factor)[:40]!r},"
             f" block_multiple_of = {str(multiple)[:40]!r}",
@@ -119,30 +127,30 @@ def inner_width(config: Mapping[str, Any]) -> int:
     return width if factor is None else -(-int(factor * width) // multiple) * multiple
 
 
-GGUF = GgufFamily(
+GGUF_FAMILY = GgufFamily(
     "lfm2",
-    epsilon=("attention.layer_norm_rms_epsilon", "norm_eps"),
-    sizes={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
-    lists={"attention.head_count_kv": kv_heads},
-    squeezed=("conv.conv.weight",),
-    heads_fill=True,
+    epsilon_keys=("attention.layer_norm_rms_epsilon", "norm_eps"),
+    size_keys={"shortconv.l_cache": "kernel", "vocab_size": "vocab"},
+    per_layer_keys={"attention.head_count_kv": kv_head_counts},
+    squeezed_suffixes=("conv.conv.weight",),
+    heads_fill_width=True,
     unsupported=unsupported_by_llama_cpp,
 )
 LFM2 = Architecture(
     model_type="lfm2",
     blocks="model.layers",
-    outer=outer("model.embedding_norm"),
+    outer=outer_parameters("model.embedding_norm"),
     kinds=(
-        layer(NORMS, CONVOLUTION, MLP, name="conv"),
-        layer(NORMS, HEAD_NORMS, ATTENTION, MLP, name="full_attention"),
+        compose_layer(NORMS, CONVOLUTION, MLP, name="conv"),
+        compose_layer(NORMS, HEAD_NORMS, ATTENTION, MLP, name="full_attention"),
     ),
-    kind_of=mixers,
-    sizes={"kernel": ("conv_L_cache",), "ffn": inner_width},
+    layer_kind_names=mixer_types,
+    sizes={"kernel": ("conv_L_cache",), "ffn": mlp_width},
     embedding="model.embed_tokens",
     head="lm_head",
     final_norm="model.embedding_norm",
-    slices={IN: ("hidden", "hidden", "hidden")},
-    slice_labels={IN: ("b", "c", "x")},
+    slices={IN_PROJ: ("hidden", "hidden", "hidden")},
+    slice_labels={IN_PROJ: ("b", "c", "x")},
     defaults={
         "num_hidden_layers": 32,
         "num_key_value_heads": 8,
@@ -151,22 +159,22 @@ LFM2 = Architecture(
         "tie_word_embeddings": True,
         "rope_theta": 1e6,
     },
-    gguf=GGUF,
+    gguf=GGUF_FAMILY,
 )
 
 
-CORRECTION = Parameter("feed_forward.expert_bias", ("experts",), "use_expert_bias")
+SCORE_CORRECTION = Parameter("feed_forward.expert_bias", ("experts",), "use_expert_bias")
 MIXTURE = (
-    router("feed_forward.gate"),
-    (CORRECTION,),
-    experts_one_by_one("inner", module="feed_forward.experts", stored=NAMES),
+    router_parameters("feed_forward.gate"),
+    (SCORE_CORRECTION,),
+    single_experts("inner", module="feed_forward.experts", stored=STORED_MLP_NAMES),
 )
 
 
-def moe_kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer; errors as `mixers` and `first_dense`."""
-    pairs = zip(mixers(config), first_dense(config, "num_dense_layers"), strict=True)
-    return [f"{tokens}/{channels}" for tokens, channels in pairs]
+def moe_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer; errors as `mixer_types` and `dense_first_kinds`."""
+    pairs = zip(mixer_types(config), dense_first_kinds(config, "num_dense_layers"), strict=True)
+    return [f"{mixer_type}/{mlp_kind}" for mixer_type, mlp_kind in pairs]
 
 
 LFM2_MOE = replace(
@@ -183,7 +191,7 @@ LFM2_MOE = replace(
             prefix="full_attention/",
         ),
     ),
-    kind_of=moe_kinds,
+    layer_kind_names=moe_kind_names,
     sizes={
         "kernel": ("conv_L_cache",),
         "experts": ("num_experts", "num_local_experts"),
@@ -202,13 +210,20 @@ LFM2_MOE = replace(
         "routed_scaling_factor": 1.0,
     },
     gguf=replace(
-        GGUF,
+        GGUF_FAMILY,
         arch="lfm2moe",
-        experts=True,
-        sizes={**GGUF.sizes, "expert_feed_forward_length": "inner"},
-        numbers={"leading_dense_block_count": "num_dense_layers", "expert_gating_func": SIGMOID},
-        graph={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
-        names={
+        has_experts=True,
+        size_keys={**GGUF_FAMILY.size_keys, "expert_feed_forward_length": "inner"},
+        integer_keys={
+            "leading_dense_block_count": "num_dense_layers",
+            "expert_gating_func": SIGMOID_GATING,
+        },
+        required_values={
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        tensor_names={
             "feed_forward.gate.weight": "ffn_gate_inp.weight",
             "feed_forward.expert_bias": "exp_probs_b.bias",
             "feed_forward.experts.gate_proj.weight": "ffn_gate_exps.weight",

@@ -1,53 +1,59 @@
-"""MiniMax M2: a mixtral with a correction of the router's scores, and norms over all heads of q, and of k, at once."""
+"""MiniMax M2: a mixtral with corrected router scores, and norms over all heads of q and of k."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures.declare import NORMS_OF_ALL, attention, layer
+from quantforge.architectures.declare import WHOLE_QK_NORMS, attention, compose_layer
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
-from quantforge.architectures.families.mistral import STORED, STORED_NAMES
-from quantforge.architectures.llama_cpp import SIGMOID, GgufFamily
-from quantforge.architectures.mixtures import experts_one_by_one, router
+from quantforge.architectures.families.mistral import MOE_MODULE, STORED_EXPERT_NAMES
+from quantforge.architectures.llama_cpp import SIGMOID_GATING, GgufFamily
+from quantforge.architectures.mixtures import router_parameters, single_experts
 from quantforge.errors import InputError
 
-CORRECTION = "e_score_correction_bias"
+SCORE_CORRECTION = "e_score_correction_bias"
 
 
-def rotating(config: Mapping[str, Any]) -> Any:
-    """Return how many dimensions of a head rotate, as ``rotary_dim`` says; None where it is not stated.
+def rotary_width(config: Mapping[str, Any]) -> Any:
+    """Return the number of rotated dimensions of a head, from ``rotary_dim``; None if it is missing.
 
     Raises:
-        InputError: ``partial_rotary_factor`` says something else.
+        InputError: ``partial_rotary_factor`` contradicts it.
     """
-    stated = config.get("rotary_dim")
+    rotary_dim = config.get("rotary_dim")
     rope = config.get("rope_parameters")
-    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-    if stated is not None and share is not None and stated != int(config["head_dim"] * share):
+    factor = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    if (
+        rotary_dim is not None
+        and factor is not None
+        and rotary_dim != int(config["head_dim"] * factor)
+    ):
         raise InputError(
-            f"config.json: rotary_dim = {str(stated)[:40]}, partial_rotary_factor = {share}",
+            f"config.json: rotary_dim = {str(rotary_dim)[:40]}, partial_rotary_factor = {factor}",
             "keep the one that is right",
         )
-    return stated
+    return rotary_dim
 
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="minimax_m2",
-    graph=DecoderGraph(norms_of_all=True, experts=True),
+    graph=DecoderGraph(qk_norms_over_all_heads=True, supports_experts=True),
     kinds=(
-        layer(
+        compose_layer(
             llama.NORMS,
-            NORMS_OF_ALL,
+            WHOLE_QK_NORMS,
             attention(),
-            router(
+            router_parameters(
                 "mlp.gate",
-                stored=f"{STORED}.gate.weight",
-                correction=f"mlp.{CORRECTION}",
-                stored_correction=f"{STORED}.{CORRECTION}",
+                stored=f"{MOE_MODULE}.gate.weight",
+                correction=f"mlp.{SCORE_CORRECTION}",
+                stored_correction=f"{MOE_MODULE}.{SCORE_CORRECTION}",
             ),
-            experts_one_by_one("ffn", stored_module=f"{STORED}.experts", stored=STORED_NAMES),
+            single_experts(
+                "ffn", stored_module=f"{MOE_MODULE}.experts", stored=STORED_EXPERT_NAMES
+            ),
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
@@ -64,11 +70,11 @@ ARCHITECTURE = replace(
     },
     gguf=GgufFamily(
         "minimax-m2",
-        experts=True,
-        sizes={"expert_feed_forward_length": "ffn"},
-        numbers={"expert_gating_func": SIGMOID, "rope.dimension_count": rotating},
-        graph={"tie_word_embeddings": False},
-        names={f"mlp.{CORRECTION}": "exp_probs_b.bias"},
+        has_experts=True,
+        size_keys={"expert_feed_forward_length": "ffn"},
+        integer_keys={"expert_gating_func": SIGMOID_GATING, "rope.dimension_count": rotary_width},
+        required_values={"tie_word_embeddings": False},
+        tensor_names={f"mlp.{SCORE_CORRECTION}": "exp_probs_b.bias"},
     ),
 )
 FAMILIES = {"minimax_m2": ARCHITECTURE}

@@ -1,9 +1,9 @@
 """Mistral, Ministral, Mixtral and Mistral Small 3.
 
-Mistral and Ministral are a llama without biases, with a sliding window in all layers or in some. Mixtral has experts in
-place of the MLP, stored one by one under names of their own. In Ministral 3 queries grow with the logarithm of their
-position, beyond the original context. ``mistral3``, Mistral Small 3.1 and later and Ministral 3, is one of these beside
-a vision tower.
+Mistral and Ministral are a llama without biases, with a sliding window in all or some layers. Mixtral has experts
+instead of the MLP, stored one by one under other names. In Ministral 3, queries beyond the original context are scaled
+by the logarithm of their position. ``mistral3`` (Mistral Small 3.1 and later, Ministral 3) is one of these with a
+vision tower.
 """
 
 from __future__ import annotations
@@ -13,71 +13,80 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import text_config
-from quantforge.architectures.declare import attention, beside_towers, gated_mlp, layer
+from quantforge.architectures.declare import (
+    attention,
+    compose_layer,
+    gated_mlp,
+    multimodal_with_decoder_class,
+)
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import (
     LLAMA_BIASES,
-    WITH_TABLE,
+    SCALINGS_WITH_TABLE,
     GgufFamily,
-    Keys,
+    GgufKeys,
     experts_config,
 )
-from quantforge.architectures.mixtures import experts_one_by_one, router
+from quantforge.architectures.mixtures import router_parameters, single_experts
 from quantforge.architectures.projector import (
-    CLIP_DEVIATION,
     CLIP_MEAN,
+    CLIP_STD,
     Projector,
     TokenRow,
     TowerConfig,
     TowerSizes,
-    module,
-    not_carried,
-    stack,
-    weight,
+    block_tensors,
+    module_tensors,
+    unsupported_setting_error,
+    weight_tensor,
 )
 from quantforge.errors import InputError
 
 MISTRAL = replace(
     llama.ARCHITECTURE,
     model_type="mistral",
-    kinds=(layer(llama.NORMS, attention(), gated_mlp()),),
+    kinds=(compose_layer(llama.NORMS, attention(), gated_mlp()),),
     defaults={"num_key_value_heads": 8},
-    with_layer_types={"mistral": "ministral"},  # the one that obeys layers without a window
-    graph=DecoderGraph(one_window=True),
-    windows=WindowRule(width=4096, every=True),
+    model_type_with_layer_types={
+        "mistral": "ministral"
+    },  # this class supports layers without a window
+    graph=DecoderGraph(same_window=True),
+    windows=WindowRule(width=4096, every_layer=True),
     gguf=GgufFamily(
         "llama",
-        counts_vocabulary=True,
-        interleaved=True,
-        biases=LLAMA_BIASES,
-        window=4096,
-        scalings=WITH_TABLE,
+        stores_vocabulary_size=True,
+        permutes_qk=True,
+        bias_suffixes=LLAMA_BIASES,
+        config_window_default=4096,
+        rope_scalings=SCALINGS_WITH_TABLE,
     ),
 )
-# llama.cpp has no graph in which some layers have a window and others none.
-MISTRAL = replace(MISTRAL, decoders={"ministral": replace(MISTRAL, gguf=None)})
+# llama.cpp has no graph of the family with a window in some layers only.
+MISTRAL = replace(MISTRAL, decoders_by_type={"ministral": replace(MISTRAL, gguf=None)})
 
 
-STORED, STORED_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
+MOE_MODULE, STORED_EXPERT_NAMES = "block_sparse_moe", ("w1", "w3", "w2")
 
 
-def read_config(keys: Keys) -> dict[str, Any]:
+def read_config(keys: GgufKeys) -> dict[str, Any]:
     """Return the ``config.json`` that the keys of a GGUF file describe."""
-    return {**keys.usual(), "hidden_act": "silu", **experts_config(keys)}
+    return {**keys.llama_config(), "hidden_act": "silu", **experts_config(keys)}
 
 
 MIXTRAL = replace(
     MISTRAL,
     model_type="mixtral",
-    graph=DecoderGraph(one_window=True, experts=True),
+    graph=DecoderGraph(same_window=True, supports_experts=True),
     kinds=(
-        layer(
+        compose_layer(
             llama.NORMS,
             attention(),
-            router("mlp.gate", stored=f"{STORED}.gate.weight"),
-            experts_one_by_one("ffn", stored_module=f"{STORED}.experts", stored=STORED_NAMES),
+            router_parameters("mlp.gate", stored=f"{MOE_MODULE}.gate.weight"),
+            single_experts(
+                "ffn", stored_module=f"{MOE_MODULE}.experts", stored=STORED_EXPERT_NAMES
+            ),
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
@@ -88,164 +97,184 @@ MIXTRAL = replace(
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-5,
     },
-    windows=WindowRule(every=True, listed=False),
+    windows=WindowRule(every_layer=True, uses_layer_types=False),
     gguf=GgufFamily(
         "llama",
-        counts_vocabulary=True,
-        interleaved=True,
-        experts=True,
-        class_name="MixtralForCausalLM",
-        scalings=WITH_TABLE,
+        stores_vocabulary_size=True,
+        permutes_qk=True,
+        has_experts=True,
+        transformers_class="MixtralForCausalLM",
+        rope_scalings=SCALINGS_WITH_TABLE,
         read_config=read_config,
     ),
 )
 
 
-_BETA, _MOST = "llama_4_scaling_beta", 1e6
+_BETA_KEY, _MAX_BETA = "llama_4_scaling_beta", 1e6
 
 
-def growth(config: Mapping[str, Any]) -> float | None:
-    """Return by how much queries grow with the logarithm of their position; None where they do not.
+def query_growth(config: Mapping[str, Any]) -> float | None:
+    """Return the coefficient by which queries grow with the logarithm of their position; None if they do not.
 
     Raises:
-        InputError: it is no number, or below 0.
+        InputError: it is not a number, or is negative.
     """
-    beta = _rope(config).get(_BETA)
+    beta = _rope_settings(config).get(_BETA_KEY)
     if beta is None:
         return None
-    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < _MOST:
-        raise InputError(f"config.json: {_BETA} = {str(beta)[:40]!r}", "a number from 0 on")
+    if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < _MAX_BETA:
+        raise InputError(f"config.json: {_BETA_KEY} = {str(beta)[:40]!r}", "a number from 0 on")
     return float(beta) or None
 
 
-def multiplier(config: Mapping[str, Any]) -> float | None:
-    """Return 1 where two equal factors of YaRN cancel, as 1 does in llama.cpp; None where there are none."""
-    return 1.0 if _rope(config).get("mscale_all_dim") else None
+def yarn_log_multiplier(config: Mapping[str, Any]) -> float | None:
+    """Return 1 if two equal YaRN factors cancel, which llama.cpp expresses by 1; None if there are none."""
+    return 1.0 if _rope_settings(config).get("mscale_all_dim") else None
 
 
 def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return a setting that llama.cpp does not support and what it supports, or None; errors as `growth`."""
-    rope = _rope(config)
-    if config.get("model_type") != "ministral3":  # transformers takes another family then
+    """Return a setting that llama.cpp does not support and what it supports, or None; errors as `query_growth`."""
+    rope = _rope_settings(config)
+    if config.get("model_type") != "ministral3":  # transformers uses another family then
         return "a decoder without model_type", "model_type = ministral3"
-    if not rope:  # transformers' own default is YaRN with all that belongs to it
+    if not rope:  # transformers' default is YaRN with its own settings
         return "a configuration without rope_parameters", "rope_parameters that are stated"
-    if rope.get(_BETA) is None:
-        return f"rope_parameters without {_BETA}, which transformers needs", "0 for none"
-    if growth(config) and rope.get("rope_type", rope.get("type")) != "yarn":
-        return f"{_BETA} without yarn", "the original context, a key of yarn"
+    if rope.get(_BETA_KEY) is None:
+        return f"rope_parameters without {_BETA_KEY}, which transformers needs", "0 for none"
+    if query_growth(config) and rope.get("rope_type", rope.get("type")) != "yarn":
+        return f"{_BETA_KEY} without yarn", "the original context, a key of yarn"
     return None
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    stated = config.get("rope_parameters") or config.get("rope_scaling")
-    return stated if isinstance(stated, Mapping) else {}
+def _rope_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    settings = config.get("rope_parameters") or config.get("rope_scaling")
+    return settings if isinstance(settings, Mapping) else {}
 
 
 MINISTRAL3 = replace(
     MISTRAL,
     model_type="ministral3",
     defaults={**MISTRAL.defaults, "head_dim": 128, "rms_norm_eps": 1e-5},
-    windows=WindowRule(every=True, listed=False),
+    windows=WindowRule(every_layer=True, uses_layer_types=False),
     gguf=GgufFamily(
         "mistral3",
-        interleaved=True,
-        reals={
-            "attention.temperature_scale": growth,
-            "rope.scaling.yarn_log_multiplier": multiplier,
+        permutes_qk=True,
+        float_keys={
+            "attention.temperature_scale": query_growth,
+            "rope.scaling.yarn_log_multiplier": yarn_log_multiplier,
         },
         unsupported=unsupported_by_llama_cpp,
-        yarn_multiplier=True,
-        yarn_betas=True,
+        reads_yarn_multiplier=True,
+        reads_yarn_betas=True,
     ),
 )
 
 
-_EPS = 1e-5  # of the tower's norms, in transformers' code; llama.cpp has one for the projector, too
-_THETA = 1e4  # llama.cpp has it built in
-_ACTIVATIONS = {"silu": "use_silu", "gelu": "use_gelu"}
+_TOWER_EPSILON = (
+    1e-5  # of the tower's norms in transformers' code; llama.cpp also uses it for the projector
+)
+_TOWER_ROPE_THETA = 1e4  # fixed in llama.cpp
+_ACTIVATION_KEYS = {"silu": "use_silu", "gelu": "use_gelu"}
 
 
-def projector(config: Mapping[str, Any]) -> Projector:
-    """Return Pixtral's tower with the projector of Mistral 3, for a whole configuration; errors as `TowerConfig`.
+def mistral3_projector(config: Mapping[str, Any]) -> Projector:
+    """Return the Pixtral tower and the projector of Mistral 3 for a whole configuration.
 
-    Rows of a picture's tokens end with the embedding of a token of the decoder, which llama.cpp wants beside the tower.
+    Each row of image tokens ends with the embedding of a decoder token, which llama.cpp expects in the projector file.
+    Errors as `TowerConfig`.
     """
     whole, vision = TowerConfig(config, ""), TowerConfig(config["vision_config"])
-    words = text_config(config)
-    text = TowerConfig({"rms_norm_eps": 1e-6, **words}, "text_config")
+    decoder_config = text_config(config)
+    text = TowerConfig({"rms_norm_eps": 1e-6, **decoder_config}, "text_config")
     activation = vision.values.get("hidden_act", "gelu")
-    _check(whole, vision, text, activation)
+    _check_projector(whole, vision, text, activation)
     sizes = vision.sizes(TowerSizes(1024, 4096, 24, 16, 14))
     width, _, _, heads, patch = sizes
     vision.require("head_dim", width // heads)
     image = vision.size("image_size", 1540)
-    merged, out = whole.size("spatial_merge_size", 2), text.size("hidden_size", 5120)
-    biased = config.get("multimodal_projector_bias", False) is True
+    merge_size, decoder_width = whole.size("spatial_merge_size", 2), text.size("hidden_size", 5120)
+    has_bias = config.get("multimodal_projector_bias", False) is True
     block = {
         "attention_norm": "ln1", "ffn_norm": "ln2", "attention.q_proj": "attn_q", "attention.k_proj": "attn_k",
         "attention.v_proj": "attn_v", "attention.o_proj": "attn_out", "feed_forward.gate_proj": "ffn_gate",
         "feed_forward.up_proj": "ffn_up", "feed_forward.down_proj": "ffn_down",
     }  # fmt: skip
-    layers = stack("vision_tower.transformer.layers", sizes, block, norm_bias=False, bias=False)
-    joined, tower = "multi_modal_projector", "vision_tower"
+    layers = block_tensors(
+        "vision_tower.transformer.layers", sizes, block, norm_bias=False, bias=False
+    )
+    projector_module, tower = "multi_modal_projector", "vision_tower"
     return Projector(
         "pixtral",
         {
-            _ACTIVATIONS[activation]: True,
-            **sizes.keys(image, _EPS, out),
-            "vision.spatial_merge_size": merged,
+            _ACTIVATION_KEYS[activation]: True,
+            **sizes.keys(image, _TOWER_EPSILON, decoder_width),
+            "vision.spatial_merge_size": merge_size,
         },
         (
-            weight(f"{tower}.patch_conv", "v.patch_embd", (width, 3, patch, patch), wide=True),
-            weight(f"{tower}.ln_pre", "v.pre_ln", (width,)),
+            weight_tensor(
+                f"{tower}.patch_conv", "v.patch_embd", (width, 3, patch, patch), wide=True
+            ),
+            weight_tensor(f"{tower}.ln_pre", "v.pre_ln", (width,)),
             *(
-                replace(tensor, heads=heads)
+                replace(tensor, rotary_heads=heads)
                 if "q_proj" in tensor.name or "k_proj" in tensor.name
                 else tensor
                 for tensor in layers
             ),
-            weight(f"{joined}.norm", "mm.input_norm", (width,)),
-            weight(
-                f"{joined}.patch_merger.merging_layer",
+            weight_tensor(f"{projector_module}.norm", "mm.input_norm", (width,)),
+            weight_tensor(
+                f"{projector_module}.patch_merger.merging_layer",
                 "mm.patch_merger",
-                (width, width * merged**2),
+                (width, width * merge_size**2),
             ),
-            *module(f"{joined}.linear_1", "mm.1", (out, width), bias=biased),
-            *module(f"{joined}.linear_2", "mm.2", (out, out), bias=biased),
+            *module_tensors(
+                f"{projector_module}.linear_1", "mm.1", (decoder_width, width), bias=has_bias
+            ),
+            *module_tensors(
+                f"{projector_module}.linear_2",
+                "mm.2",
+                (decoder_width, decoder_width),
+                bias=has_bias,
+            ),
         ),
-        row=TokenRow("[IMG_BREAK]", "v.token_embd.img_break", out),
+        token_row=TokenRow("[IMG_BREAK]", "v.token_embd.img_break", decoder_width),
         mean=CLIP_MEAN,
-        deviation=CLIP_DEVIATION,
+        std=CLIP_STD,
     )
 
 
-def _check(whole: TowerConfig, vision: TowerConfig, text: TowerConfig, activation: object) -> None:
-    """Refuse what llama.cpp computes in one way alone."""
+def _check_projector(
+    whole: TowerConfig, vision: TowerConfig, text: TowerConfig, activation: object
+) -> None:
+    """Refuse settings that llama.cpp supports with one value only."""
     vision.require("model_type", "pixtral")
     vision.require("num_channels", 3)
     whole.require("projector_hidden_act", "gelu")
     whole.require("vision_feature_layer", -1)
-    text.require("rms_norm_eps", _EPS)
-    if activation not in _ACTIVATIONS:
-        raise not_carried(f"vision_config.hidden_act = {str(activation)[:40]}", "silu or gelu")
-    vision.require_theta(_THETA)
+    text.require("rms_norm_eps", _TOWER_EPSILON)
+    if activation not in _ACTIVATION_KEYS:
+        raise unsupported_setting_error(
+            f"vision_config.hidden_act = {str(activation)[:40]}", "silu or gelu"
+        )
+    vision.require_rope_theta(_TOWER_ROPE_THETA)
 
 
-_OF_MISTRAL, _OF_MINISTRAL3 = (
+_MULTIMODAL_MISTRAL, _MULTIMODAL_MINISTRAL3 = (
     replace(
-        beside_towers(
+        multimodal_with_decoder_class(
             text,
             "mistral3",
             (r"(model\.)?(vision_tower|multi_modal_projector)\..*",),
             (("language_model.", ""), ("model.language_model.", "model.")),
         ),
         graph=None,
-        projector={"mistral3": projector},
+        projector={"mistral3": mistral3_projector},
     )
     for text in (MISTRAL, MINISTRAL3)
 )
-MISTRAL3 = replace(_OF_MINISTRAL3, decoders=dict.fromkeys(("mistral", ""), _OF_MISTRAL))
+MISTRAL3 = replace(
+    _MULTIMODAL_MINISTRAL3, decoders_by_type=dict.fromkeys(("mistral", ""), _MULTIMODAL_MISTRAL)
+)
 
 
 FAMILIES = {

@@ -1,18 +1,24 @@
-"""Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an MLP without gate, of squared ReLU."""
+"""Nemotron 3 and 4, Minitron: LayerNorms that multiply by 1 + w, and an ungated MLP with squared ReLU."""
 
 from dataclasses import replace
 
 from quantforge.architectures import FoldKind, ScaleFold
-from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer, plain_mlp
+from quantforge.architectures.declare import (
+    LAYER_NORMS,
+    attention,
+    compose_layer,
+    outer_parameters,
+    plain_mlp,
+)
 from quantforge.architectures.families import llama
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="nemotron",
-    outer=outer(bias=True),
+    outer=outer_parameters(bias=True),
     kinds=(
-        layer(
+        compose_layer(
             LAYER_NORMS,
             attention("attention_bias", norm=ScaleFold(FoldKind.NORM_PLUS_ONE, "input_layernorm")),
             plain_mlp(
@@ -24,12 +30,12 @@ ARCHITECTURE = replace(
     gguf=GgufFamily(
         "nemotron",
         norm_plus_one=True,
-        biases=(*LLAMA_BIASES, *NORM_BIASES),
-        class_name="NemotronForCausalLM",
+        bias_suffixes=(*LLAMA_BIASES, *NORM_BIASES),
+        transformers_class="NemotronForCausalLM",
         activations=("relu2",),
-        heads_fill=True,
-        epsilon=("attention.layer_norm_epsilon", "norm_eps"),
-        graph={"tie_word_embeddings": False},
+        heads_fill_width=True,
+        epsilon_keys=("attention.layer_norm_epsilon", "norm_eps"),
+        required_values={"tie_word_embeddings": False},
     ),
 )
 FAMILIES = {"nemotron": ARCHITECTURE}

@@ -1,7 +1,7 @@
-"""Nemotron H (Nemotron Nano 2 and 3): every layer is one mixer after a norm: Mamba-2, attention, an MLP or experts.
+"""Nemotron H (Nemotron Nano 2 and 3): one mixer per layer: Mamba-2, attention, an MLP or experts.
 
-Neither the MLP nor the experts have a gate: squared ReLU lies between their two matrices, so that nothing absorbs.
-Which layer is which, a list says or a text of one letter for each.
+Neither the MLP nor the experts are gated: squared ReLU lies between their two matrices, so no scale can be folded
+there. The kinds of the layers are given by a list, or by a string with one letter per layer.
 """
 
 from __future__ import annotations
@@ -11,16 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 from quantforge.architectures import FoldKind, Parameter, ScaleFold, SharedInput, Stack
-from quantforge.architectures.declare import Mixer, attention, layer, norms, plain_mlp
+from quantforge.architectures.declare import (
+    Mixer,
+    attention,
+    compose_layer,
+    norm_parameters,
+    plain_mlp,
+)
 from quantforge.architectures.families.llama import ARCHITECTURE as LLAMA
 from quantforge.architectures.mamba2 import mamba2
-from quantforge.architectures.mixtures import router
+from quantforge.architectures.mixtures import router_parameters
 from quantforge.errors import InputError
 
-HERE = "mixer"
-NORM = norms("norm")
-BEFORE = ScaleFold(FoldKind.NORM, "norm")
-WORDS: Mapping[str, str] = {
+MIXER_MODULE = "mixer"
+NORM = norm_parameters("norm")
+FOLD_INTO_NORM = ScaleFold(FoldKind.NORM, "norm")
+KIND_BY_LAYER_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("M", "mamba", "linear_attention"), "mamba"),
     **dict.fromkeys(("*", "attention", "full_attention"), "attention"),
     **dict.fromkeys(("-", "mlp"), "mlp"),
@@ -28,9 +34,9 @@ WORDS: Mapping[str, str] = {
 }
 
 
-def _experts(module: str, width: str) -> Mixer:
+def _ungated_experts(module: str, ssm_width: str) -> Mixer:
     up, down = f"{module}.{{}}.up_proj", f"{module}.{{}}.down_proj"
-    shapes = {up: (width, "hidden"), down: ("hidden", width)}
+    shapes = {up: (ssm_width, "hidden"), down: ("hidden", ssm_width)}
     return Mixer(
         tuple(
             Parameter(f"{name}.weight", shape, each="experts", stored=f"{name}.weight")
@@ -38,37 +44,37 @@ def _experts(module: str, width: str) -> Mixer:
         ),
         tuple(SharedInput((name,), module, each="experts") for name in shapes),
         (Stack(f"{module}.up_proj", (up,)), Stack(f"{module}.down_proj", (down,))),
-        inner_copies=2,
+        mlp_activations=2,
     )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer.
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer.
 
     Raises:
-        InputError: a word or a letter is unknown.
+        InputError: a value or letter is unknown.
     """
-    stated = config.get("hybrid_override_pattern") or config.get("layer_types")
-    stated = stated or config["layers_block_type"]
-    known = isinstance(stated, str | list) and 0 < len(stated) <= 1 << 16
-    if not known or not {*map(str, stated)} <= WORDS.keys():
+    layer_types = config.get("hybrid_override_pattern") or config.get("layer_types")
+    layer_types = layer_types or config["layers_block_type"]
+    is_sequence = isinstance(layer_types, str | list) and 0 < len(layer_types) <= 1 << 16
+    if not is_sequence or not {*map(str, layer_types)} <= KIND_BY_LAYER_TYPE.keys():
         raise InputError(
-            f"config.json: the kinds of layers are {str(stated)[:60]}",
+            f"config.json: the kinds of layers are {str(layer_types)[:60]}",
             "letters of M * - E, or a list of linear_attention, full_attention, mlp and moe",
         )
-    return [WORDS[str(word)] for word in stated]
+    return [KIND_BY_LAYER_TYPE[str(layer_type)] for layer_type in layer_types]
 
 
-def count(config: Mapping[str, Any]) -> int:
-    """Return the number of layers, which files do not state beside their kinds; errors as `kinds`."""
-    return len(kinds(config))
+def layer_count(config: Mapping[str, Any]) -> int:
+    """Return the number of layers, declared only by the list of their kinds; errors as `layer_kind_names`."""
+    return len(layer_kind_names(config))
 
 
-def width(config: Mapping[str, Any]) -> int:
+def ssm_width(config: Mapping[str, Any]) -> int:
     """Return the inner width of the Mamba-2 mixers.
 
     Raises:
-        InputError: its factors are no sizes.
+        InputError: the values that are multiplied are not sizes.
     """
     factors = (config["mamba_num_heads"], config["mamba_head_dim"])
     if any(type(size) is not int or not 0 < size < 1 << 16 for size in factors):
@@ -83,35 +89,45 @@ ARCHITECTURE = replace(
     model_type="nemotron_h",
     outer=(
         Parameter("model.embeddings.weight", ("vocab", "hidden")),
-        *norms("model.norm_f"),
+        *norm_parameters("model.norm_f"),
         LLAMA.outer[-1],
     ),
     kinds=(
-        layer(
+        compose_layer(
             NORM,
             mamba2(
-                HERE, BEFORE, bias="use_bias", conv_bias="use_conv_bias", output_bias="use_bias"
+                MIXER_MODULE,
+                FOLD_INTO_NORM,
+                bias="use_bias",
+                conv_bias="use_conv_bias",
+                output_bias="use_bias",
             ),
             name="mamba",
         ),
-        layer(NORM, attention(norm=BEFORE, module=HERE), name="attention"),
-        layer(NORM, plain_mlp("mlp_bias", norm=BEFORE, module=HERE), name="mlp"),
-        layer(
+        compose_layer(NORM, attention(norm=FOLD_INTO_NORM, module=MIXER_MODULE), name="attention"),
+        compose_layer(
+            NORM, plain_mlp("mlp_bias", norm=FOLD_INTO_NORM, module=MIXER_MODULE), name="mlp"
+        ),
+        compose_layer(
             NORM,
-            router(f"{HERE}.gate", correction=f"{HERE}.gate.e_score_correction_bias"),
-            plain_mlp("mlp_bias", norm=None, module=f"{HERE}.shared_experts", width="shared"),
-            _experts(f"{HERE}.experts", "inner"),
+            router_parameters(
+                f"{MIXER_MODULE}.gate", correction=f"{MIXER_MODULE}.gate.e_score_correction_bias"
+            ),
+            plain_mlp(
+                "mlp_bias", norm=None, module=f"{MIXER_MODULE}.shared_experts", width="shared"
+            ),
+            _ungated_experts(f"{MIXER_MODULE}.experts", "inner"),
             name="moe",
         ),
     ),
-    kind_of=kinds,
+    layer_kind_names=layer_kind_names,
     embedding="model.embeddings",
     final_norm="model.norm_f",
     prefixes=(("", ""), ("backbone.", "model.")),
-    requires={"moe_latent_size": None},
+    required_values={"moe_latent_size": None},
     sizes={
-        "layers": count,
-        "ssm": width,
+        "layers": layer_count,
+        "ssm": ssm_width,
         "ssm_heads": ("mamba_num_heads",),
         "ssm_groups": ("n_groups", "mamba_n_groups"),
         "ssm_state": ("ssm_state_size",),

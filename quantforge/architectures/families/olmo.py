@@ -1,9 +1,9 @@
-"""OLMo 1 to 3 and OLMoE.
+"""OLMo 1 to 3 and OLMoE: norms without weights, or after attention and MLP.
 
-The norms of OLMo 1 have no weights. OLMo 2 has no norms before the halves of a layer but after them, and norms over all
-of q and all of k; attention and MLP read the residual stream itself, into which everything writes. So nothing absorbs a
-scale of what they read. In OLMo 3 three layers of four see a window, and the others rotate by frequencies of their own.
-OLMoE is a llama with experts in every layer, and the norms of OLMo 2 over q and k.
+The norms of OLMo 1 have no weights. OLMo 2 has norms after attention and MLP instead of before them, and norms over all
+heads of q and of k. Attention and MLP read the residual stream itself, to which every block adds, so no scale of their
+input can be folded. In OLMo 3, three of four layers have a sliding window, and the others use other rotary frequencies.
+OLMoE is a llama with experts in every layer and the q and k norms of OLMo 2.
 """
 
 from __future__ import annotations
@@ -11,12 +11,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quantforge.architectures import Parameter
-from quantforge.architectures.declare import NORMS_OF_ALL, attention, gated_mlp, layer, norms
+from quantforge.architectures.declare import (
+    WHOLE_QK_NORMS,
+    attention,
+    compose_layer,
+    gated_mlp,
+    norm_parameters,
+)
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import GgufFamily
-from quantforge.architectures.mixtures import experts_one_by_one, router
+from quantforge.architectures.mixtures import router_parameters, single_experts
 
 MIXERS = (attention("attention_bias", norm=None), gated_mlp(norm=None))
 
@@ -27,30 +33,30 @@ OLMO = replace(
         Parameter("model.embed_tokens.weight", ("vocab", "hidden")),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
-    kinds=(layer(*MIXERS),),
-    requires={"clip_qkv": None},  # clipped values are not linear in v
+    kinds=(compose_layer(*MIXERS),),
+    required_values={"clip_qkv": None},  # clipped values are not linear in v
     gguf=None,
 )
 
 
-NORMS = norms("post_attention_layernorm", "post_feedforward_layernorm")
+NORMS = norm_parameters("post_attention_layernorm", "post_feedforward_layernorm")
 OLMO2 = replace(
     llama.ARCHITECTURE,
     model_type="olmo2",
-    kinds=(layer(NORMS, NORMS_OF_ALL, *MIXERS),),
+    kinds=(compose_layer(NORMS, WHOLE_QK_NORMS, *MIXERS),),
     defaults={"rms_norm_eps": 1e-5},
     graph=DecoderGraph(
-        before_attention="",
-        after_attention="post_attention_layernorm",
-        before_mlp="",
-        after_mlp="post_feedforward_layernorm",
-        norms_of_all=True,
+        norm_before_attention="",
+        norm_after_attention="post_attention_layernorm",
+        norm_before_mlp="",
+        norm_after_mlp="post_feedforward_layernorm",
+        qk_norms_over_all_heads=True,
     ),
     gguf=GgufFamily(
         "olmo2",
-        class_name="Olmo2ForCausalLM",
-        heads_fill=True,
-        graph={"tie_word_embeddings": False},
+        transformers_class="Olmo2ForCausalLM",
+        heads_fill_width=True,
+        required_values={"tie_word_embeddings": False},
     ),
 )
 
@@ -67,17 +73,17 @@ OLMO3 = replace(
 OLMOE = replace(
     llama.ARCHITECTURE,
     model_type="olmoe",
-    graph=DecoderGraph(norms_of_all=True, experts=True),
+    graph=DecoderGraph(qk_norms_over_all_heads=True, supports_experts=True),
     kinds=(
-        layer(
+        compose_layer(
             llama.NORMS,
-            NORMS_OF_ALL,
+            WHOLE_QK_NORMS,
             attention("attention_bias"),
-            router("mlp.gate"),
-            experts_one_by_one("ffn"),
+            router_parameters("mlp.gate"),
+            single_experts("ffn"),
         ),
     ),
-    requires={"clip_qkv": None},  # clipped values are not linear in the rows of v
+    required_values={"clip_qkv": None},  # clipped values are not linear in the rows of v
     sizes={"experts": ("num_experts", "num_local_experts")},
     defaults={
         "num_hidden_layers": 16,
@@ -89,10 +95,10 @@ OLMOE = replace(
     },
     gguf=GgufFamily(
         "olmoe",
-        experts=True,
-        heads_fill=True,
-        graph={"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False},
-        equal=(("kv", "q"),),  # its norms are as wide as the model
+        has_experts=True,
+        heads_fill_width=True,
+        required_values={"norm_topk_prob": False, "clip_qkv": None, "tie_word_embeddings": False},
+        equal_sizes=(("kv", "q"),),  # its norms are as wide as the model
     ),
 )
 

@@ -1,7 +1,8 @@
-"""OPT: LayerNorm with bias, learned positions (two rows of padding before the first), ReLU, tied head.
+"""OPT: LayerNorms with bias, learned positions (after two padding rows), ReLU, tied head.
 
-ReLU passes positive factors, ``relu(x / s) = relu(x) / s``: the first MLP matrix absorbs a scale of the second's
-input. The 350M model normalises after each sub-block and projects its embeddings; it is not covered.
+ReLU commutes with positive scales, ``relu(x / s) = relu(x) / s``, so a scale of the input of the second MLP matrix
+folds into the first. The 350M model, which normalizes after each sub-block and projects its embeddings, is not
+supported.
 """
 
 from quantforge.architectures import (
@@ -11,7 +12,14 @@ from quantforge.architectures import (
     ScaleFold,
     SharedInput,
 )
-from quantforge.architectures.declare import ALWAYS, Mixer, attention, layer, linear, norms
+from quantforge.architectures.declare import (
+    ALWAYS_BIAS,
+    Mixer,
+    attention,
+    compose_layer,
+    linear_parameters,
+    norm_parameters,
+)
 
 ARCHITECTURE = Architecture(
     model_type="opt",
@@ -19,22 +27,27 @@ ARCHITECTURE = Architecture(
     outer=(
         Parameter("model.decoder.embed_tokens.weight", ("vocab", "hidden")),
         Parameter("model.decoder.embed_positions.weight", ("positions+2", "hidden")),
-        *norms("model.decoder.final_layer_norm", bias=True),
+        *norm_parameters("model.decoder.final_layer_norm", bias=True),
         Parameter("lm_head.weight", ("vocab", "hidden")),
     ),
     kinds=(
-        layer(
-            norms("self_attn_layer_norm", "final_layer_norm", bias=True),
+        compose_layer(
+            norm_parameters("self_attn_layer_norm", "final_layer_norm", bias=True),
             attention(
-                ALWAYS, norm=ScaleFold(FoldKind.NORM, "self_attn_layer_norm"), output="out_proj"
+                ALWAYS_BIAS,
+                norm=ScaleFold(FoldKind.NORM, "self_attn_layer_norm"),
+                output="out_proj",
             ),
             Mixer(
-                (*linear("fc1", "ffn", "hidden", ALWAYS), *linear("fc2", "hidden", "ffn", ALWAYS)),
+                (
+                    *linear_parameters("fc1", "ffn", "hidden", ALWAYS_BIAS),
+                    *linear_parameters("fc2", "hidden", "ffn", ALWAYS_BIAS),
+                ),
                 (
                     SharedInput(("fc1",), "fc1", ScaleFold(FoldKind.NORM, "final_layer_norm")),
                     SharedInput(("fc2",), "fc2", ScaleFold(FoldKind.ROWS, "fc1")),
                 ),
-                inner_copies=2,
+                mlp_activations=2,
             ),
         ),
     ),
@@ -42,7 +55,7 @@ ARCHITECTURE = Architecture(
     head="lm_head",
     final_norm="model.decoder.final_layer_norm",
     prefixes=(("", ""), ("", "model.")),
-    requires={
+    required_values={
         "do_layer_norm_before": True,
         "activation_function": "relu",
         "enable_bias": True,

@@ -1,14 +1,14 @@
-"""Phi 1 and 2: attention and an MLP without gate side by side after one LayerNorm, biases everywhere, the head too."""
+"""Phi 1 and 2: parallel attention and ungated MLP after one LayerNorm, with biases everywhere."""
 
 from quantforge.architectures import Architecture, Parameter
 from quantforge.architectures.declare import (
-    ALWAYS,
+    ALWAYS_BIAS,
     attention,
-    layer,
-    norms,
-    outer,
+    compose_layer,
+    norm_parameters,
+    outer_parameters,
+    parallel_attention_mlp,
     plain_mlp,
-    side_by_side,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.llama_cpp import LLAMA_BIASES, NORM_BIASES, GgufFamily
@@ -21,13 +21,13 @@ HEAD_NORMS = tuple(
 ARCHITECTURE = Architecture(
     model_type="phi",
     blocks="model.layers",
-    outer=outer("model.final_layernorm", bias=True, head_bias=ALWAYS),
+    outer=outer_parameters("model.final_layernorm", bias=True, head_bias=ALWAYS_BIAS),
     kinds=(
-        layer(
-            norms("input_layernorm", bias=True),
+        compose_layer(
+            norm_parameters("input_layernorm", bias=True),
             HEAD_NORMS,
-            side_by_side(
-                attention(ALWAYS, output="dense"), plain_mlp(ALWAYS, names=("fc1", "fc2"))
+            parallel_attention_mlp(
+                attention(ALWAYS_BIAS, output="dense"), plain_mlp(ALWAYS_BIAS, names=("fc1", "fc2"))
             ),
         ),
     ),
@@ -36,19 +36,19 @@ ARCHITECTURE = Architecture(
     final_norm="model.final_layernorm",
     defaults={"partial_rotary_factor": 0.5, "vocab_size": 51200},
     graph=DecoderGraph(
-        output="dense",
-        before_mlp="",
-        side_by_side=True,
+        output_proj="dense",
+        norm_before_mlp="",
+        parallel_mlp=True,
         head_norms=("q_layernorm", "k_layernorm"),
     ),
     gguf=GgufFamily(
         "phi2",
-        biases=(*LLAMA_BIASES, *NORM_BIASES, "output.bias"),
-        class_name="PhiForCausalLM",
+        bias_suffixes=(*LLAMA_BIASES, *NORM_BIASES, "output.bias"),
+        transformers_class="PhiForCausalLM",
         activations=("gelu_new",),
-        heads_fill=True,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        graph={"qk_layernorm": False, "tie_word_embeddings": False},
+        heads_fill_width=True,
+        epsilon_keys=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        required_values={"qk_layernorm": False, "tie_word_embeddings": False},
         bias_keys={},
     ),
 )

@@ -1,23 +1,25 @@
-"""Phi 3.5 MoE: a mixtral with LayerNorms, biases, and a router of another name."""
+"""Phi 3.5 MoE: a mixtral with LayerNorms and biases, and another name of the router."""
 
 from dataclasses import replace
 
-from quantforge.architectures.declare import LAYER_NORMS, attention, layer, outer
+from quantforge.architectures.declare import LAYER_NORMS, attention, compose_layer, outer_parameters
 from quantforge.architectures.families import llama
-from quantforge.architectures.families.mistral import STORED, STORED_NAMES
+from quantforge.architectures.families.mistral import MOE_MODULE, STORED_EXPERT_NAMES
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.mixtures import experts_one_by_one, router
+from quantforge.architectures.mixtures import router_parameters, single_experts
 
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="phimoe",
-    outer=outer(bias=True, head_bias="lm_head_bias"),
+    outer=outer_parameters(bias=True, head_bias="lm_head_bias"),
     kinds=(
-        layer(
+        compose_layer(
             LAYER_NORMS,
             attention("attention_bias"),
-            router("mlp.router", stored=f"{STORED}.gate.weight"),
-            experts_one_by_one("ffn", stored_module=f"{STORED}.experts", stored=STORED_NAMES),
+            router_parameters("mlp.router", stored=f"{MOE_MODULE}.gate.weight"),
+            single_experts(
+                "ffn", stored_module=f"{MOE_MODULE}.experts", stored=STORED_EXPERT_NAMES
+            ),
         ),
     ),
     sizes={"experts": ("num_local_experts", "num_experts")},
@@ -29,7 +31,7 @@ ARCHITECTURE = replace(
         "num_local_experts": 16,
         "num_experts_per_tok": 2,
     },
-    windows=WindowRule(every=True, listed=False),
+    windows=WindowRule(every_layer=True, uses_layer_types=False),
     gguf=None,
 )
 FAMILIES = {"phimoe": ARCHITECTURE}

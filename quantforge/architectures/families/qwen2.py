@@ -1,31 +1,35 @@
-"""Qwen 1.5 to 2.5: a llama whose q, k and v always have a bias, and o never.
+"""Qwen 1.5 to 2.5: a llama with biases of q, k and v, but not of the output projection.
 
-Mixtures have experts and a shared expert, whose output a gate weighs.
+Mixtures have experts and a shared expert, whose output is multiplied by a gate.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from quantforge.architectures.declare import ALWAYS, attention, gated_mlp, layer
+from quantforge.architectures.declare import ALWAYS_BIAS, attention, compose_layer, gated_mlp
 from quantforge.architectures.families import llama, qwen3
 from quantforge.architectures.layer_windows import WindowRule
 from quantforge.architectures.llama_cpp import QKV_BIASES, GgufFamily
 from quantforge.architectures.mixtures import (
     dense_or_sparse,
-    experts_one_by_one,
-    router,
+    router_parameters,
     shared_experts,
+    single_experts,
 )
 
 QWEN2 = replace(
     llama.ARCHITECTURE,
     model_type="qwen2",
-    kinds=(layer(llama.NORMS, attention(ALWAYS, output_bias=""), gated_mlp()),),
+    kinds=(compose_layer(llama.NORMS, attention(ALWAYS_BIAS, output_bias=""), gated_mlp()),),
     defaults={"num_key_value_heads": 32},
-    windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 28)),
+    windows=WindowRule(width=4096, needs_use_sliding_window=True, start=("max_window_layers", 28)),
     gguf=GgufFamily(
-        "qwen2", biases=QKV_BIASES, class_name="Qwen2ForCausalLM", heads_fill=True, window=4096
+        "qwen2",
+        bias_suffixes=QKV_BIASES,
+        transformers_class="Qwen2ForCausalLM",
+        heads_fill_width=True,
+        config_window_default=4096,
     ),
 )
 
@@ -38,8 +42,8 @@ QWEN2_MOE = replace(
         attention("qkv_bias", output_bias=""),
         dense=gated_mlp(),
         sparse=(
-            router("mlp.gate"),
-            experts_one_by_one("inner"),
+            router_parameters("mlp.gate"),
+            single_experts("inner"),
             *shared_experts("shared", module="mlp.shared_expert", gate="mlp.shared_expert_gate"),
         ),
     ),
@@ -58,21 +62,23 @@ QWEN2_MOE = replace(
     },
     gguf=GgufFamily(
         "qwen2moe",
-        experts=True,
-        biases=QKV_BIASES,
-        heads_fill=True,
-        sizes={
+        has_experts=True,
+        bias_suffixes=QKV_BIASES,
+        heads_fill_width=True,
+        size_keys={
             "expert_feed_forward_length": "inner",
             "expert_shared_feed_forward_length": "shared",
         },
-        graph={
+        required_values={
             "mlp_only_layers": [],
             "decoder_sparse_step": 1,
             "norm_topk_prob": False,
             "tie_word_embeddings": False,
         },
     ),
-    windows=WindowRule(width=4096, asked=True, period=2, stop=("max_window_layers", 28)),
+    windows=WindowRule(
+        width=4096, needs_use_sliding_window=True, period=2, stop=("max_window_layers", 28)
+    ),
 )
 
 

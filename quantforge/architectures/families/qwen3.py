@@ -1,6 +1,6 @@
-"""Qwen 3: a llama with an RMSNorm over each head of q and k, and an explicit head size.
+"""Qwen 3: a llama with per-head RMSNorms of q and k, and an explicit head size.
 
-In most layers of mixtures experts, stored one by one, are in the place of the MLP.
+Most layers of the mixtures have experts, stored one by one, instead of the MLP.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from quantforge.architectures.declare import HEAD_NORMS, attention, gated_mlp, layer
+from quantforge.architectures.declare import HEAD_NORMS, attention, compose_layer, gated_mlp
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import GgufFamily, Keys, experts_config
+from quantforge.architectures.llama_cpp import GgufFamily, GgufKeys, experts_config
 from quantforge.architectures.mixtures import (
     DENSE,
     SPARSE,
     dense_or_sparse,
-    experts_one_by_one,
-    router,
+    router_parameters,
+    single_experts,
 )
 from quantforge.errors import InputError
 
@@ -27,18 +27,20 @@ NORMS = (*llama.NORMS, *HEAD_NORMS)
 QWEN3 = replace(
     llama.ARCHITECTURE,
     model_type="qwen3",
-    kinds=(layer(NORMS, attention("attention_bias"), gated_mlp()),),
+    kinds=(compose_layer(NORMS, attention("attention_bias"), gated_mlp()),),
     defaults={"num_key_value_heads": 32, "head_dim": 128},
-    windows=WindowRule(width=4096, asked=True, start=("max_window_layers", 28)),
-    gguf=GgufFamily("qwen3", class_name="Qwen3ForCausalLM", window=4096),
+    windows=WindowRule(width=4096, needs_use_sliding_window=True, start=("max_window_layers", 28)),
+    gguf=GgufFamily("qwen3", transformers_class="Qwen3ForCausalLM", config_window_default=4096),
 )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer: experts in each ``decoder_sparse_step``-th that is not in ``mlp_only_layers``.
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer: with experts or dense.
+
+    Every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``.
 
     Raises:
-        InputError: ``mlp_only_layers`` is no list, or ``decoder_sparse_step`` no positive number.
+        InputError: ``mlp_only_layers`` is not a list, or ``decoder_sparse_step`` is not a positive number.
     """
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or type(step) is not int or step < 1:
@@ -61,13 +63,13 @@ def unsupported_by_llama_cpp(config: Mapping[str, Any]) -> tuple[str, str] | Non
     return None
 
 
-def read_config(keys: Keys) -> dict[str, Any]:
+def read_config(keys: GgufKeys) -> dict[str, Any]:
     """Return the ``config.json`` that the keys of a GGUF file describe."""
     return {
-        **keys.usual(),
+        **keys.llama_config(),
         "hidden_act": "silu",
         **experts_config(keys),
-        "moe_intermediate_size": keys.integer("expert_feed_forward_length"),
+        "moe_intermediate_size": keys.get_int("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }
 
@@ -75,14 +77,14 @@ def read_config(keys: Keys) -> dict[str, Any]:
 QWEN3_MOE = replace(
     QWEN3,
     model_type="qwen3_moe",
-    graph=DecoderGraph(experts=True),
+    graph=DecoderGraph(supports_experts=True),
     kinds=dense_or_sparse(
         NORMS,
         attention("attention_bias"),
         dense=gated_mlp(),
-        sparse=(router("mlp.gate"), experts_one_by_one("inner")),
+        sparse=(router_parameters("mlp.gate"), single_experts("inner")),
     ),
-    kind_of=kinds,
+    layer_kind_names=layer_kind_names,
     sizes={
         "experts": ("num_experts", "num_local_experts"),
         "inner": ("moe_intermediate_size",),
@@ -97,13 +99,15 @@ QWEN3_MOE = replace(
         "num_experts_per_tok": 8,
         "norm_topk_prob": False,
     },
-    windows=WindowRule(width=4096, asked=True, every=True, listed=False),
+    windows=WindowRule(
+        width=4096, needs_use_sliding_window=True, every_layer=True, uses_layer_types=False
+    ),
     gguf=GgufFamily(
         "qwen3moe",
-        experts=True,
-        class_name="Qwen3MoeForCausalLM",
-        window=4096,
-        sizes={"expert_feed_forward_length": "inner"},
+        has_experts=True,
+        transformers_class="Qwen3MoeForCausalLM",
+        config_window_default=4096,
+        size_keys={"expert_feed_forward_length": "inner"},
         unsupported=unsupported_by_llama_cpp,
         read_config=read_config,
     ),

@@ -1,6 +1,6 @@
-"""StableLM: a llama with LayerNorms, rotating a quarter of each head.
+"""StableLM: a llama with LayerNorms and rotary embeddings of a quarter of each head.
 
-The 12B model computes attention and MLP side by side, and has a norm of its own for every head of q and k.
+The 12B model computes attention and MLP in parallel, and has a separate norm for every head of q and k.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from quantforge.architectures import Parameter
 from quantforge.architectures.declare import (
     LAYER_NORMS,
     attention,
+    compose_layer,
     gated_mlp,
-    layer,
-    norms,
-    outer,
-    side_by_side,
+    norm_parameters,
+    outer_parameters,
+    parallel_attention_mlp,
 )
 from quantforge.architectures.decoder_graph import DecoderGraph
 from quantforge.architectures.families import llama
@@ -30,8 +30,8 @@ HEAD_NORMS = tuple(
 )
 
 
-def kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the kind of every layer, which is the same for all."""
+def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
+    """Return the name of the kind of every layer, the same for all layers."""
     layers = int(config.get("num_hidden_layers", ARCHITECTURE.defaults["num_hidden_layers"]))
     kind = "side by side" if config.get("use_parallel_residual") else "one after the other"
     return [kind] * layers
@@ -40,32 +40,32 @@ def kinds(config: Mapping[str, Any]) -> list[str]:
 ARCHITECTURE = replace(
     llama.ARCHITECTURE,
     model_type="stablelm",
-    outer=outer(bias=True),
+    outer=outer_parameters(bias=True),
     kinds=(
-        layer(LAYER_NORMS, HEAD_NORMS, ATTENTION, MLP, name="one after the other"),
-        layer(
-            norms("input_layernorm", bias=True),
+        compose_layer(LAYER_NORMS, HEAD_NORMS, ATTENTION, MLP, name="one after the other"),
+        compose_layer(
+            norm_parameters("input_layernorm", bias=True),
             HEAD_NORMS,
-            side_by_side(ATTENTION, MLP),
+            parallel_attention_mlp(ATTENTION, MLP),
             name="side by side",
         ),
     ),
-    kind_of=kinds,
+    layer_kind_names=layer_kind_names,
     defaults={
         "num_hidden_layers": 32,
         "num_key_value_heads": 32,
         "partial_rotary_factor": 0.25,
     },
     graph=DecoderGraph(
-        side_by_side="use_parallel_residual", head_norms=("q_layernorm", "k_layernorm")
+        parallel_mlp="use_parallel_residual", head_norms=("q_layernorm", "k_layernorm")
     ),
     gguf=GgufFamily(
         "stablelm",
-        biases=(*QKV_BIASES, *NORM_BIASES),
-        class_name="StableLmForCausalLM",
-        heads_fill=True,
-        epsilon=("attention.layer_norm_epsilon", "layer_norm_eps"),
-        graph={
+        bias_suffixes=(*QKV_BIASES, *NORM_BIASES),
+        transformers_class="StableLmForCausalLM",
+        heads_fill_width=True,
+        epsilon_keys=("attention.layer_norm_epsilon", "layer_norm_eps"),
+        required_values={
             "use_parallel_residual": False,
             "qk_layernorm": False,
             "tie_word_embeddings": False,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.configuration import untied
+from quantforge.architectures.configuration import untie_config
 from quantforge.errors import InputError
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict, kv_scales
 from quantforge.formats.compressed_tensors import linears
@@ -326,7 +326,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
         quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)
     if head_module(config) in modules and config.get("tie_word_embeddings"):
-        config = untied(config)  # a relaid head, whatever its source says
+        config = untie_config(config)  # a relaid head, whatever its source says
     return {"config.json": config_json(config, dtype, quantization)}
 
 

@@ -21,7 +21,7 @@ from functools import cache
 from typing import Any
 
 from quantforge.architectures import Architecture, architecture_of
-from quantforge.architectures.declare import WITHIN
+from quantforge.architectures.declare import NESTED_DECODER_PREFIX
 from quantforge.architectures.families import declared_families
 from quantforge.architectures.llama_cpp import GgufFamily
 from quantforge.errors import RefusedError
@@ -68,7 +68,11 @@ def model_type_by_arch() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in declared_families():
         family = declared_architecture(name).gguf
-        if family is not None and family.class_name and f"{name}_text" not in declared_families():
+        if (
+            family is not None
+            and family.transformers_class
+            and f"{name}_text" not in declared_families()
+        ):
             found.setdefault(family.arch, name)
     return found
 
@@ -166,16 +170,18 @@ def _map_names(
     for name in canonical:
         expert = _EXPERT_NAME.fullmatch(name)
         base = f"{expert[1]}.{expert[3]}" if expert else name
-        if base.startswith(f"{WITHIN}."):  # gguf's map knows a decoder alone
-            base = f"model.{base.removeprefix(f'{WITHIN}.')}"
+        if base.startswith(f"{NESTED_DECODER_PREFIX}."):  # gguf's map knows a decoder alone
+            base = f"model.{base.removeprefix(f'{NESTED_DECODER_PREFIX}.')}"
         inner = _BLOCK_NAME.fullmatch(base)
-        own = family.names.get(inner[2]) if inner else None
+        own = family.tensor_names.get(inner[2]) if inner else None
         if inner and own:
             first, *others = (f"blk.{inner[1]}.{word}" for word in own.split())
             yield name, GgufName(first, int(expert[2]) if expert else -1, tuple(others))
             continue
         target = mapping.get_name(base, try_suffixes=(".weight", ".bias"))
-        if target is None or (target.endswith(".bias") and not target.endswith(family.biases)):
+        if target is None or (
+            target.endswith(".bias") and not target.endswith(family.bias_suffixes)
+        ):
             yield name, None
         else:
             yield name, GgufName(target, int(expert[2]) if expert else -1)

@@ -14,7 +14,7 @@ from typing import Any
 from quantforge.architectures import Architecture, architecture_of
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.layer_windows import WindowRule
-from quantforge.architectures.llama_cpp import GgufFamily, Stated, types_of_period
+from quantforge.architectures.llama_cpp import GgufFamily, ValueFunction, periodic_layer_types
 from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.formats.gguf import unsupported_in_gguf
@@ -83,7 +83,11 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
     sizes = declared.dimensions(config)
     config = _with_defaults(config, declared.defaults)
     whole = {**declared.defaults, **config}
-    mixed = family.experts if isinstance(family.experts, bool) else config.get(family.experts)
+    mixed = (
+        family.has_experts
+        if isinstance(family.has_experts, bool)
+        else config.get(family.has_experts)
+    )
     experts = _expert_count(sizes) if mixed else 0
     _check_heads(config, family, sizes)
     _check_graph(whole, declared, family, sizes)
@@ -94,9 +98,9 @@ def translate_parameters(config: Mapping[str, Any]) -> HyperParameters:
         "feed_forward_length": u32_value(sizes.ffn),
         "attention.head_count": u32_value(sizes.heads),
     }
-    key, stated = family.epsilon
+    key, stated = family.epsilon_keys
     epsilon = f32_value(_epsilon(config, stated, 1e-6 if stated == "rms_norm_eps" else 1e-5))
-    if not family.rotary:
+    if not family.uses_rotary:
         return HyperParameters(family, _prefix_keys(family, found | {key: epsilon}), sizes)
     found["attention.head_count_kv"] = u32_value(sizes.kv_heads)
     found[key] = epsilon
@@ -140,12 +144,12 @@ def _leading_keys(
     config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions, rope: RopeParameters
 ) -> dict[str, MetadataValue]:
     """Return the keys of a family that precede those of its experts."""
-    found = {"vocab_size": u32_value(sizes.vocab)} if family.counts_vocabulary else {}
-    if family.original_context:
+    found = {"vocab_size": u32_value(sizes.vocab)} if family.stores_vocabulary_size else {}
+    if family.stores_original_context:
         found["rope.scaling.original_context_length"] = u32_value(rope.original or sizes.positions)
     for key, usual in family.softcaps.items():
         found[key] = f32_value(_softcap(config, key, usual))
-    window = _DEFAULT_WINDOW if family.windowed else family.window_key
+    window = _DEFAULT_WINDOW if family.supports_window else family.file_window_default
     if window is not None:
         found["attention.sliding_window"] = u32_value(
             _integer_or_default(config, "sliding_window", window)
@@ -157,28 +161,28 @@ def _family_keys(
     config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions
 ) -> dict[str, MetadataValue]:
     """Return the keys that the family declares, for a configuration with defaults filled in."""
-    found = {key: u32_value(sizes.size(size)) for key, size in family.sizes.items()}
-    for key, place in family.numbers.items():
+    found = {key: u32_value(sizes.size(size)) for key, size in family.size_keys.items()}
+    for key, place in family.integer_keys.items():
         number = place if isinstance(place, int) else _lookup(place, config)
         if number is not None:
             found[key] = u32_value(_number(place if isinstance(place, str) else key, number, int))
-    for key, place in family.reals.items():
+    for key, place in family.float_keys.items():
         if (real := _lookup(place, config)) is not None:
             if not real and place in config:  # to llama.cpp, 0 is as good as none
                 raise unsupported_in_gguf(f"{place} = {real}", "a number above 0")
             found[key] = f32_value(_number(place if isinstance(place, str) else key, real, float))
-    for key, place in family.flags.items():
+    for key, place in family.bool_keys.items():
         stated = place if isinstance(place, bool) else config.get(place)
         if stated is not None:
             found[key] = bool_value(bool(stated))
-    for key, listing in family.lists.items():
+    for key, listing in family.per_layer_keys.items():
         listed = list(listing(config))
         kind = ValueType.BOOL if all(type(item) is bool for item in listed) else ValueType.U32
         found[key] = MetadataValue(ValueType.ARRAY, listed, kind)
     return found
 
 
-def _lookup(place: str | Stated, config: Mapping[str, Any]) -> Any:
+def _lookup(place: str | ValueFunction, config: Mapping[str, Any]) -> Any:
     return config.get(place) if isinstance(place, str) else place(config)
 
 
@@ -213,20 +217,20 @@ def _integer_or_default(config: Mapping[str, Any], key: str, otherwise: int) -> 
 
 
 def _expert_count(sizes: Dimensions) -> int:
-    count = sizes.own.get("experts", 0)
+    count = sizes.family_sizes.get("experts", 0)
     if not 1 < count <= 4096:
         raise unsupported_in_gguf(f"{count} experts", "2 to 4096")
     return count
 
 
 def _used_experts(config: Mapping[str, Any], family: GgufFamily, experts: int) -> int:
-    count = _integer_or_default(config, family.used, 2)
+    count = _integer_or_default(config, family.used_experts_key, 2)
     groups, used = config.get("n_group"), config.get("topk_group")
     most = experts
-    if "expert_group_count" in family.numbers and groups and used:
+    if "expert_group_count" in family.integer_keys and groups and used:
         most = experts // groups * used
     if not 1 <= count <= most:
-        raise unsupported_in_gguf(f"{family.used} = {count}", f"1 to {most}")
+        raise unsupported_in_gguf(f"{family.used_experts_key} = {count}", f"1 to {most}")
     return count
 
 
@@ -239,9 +243,9 @@ def _check_heads(config: Mapping[str, Any], family: GgufFamily, sizes: Dimension
             raise unsupported_in_gguf(
                 f"activation {stated!r}", f"{family.arch} computes {allowed[0]}"
             )
-    if family.interleaved and sizes.head % 2:
+    if family.permutes_qk and sizes.head % 2:
         raise unsupported_in_gguf(f"head_dim = {sizes.head}", "an even number")
-    if family.heads_fill and sizes.head * sizes.heads != sizes.hidden:
+    if family.heads_fill_width and sizes.head * sizes.heads != sizes.hidden:
         raise unsupported_in_gguf(
             f"head_dim {sizes.head}", f"{sizes.heads} heads of {family.arch} fill {sizes.hidden}"
         )
@@ -253,22 +257,22 @@ def _check_graph(
     """Raise `RefusedError` for settings that llama.cpp's graph of the family does not compute."""
     if not config.get("is_causal", True):
         raise unsupported_in_gguf(f"is_causal = {str(config['is_causal'])[:40]}", "true")
-    for key, value in declared.requires.items():
+    for key, value in declared.required_values.items():
         if (config.get(key, value) or None) != (value or None):
             raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
-    for key, value in family.graph.items():
+    for key, value in family.required_values.items():
         stated = config.get(key, value)
         if stated != value and (stated is not None or value):
             raise unsupported_in_gguf(f"{key} = {str(config[key])[:40]}", f"{key} = {value}")
     if family.unsupported and (why := family.unsupported(config)):
         raise unsupported_in_gguf(*why)
-    for one, other in family.equal:
+    for one, other in family.equal_sizes:
         if sizes.size(one) != sizes.size(other):
             raise unsupported_in_gguf(
                 f"{one} of {sizes.size(one)}", f"{other}, {sizes.size(other)}"
             )
-    if family.period:
-        _check_windows(config, family.period, sizes.layers)
+    if family.window_period:
+        _check_windows(config, family.window_period, sizes.layers)
 
 
 def _check_partial_rotary(
@@ -277,8 +281,8 @@ def _check_partial_rotary(
     """Raise `RefusedError` for partial rotary embeddings in a family whose heads always rotate fully."""
     known = (
         "partial_rotary_factor" in defaults
-        or "rope.dimension_count" in family.sizes
-        or family.divided_head
+        or "rope.dimension_count" in family.size_keys
+        or family.rope_divisors_head
     )
     if rope.width != sizes.head and not known:
         share = rope.width / sizes.head
@@ -289,7 +293,7 @@ def _check_partial_rotary(
 
 def _check_windows(config: Mapping[str, Any], period: int, layers: int) -> None:
     """Raise `RefusedError` unless exactly the last of every ``period`` layers has full attention."""
-    expected, stated = types_of_period(layers, period), config.get("layer_types")
+    expected, stated = periodic_layer_types(layers, period), config.get("layer_types")
     if isinstance(stated, list) and stated[:layers] != expected:
         raise unsupported_in_gguf(
             f"layer_types = {stated[:8]}...", f"llama.cpp assumes {expected[:8]}..."
@@ -314,8 +318,8 @@ def _difference_events(
     rounded = (
         (Event("rope-approximated", "config.json", f"truncate = false: {said}"),) if said else ()
     )
-    window = config.get("sliding_window", family.window)
-    if window is None or sizes.positions <= window or family.windowed:
+    window = config.get("sliding_window", family.config_window_default)
+    if window is None or sizes.positions <= window or family.supports_window:
         return rounded
     if not any(windows.of_layers(config, sizes.layers)):
         return rounded

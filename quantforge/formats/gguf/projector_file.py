@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
 from quantforge.architectures import architecture_of
-from quantforge.architectures.architecture import matches
+from quantforge.architectures.architecture import matches_any
 from quantforge.architectures.families import declared_families
-from quantforge.architectures.projector import Projector, TokenRow, TowerTensor, Value
+from quantforge.architectures.projector import KeyValue, Projector, TokenRow, TowerTensor
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.events import Event
 from quantforge.files.finite_values import scan_finite
@@ -83,11 +83,15 @@ class ProjectorFile:
             scan_finite(name, value)
             if tensor.plus_one:
                 value = value.float() + 1
-            if side := tensor.pixels:  # colours of a pixel beside each other become planes
+            if side := tensor.patch_size:  # colours of a pixel beside each other become planes
                 value = value.reshape(len(value), side, side, -1).permute(0, 3, 1, 2)
-            value = interleave_rotary_rows(value, tensor.heads)
-            parts = value.chunk(len(tensor.held), tensor.axis) if len(tensor.held) > 1 else (value,)
-            for held, part in zip(tensor.held, parts, strict=True):
+            value = interleave_rotary_rows(value, tensor.rotary_heads)
+            parts = (
+                value.chunk(len(tensor.gguf_names), tensor.axis)
+                if len(tensor.gguf_names) > 1
+                else (value,)
+            )
+            for held, part in zip(tensor.gguf_names, parts, strict=True):
                 stored = part.reshape(_part_shape(tensor)).to(torch_dtype(types[held]))
                 if not bool(stored.isfinite().all()) and bool(value.isfinite().all()):
                     raise RefusedError(
@@ -115,11 +119,15 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
     architecture = architecture_of(checkpoint.config)
     assert architecture is not None  # it has declared the tower
     entries = [
-        entry for one, entry in checkpoint.entries.items() if matches(architecture.foreign, one)
+        entry
+        for one, entry in checkpoint.entries.items()
+        if matches_any(architecture.foreign_patterns, one)
     ]
-    named = {declared.canonical(entry.name): entry for entry in entries}
+    named = {declared.canonical_name(entry.name): entry for entry in entries}
     wanted = {tensor.name: tensor for tensor in declared.tensors}
-    unread = {one for one in named if matches(declared.unread + declared.left_out, one)}
+    unread = {
+        one for one in named if matches_any(declared.unused_tensors + declared.omitted_towers, one)
+    }
     _require_none("has twice", [one.name for one in entries if one not in named.values()])
     _require_none("misses", wanted.keys() - named.keys())
     _require_none("has, and llama.cpp has no place for,", named.keys() - wanted.keys() - unread)
@@ -133,15 +141,15 @@ def projector_file(checkpoint: Checkpoint, name: str) -> ProjectorFile:
             )
     held = [
         GgufTensor(
-            one, "F32" if tensor.wide or len(tensor.shape) < 2 else "F16", _part_shape(tensor)
+            one, "F32" if tensor.float32 or len(tensor.shape) < 2 else "F16", _part_shape(tensor)
         )
         for tensor in declared.tensors
-        for one in tensor.held
+        for one in tensor.gguf_names
     ]
     row = None
-    if declared.row:
-        row = (*_embedding_row(checkpoint, declared.row), declared.row.held)
-        held.append(GgufTensor(declared.row.held, "F32", (declared.row.size,)))
+    if declared.token_row:
+        row = (*_embedding_row(checkpoint, declared.token_row), declared.token_row.gguf_name)
+        held.append(GgufTensor(declared.token_row.gguf_name, "F32", (declared.token_row.width,)))
     keys = _metadata_keys(declared, checkpoint, held)
     tensors = {named[tensor.name].name: tensor for tensor in declared.tensors}
     events = _tower_events(declared, checkpoint.path.name, entries)
@@ -210,9 +218,15 @@ def _tower_events(
     declared: Projector, where: str, entries: Iterable[TensorEntry]
 ) -> tuple[Event, ...]:
     """Return events for what llama.cpp computes differently and for towers that are left out."""
-    found = [Event("tower-differs", where, declared.differs)] if declared.differs else []
-    names = {declared.canonical(entry.name): entry.nbytes for entry in entries}
-    lost = {name: size for name, size in names.items() if matches(declared.left_out, name)}
+    found = (
+        [Event("tower-differs", where, declared.known_difference)]
+        if declared.known_difference
+        else []
+    )
+    names = {declared.canonical_name(entry.name): entry.nbytes for entry in entries}
+    lost = {
+        name: size for name, size in names.items() if matches_any(declared.omitted_towers, name)
+    }
     if lost:
         towers = " and ".join(sorted({name.partition(".")[0] for name in lost}))
         detail = f"{towers}: {len(lost)} tensors, {sum(lost.values())} bytes, are in no file"
@@ -222,10 +236,10 @@ def _tower_events(
 
 def _part_shape(tensor: TowerTensor) -> tuple[int, ...]:
     """Return the shape of one stored part of a tensor."""
-    if tensor.pixels:
-        return tensor.shape[0], 3, tensor.pixels, tensor.pixels
+    if tensor.patch_size:
+        return tensor.shape[0], 3, tensor.patch_size, tensor.patch_size
     shape = list(tensor.shape) or [1]
-    if (count := len(tensor.held)) > 1:
+    if (count := len(tensor.gguf_names)) > 1:
         shape[tensor.axis] //= count
         if shape[tensor.axis] == 1:
             del shape[tensor.axis]
@@ -258,9 +272,9 @@ def _embedding_row(checkpoint: Checkpoint, row: TokenRow) -> tuple[str, int]:
             f"the tokenizer of the model, or leave {OPTION} out",
         )
     shape = checkpoint.entries[name].shape
-    if len(shape) != 2 or not number < shape[0] or shape[1] != row.size:
+    if len(shape) != 2 or not number < shape[0] or shape[1] != row.width:
         raise InputError(
-            f"{name}: {list(shape)}, and row {number} of {row.size} columns is that of {row.token}",
+            f"{name}: {list(shape)}, and row {number} of {row.width} columns is that of {row.token}",
             "the tokenizer and the weights of one model",
             tensor=name,
         )
@@ -282,14 +296,14 @@ def _metadata_keys(
         "general.quantization_version": u32_value(QUANTIZATION_VERSION),
         "quantforge.version": string_value(__version__),
         f"{ARCH}.has_vision_encoder": bool_value(True),
-        f"{ARCH}.projector_type": string_value(declared.kind),
+        f"{ARCH}.projector_type": string_value(declared.projector_type),
         **{f"{ARCH}.{key}": _metadata_value(value) for key, value in declared.keys.items()},
         f"{ARCH}.vision.image_mean": container.array_value(ValueType.F32, mean),
         f"{ARCH}.vision.image_std": container.array_value(ValueType.F32, deviation),
     }
 
 
-def _metadata_value(value: Value) -> container.MetadataValue:
+def _metadata_value(value: KeyValue) -> container.MetadataValue:
     if isinstance(value, tuple):
         return container.array_value(ValueType.BOOL, value)
     if isinstance(value, bool):
@@ -310,9 +324,9 @@ def _mean_and_deviation(
     inner = settings.get("image_processor")
     settings = inner if isinstance(inner, Mapping) else settings
     usual = {
-        "do_normalize": declared.normalizes,
+        "do_normalize": declared.normalizes_by_default,
         "image_mean": declared.mean,
-        "image_std": declared.deviation,
+        "image_std": declared.std,
     }
     found = usual | {key: settings[key] for key in usual if settings.get(key) is not None}
     mean, deviation = (

@@ -73,18 +73,20 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
         RefusedError: a kind of scaling that GGUF has no keys for, or llama.cpp's graph of the family no place.
         InputError: a value that is no positive number.
     """
-    head = family.divided_head
+    head = family.rope_divisors_head
     stated, older = _mapping(config, "rope_parameters"), _mapping(config, "rope_scaling")
     scaling, local = stated or older, None
-    if family.sliding_base:
+    if family.has_sliding_rope_base:
         local = _local_base(config, _mapping(stated, "sliding_attention"))
         scaling = _mapping(stated, "full_attention") or scaling
-    base = _positive_number(scaling, "rope_theta", config.get("rope_theta", family.rope_base))
+    base = _positive_number(
+        scaling, "rope_theta", config.get("rope_theta", family.default_rope_base)
+    )
     kind = _rope_type(scaling)
-    changed = family.base(config) if family.base else None
+    changed = family.scaled_rope_base(config) if family.scaled_rope_base else None
     if changed is not None:
         base, kind = changed, ""
-    if kind not in {*_UNSCALED, *family.scalings}:
+    if kind not in {*_UNSCALED, *family.rope_scalings}:
         raise RefusedError(
             f"config.json: rope scaling {kind!r} has no keys in GGUF for {family.arch}",
             "use --format compressed-tensors",
@@ -192,7 +194,7 @@ def _yarn_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataVa
             "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
             "use --format compressed-tensors",
         )
-    if whole and not family.yarn_multiplier:
+    if whole and not family.reads_yarn_multiplier:
         raise RefusedError(
             "config.json: mscale_all_dim of yarn scaling has no key in GGUF for this family",
             "use --format compressed-tensors",
@@ -284,7 +286,7 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
         tokens = rope.original or rope.context
         short = f"yarn from {tokens} tokens, fewer than a turn of its slow frequencies,"
         raise unsupported_in_gguf(short, "more")
-    known = stated if family.yarn_betas else _BETAS
+    known = stated if family.reads_yarn_betas else _BETAS
     if _yarn_range(rope, stated, whole=True) != _yarn_range(rope, known, whole=True):
         usual = ", ".join(f"{name} = {value:g}" for name, value in _BETAS.items())
         flags = " ".join(
@@ -293,7 +295,7 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
         raise unsupported_in_gguf(
             f"{said} of yarn scaling", f"{usual}; with these, llama.cpp has to be run with {flags}"
         )
-    if (said := yarn_rounding(rope)) and not family.yarn_rounded:
+    if (said := yarn_rounding(rope)) and not family.accepts_unrounded_yarn:
         raise unsupported_in_gguf(f"truncate = false of yarn scaling, by which {said},", "true")
 
 

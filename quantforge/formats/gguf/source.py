@@ -195,7 +195,7 @@ def _head_count(name: str, family: GgufFamily, config: Mapping[str, object]) -> 
     key = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(
         module.rpartition(".")[2]
     )
-    heads = config[key] if key and family.interleaved else 0
+    heads = config[key] if key and family.permutes_qk else 0
     return heads if isinstance(heads, int) else 0
 
 
@@ -262,16 +262,16 @@ def config_from_keys(file: GgufFile) -> dict[str, Any]:
         raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
     keys = ArchitectureKeys(file, family, declared)
     return {
-        "architectures": [family.class_name],
+        "architectures": [family.transformers_class],
         "model_type": model_type,
         "vocab_size": table.shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "dtype": "float16" if declared.float16 else "float32",
+        "dtype": "float16" if declared.allows_float16 else "float32",
         **_ids(file),
         **(
             family.read_config(keys)
             if family.read_config
-            else {**keys.usual(), "hidden_act": family.activations[0]}
+            else {**keys.llama_config(), "hidden_act": family.activations[0]}
         ),
     }
 
@@ -309,60 +309,63 @@ class ArchitectureKeys:
     def __init__(self, file: GgufFile, family: GgufFamily, declared: Architecture) -> None:
         self.file, self._family, self._declared = file, family, declared
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the settings of ``config.json`` that all families share: sizes, biases, ``graph`` values."""
+    def common_config(self) -> dict[str, Any]:
+        """Return the settings of ``config.json`` that all families share: sizes, biases, ``required_values``."""
         family, file = self._family, self.file
-        heads, hidden = self.integer("attention.head_count"), self.integer("embedding_length")
-        head_dim = self.integer("attention.key_length", hidden // heads if heads else 0)
+        heads, hidden = self.get_int("attention.head_count"), self.get_int("embedding_length")
+        head_dim = self.get_int("attention.key_length", hidden // heads if heads else 0)
         if not (heads and head_dim):
             raise InputError(
                 f"{file.files[0]}: {heads} heads of {head_dim} columns", "the file is damaged"
             )
         return {
             "hidden_size": hidden,
-            "num_hidden_layers": self.integer("block_count"),
+            "num_hidden_layers": self.get_int("block_count"),
             "num_attention_heads": heads,
             "head_dim": head_dim,
-            "max_position_embeddings": self.integer("context_length"),
-            family.epsilon[1]: self.real(family.epsilon[0]),
+            "max_position_embeddings": self.get_int("context_length"),
+            family.epsilon_keys[1]: self.get_float(family.epsilon_keys[0]),
             **{key: f"blk.0.{name}" in file.tensors for key, name in family.bias_keys.items()},
-            **family.graph,
+            **family.required_values,
         }
 
-    def usual(self) -> dict[str, Any]:
-        """Return the settings of a llama-like ``config.json``: `sizes`, KV heads, MLP, ``reals``, rotary embeddings."""
-        sizes = self.sizes()
+    def llama_config(self) -> dict[str, Any]:
+        """Return the settings of a llama-like ``config.json``.
+
+        These are `common_config`, key/value heads, the MLP, ``float_keys`` and rotary embeddings.
+        """
+        sizes = self.common_config()
         whole = self._declared.defaults.get("partial_rotary_factor", 1.0) == 1.0
-        heads = self.integer("attention.head_count_kv", sizes["num_attention_heads"])
+        heads = self.get_int("attention.head_count_kv", sizes["num_attention_heads"])
         return {
             **sizes,
             "num_key_value_heads": heads,
-            "intermediate_size": self.integer("feed_forward_length"),
+            "intermediate_size": self.get_int("feed_forward_length"),
             **{
-                place: self.real(key)
-                for key, place in self._family.reals.items()
+                place: self.get_float(key)
+                for key, place in self._family.float_keys.items()
                 if isinstance(place, str)
             },
-            **self.rope(sizes["head_dim"], whole=whole),
+            **self.rope_config(sizes["head_dim"], whole=whole),
         }
 
-    def integer(self, key: str, otherwise: int | None = None) -> int:
+    def get_int(self, key: str, otherwise: int | None = None) -> int:
         """Return a non-negative integer; raise `InputError` for a negative one."""
         return self._count(key, self.file.value(self._named(key), int, otherwise))
 
-    def real(self, key: str, otherwise: float | None = None) -> float:
+    def get_float(self, key: str, otherwise: float | None = None) -> float:
         """Return a number, rounded to the shortest decimal with the same float32 value."""
         value: float = self.file.value(self._named(key), float, otherwise)
         return shortest_decimal(value)
 
-    def text(self, key: str) -> str:
+    def get_str(self, key: str) -> str:
         """Return a string, "" if the key is missing."""
         value: str = self.file.value(self._named(key), str, "")
         return value
 
-    def of_layers(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
+    def per_layer(self, key: str, kind: type[int] | type[bool] = int) -> list[int]:
         """Return one value per layer: the items of a list, or a single number repeated."""
-        layers = self.integer("block_count")
+        layers = self.get_int("block_count")
         found = self.file.metadata.get(self._named(key))
         if layers > _MOST_LAYERS or (found is not None and isinstance(found.value, list)):
             listed: list[Any] = self.file.value(self._named(key), list)
@@ -376,7 +379,7 @@ class ArchitectureKeys:
         found = self.file.tensors.get(tensor)
         return found.shape if found else ()
 
-    def divisors(self) -> list[float]:
+    def rope_divisors(self) -> list[float]:
         """Return the divisors of the rotary frequencies, [] if the file has no table."""
         if FREQUENCIES not in self.file.tensors:
             return []
@@ -385,24 +388,24 @@ class ArchitectureKeys:
             for value in read_tensor(self.file.tensors[FREQUENCIES].raw()).tolist()
         ]
 
-    def not_read(self, what: str, instead: str) -> NotReadError:
+    def not_read_error(self, what: str, instead: str) -> NotReadError:
         """Return the error for a file that no transformers configuration can describe."""
         return NotReadError(
             f"{self.file.files[0]}: {what} is not read (read: {instead})",
             "evaluate it with --engine llama.cpp",
         )
 
-    def rope(self, head: int, *, whole: bool = True) -> dict[str, Any]:
+    def rope_config(self, head: int, *, whole: bool = True) -> dict[str, Any]:
         """Return the rotary embedding settings of all layers.
 
         Args:
             head: the columns of one.
             whole: it turns as a whole where a configuration of the family says nothing.
         """
-        file, kind = self.file, self.text("rope.scaling.type")
-        base = self.real("rope.freq_base", 10_000.0)
+        file, kind = self.file, self.get_str("rope.scaling.type")
+        base = self.get_float("rope.freq_base", 10_000.0)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": base}
-        width = self.integer("rope.dimension_count", head)
+        width = self.get_int("rope.dimension_count", head)
         if FREQUENCIES in file.tensors:
             rope |= self._llama3(base, width)
         elif LONG in file.tensors and SHORT in file.tensors:
@@ -410,11 +413,11 @@ class ArchitectureKeys:
                 "rope_type": "longrope",
                 "long_factor": read_tensor(file.tensors[LONG].raw()).tolist(),
                 "short_factor": read_tensor(file.tensors[SHORT].raw()).tolist(),
-                "attention_factor": self.real("rope.scaling.attn_factor", 1.0),
+                "attention_factor": self.get_float("rope.scaling.attn_factor", 1.0),
                 "original_max_position_embeddings": self._original(),
             }
         elif kind in {"linear", "yarn"}:
-            rope |= {"rope_type": kind, "factor": self.real("rope.scaling.factor", 1.0)}
+            rope |= {"rope_type": kind, "factor": self.get_float("rope.scaling.factor", 1.0)}
             if kind == "yarn":
                 rope["original_max_position_embeddings"] = self._original()
         elif kind not in {"", "none"}:
@@ -430,7 +433,7 @@ class ArchitectureKeys:
         return found
 
     def _original(self) -> int:
-        return self.integer("rope.scaling.original_context_length")
+        return self.get_int("rope.scaling.original_context_length")
 
     def _llama3(self, base: float, width: int) -> dict[str, Any]:
         """Return the llama3 scaling settings whose divisors equal the file's table."""

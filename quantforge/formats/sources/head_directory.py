@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantforge.architectures.draft_heads import KNOWN, draft_kind
-from quantforge.architectures.match import FLOATS
+from quantforge.architectures.draft_heads import DRAFT_KINDS, draft_kind
+from quantforge.architectures.match import FLOAT_DTYPES
 from quantforge.errors import InputError
 from quantforge.files.finite_values import scan_finite
 from quantforge.files.opener import FILES, read_object
@@ -91,7 +91,7 @@ class DraftHeadDirectory:
         name = self._expected(shape, names)
         layout = self.layouts.get(name.removesuffix(".weight"))
         if layout is None:
-            return self._stored(name, FLOATS)
+            return self._stored(name, FLOAT_DTYPES)
         stored = {part: self._stored(part) for part in layout.tensor_names}
         return self.form.unpack(layout, stored)
 
@@ -149,8 +149,8 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
             f"{pickled[0]} is a pickle, which is never read" if pickled else "no safetensors file"
         )
         raise _error(path, kind, what, "save its tensors with safetensors, under the same names")
-    if kind not in KNOWN:
-        known = " and ".join(KNOWN)
+    if kind not in DRAFT_KINDS:
+        known = " and ".join(DRAFT_KINDS)
         raise _error(
             path, kind, "are not computed here", f"{known} heads are, or take a draft model"
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 
-from quantforge.architectures.draft_heads import is_draft, type_of
+from quantforge.architectures.draft_heads import is_draft, model_type_or_draft
 from quantforge.errors import RefusedError
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.reader import Checkpoint
@@ -70,7 +70,7 @@ def decode_if_unsupported(checkpoint: Checkpoint) -> Checkpoint:
     """
     if is_draft(checkpoint.config):
         raise RefusedError(
-            f"{checkpoint.path}: {type_of(checkpoint.config)} heads, no model: they guess for one",
+            f"{checkpoint.path}: {model_type_or_draft(checkpoint.config)} heads, no model: they guess for one",
             f"quantforge generate MODEL --draft {shlex.quote(str(checkpoint.path))}",
         )
     return checkpoint if _reader(checkpoint) is None else decode_if_low_precision(checkpoint)

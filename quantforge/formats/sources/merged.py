@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from quantforge.architectures.configuration import untied
+from quantforge.architectures.configuration import untie_config
 from quantforge.architectures.match import ModelLayout, Role, match_tensors
 from quantforge.errors import InputError
 from quantforge.files.computed_tensors import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
@@ -161,7 +161,7 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoin
         head = places.stored(places.head)
         added = {head: replace(checkpoint.entries[places.embedding], name=head)}
         new.computed.setdefault(head, _UntiedHeadReader(places.embedding))
-        config = untied(config)
+        config = untie_config(config)
     whole = prepared_checkpoint(checkpoint, new.computed, config=config, added=added)
     return prepared_checkpoint(whole, merge.computed, facts=facts)
 

@@ -27,8 +27,8 @@ from quantforge.architectures import Architecture, LayerKind, Parameter
 from quantforge.architectures.architecture import Derivation
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import DerivedDeclarations
-from quantforge.architectures.routers import experts_of
-from quantforge.architectures.towers import BLOCK
+from quantforge.architectures.routers import expert_counts
+from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.block_inputs import Call, StandIn, equal_trees, mutable_mappings
 from quantforge.model.derive.layer_kinds import (
@@ -96,11 +96,11 @@ def derive_declarations_for(
         _CACHE[key] = made
     found = _CACHE[key]
     ignored = tuple(map(re.escape, names.ignored))
-    assert found.derived is not None
+    assert found.derivation is not None
     found = replace(
         found,
-        droppable=(*found.droppable, *ignored),
-        derived=replace(found.derived, tied=_is_head_tied(names, found)),
+        droppable_patterns=(*found.droppable_patterns, *ignored),
+        derivation=replace(found.derivation, tied=_is_head_tied(names, found)),
     )
     canonical, turned = _canonical_names(names, found)
     other = [source for source in names.distinct_sources() if source.stored[0] not in canonical]
@@ -136,7 +136,7 @@ def _with_few_experts(
 
 def _reduce_experts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a configuration with a few experts, two per token and no expert groups."""
-    counts = experts_of(config)
+    counts = expert_counts(config)
     if max(counts, default=0) <= FEW_EXPERTS:
         nested = config.get("text_config")
         return (
@@ -161,20 +161,20 @@ def _canonical_names(
     Raises:
         RefusedError: experts are not stacked matrix by matrix.
     """
-    assert found.derived is not None
+    assert found.derivation is not None
     kinds = {kind.name: kind for kind in found.kinds}
     result, turned = {}, set()
     for stored, place in names.expert_places.items():
         if not place.stack.parameter.startswith(f"{found.blocks}."):  # experts of a tower
             continue
         block, _, parameter = place.stack.parameter.removeprefix(f"{found.blocks}.").partition(".")
-        kind = kinds[found.derived.kinds[int(block)]]
+        kind = kinds[found.derivation.kinds[int(block)]]
         stack = next((item for item in kind.stacks if item.parameter == parameter), None)
         if stack is None or len(stack.linears) != len(place.stack.linears):
             raise RefusedError(
                 f"experts in {place.stack.parameter} are not read one by one", "--method rtn"
             )
-        linear = stack.linears[place.position].format(place.expert)
+        linear = stack.linears[place.linear_index].format(place.expert)
         result[stored] = f"{found.blocks}.{block}.{linear}.weight"
     for parameter, source in names.sources.items():
         if source.operations == ("Transpose",) and _is_stack(parameter, found):
@@ -198,13 +198,13 @@ def _single_expert_names(names: WeightMapping, found: Architecture) -> dict[str,
     """Return canonical names of experts that files store one by one although transformers only has them stacked."""
     blocks = {}
     for name, source in names.sources.items():
-        inside, beside = BLOCK.match(name), BLOCK.match(source.stored[0])
+        inside, beside = NUMBERED_NAME.match(name), NUMBERED_NAME.match(source.stored[0])
         if inside and beside and inside[1] == found.blocks:
             blocks[beside[1], beside[2]] = f"{inside[1]}.{inside[2]}."
     linears = {name for kind in found.kinds for stack in kind.stacks for name in stack.linears}
     result = {}
     for name in names.unused:
-        beside = BLOCK.match(name)
+        beside = NUMBERED_NAME.match(name)
         if beside and (beside[1], beside[2]) in blocks:
             template = _INDEX_IN_NAME.sub(".{}.", beside[3].removesuffix(".weight"), count=1)
             if template in linears:
@@ -233,22 +233,22 @@ def _declare_stored_tensors(
     Raises:
         RefusedError: one of the parameters is a quantized linear, takes a scale, or embeds tokens.
     """
-    assert found.derived is not None
+    assert found.derivation is not None
     touched = {f"{found.embedding}.weight", f"{found.head}.weight"}
     outer = {item.name: item for item in found.outer}
     kinds = {kind.name: kind for kind in found.kinds}
     canonical = {}
     for source in sources:
         _refuse_modified(source, touched, found)
-        block = BLOCK.match(next(iter(source.parameters)))
+        block = NUMBERED_NAME.match(next(iter(source.parameters)))
         for stored in source.stored:
-            beside, shape = BLOCK.match(stored), tuple(map(str, names.shape(stored)))
+            beside, shape = NUMBERED_NAME.match(stored), tuple(map(str, names.shape(stored)))
             if block is None or block[1] != found.blocks:
                 outer[stored], canonical[stored] = Parameter(stored, shape), stored
                 continue
             if beside is None:
                 raise _layout_refusal(source)
-            kind = kinds[found.derived.kinds[int(block[2])]]
+            kind = kinds[found.derivation.kinds[int(block[2])]]
             kinds[kind.name] = _replace_parameters(kind, source, Parameter(beside[3], shape))
             canonical[stored] = f"{found.blocks}.{block[2]}.{beside[3]}"
         for name in source.parameters:
@@ -259,7 +259,7 @@ def _declare_stored_tensors(
 
 def _replace_parameters(kind: LayerKind, source: WeightSource, parameter: Parameter) -> LayerKind:
     """Return a layer kind with a stored tensor in place of the parameters computed from it."""
-    made = {found[3] for name in source.parameters if (found := BLOCK.match(name))}
+    made = {found[3] for name in source.parameters if (found := NUMBERED_NAME.match(name))}
     items: Mapping[str, Parameter] = {
         item.name: item for item in kind.parameters if item.name not in made
     }
@@ -268,7 +268,7 @@ def _replace_parameters(kind: LayerKind, source: WeightSource, parameter: Parame
 
 def _refuse_modified(source: WeightSource, touched: set[str], found: Architecture) -> None:
     own = {name for name in source.parameters if name.startswith(f"{found.blocks}.")}
-    inside = {match[3].rpartition(".")[0] for name in own if (match := BLOCK.match(name))}
+    inside = {match[3].rpartition(".")[0] for name in own if (match := NUMBERED_NAME.match(name))}
     changed = {name for kind in found.kinds for name in kind.linears}
     changed |= {
         shared.scale_fold.module
@@ -467,10 +467,10 @@ def _architecture(
         slices={name: tuple(map(str, found.sizes)) for name, found in slices.items()},
         slice_labels={name: found.labels for name, found in slices.items()},
         transposed=sizes.transposed,
-        replayed=replayed,
-        streams=outside.layout.values_per_token // outside.hidden,
+        needs_model_replay=replayed,
+        num_streams=outside.layout.values_per_token // outside.hidden,
         fused_attention=any(item.has_fused_attention for item in derived),
-        derived=Derivation(
+        derivation=Derivation(
             f"transformers {version('transformers')}, {type(model).__name__}",
             sizes.dimensions,
             tuple(item.kind.name for item in derived),

@@ -29,7 +29,7 @@ from quantforge.architectures import (
     Stack,
 )
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.architectures.routers import routers, weighs_an_index
+from quantforge.architectures.routers import find_routers, is_indexer_weight
 from quantforge.errors import RefusedError
 from quantforge.model.block_inputs import extra_outputs_of, hidden_states_of
 from quantforge.model.derive.trial_block import (
@@ -145,7 +145,7 @@ def derive_kind(
             _parameters(shapes, mixture, apart),
             (*inputs, *mixture.inputs),
             mixture.stacks,
-            inner_copies=4,
+            mlp_activations=4,
             num_outputs=0 if beside is None else 1 + len(beside),
         ),
         slices,
@@ -212,13 +212,13 @@ def _router_linears(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], seen: _BlockObserver
 ) -> set[str]:
     """Return the linears that choose experts or tokens, found by shape, by name, or by the width of ``topk``."""
-    counted = {name.removesuffix(".weight") for name in routers(config, shapes)}
+    counted = {name.removesuffix(".weight") for name in find_routers(config, shapes)}
     chosen = {
         name
         for name in seen.linears
         if f"{name}.weight" in shapes and shapes[f"{name}.weight"][0] in seen.topk_widths
     }
-    return counted | chosen | {name for name in seen.linears if weighs_an_index(name)}
+    return counted | chosen | {name for name in seen.linears if is_indexer_weight(name)}
 
 
 def _float32_linears(names: Iterable[str], linears: Iterable[str]) -> set[str]:
@@ -450,7 +450,9 @@ def _mixture_of(block: TrialBlock, shapes: Mapping[str, tuple[int, ...]]) -> _Ex
     if routed is None:
         return _ExpertDeclarations()
     mixture = _mixture(block, products, module, str(shapes[products[0].parameter][0]))
-    stacks = tuple(replace(stack, spread=routed.num_repeats > 0) for stack in mixture.stacks)
+    stacks = tuple(
+        replace(stack, repeats_tokens=routed.num_repeats > 0) for stack in mixture.stacks
+    )
     return mixture._replace(stacks=stacks)
 
 

@@ -214,12 +214,15 @@ class MixtureGradients:
             self._weights[part] += one.weights[:, None] * self._tokens.places(number, part)
         for linear, place in places.items():
             name = place.stack.parameter
-            rows, columns = place.stack.matrix(held[name], place.position, 0).shape
+            rows, columns = place.stack.matrix(held[name], place.linear_index, 0).shape
             inputs, products = torch.empty(0, columns), torch.empty(0, rows)
             if passed:
                 inputs = torch.cat([one.stacks[name][0] for one in passed])
                 products = torch.cat(
-                    [place.stack.share(one.stacks[name][1].T, place.position).T for one in passed]
+                    [
+                        place.stack.rows_of(one.stacks[name][1].T, place.linear_index).T
+                        for one in passed
+                    ]
                 )
                 self._check(products, f"{prefix}{linear}", tokens)
             visit(OutputGradients(f"{prefix}{linear}", 0, inputs, products, tokens))

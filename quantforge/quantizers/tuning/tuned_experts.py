@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from quantforge.architectures import Place
+from quantforge.architectures import StackSlice
 from quantforge.model.block import MicroBatch
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import InMemory
@@ -121,7 +121,7 @@ class TunedExperts:
             side_by_side(keep, [*enumerate(rows)])
         self._experts.run_all()
 
-    def _read_parameters(self, number: int, places: Mapping[str, Place]) -> dict[str, Tensor]:
+    def _read_parameters(self, number: int, places: Mapping[str, StackSlice]) -> dict[str, Tensor]:
         """Return the parameters of an expert, each ``[1, ...]``."""
         codes = [linear for linear in places if linear in self._linears]
         kept = {linear: place for linear, place in places.items() if linear not in codes}
@@ -129,7 +129,7 @@ class TunedExperts:
 
         def decode(linear: str) -> None:
             place = places[linear]
-            matrix = place.stack.matrix(found[place.stack.parameter], place.position, 0)
+            matrix = place.stack.matrix(found[place.stack.parameter], place.linear_index, 0)
             matrix.copy_(self._linears[linear].weight())
 
         side_by_side(decode, codes)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantforge.architectures.draft_heads import EMBEDDING, stored_names
+from quantforge.architectures.draft_heads import EMBEDDING, eagle3_stored_names
 from quantforge.formats.sources.head_directory import DraftHeadDirectory
 from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.ragged_attention import RaggedBatch, Span
@@ -74,17 +74,19 @@ class Eagle3Layer:
         }
 
         def read(name: str, *shape: int) -> Tensor:
-            return heads.read(shape, *stored_names(name)).to(embedding.device, embedding.dtype)
+            return heads.read(shape, *eagle3_stored_names(name)).to(
+                embedding.device, embedding.dtype
+            )
 
         self.linears = {
-            name: read_linear(heads, shape, stored_names(name), embedding)
+            name: read_linear(heads, shape, eagle3_stored_names(name), embedding)
             for name, shape in shapes.items()
         }
         self._norms = {
             name: read(f"{name}.weight", hidden)
             for name in ("norm", "input_layernorm", "hidden_norm", "post_attention_layernorm")
         }
-        if heads.find(*stored_names(EMBEDDING)):
+        if heads.find(*eagle3_stored_names(EMBEDDING)):
             self._embedding = read(EMBEDDING, vocabulary, hidden)
         elif hidden == model_hidden:
             self._embedding = embedding

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantforge.architectures import architecture_of
-from quantforge.architectures.draft_heads import NEXTN_LAYERS, layers_of, without_heads
+from quantforge.architectures.draft_heads import NEXTN_LAYERS, layer_count, without_draft_heads
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.finite_values import scan_finite
 from quantforge.formats.open_model import open_model
@@ -97,7 +97,7 @@ def mtp_block_as_model(source: Checkpoint, path: str) -> tuple[Checkpoint, dict[
         InputError: the model has no MTP layer, or one of its tensors is missing.
         RefusedError: the MTP layer is not stored in the layout of DeepSeek or GLM.
     """
-    layers, family = layers_of(source.config), architecture_of(source.config)
+    layers, family = layer_count(source.config), architecture_of(source.config)
     prefix = f"model.layers.{layers}."
     stored = {name.removeprefix(prefix): name for name in source.entries if name.startswith(prefix)}
     if not source.config.get(NEXTN_LAYERS) or not stored:
@@ -126,7 +126,7 @@ def mtp_block_as_model(source: Checkpoint, path: str) -> tuple[Checkpoint, dict[
         for new, stored_name in sorted(names.items())
         if stored_name in source.entries
     }
-    config = {**without_heads(source.config), "num_hidden_layers": 1}
+    config = {**without_draft_heads(source.config), "num_hidden_layers": 1}
     if (
         "first_k_dense_replace" in config
     ):  # the MTP block is a mixture of experts, like the last layers

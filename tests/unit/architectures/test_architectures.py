@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quantforge.architectures import architecture_of, families
-from quantforge.architectures.dimensions import dimensions_of
+from quantforge.architectures.dimensions import read_dimensions
 from quantforge.architectures.families import FILES, declared_families, kimi, lfm2, qwen3_next
 from quantforge.architectures.match import (
     ModelLayout,
@@ -91,7 +91,7 @@ def test_every_tensor_has_its_place(headers: Any, family: str) -> None:
         for block, kind in enumerate(model_layout.layers)
         for name in kind.linears
     }
-    shared = {tensor.shared for tensor in model_layout.tensors if tensor.shared}
+    shared = {tensor.shared_input for tensor in model_layout.tensors if tensor.shared_input}
     assert len(shared) == sum(len(kind.inputs) for kind in model_layout.layers)
     assert all(f"{name}.weight" in stored for name in shared)
 
@@ -181,7 +181,7 @@ def test_the_configuration_says_of_which_kind_a_layer_is(
     config |= stated
     architecture = architecture_of(config)
     assert architecture is not None
-    layers = architecture.layers(config, architecture.dimensions(config))
+    layers = architecture.layer_kinds(config, architecture.dimensions(config))
     assert [i for i, kind in enumerate(layers) if kind.name == "full_attention"] == attending
     assert ("self_attn.out_proj" in layers[1].linears) == (1 in attending)
     assert ("conv.out_proj" in layers[0].linears) != (0 in attending)
@@ -291,7 +291,9 @@ def test_gpt2_without_prefix_and_with_masks(headers: Any) -> None:
         model_layout.by_name["transformer.h.1.attn.c_attn.weight"].header.name
         == "h.1.attn.c_attn.weight"
     )
-    assert model_layout.by_name["transformer.h.1.attn.c_attn.weight"].shared == "h.1.attn.c_attn"
+    assert (
+        model_layout.by_name["transformer.h.1.attn.c_attn.weight"].shared_input == "h.1.attn.c_attn"
+    )
     assert model_layout.by_name["transformer.h.1.attn.c_attn.weight"].transposed
     assert model_layout.by_name["transformer.h.1.attn.c_attn.bias"].role is Role.BIAS
 
@@ -322,11 +324,11 @@ def test_a_multimodal_checkpoint_keeps_its_other_tower(
     assert model_layout.tied
     assert len(linears(model_layout)) == 21
     assert (
-        len(model_layout.foreign)
+        len(model_layout.foreign_tensors)
         == sum("vision" in name or "projector" in name for name in stored)
         > 20
     )
-    assert not any(tensor.shared for tensor in model_layout.foreign)
+    assert not any(tensor.shared_input for tensor in model_layout.foreign_tensors)
 
 
 def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
@@ -341,7 +343,7 @@ def test_a_text_configuration_that_leaves_keys_out(headers: Any) -> None:
         StoredTensor(f"language_model.{name}", "BF16", tuple(parameter.shape))
         for name, parameter in model.named_parameters()
     ]
-    assert match_tensors(config, stored).dimensions == dimensions_of(
+    assert match_tensors(config, stored).dimensions == read_dimensions(
         config["text_config"],
         architecture_of(config).defaults,  # type: ignore[arg-type, union-attr]
     )
@@ -351,7 +353,7 @@ def test_extra_prediction_heads_are_kept(headers: Any) -> None:
     config, stored = headers("qwen3")
     extra = StoredTensor("model.mtp_layers.0.proj.weight", "BF16", (64, 64))
     model_layout = match_tensors(config, [*stored.values(), extra])
-    assert [tensor.name for tensor in model_layout.foreign] == [extra.name]
+    assert [tensor.name for tensor in model_layout.foreign_tensors] == [extra.name]
 
 
 # ---- tied heads
@@ -361,11 +363,11 @@ def test_a_tied_head_may_be_stored_twice_when_equal(headers: Any) -> None:
     config, stored = headers("llama-tied")
     embedding = stored["model.embed_tokens.weight"]
     twice = match_tensors(config, [*stored.values(), replace(embedding, name="lm_head.weight")])
-    assert twice.tied_twice
+    assert twice.stores_tied_head
     once = resolve_tied(
         twice, lambda first, second: {first, second} == {embedding.name, "lm_head.weight"}
     )
-    assert not once.tied_twice
+    assert not once.stores_tied_head
     assert "lm_head.weight" not in once.by_name
     assert [tensor.name for tensor, _ in once.dropped] == ["lm_head.weight"]
     assert resolve_tied(once, lambda *_: False) is once
@@ -413,10 +415,10 @@ def test_an_unknown_family_is_matched_by_names(headers: Any) -> None:
     declared = match_tensors(config, stored.values())
     model_layout = match_tensors({**config, "model_type": "lama"}, stored.values())
     assert model_layout.architecture is None
-    assert "'lama'" in model_layout.rule
+    assert "'lama'" in model_layout.linear_rule
     assert linears(model_layout) == linears(declared)
-    assert {t.name: t.shared for t in model_layout.tensors} == {
-        t.name: t.shared for t in declared.tensors
+    assert {t.name: t.shared_input for t in model_layout.tensors} == {
+        t.name: t.shared_input for t in declared.tensors
     }
     assert model_layout.blocks == 3
     error = needs_architecture(model_layout, "gptq", "blocks are called twice")
@@ -451,14 +453,14 @@ def test_a_configuration_beyond_the_declarations_is_matched_by_names(headers: An
     config, stored = headers("opt")
     model_layout = match_tensors({**config, "activation_function": "gelu"}, stored.values())
     assert model_layout.architecture is None
-    assert "activation_function = 'gelu'" in model_layout.rule
+    assert "activation_function = 'gelu'" in model_layout.linear_rule
     assert len(linears(model_layout)) == 18
 
 
 # ---- hostile configurations
 
 
-@pytest.mark.parametrize("family", [kimi.mixers, lfm2.mixers, qwen3_next.mixers])
+@pytest.mark.parametrize("family", [kimi.attention_types, lfm2.mixer_types, qwen3_next.mixer_types])
 def test_kinds_of_layers_are_a_list_wherever_they_are_asked_for(family: Any) -> None:
     with pytest.raises(InputError, match="layer_types = 5"):
         family({"layer_types": 5})

@@ -53,8 +53,8 @@ def test_a_linear_that_a_configuration_leaves_out_is_read_by_nobody(saved: Any) 
     assert readers(model_layout, 1)[0] == (q, k)
     assert not any(kind.stacks for kind in model_layout.layers)
     assert model_layout.architecture is not None
-    assert not model_layout.architecture.stacks_experts
-    assert model_layout.architecture.replayed is False
+    assert not model_layout.architecture.publishes_stacked_experts
+    assert model_layout.architecture.needs_model_replay is False
     assert all(kind.stacks for kind in match_tensors(*saved("gemma4-moe")).layers)
 
 
@@ -69,7 +69,7 @@ def test_layers_without_keys_of_their_own_have_wider_mlps_and_what_files_hold_of
     up = [shapes[f"model.layers.{block}.mlp.up_proj.weight"][0] for block in range(4)]
     assert up == [128, 128, 256, 256]
     assert model_layout.architecture is not None
-    assert model_layout.architecture.replayed is True
+    assert model_layout.architecture.needs_model_replay is True
     name = "model.layers.{}.self_attn.k_proj.weight"
     more = StoredTensor(name.format(3), "BF16", (64, 64))
     assert [tensor.name for tensor, _ in match_tensors(config, [*stored, more]).dropped] == [
@@ -95,7 +95,7 @@ def test_what_is_not_declared_is_left_to_other_ways(saved: Any, changes: dict[st
     config, stored = saved("gemma4-equal")
     found = match_tensors({**config, **changes}, stored)
     assert found.architecture is None
-    assert next(iter(changes)) in found.rule
+    assert next(iter(changes)) in found.linear_rule
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def in_memory(path: Path) -> Any:
 
 def matrix_of(model: Any, block: TunedBlock, linear: str, *, gradient: bool) -> Tensor:
     """A matrix of the whole model, or its gradient, as a view."""
-    place = block.decoder_block.kind.places().get(linear)
+    place = block.decoder_block.kind.expert_slices().get(linear)
     name = f"{linear}.weight" if place is None else place.stack.parameter
     value = model.get_parameter(f"{block.decoder_block.name}.{name}")
     value = value.grad if gradient else value.data

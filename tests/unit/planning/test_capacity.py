@@ -48,7 +48,7 @@ def model_layout(config: dict[str, Any]) -> ModelLayout:
     family = architecture_of(config)
     assert family is not None
     sizes = family.dimensions(config)
-    kinds = family.layers(config, sizes)
+    kinds = family.layer_kinds(config, sizes)
     return ModelLayout(family, config["model_type"], config, sizes, (), layers=kinds)
 
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantforge import api
-from quantforge.architectures.routers import experts_of, routers
+from quantforge.architectures.routers import expert_counts, find_routers
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Policy
 from quantforge.planning.coverage import coverage
@@ -114,11 +114,11 @@ def test_a_shared_expert_as_wide_as_there_are_experts_is_no_router():
     """Two matrices of that shape side by side are no routers, nor is anything of attention."""
     shapes = {"l.0.mlp.shared.gate_proj.weight": (512, 64), "l.0.mlp.shared.up_proj.weight": (512, 64),
               "l.0.self_attn.q_proj.weight": (512, 64), "l.0.mlp.gate.weight": (512, 64)}  # fmt: skip
-    assert routers({"num_experts": 512, "num_experts_per_tok": 10}, shapes) == {
+    assert find_routers({"num_experts": 512, "num_experts_per_tok": 10}, shapes) == {
         "l.0.mlp.gate.weight"
     }
-    assert routers({"num_experts_per_tok": 512}, shapes) == set()
-    assert experts_of({"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 3}) == {8}
+    assert find_routers({"num_experts_per_tok": 512}, shapes) == set()
+    assert expert_counts({"num_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 3}) == {8}
 
 
 def test_a_router_that_somebody_rounded_is_an_event_of_its_export(tmp_path):

@@ -94,7 +94,9 @@ def test_medium_does_not_tune_what_was_derived(tiny: Tiny) -> None:
     found = planned(tiny, Recipe(method="gptq", bits=4))
     family = found.model_layout.architecture
     assert family is not None
-    derived = replace(found.model_layout, architecture=replace(family, derived=cast(Any, "found")))
+    derived = replace(
+        found.model_layout, architecture=replace(family, derivation=cast(Any, "found"))
+    )
     words = ("gptq",)
     for model_layout, reason in (
         (found.model_layout, ""),
@@ -221,7 +223,7 @@ def test_gradients_that_may_not_be_followed_are_left_out(tiny: Tiny) -> None:
     stored = [entry.header() for entry in checkpoint.entries.values()]
     found = match_tensors(checkpoint.config, stored, checkpoint.declared)
     assert found.architecture is not None
-    replayed = replace(found, architecture=replace(found.architecture, replayed=True))
+    replayed = replace(found, architecture=replace(found.architecture, needs_model_replay=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quantforge.planning.planner._match_unquantized", lambda *_: replayed)
         wanted = make_plan(Recipe(method="gptq", bits=4, effort=HIGH), checkpoint)

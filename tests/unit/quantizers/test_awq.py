@@ -248,15 +248,17 @@ def test_the_judge_measures_the_output_and_leaves_the_block(tiny: Tiny) -> None:
         for shared in part.inputs:
             judge = OutputErrorEstimator(part, shared, Statistics(), 4, {})
             changed = {name: part.weight(name) * 1.01 for name in shared.linears}
-            calls = part.capture_calls(shared.within, 4)
-            module = part.module.get_submodule(shared.within)
+            calls = part.capture_calls(shared.compared_module, 4)
+            module = part.module.get_submodule(shared.compared_module)
 
             def run(module: Any = module, calls: Any = calls) -> Tensor:
                 found = [module(*call.args, **call.kwargs) for call in calls]
                 return torch.cat([item[0] if isinstance(item, tuple) else item for item in found])
 
             expected = run()
-            tokens = ROWS.numel() if shared.linears == (shared.within,) else 1  # a mean there
+            tokens = (
+                ROWS.numel() if shared.linears == (shared.compared_module,) else 1
+            )  # a mean there
             error = judge(changed) * tokens
             for name, weight in changed.items():
                 part.set_weight(name, weight)

@@ -66,7 +66,7 @@ def test_gradients_are_those_of_the_whole_model(tiny: Tiny, family: str) -> None
     compared = 0
     for index, kind in enumerate(model_layout.layers):
         block = f"{model_layout.block_name(index)}."
-        places = kind.places()
+        places = kind.expert_slices()
         for name in kind.linears:
             if name in places:
                 whole = model.get_parameter(f"{block}{places[name].stack.parameter}")

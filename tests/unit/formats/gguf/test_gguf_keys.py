@@ -67,10 +67,10 @@ def outcome(config: Mapping[str, Any]) -> object:
     try:
         found, declared = translate_parameters(config), architecture_of(config)
         assert declared is not None
-        layers = declared.layers(config, found.dimensions)
+        layers = declared.layer_kinds(config, found.dimensions)
     except (QuantForgeError, TypeError, ValueError, KeyError, AttributeError) as error:
         return str(error)
-    return found.keys, found.computed, found.events, declared.configured(config).outer, layers
+    return found.keys, found.computed, found.events, declared.for_config(config).outer, layers
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
