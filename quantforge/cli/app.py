@@ -1,8 +1,8 @@
-"""``quantforge``: the verbs and the error boundary.
+"""``quantforge``: entry point of the command line; verbs, errors and signals.
 
-A verb is imported when it is called, or its help is asked for. Typed errors become a message, a hint and their exit
-code; a signal exits with 128 plus its number after the run has stopped at a safe point; anything else is a bug of ours,
-whose traceback is saved to a file.
+A verb (subcommand) is imported when it is called or its help is requested. Typed errors become a message, a hint and an
+exit code. A signal exits with 128 plus its number after the run has stopped at a safe point. Any other exception is a
+bug, whose traceback is saved to a file.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from typer.core import TyperGroup
 
 from quantforge.cli import usage_errors
 from quantforge.cli.console import Console
-from quantforge.cli.processes import check_ranks, said_already
-from quantforge.cli.verb_command import Verb, sort_words
+from quantforge.cli.processes import check_ranks, is_already_reported
+from quantforge.cli.verb_command import Verb, parse_unconverted
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
 from quantforge.files.disk import create
 from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import instruction_sets
 
-# Verbs in the order of ``--help``, with what it says of them. Each is the function of its name, in the module of its
-# name in this folder.
+# Verbs in the order of ``--help``, with their summary. Each is a function in the module of the same name.
 VERBS: Mapping[str, str] = {
     "plan": "Show what `quantize` would do; writes nothing.",
     "quantize": "Quantize a model.",
@@ -59,17 +58,20 @@ VERBS: Mapping[str, str] = {
     "doctor": "Check whether this machine is fit.",
     "help": "Show the options of a verb.",
 }
-NAMES = {"eval": "evaluate"}  # of functions and modules that are not those of their verbs
-DECODING = {"eval", "generate"}  # their small products are over before a thread has slept
-# They keep what an interrupted run has finished.
-RESUMED = {"allocate", "quantize", "release", "sweep"}
+FUNCTION_NAMES = {"eval": "evaluate"}  # functions and modules whose name differs from their verb
+DECODING_VERBS = {
+    "eval",
+    "generate",
+}  # their matrix products are so small that threads should not sleep between them
+# Verbs that keep the finished part of an interrupted run.
+RESUMABLE_VERBS = {"allocate", "quantize", "release", "sweep"}
 
 
 class _Commands(Mapping[str, Any]):
-    """The commands of all verbs, each imported when it is looked up."""
+    """Lazy mapping from verbs to their commands; each is imported at lookup."""
 
     def __getitem__(self, verb: str) -> Any:
-        return _command(verb)
+        return _load_command(verb)
 
     def __contains__(self, verb: object) -> bool:
         return verb in VERBS
@@ -82,29 +84,31 @@ class _Commands(Mapping[str, Any]):
 
 
 @cache
-def _command(verb: str) -> Any:
+def _load_command(verb: str) -> Any:
     """Import a verb; return its command. Raises KeyError for a verb that does not exist."""
-    about, name = VERBS[verb], NAMES.get(verb, verb)
+    summary, name = VERBS[verb], FUNCTION_NAMES.get(verb, verb)
     function, example = show_help, None
     if verb != "help":
         module = import_module(f"quantforge.cli.{name}")
         function, example = getattr(module, name), getattr(module, "EXAMPLE", None)
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-    alone.command(verb, cls=Verb, epilog=example, short_help=about)(function)
-    return typer.main.get_command(alone)
+    single_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    single_app.command(verb, cls=Verb, epilog=example, short_help=summary)(function)
+    return typer.main.get_command(single_app)
 
 
-class Verbs(TyperGroup):
-    """``quantforge`` itself."""
+class VerbGroup(TyperGroup):
+    """Command group of ``quantforge``, with verbs that are imported lazily."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands: Any = _Commands()
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return what is left of the arguments."""
+        """Parse arguments; return the rest. Completion parses without type conversion."""
         return (
-            sort_words(self, ctx, args) if ctx.resilient_parsing else super().parse_args(ctx, args)
+            parse_unconverted(self, ctx, args)
+            if ctx.resilient_parsing
+            else super().parse_args(ctx, args)
         )
 
     def list_commands(self, _ctx: Any) -> list[str]:
@@ -112,8 +116,8 @@ class Verbs(TyperGroup):
         return [*VERBS]
 
     def get_command(self, _ctx: Any, cmd_name: str) -> Any:
-        """Return the command of a verb, None where there is no such verb."""
-        return _command(cmd_name) if cmd_name in VERBS else None
+        """Return the command of a verb, or None for an unknown verb."""
+        return _load_command(cmd_name) if cmd_name in VERBS else None
 
     def format_commands(self, _ctx: Any, formatter: Any) -> None:
         """Write a line for each verb."""
@@ -123,7 +127,7 @@ class Verbs(TyperGroup):
 
 app = typer.Typer(
     name="quantforge",
-    cls=Verbs,
+    cls=VerbGroup,
     help="Quantize, convert and evaluate large language models offline.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -141,7 +145,7 @@ def version(
     if show:
         from quantforge import __version__
 
-        Console().text(f"quantforge {__version__}")
+        Console().print_text(f"quantforge {__version__}")
         raise typer.Exit
 
 
@@ -150,30 +154,30 @@ def _group() -> Any:
     return typer.main.get_command(app)
 
 
-def _verbs(incomplete: str) -> list[str]:
+def _complete_verb(incomplete: str) -> list[str]:
     return [name for name in VERBS if name.startswith(incomplete)]
 
 
 def show_help(
-    verb: Annotated[str, typer.Argument(metavar="[VERB]", autocompletion=_verbs)] = "",
+    verb: Annotated[str, typer.Argument(metavar="[VERB]", autocompletion=_complete_verb)] = "",
 ) -> None:
     """Show what a verb does and takes, or the verbs."""
     group = _group()
     context = typer.Context(group, info_name="quantforge", help_option_names=["-h", "--help"])
     if not verb:
-        Console().text(group.get_help(context))
+        Console().print_text(group.get_help(context))
         return
     if verb not in VERBS:
-        raise UsageError(f"no verb '{verb}'", usage_errors.for_verb(verb, VERBS))
-    command = _command(verb)
-    asked = typer.Context(
+        raise UsageError(f"no verb '{verb}'", usage_errors.verb_hint(verb, VERBS))
+    command = _load_command(verb)
+    verb_context = typer.Context(
         command, info_name=verb, parent=context, help_option_names=["-h", "--help"]
     )
-    Console().text(command.get_help(asked))
+    Console().print_text(command.get_help(verb_context))
 
 
-def _asked_for_help(arguments: list[str]) -> str | None:
-    """Return the verb whose help is asked for, "" for that of all, None where none is; nothing is converted yet."""
+def _requested_help(arguments: list[str]) -> str | None:
+    """Return the verb whose help is requested, "" for the general help, or None if no help is requested."""
     words = arguments[: arguments.index("--")] if "--" in arguments else arguments
     verb = next((word for word in words if not word.startswith("-")), "")
     if {"-h", "--help"} & {*words}:
@@ -181,7 +185,7 @@ def _asked_for_help(arguments: list[str]) -> str | None:
     return "".join(words[1:]) if verb == "help" and len(words) <= 2 else None
 
 
-WIDE = "10000"  # characters of a line that a shell reads
+COMPLETION_WIDTH = "10000"  # width of lines in completion output, so that none is wrapped
 
 
 def main() -> None:
@@ -195,55 +199,55 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(
                 errors="backslashreplace"
-            )  # a terminal that is not UTF-8 gets escapes
+            )  # escape characters on a terminal that is not UTF-8
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except Stopped as stopped:
-        _end(console, arguments, stopped)
+        _exit_stopped(console, arguments, stopped)
     except (BrokenPipeError, SystemExit) as end:  # typer turns the one into the other
         if isinstance(end, SystemExit) and not isinstance(end.__context__, BrokenPipeError):
             raise
-        # Whoever read our output has seen enough.
+        # The reader of stdout has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:  # the boundary: typed errors, and bugs of ours
         if debug:
             traceback.print_exc()
-        _fail(console, arguments, error)
+        _exit_with_error(console, arguments, error)
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _run(arguments: list[str]) -> Any:
-    """Do what is typed, and return the exit code."""
-    _check_text(arguments)
+    """Run a command line; return its result."""
+    _check_utf8(arguments)
     _check_environment()
     check_ranks(arguments)
-    decodes = arguments[0] in DECODING and "--no-speed" not in arguments
+    decodes = arguments[0] in DECODING_VERBS and "--no-speed" not in arguments
     if not decodes or processors_are_shared():
         wait_briefly()
-    completing = "_QUANTFORGE_COMPLETE" in os.environ  # set by the scripts of shells
-    if completing:
-        os.environ["COLUMNS"] = WIDE  # or the parser breaks what it says of an option into lines
-    asked = None if completing else _asked_for_help(arguments)
-    if asked is not None:
-        show_help(asked)
+    is_completion = "_QUANTFORGE_COMPLETE" in os.environ  # set by the scripts of shells
+    if is_completion:
+        os.environ["COLUMNS"] = COMPLETION_WIDTH  # or the parser wraps help texts
+    help_verb = None if is_completion else _requested_help(arguments)
+    if help_verb is not None:
+        show_help(help_verb)
         return 0
-    if arguments[0] in VERBS and not completing:
-        # Nothing has begun yet: an interruption while these are imported ends the process at once, see `__main__`.
-        _command(arguments[0])
+    if arguments[0] in VERBS and not is_completion:
+        # An interruption during these imports ends the process at once, see `__main__`.
+        _load_command(arguments[0])
         import_module("quantforge.api")
     for number in system.STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
-            signal.signal(number, stop)
+            signal.signal(number, raise_stopped)
     return _group()(arguments, prog_name="quantforge", standalone_mode=False)
 
 
-def _check_text(arguments: list[str]) -> None:
-    """Refuse arguments that are not UTF-8 before any work: no name in a result could be written down.
+def _check_utf8(arguments: list[str]) -> None:
+    """Check that all arguments are UTF-8, so that they can be written into results.
 
     Raises:
-        UsageError: naming the first one.
+        UsageError: an argument is not UTF-8.
     """
     for argument in arguments:
         try:
@@ -255,10 +259,10 @@ def _check_text(arguments: list[str]) -> None:
 
 
 def _check_environment() -> None:
-    """Refuse a switch of the environment that is neither on nor off.
+    """Check environment variables that are switches.
 
     Raises:
-        UsageError: naming it.
+        UsageError: a value is neither on nor off.
     """
     try:
         instruction_sets.programs_enabled()
@@ -271,32 +275,36 @@ def _check_environment() -> None:
 # ---- errors
 
 
-def _fail(console: Console, arguments: list[str], error: Exception) -> NoReturn:
-    """Say what an error is, and exit with its code."""
-    if isinstance(error.__cause__, Stopped):  # compiled code raises a SystemError from it
-        _end(console, arguments, error.__cause__)
-    typed = _as_ours(error, arguments)
-    if typed is None:
-        console.note(f"bug: {error!r}\nThis is a bug in QuantForge. The traceback is in {_saved()}")
-    elif not said_already(str(typed)):
-        console.error(typed)
+def _exit_with_error(console: Console, arguments: list[str], error: Exception) -> NoReturn:
+    """Print an error and exit with its code."""
+    if isinstance(error.__cause__, Stopped):  # compiled code turns it into a SystemError
+        _exit_stopped(console, arguments, error.__cause__)
+    typed_error = _to_typed_error(error, arguments)
+    if typed_error is None:
+        console.note(
+            f"bug: {error!r}\nThis is a bug in QuantForge. The traceback is in {_save_traceback()}"
+        )
+    elif not is_already_reported(str(typed_error)):
+        console.print_error(typed_error)
     for note in getattr(error, "__notes__", ()):
         console.note(note)
-    sys.exit(1 if typed is None else typed.exit_code)
+    sys.exit(1 if typed_error is None else typed_error.exit_code)
 
 
-def _as_ours(error: Exception, arguments: list[str]) -> QuantForgeError | None:
-    """Return an error of ours, of the parser, the system or a library as one of ours; None for a bug."""
+def _to_typed_error(error: Exception, arguments: list[str]) -> QuantForgeError | None:
+    """Convert an error of the parser, the system or a library into a `QuantForgeError`; None for a bug."""
     if isinstance(error, QuantForgeError):
         return error
-    if isinstance(error, usage_errors.CLICK):
-        return usage_errors.in_our_words(error, arguments, _group())
-    if isinstance(error, OSError) and error.errno:  # foreseen by no reader: a name too long
+    if isinstance(error, usage_errors.CLICK_ERROR):
+        return usage_errors.convert_parser_error(error, arguments, _group())
+    if (
+        isinstance(error, OSError) and error.errno
+    ):  # not handled elsewhere, such as a name that is too long
         where = f"{error.filename}: " if error.filename else ""
         full = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM, errno.EMFILE}
         kind = ResourceError if full else InputError
         return kind(f"{where}{error.strerror}", "check the path, its permissions and the disk")
-    # torch reports a failed allocation as a RuntimeError, on a GPU as a class of its own
+    # torch raises RuntimeError for a failed allocation, and its own class on a GPU
     if (
         isinstance(error, MemoryError)
         or "DefaultCPUAllocator" in str(error)
@@ -309,54 +317,58 @@ def _as_ours(error: Exception, arguments: list[str]) -> QuantForgeError | None:
     return None
 
 
-def _saved() -> str:
-    """Save the traceback of the present error; return the file."""
-    place = Path(tempfile.gettempdir()) / f"quantforge-{os.urandom(8).hex()}.traceback"
+def _save_traceback() -> str:
+    """Save the traceback of the current exception; return the path of the file."""
+    path = Path(tempfile.gettempdir()) / f"quantforge-{os.urandom(8).hex()}.traceback"
     text = f"{shlex.join(sys.argv)}\n\n{traceback.format_exc()}"
-    with os.fdopen(create(place, 0o600), "wb") as file:
+    with os.fdopen(create(path, 0o600), "wb") as file:
         file.write(text.encode("utf-8", "backslashreplace"))
-    return str(place)
+    return str(path)
 
 
 # ---- signals
 
 
 class Stopped(BaseException):
-    """A signal asked the process to stop."""
+    """Raised when a signal asks the process to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
 
 
-def _end(console: Console, arguments: list[str], stopped: Stopped) -> NoReturn:
-    """Say what the same command does after a signal, and exit."""
-    how = "goes on behind what it had finished" if RESUMED & {*arguments[:1]} else "begins anew"
-    kept = getattr(stopped, "__notes__", [f"the same command again {how}"])
-    console.note(f"stopped; {'; '.join(kept)}")
+def _exit_stopped(console: Console, arguments: list[str], stopped: Stopped) -> NoReturn:
+    """After a signal, print what the same command will do next, and exit."""
+    next_run = (
+        "goes on behind what it had finished"
+        if RESUMABLE_VERBS & {*arguments[:1]}
+        else "begins anew"
+    )
+    notes = getattr(stopped, "__notes__", [f"the same command again {next_run}"])
+    console.note(f"stopped; {'; '.join(notes)}")
     sys.exit(128 + stopped.number)
 
 
-def stop(number: int, frame: FrameType | None) -> None:
-    """Raise `Stopped`, once no module is being imported; handler of a signal."""
-    if _imports(frame):  # which would swallow it, or abort: later then
-        again = threading.Timer(0.05, _again, (number,))
-        again.daemon = True
-        again.start()
+def raise_stopped(number: int, frame: FrameType | None) -> None:
+    """Signal handler: raise `Stopped`, later if a module is being imported."""
+    if _is_importing(frame):  # an import would swallow the exception or abort
+        timer = threading.Timer(0.05, _resend_signal, (number,))
+        timer.daemon = True
+        timer.start()
         return
     signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
     raise Stopped(number)
 
 
-def _again(number: int) -> None:
-    """Send a signal to the main thread, which may wait for something: a signal of another thread would not wake it."""
+def _resend_signal(number: int) -> None:
+    """Send a signal to the main thread; only this wakes it if it is waiting."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None  # it is running
     signal.pthread_kill(main_thread, number)
 
 
-def _imports(frame: FrameType | None) -> bool:
-    """Return whether a module is being imported since the command line began."""
+def _is_importing(frame: FrameType | None) -> bool:
+    """Return whether a frame is inside of an import that the command line started."""
     while frame is not None and frame.f_globals is not globals():
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from quantforge.evaluation.bench_requests import BenchFigures
 
 EXAMPLE = "Example: quantforge bench demo demo-gptq-int4 --rate 4 --slo ttft=500ms,tpot=50ms"
-FAILED = 5
+FAILED_EXIT_CODE = 5
 
 
-def _load(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="What is sent", **more)
+def _request_option(*flags: str, **keywords: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="What is sent", **keywords)
 
 
-def _engine(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="Engine", **more)
+def _engine_option(*flags: str, **keywords: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="Engine", **keywords)
 
 
 Models = Annotated[
@@ -41,10 +41,10 @@ Models = Annotated[
     ),
 ]
 Wide = Annotated[bool, typer.Option("--wide", help="All columns, however wide.")]
-Requests = Annotated[int, _load("--requests", metavar="N", help="How many.", min=1)]
+Requests = Annotated[int, _request_option("--requests", metavar="N", help="How many.", min=1)]
 Rate = Annotated[
     float | None,
-    _load(
+    _request_option(
         "--rate",
         metavar="N",
         help="Requests a second, as a Poisson process (default: all at once).",
@@ -52,21 +52,22 @@ Rate = Annotated[
 ]
 Trace = Annotated[
     Path | None,
-    _load(
+    _request_option(
         "--trace",
         metavar="FILE",
         help='JSON lines in their place: {"at": s, "prompt_tokens": n, "new_tokens": n}.',
     ),
 ]
 PromptTokens = Annotated[
-    str, _load("--prompt-tokens", metavar="N..M", help="Tokens of a prompt, drawn evenly.")
+    str,
+    _request_option("--prompt-tokens", metavar="N..M", help="Tokens of a prompt, drawn evenly."),
 ]
 NewTokens = Annotated[
-    str, _load("--new-tokens", metavar="N..M", help="Tokens of an answer, drawn evenly.")
+    str, _request_option("--new-tokens", metavar="N..M", help="Tokens of an answer, drawn evenly.")
 ]
 Shared = Annotated[
     int,
-    _load(
+    _request_option(
         "--shared-tokens",
         metavar="N",
         help="Tokens that prompts begin with alike, as a system prompt.",
@@ -74,18 +75,26 @@ Shared = Annotated[
     ),
 ]
 Share = Annotated[
-    str, _load("--share", metavar="SHARE", help="Of the requests that begin with these.")
+    str, _request_option("--share", metavar="SHARE", help="Of the requests that begin with these.")
 ]
 Text = Annotated[
     str,
-    _load("--text", metavar="SOURCE", help="Text of the prompts: a SOURCE as for --calibration."),
+    _request_option(
+        "--text", metavar="SOURCE", help="Text of the prompts: a SOURCE as for --calibration."
+    ),
 ]
-Seed = Annotated[int, _load("--seed", metavar="N", help="The same seed makes the same requests.")]
-Rows = Annotated[int, _engine("--rows", metavar="N", help="Requests that are computed at a time.")]
-Budget = Annotated[int, _engine("--token-budget", metavar="N", help="Tokens of a step, at most.")]
+Seed = Annotated[
+    int, _request_option("--seed", metavar="N", help="The same seed makes the same requests.")
+]
+Rows = Annotated[
+    int, _engine_option("--rows", metavar="N", help="Requests that are computed at a time.")
+]
+Budget = Annotated[
+    int, _engine_option("--token-budget", metavar="N", help="Tokens of a step, at most.")
+]
 CacheKind = Annotated[
     str,
-    _engine(
+    _engine_option(
         "--cache",
         metavar="KIND",
         autocompletion=completions,
@@ -94,10 +103,12 @@ CacheKind = Annotated[
 ]
 Url = Annotated[
     str,
-    _engine("--url", metavar="URL", help="Measure a server: the address of its API, up to /v1."),
+    _engine_option(
+        "--url", metavar="URL", help="Measure a server: the address of its API, up to /v1."
+    ),
 ]
 ServedName = Annotated[
-    str, _engine("--served-name", metavar="NAME", help="Of the model at the server.")
+    str, _engine_option("--served-name", metavar="NAME", help="Of the model at the server.")
 ]
 Limits = Annotated[
     str | None,
@@ -150,9 +161,15 @@ def bench(
     console = Console(as_json=as_json, quiet=quiet or as_json, machine=json_progress)
     prompts = LengthRange.parse(prompt_tokens, "--prompt-tokens")
     answers = LengthRange.parse(new_tokens, "--new-tokens")
-    asked = bench.BenchOptions(
+    bench_options = bench.BenchOptions(
         stream=RequestStream(
-            requests, rate, prompts, answers, shared_tokens, options.percent(share, "--share"), seed
+            requests,
+            rate,
+            prompts,
+            answers,
+            shared_tokens,
+            options.parse_percent(share, "--share"),
+            seed,
         ),
         trace=trace,
         text=text,
@@ -170,39 +187,39 @@ def bench(
         threads,
         offline=offline,
         input_bits=input_bits,
-        progress=console.show,
+        progress=console.show_progress,
         note=console.note,
     )
-    with console.watch():
-        found = bench.bench(models, settings, asked)
+    with console.progress_meter():
+        found = bench.bench(models, settings, bench_options)
     if as_json:
-        console.document(bench.document(found, asked))
+        console.print_document(bench.document(found, bench_options))
     else:
         _show(console, found, drafting=bool(draft), wide=wide)
     if any(row.figures.failed for row in found):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(FAILED_EXIT_CODE)
 
 
 def _show(console: Console, rows: list[BenchRow], *, drafting: bool, wide: bool) -> None:
-    """Print a table of the figures, why requests failed, and the counts of the engines."""
+    """Print the table of figures, the errors of failed requests, and the counters of the engines."""
     columns = _columns(rows)
-    drawn = fitting(columns, console.width, wide=wide)
-    console.columns(drawn, "Latency (ms) and throughput")
-    if absent := left_out(columns, drawn):
-        console.wrapped(absent)
-    console.text()
+    shown_columns = fitting(columns, console.width, wide=wide)
+    console.print_columns(shown_columns, "Latency (ms) and throughput")
+    if hidden_text := left_out(columns, shown_columns):
+        console.print_wrapped(hidden_text)
+    console.print_text()
     for row in rows:
-        for why, count in row.figures.errors.items():
-            console.note(f"{row.name}: {count} failed: {why}")
+        for message, count in row.figures.errors.items():
+            console.note(f"{row.name}: {count} failed: {message}")
     stream = rows[-1].figures
-    console.wrapped(
+    console.print_wrapped(
         f"{stream.requests} requests, {stream.prompt_tokens} tokens of prompts and {stream.new_tokens} new ones; "
         "TTFT counts from the arrival, waiting included; TPOT is the mean time of an answer's further tokens; "
         "p50 and p99 are percentiles"
     )
     for row in rows:
         if row.engine is not None:
-            console.wrapped(
+            console.print_wrapped(
                 f"{row.name}: {_engine_counts(row.engine, row.wasted, drafting=drafting)}"
             )
 
@@ -243,10 +260,13 @@ def _engine_counts(counts: Mapping[str, Any], wasted: float | None, *, drafting:
     text += f"; {wasted:.1%} of the reserved cache unused"
     if counts["preemptions"]:
         text += f"; {counts['preemptions']} preemptions"
-    counted = counts["speculation"]
-    if counted["drafted"]:
-        share = f"{counted['accepted']} of {counted['drafted']} drafted tokens right"
-        text += f"; {share}, {counted['draft_pass_tokens'] / counted['draft_passes']:.3g} tokens a checked pass"
+    speculation = counts["speculation"]
+    if speculation["drafted"]:
+        accepted_text = (
+            f"{speculation['accepted']} of {speculation['drafted']} drafted tokens right"
+        )
+        per_pass = speculation["draft_pass_tokens"] / speculation["draft_passes"]
+        text += f"; {accepted_text}, {per_pass:.3g} tokens a checked pass"
     elif drafting:
         text += "; nothing was drafted"
     return text

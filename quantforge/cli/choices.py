@@ -1,6 +1,6 @@
-"""Options that choose something of a recipe: one line each, in `RECIPE`.
+"""Command-line options that override fields of a recipe, in the table `RECIPE_OPTIONS`.
 
-The type of an option, its default, and the least that it may be are those of the field of `Recipe` that it stands for.
+Type, default and minimum of an option are those of the field of `Recipe` that it sets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, get_args, get_origin
 
 import typer
 
-from quantforge.cli.options import Completer, among
+from quantforge.cli.options import Completer, complete_from
 from quantforge.engines import TARGETS
 from quantforge.formats import FORMATS
 from quantforge.formats.gguf.mixture import MIXTURES
@@ -26,14 +26,14 @@ from quantforge.recipe import LIMITS, VALUES, Recipe
 
 @dataclass(frozen=True, slots=True)
 class RecipeOption:
-    """An option of `RECIPE`.
+    """Help text and properties of one option in `RECIPE_OPTIONS`.
 
     Attributes:
-        help: what it chooses; ``{words}`` are its values.
-        metavar: what stands for its value in ``--help``; its type when left out.
-        flag: what is typed; the name of the choice when left out.
-        default: what holds where the option is not given; the recipe's when left out.
-        most: whether the command line refuses what is above the most, and says so, or leaves it to the recipe.
+        help: help text; ``{words}`` is replaced by the allowed values.
+        metavar: placeholder of its value in ``--help``; its type when left out.
+        flag: the flag; derived from the name when left out.
+        default: the default in help; that of the recipe when left out.
+        most: whether the command line checks the maximum itself, rather than the recipe.
     """
 
     help: str
@@ -43,8 +43,8 @@ class RecipeOption:
     most: bool = False
 
 
-# Groups of ``--help``: choices of a recipe by their names, then those of the other options.
-GROUPS: Mapping[str, tuple[str, ...]] = {
+# Groups in ``--help``, with the names of the recipe options in each.
+HELP_GROUPS: Mapping[str, tuple[str, ...]] = {
     "What is asked for": (
         "method", "effort", "bits", "scheme", "format", "engine", "tensor_parallel", "type", "pre_tokenizer", "recipe",
     ),
@@ -53,10 +53,10 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "Calibration": ("calibration", "samples", "length", "seed", "chat_template", "expert_tokens", "min_expert_tokens"),
     "Result": ("max_shard_bytes",),
 }  # fmt: skip
-_METAVARS = {int: "N", float: "X"}  # where an option names none
+_METAVARS = {int: "N", float: "X"}  # if an option has no metavar
 
-# By the names of `RecipeOptions`, in the order of ``--help``; ``recipe`` is what the others override.
-RECIPE: Mapping[str, RecipeOption] = {
+# By the names of `RecipeOptions`, in the order of ``--help``; the others override ``recipe``.
+RECIPE_OPTIONS: Mapping[str, RecipeOption] = {
     "method": RecipeOption(
         "{words}, or a sum such as awq+gptq (default: what measured best at that width). At 4 bits or fewer tuning"
         " follows gptq, see --tune.",
@@ -133,57 +133,61 @@ RECIPE: Mapping[str, RecipeOption] = {
     "min_expert_tokens": RecipeOption("Tell of experts that saw fewer tokens."),
     "max_shard_bytes": RecipeOption("Size limit of one weight file."),
 }
-_SCHEMES = (
+_SCHEME_EXAMPLES = (
     "int4:g128:sym",
     "int8:g128:sym",
     "int3:g64:asym",
     *GRIDS,
     *ALIASES,
 )
-# By the names of choices of a recipe: all values of those that take few, what is offered for the others.
-WORDS: Mapping[str, Iterable[str]] = {
+# By option name: all allowed values, or for some options the values that completion offers.
+CHOICE_VALUES: Mapping[str, Iterable[str]] = {
     "method": METHODS,
     "format": FORMATS,
     "engine": TARGETS,
     "type": MIXTURES,
     **{name.rpartition(".")[2]: words for name, words in VALUES.items()},
 }
-OF_CHOICES: Mapping[str, Completer] = {
-    **{name: among(words) for name, words in WORDS.items()},
-    **dict.fromkeys(("scheme", "lm_head", "embedding"), among(_SCHEMES)),
-    "recipe": among(builtin_recipes()),
+COMPLETERS: Mapping[str, Completer] = {
+    **{name: complete_from(words) for name, words in CHOICE_VALUES.items()},
+    **dict.fromkeys(("scheme", "lm_head", "embedding"), complete_from(_SCHEME_EXAMPLES)),
+    "recipe": complete_from(builtin_recipes()),
 }
 
 
 def flag_of(name: str) -> str:
-    """Return what is typed for a choice of `RECIPE`."""
-    return RECIPE[name].flag or f"--{name.replace('_', '-')}"
+    """Return the command-line flag of an option in `RECIPE_OPTIONS`."""
+    return RECIPE_OPTIONS[name].flag or f"--{name.replace('_', '-')}"
 
 
 def recipe_parameters(names: Iterable[str]) -> Iterator[inspect.Parameter]:
-    """Yield the parameters of a command for choices of `RECIPE`, which are None (or False) where they are not made."""
-    usual = Recipe()
+    """Yield function parameters for recipe options; their default is None, or False for switches."""
+    defaults = Recipe()
     for name in names:
-        choice = RECIPE[name]
-        place, hint = ("", str) if name == "recipe" else place_of(name)
-        kind: Any = next(item for item in (*get_args(hint), hint) if item is not type(None))
-        kind = list[str] if get_origin(hint) is tuple else kind
-        least, most = LIMITS.get(place, (None, None))
-        default = choice.default or (attrgetter(place)(usual) if place else None)
-        stated = "" if default in (None, "", (), False) else f" [default: {default}]"
-        words = ", ".join(WORDS.get(name, ()))
+        choice = RECIPE_OPTIONS[name]
+        field, field_type = ("", str) if name == "recipe" else place_of(name)
+        value_type: Any = next(
+            item for item in (*get_args(field_type), field_type) if item is not type(None)
+        )
+        value_type = list[str] if get_origin(field_type) is tuple else value_type
+        least, most = LIMITS.get(field, (None, None))
+        default = choice.default or (attrgetter(field)(defaults) if field else None)
+        default_text = "" if default in (None, "", (), False) else f" [default: {default}]"
+        value_list = ", ".join(CHOICE_VALUES.get(name, ()))
         option = typer.Option(
-            False if kind is bool else None,
+            False if value_type is bool else None,
             flag_of(name),
-            help=choice.help.format(words=words) + stated,
-            metavar=None if kind is bool else choice.metavar or _METAVARS.get(kind, "TEXT"),
+            help=choice.help.format(words=value_list) + default_text,
+            metavar=None
+            if value_type is bool
+            else choice.metavar or _METAVARS.get(value_type, "TEXT"),
             min=least,
             max=most if choice.most else None,
             show_default=False,
-            autocompletion=OF_CHOICES.get(name),
-            rich_help_panel=next(group for group, within in GROUPS.items() if name in within),
+            autocompletion=COMPLETERS.get(name),
+            rich_help_panel=next(group for group, within in HELP_GROUPS.items() if name in within),
         )
-        annotation = kind if kind is bool else kind | None
+        annotation = value_type if value_type is bool else value_type | None
         yield inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation
         )

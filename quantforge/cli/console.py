@@ -1,7 +1,7 @@
-"""The only place that prints: stdout carries data, stderr everything else.
+"""Console output: data on stdout, everything else on stderr; no other module prints.
 
-With ``--json`` stdout is exactly one document; with ``--json-progress`` stderr is JSON, line by line. The meters of
-`quantforge.cli.progress_bar` draw progress.
+With ``--json`` stdout is exactly one JSON document; with ``--json-progress`` stderr is lines of JSON. The meters of
+`quantforge.cli.progress_bar` show progress.
 """
 
 from __future__ import annotations
@@ -17,21 +17,27 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-from quantforge.cli.path_arguments import as_typed, in_one_line, option_as_typed, path_as_typed
-from quantforge.cli.progress_bar import Bar, Lines, MachineLines, Meter, Silence
+from quantforge.cli.path_arguments import (
+    escape_line_breaks,
+    restore_option_name,
+    restore_typed_path,
+    restore_typed_paths,
+)
+from quantforge.cli.progress_bar import BarMeter, JsonLineMeter, LineMeter, Meter, SilentMeter
 from quantforge.errors import QuantForgeError
 from quantforge.evaluation.columns import GAP, Column, folded
 from quantforge.progress import Progress
 
-_KEPT_IN_TEXT = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
-PIPE_WIDTH = 80  # characters, where there is no terminal
-ENTRY_WIDTH = 17  # of the name of an entry, with the gap behind it
+_UNESCAPED = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
+PIPE_WIDTH = 80  # characters in a line without a terminal
+ENTRY_WIDTH = 17  # characters for the name of an entry and the gap after it
 
 
 class Console:
-    """Output of one command; ``quiet`` drops progress and notes, ``as_json`` replaces tables by a document.
+    """Output of one command.
 
-    ``verbose`` adds details, ``machine`` makes progress, notes and errors lines of JSON.
+    ``quiet`` drops progress and notes, ``as_json`` replaces tables with a JSON document, ``verbose`` adds details, and
+    ``machine`` writes progress, notes and errors as lines of JSON.
     """
 
     def __init__(
@@ -46,47 +52,47 @@ class Console:
         self.quiet = quiet
         self.verbose = verbose
         self._machine = machine
-        self._meter: Meter = Silence()
+        self._meter: Meter = SilentMeter()
 
-    def document(self, data: Mapping[str, Any]) -> None:
-        """Write one JSON document to stdout, in ASCII; what is no number or infinite becomes null."""
-        sys.stdout.write(json.dumps(_plain(data), indent=2, allow_nan=False) + "\n")
+    def print_document(self, data: Mapping[str, Any]) -> None:
+        """Write one JSON document to stdout, in ASCII; NaN and infinity become null."""
+        sys.stdout.write(json.dumps(_to_json(data), indent=2, allow_nan=False) + "\n")
         sys.stdout.flush()
 
-    def text(self, text: str = "") -> None:
-        """Write lines of data to stdout, without control characters."""
-        sys.stdout.write(escaped(text) + "\n")
+    def print_text(self, text: str = "") -> None:
+        """Write text to stdout, with control characters escaped."""
+        sys.stdout.write(format_for_terminal(text) + "\n")
 
     def flush(self) -> None:
-        """Make sure that whoever reads stdout has what was written."""
+        """Flush stdout."""
         sys.stdout.flush()
 
-    def piece(self, text: str) -> None:
-        """Write a piece of a generated text to stdout at once, see `escaped_text`."""
-        sys.stdout.write(escaped_text(text))
+    def print_piece(self, text: str) -> None:
+        """Write a piece of generated text to stdout and flush, see `escape_generated_text`."""
+        sys.stdout.write(escape_generated_text(text))
         sys.stdout.flush()
 
     @property
-    def terminal(self) -> bool:
+    def is_terminal(self) -> bool:
         """Return whether stdout is a terminal."""
         return sys.stdout.isatty()
 
     @property
     def width(self) -> int:
-        """Return the characters of a line of stdout: of the terminal, as ``COLUMNS`` says, or 80."""
+        """Return the line width of stdout in characters: that of the terminal, ``COLUMNS``, or 80."""
         return shutil.get_terminal_size((PIPE_WIDTH, 24)).columns
 
-    def wrapped(self, text: str) -> None:
-        """Write a paragraph of data to stdout, broken into lines where words end."""
-        self.text(self._filled(text))
+    def print_wrapped(self, text: str) -> None:
+        """Write a paragraph to stdout, wrapped at word boundaries."""
+        self.print_text(self._wrap_text(text))
 
-    def entry(self, name: str, text: str) -> None:
-        """Write a line of data under a name; a terminal gets as many as it takes, broken where words end."""
+    def print_entry(self, name: str, text: str) -> None:
+        """Write a named value to stdout; on a terminal it is wrapped with an indent."""
         indent = " " * ENTRY_WIDTH
-        width = self.width if self.terminal else sys.maxsize
-        self.text(
+        width = self.width if self.is_terminal else sys.maxsize
+        self.print_text(
             textwrap.fill(
-                escaped(text),
+                format_for_terminal(text),
                 width,
                 initial_indent=f"{name:{ENTRY_WIDTH}}",
                 subsequent_indent=indent,
@@ -97,131 +103,144 @@ class Console:
             )
         )
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> None:
-        """Write a table to stdout, see `columns`."""
+    def print_table(
+        self, headers: Sequence[str], rows: Sequence[Sequence[str]], title: str = ""
+    ) -> None:
+        """Write a table, given by rows, to stdout; see `print_columns`."""
         cells = [tuple(row[index] for row in rows) for index in range(len(headers))]
-        self.columns([Column(header, c) for header, c in zip(headers, cells, strict=True)], title)
+        self.print_columns(
+            [Column(header, values) for header, values in zip(headers, cells, strict=True)], title
+        )
 
-    def columns(self, columns: Sequence[Column], title: str = "") -> None:
-        """Write a table to stdout: folded to a terminal, the best values bold; elsewhere as wide as it is."""
+    def print_columns(self, columns: Sequence[Column], title: str = "") -> None:
+        """Write a table to stdout with the best values in bold; on a terminal wide cells are folded."""
         from rich.console import Console as Rich
         from rich.table import Table
         from rich.text import Text
 
-        drawn = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
         columns = [
-            replace(one, header=escaped(one.header), cells=tuple(map(escaped, one.cells)))
+            replace(
+                one,
+                header=format_for_terminal(one.header),
+                cells=tuple(map(format_for_terminal, one.cells)),
+            )
             for one in columns
         ]
-        needed = sum(column.width + GAP for column in columns)
+        table_width = sum(column.width + GAP for column in columns)
         aligned: list[Literal["left", "right"]] = [
             "right" if _is_numeric(column.cells) else "left" for column in columns
         ]
-        if self.terminal and needed > self.width:
+        if self.is_terminal and table_width > self.width:
             columns = folded(columns, self.width)
-        for column, side in zip(columns, aligned, strict=True):
-            drawn.add_column(Text(column.head), justify=side, overflow="fold")
+        for column, alignment in zip(columns, aligned, strict=True):
+            table.add_column(Text(column.head), justify=alignment, overflow="fold")
         for index, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
-            best = ["bold" if index in column.best else "" for column in columns]
-            drawn.add_row(*map(Text, row, best))
+            styles = ["bold" if index in column.best else "" for column in columns]
+            table.add_row(*map(Text, row, styles))
         rich = Rich(
-            width=self.width if self.terminal else needed,
-            force_terminal=self.terminal,
+            width=self.width if self.is_terminal else table_width,
+            force_terminal=self.is_terminal,
             highlight=False,
         )
-        with rich.capture() as written:
+        with rich.capture() as capture:
             if title:
-                rich.print(Text(escaped(title), style="bold"), soft_wrap=True)
-            rich.print(drawn)
-        for line in written.get().splitlines():
+                rich.print(Text(format_for_terminal(title), style="bold"), soft_wrap=True)
+            rich.print(table)
+        for line in capture.get().splitlines():
             sys.stdout.write(line.rstrip() + "\n")
 
     def note(self, text: str) -> None:
         """Write a note to stderr: as JSON for programs, else as text unless quiet."""
         if self._machine:
-            sys.stderr.write(json.dumps({"note": as_typed(text)}) + "\n")
+            sys.stderr.write(json.dumps({"note": restore_typed_paths(text)}) + "\n")
         elif not self.quiet:
-            self._meter.write(escaped(text))
+            self._meter.write(format_for_terminal(text))
 
-    def footer(self, text: str) -> None:
-        """Write a note broken into lines where words end: what nobody copies into a shell."""
-        self.note(text if self._machine else self._filled(text, indent="  "))
+    def print_footer(self, text: str) -> None:
+        """Write a note wrapped at word boundaries, for text that nobody copies into a shell."""
+        self.note(text if self._machine else self._wrap_text(text, indent="  "))
 
-    def _filled(self, text: str, indent: str = "") -> str:
+    def _wrap_text(self, text: str, indent: str = "") -> str:
         return textwrap.fill(
-            escaped(text),
+            format_for_terminal(text),
             self.width,
             subsequent_indent=indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
 
-    def detail(self, text: str) -> None:
-        """Write a note that only ``-v`` shows."""
+    def print_detail(self, text: str) -> None:
+        """Write a note that is shown only with ``-v``."""
         if self.verbose:
             self.note(text)
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Show progress of what happens inside, as `show` is told; nothing is left open when it ends in any way."""
+    def progress_meter(self) -> Iterator[None]:
+        """Show a progress meter while the body runs; it is closed in any case."""
         if self._machine:
-            meter: Meter = MachineLines(escaped)
+            meter: Meter = JsonLineMeter(format_for_terminal)
         elif self.quiet:
-            meter = Silence()
+            meter = SilentMeter()
         else:
-            meter = Bar(escaped) if sys.stderr.isatty() else Lines(escaped)
-        before, self._meter = self._meter, meter
+            meter = (
+                BarMeter(format_for_terminal)
+                if sys.stderr.isatty()
+                else LineMeter(format_for_terminal)
+            )
+        previous, self._meter = self._meter, meter
         try:
             with meter:
                 yield
         finally:
-            self._meter = before
+            self._meter = previous
 
-    def show(self, report: Progress) -> None:
-        """Show how far a verb is, inside of `watch`."""
+    def show_progress(self, report: Progress) -> None:
+        """Show a progress report, inside of `progress_meter`."""
         self._meter.show(report)
 
-    def error(self, error: QuantForgeError) -> None:
+    def print_error(self, error: QuantForgeError) -> None:
         """Report a typed error: text, or an error object with ``--json``."""
-        message = option_as_typed(error.message)
+        message = restore_option_name(error.message)
         if self.as_json or self._machine:
             fields = {"code": error.code, "message": message, "hint": error.hint}
             fields |= {k: v for k, v in (("file", error.file), ("tensor", error.tensor)) if v}
-            fields = {key: as_typed(value) for key, value in fields.items()}
+            fields = {key: restore_typed_paths(value) for key, value in fields.items()}
             sys.stderr.write(json.dumps({"error": fields}) + "\n")
             return
-        sys.stderr.write(f"error: {escaped(message)}\n")
+        sys.stderr.write(f"error: {format_for_terminal(message)}\n")
         if error.hint:
-            sys.stderr.write(f"hint: {escaped(error.hint)}\n")
+            sys.stderr.write(f"hint: {format_for_terminal(error.hint)}\n")
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:
-    """Return whether a column holds figures (or a dash where there is none), which are aligned right."""
+    """Return whether a column has only numbers or dashes, which are aligned right."""
     return all(cell[:1] in "-+~0123456789" for cell in cells)
 
 
-def printable(text: str) -> str:
-    """Escape control, bidirectional and unpaired characters: names in hostile files must not drive a terminal."""
+def escape_control_characters(text: str) -> str:
+    """Escape control, bidirectional and surrogate characters, so that names in files cannot control a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
-def escaped(text: str) -> str:
-    """Return a text as it is printed: `printable`, its paths as they were typed, each in one line."""
-    return printable(in_one_line(as_typed(text)))
+def format_for_terminal(text: str) -> str:
+    """Return a text as it is printed: paths as they were typed, control characters escaped."""
+    return escape_control_characters(escape_line_breaks(restore_typed_paths(text)))
 
 
-def escaped_text(text: str) -> str:
-    """Escape as `printable` does, but leave tabs, spaces of all widths, and what joins letters and emoji."""
+def escape_generated_text(text: str) -> str:
+    """Escape control characters except tabs, Unicode spaces and joiners of letters and emoji."""
     return "".join(
-        c if c in _KEPT_IN_TEXT or unicodedata.category(c) == "Zs" else printable(c) for c in text
+        c if c in _UNESCAPED or unicodedata.category(c) == "Zs" else escape_control_characters(c)
+        for c in text
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return path_as_typed(value) if isinstance(value, str) else value
+    return restore_typed_path(value) if isinstance(value, str) else value

@@ -22,9 +22,9 @@ def demo(
     from quantforge import api
 
     console = Console(as_json=as_json, quiet=quiet or as_json)
-    made = api.demo(out)
+    directory = api.demo(out)
     if as_json:
-        console.document({"schema": "quantforge.demo/1", "path": str(made)})
+        console.print_document({"schema": "quantforge.demo/1", "path": str(directory)})
         return
-    console.text(str(made))
-    console.note(f"next: quantforge plan {made} --method gptq --bits 4")
+    console.print_text(str(directory))
+    console.note(f"next: quantforge plan {directory} --method gptq --bits 4")

@@ -1,4 +1,4 @@
-"""``quantforge doctor``: whether this machine can do the work, by doing a little of it."""
+"""``quantforge doctor``: check the installation, by running each kernel once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError
 
-Check = tuple[str, str, str]  # PASS | WARN | FAIL, what, what was seen or what to do
-OPTIONAL = {  # by the extra of our package that asks for it
+Check = tuple[str, str, str]  # PASS | WARN | FAIL, name, detail or what to do
+OPTIONAL_PACKAGES = {  # by the extra of this package that needs it: package, purpose
     "eval": ("lm-eval", "eval --tasks"),
     "llamacpp": ("xllamacpp", "eval --engine llama.cpp"),
     "serve": ("starlette", "serve"),
@@ -31,15 +31,15 @@ def doctor(as_json: options.Json = False) -> None:
     """Check versions, kernels (by running them), disk and optional packages; say what is fast here."""
     console = Console(as_json=as_json)
     checks: list[Check] = [("PASS", "quantforge", __version__)]
-    for check in (_packages, _programs, _cpu_kernels, _cuda, _disk):
+    for check in (_packages, _cpu_programs, _cpu_kernels, _cuda, _disk):
         checks += check()
     if as_json:
         rows = [
             {"status": status, "check": name, "detail": detail} for status, name, detail in checks
         ]
-        console.document({"schema": "quantforge.doctor/1", "checks": rows})
+        console.print_document({"schema": "quantforge.doctor/1", "checks": rows})
     else:
-        console.table(
+        console.print_table(
             ("check", "status", "detail"), [(name, status, text) for status, name, text in checks]
         )
     failed = [name for status, name, _ in checks if status == "FAIL"]
@@ -48,16 +48,16 @@ def doctor(as_json: options.Json = False) -> None:
 
 
 def _packages() -> list[Check]:
-    found: list[Check] = []
+    checks: list[Check] = []
     for name in ("torch", "transformers", "tokenizers", "numpy", "huggingface_hub"):
-        found.append(_version(name, "FAIL", f"pip install {name}"))
-    for extra, (name, purpose) in OPTIONAL.items():
-        found.append(
+        checks.append(_version(name, "FAIL", f"pip install {name}"))
+    for extra, (name, purpose) in OPTIONAL_PACKAGES.items():
+        checks.append(
             _version(
                 name.replace("_", "-"), "WARN", f"for {purpose}: pip install 'quantforge[{extra}]'"
             )
         )
-    return found
+    return checks
 
 
 def _version(name: str, missing: str, detail: str) -> Check:
@@ -67,45 +67,52 @@ def _version(name: str, missing: str, detail: str) -> Check:
         return (missing, name, detail)
 
 
-def _programs() -> list[Check]:
-    """Say which instructions the programs of the kernels use, or that none are made, and why."""
+def _cpu_programs() -> list[Check]:
+    """Return which instruction set compiled CPU kernels use, or why none are compiled."""
     from quantforge_kernels.cpu import instruction_sets, program_cache
 
-    best, place = instruction_sets.best_instruction_set(), program_cache.cache_folder()
-    if best is not None:
-        kept = "not kept on disk" if place is None else f"kept in {place}"
+    instruction_set, cache_directory = (
+        instruction_sets.best_instruction_set(),
+        program_cache.cache_folder(),
+    )
+    if instruction_set is not None:
+        cache_text = "not kept on disk" if cache_directory is None else f"kept in {cache_directory}"
         return [
-            ("PASS", "cpu programs", f"{best}, compiled by llvmlite {version('llvmlite')}, {kept}")
+            (
+                "PASS",
+                "cpu programs",
+                f"{instruction_set}, compiled by llvmlite {version('llvmlite')}, {cache_text}",
+            )
         ]
-    why = "the processor has no AVX2"
+    reason = "the processor has no AVX2"
     if not instruction_sets.programs_enabled():
-        why = f"{instruction_sets.SWITCH_VARIABLE}=off"
-    return [("WARN", "cpu programs", f"none: {why}; torch computes, more slowly")]
+        reason = f"{instruction_sets.SWITCH_VARIABLE}=off"
+    return [("WARN", "cpu programs", f"none: {reason}; torch computes, more slowly")]
 
 
 def _cpu_kernels() -> list[Check]:
-    """Run every kernel that takes a 4-bit or 8-bit layer here against the fallback kernel."""
+    """Compare the 4-bit and 8-bit kernels of this machine with the fallback kernel."""
     import torch
 
     from quantforge_kernels import fallback
     from quantforge_kernels.matmul_spec import MatmulSpec
     from quantforge_kernels.select import select_kernel
 
-    found: list[Check] = []
+    checks: list[Check] = []
     generator = torch.Generator().manual_seed(0)
     for bits, group in ((4, 128), (8, 256)):
-        problem = MatmulSpec(256, 256, bits, group, True, torch.bfloat16, "cpu")
-        kernel = select_kernel(problem)
+        spec = MatmulSpec(256, 256, bits, group, True, torch.bfloat16, "cpu")
+        kernel = select_kernel(spec)
         codes = torch.randint(0, 1 << bits, (256, 256), generator=generator, dtype=torch.uint8)
         scales = torch.rand(256, 256 // group, generator=generator) * 0.01 + 0.001
         weight = {"scales": scales}
         x = torch.randn(1, 256, generator=generator).bfloat16()
-        expected = fallback.matmul(x, fallback.prepare(codes, weight, problem), problem)
-        result = kernel.matmul(x, kernel.prepare(codes, weight, problem), problem)
+        expected = fallback.matmul(x, fallback.prepare(codes, weight, spec), spec)
+        result = kernel.matmul(x, kernel.prepare(codes, weight, spec), spec)
         error = float((result - expected).abs().max() / expected.abs().max())
         status = "PASS" if error < 0.02 else "FAIL"
-        found.append((status, f"int{bits} kernel", f"{kernel.name}, relative error {error:.1e}"))
-    return found
+        checks.append((status, f"int{bits} kernel", f"{kernel.name}, relative error {error:.1e}"))
+    return checks
 
 
 def _cuda() -> list[Check]:
@@ -115,12 +122,12 @@ def _cuda() -> list[Check]:
         return [("WARN", "cuda", "no device: everything runs on the CPU")]
     name = torch.cuda.get_device_name()
     x = torch.ones(64, 64, device="cuda")
-    good = bool(((x @ x).cpu() == 64).all())
+    is_right = bool(((x @ x).cpu() == 64).all())
     return [
         (
-            "PASS" if good else "FAIL",
+            "PASS" if is_right else "FAIL",
             "cuda",
-            f"{name}: a product {'is right' if good else 'is wrong'}",
+            f"{name}: a product {'is right' if is_right else 'is wrong'}",
         )
     ]
 

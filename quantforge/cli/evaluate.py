@@ -1,4 +1,4 @@
-"""``quantforge eval``: one table for a reference and its descendants, whatever their format."""
+"""``quantforge eval``: compare a reference with models derived from it, of any format."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from quantforge.settings import Settings
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
 
-REPORTS = {".md": "markdown", ".html": "html", ".json": "json"}
+REPORT_KINDS = {".md": "markdown", ".html": "html", ".json": "json"}
 EXAMPLE = "Example: quantforge eval demo demo-gptq-int4 --max-ppl-increase 5%"
 
 
-def _scored(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="What is scored", **more)
+def _scoring_option(*flags: str, **keywords: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="What is scored", **keywords)
 
 
-def _written(*flags: str, **more: Any) -> Any:
-    return typer.Option(*flags, rich_help_panel="What comes of it", **more)
+def _output_option(*flags: str, **keywords: Any) -> Any:
+    return typer.Option(*flags, rich_help_panel="What comes of it", **keywords)
 
 
 Reference = Annotated[str, typer.Argument(help="The model to compare with.", metavar="REFERENCE")]
@@ -37,26 +37,29 @@ Descendants = Annotated[
 ]
 Text = Annotated[
     str | None,
-    _scored(
+    _scoring_option(
         "--text",
         metavar="SOURCE",
         help="What is scored: a SOURCE as for --calibration (default: the reference's evaluation.txt, else builtin).",
     ),
 ]
 WindowCount = Annotated[
-    int, _scored("--windows", metavar="N", help="At most so many windows.", min=1)
+    int, _scoring_option("--windows", metavar="N", help="At most so many windows.", min=1)
 ]
-WindowLength = Annotated[int, _scored("--length", metavar="N", help="Tokens of a window.", min=2)]
+WindowLength = Annotated[
+    int, _scoring_option("--length", metavar="N", help="Tokens of a window.", min=2)
+]
 PerplexityLimit = Annotated[
-    str | None, _written(metavar="SHARE", help="Exit 6 when perplexity rises by more, e.g. 2%.")
+    str | None,
+    _output_option(metavar="SHARE", help="Exit 6 when perplexity rises by more, e.g. 2%."),
 ]
 DivergenceLimit = Annotated[
     float | None,
-    _written(metavar="NATS", help="Exit 6 when the mean KL divergence is larger, in nats."),
+    _output_option(metavar="NATS", help="Exit 6 when the mean KL divergence is larger, in nats."),
 ]
 Reports = Annotated[
     list[Path] | None,
-    _written(
+    _output_option(
         "--report",
         metavar="FILE",
         help="Also write FILE.md, .html (pip install 'quantforge[report]') or .json (repeatable).",
@@ -64,26 +67,26 @@ Reports = Annotated[
 ]
 Summary = Annotated[
     Path | None,
-    _written(
+    _output_option(
         "--summary",
         metavar="FILE",
         help="Also add table and verdict to FILE as Markdown: a CI's job summary.",
     ),
 ]
-ReplaceReports = Annotated[bool, _written("--overwrite", help="Replace reports that exist.")]
+ReplaceReports = Annotated[bool, _output_option("--overwrite", help="Replace reports that exist.")]
 Wide = Annotated[
-    bool, _written("--wide", help="All columns, also those for experts, however wide.")
+    bool, _output_option("--wide", help="All columns, also those for experts, however wide.")
 ]
 Card = Annotated[
     Path | None,
-    _written("--card", metavar="DIR", help="Also write the figures into DIR's README.md."),
+    _output_option("--card", metavar="DIR", help="Also write the figures into DIR's README.md."),
 ]
 Speed = Annotated[
     bool, typer.Option(help="Measure speed and memory too.", rich_help_panel="Speed and memory")
 ]
 Caches = Annotated[
     str | None,
-    _scored(
+    _scoring_option(
         "--cache",
         metavar="KIND,...",
         autocompletion=completions,
@@ -92,27 +95,28 @@ Caches = Annotated[
 ]
 GgufEngine = Annotated[
     str,
-    _scored(
+    _scoring_option(
         "--engine",
         metavar="ENGINE",
-        autocompletion=options.among(["llama.cpp"]),
+        autocompletion=options.complete_from(["llama.cpp"]),
         help="llama.cpp: score GGUF files in it too (pip install 'quantforge[llamacpp]').",
     ),
 ]
 TaskNames = Annotated[
     str | None,
-    _scored(
+    _scoring_option(
         "--tasks",
         metavar="NAMES",
         help="lm-eval's tasks, or YAML files (pip install 'quantforge[eval]').",
     ),
 ]
 TaskLimit = Annotated[
-    int, _scored("--task-limit", metavar="N", help="Documents of each task; 0 is all.", min=0)
+    int,
+    _scoring_option("--task-limit", metavar="N", help="Documents of each task; 0 is all.", min=0),
 ]
 Generated = Annotated[
     str | None,
-    _scored(
+    _scoring_option(
         "--generated",
         metavar="PROMPTS",
         help="Also score along the reference's own answers: a file, or builtin.",
@@ -120,22 +124,26 @@ Generated = Annotated[
 ]
 GeneratedTokens = Annotated[
     int | None,
-    _scored("--generated-tokens", help="Tokens of an answer, at most (default: 128).", min=1),
+    _scoring_option(
+        "--generated-tokens", help="Tokens of an answer, at most (default: 128).", min=1
+    ),
 ]
 ChatTemplate = Annotated[
     bool,
-    _scored("--chat-template", help="Render the prompts through the model's template (sandboxed)."),
+    _scoring_option(
+        "--chat-template", help="Render the prompts through the model's template (sandboxed)."
+    ),
 ]
 Correction = Annotated[
     Path | None,
-    _scored(
+    _scoring_option(
         "--correction",
         metavar="DIR",
         help="Put this adapter (of PEFT's LoRA) on the one model that is compared; no speed of it.",
     ),
 ]
 AllowCode = Annotated[
-    bool, _scored("--allow-code", help="Let YAML files of --tasks run the code they name.")
+    bool, _scoring_option("--allow-code", help="Let YAML files of --tasks run the code they name.")
 ]
 
 
@@ -178,7 +186,7 @@ def evaluate(
     limit = (
         None
         if max_ppl_increase is None
-        else options.percent(max_ppl_increase, "--max-ppl-increase")
+        else options.parse_percent(max_ppl_increase, "--max-ppl-increase")
     )
     if not models and (limit is not None or max_kl is not None):
         raise UsageError(
@@ -195,10 +203,10 @@ def evaluate(
         offline=offline,
         adapter=adapter,
         input_bits=input_bits,
-        progress=console.show,
+        progress=console.show_progress,
         note=console.note,
     )
-    with console.watch():
+    with console.progress_meter():
         from quantforge import api
 
         evaluation = api.evaluate(
@@ -221,7 +229,7 @@ def evaluate(
             correction=correction,
         )
     if console.as_json:
-        console.document(evaluation.to_json())
+        console.print_document(evaluation.to_json())
     else:
         show_tables(console, evaluation, wide=wide)
     save_reports(evaluation, report or [], overwrite=overwrite)
@@ -234,12 +242,14 @@ def evaluate(
 
 
 def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -> None:
-    """Check report files and a job's summary before the work: their kind, and whether they can be written."""
+    """Check before the work that report files and the CI summary have a known kind and can be written."""
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
     for path in paths:
-        if path.suffix not in REPORTS:
-            raise UsageError(f"--report {path}: unknown kind", f"end it in {', '.join(REPORTS)}")
+        if path.suffix not in REPORT_KINDS:
+            raise UsageError(
+                f"--report {path}: unknown kind", f"end it in {', '.join(REPORT_KINDS)}"
+            )
         check_new(path, "--report", overwrite=overwrite)
     if any(path.suffix == ".html" for path in paths):
         from quantforge.evaluation.report_page.charts import check_drawing
@@ -248,39 +258,39 @@ def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -
 
 
 def show_tables(console: Console, evaluation: Evaluation, *, wide: bool) -> None:
-    """Print the tables, the verdict in words, and the protocol."""
+    """Print the tables, the verdict and the notes on the protocol."""
     from quantforge.evaluation.text_tables import ON_FRONT, absent_columns, notes, tables, titles
 
     verdict = evaluation.verdict
-    drawn = tables(evaluation, console.width, wide=wide)
-    for title, columns in drawn:
-        console.columns(columns, title)
-        console.text()
-    if absent := absent_columns(evaluation, drawn):
-        console.wrapped(absent)
-        console.text()
+    shown_tables = tables(evaluation, console.width, wide=wide)
+    for title, columns in shown_tables:
+        console.print_columns(columns, title)
+        console.print_text()
+    if hidden_text := absent_columns(evaluation, shown_tables):
+        console.print_wrapped(hidden_text)
+        console.print_text()
     for sentence in verdict.sentences:
-        console.wrapped(sentence)
+        console.print_wrapped(sentence)
     if verdict.front:
-        console.wrapped(f"{ON_FRONT} no other is as small and closer (Pareto front)")
+        console.print_wrapped(f"{ON_FRONT} no other is as small and closer (Pareto front)")
     if verdict.sentences:
-        console.text()
-    for line in notes(evaluation, titles(drawn)):
-        console.wrapped(line)
+        console.print_text()
+    for line in notes(evaluation, titles(shown_tables)):
+        console.print_wrapped(line)
 
 
 def save_reports(evaluation: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
-    """Write the reports of an evaluation, each in the kind of its name; errors as of `save`."""
+    """Write the reports of an evaluation in the formats of their suffixes; errors as `save`."""
     from quantforge.evaluation.report import render
 
     for path in reports:
-        save(path, render(evaluation, REPORTS[path.suffix]).encode(), overwrite=overwrite)
+        save(path, render(evaluation, REPORT_KINDS[path.suffix]).encode(), overwrite=overwrite)
 
 
 def failed_gates(
     evaluation: Evaluation, max_ppl_increase: float | None = None, max_kl: float | None = None
 ) -> str:
-    """Return a message that lists every model that is beyond a limit, with its figure; "" where there is none.
+    """Return a message that lists every model beyond a limit, with its figure; "" if there is none.
 
     Args:
         evaluation: the evaluation.
@@ -301,17 +311,17 @@ def failed_gates(
 
 
 def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -> None:
-    """Add table and verdict of an evaluation to the summary of a CI's job, as GitHub-flavoured Markdown.
+    """Append the table and verdict of an evaluation to a CI job summary, as GitHub-flavored Markdown.
 
-    A job's steps share one file, so that each adds to it (`GITHUB_STEP_SUMMARY` on GitHub).
+    All steps of a job append to the same file (`GITHUB_STEP_SUMMARY` on GitHub).
 
     Args:
-        path: of the summary; nothing is written where it is None.
-        evaluation: whose tables are added.
-        failed: what gates refuse, in words.
+        path: the summary file; nothing is written if it is None.
+        evaluation: the evaluation.
+        failed: message about failed gates, from `failed_gates`.
 
     Raises:
-        ResourceError: it cannot be written.
+        ResourceError: the file cannot be written.
     """
     if path is not None:
         from quantforge.evaluation.report import render  # with torch

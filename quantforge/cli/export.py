@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quantforge.api import Exported, Outcome
 
 EXAMPLE = "Example: quantforge export demo-gptq-int4 --format gguf"
-FORM = (
+FORMAT_OPTIONS = (
     "format",
     "engine",
     "tensor_parallel",
@@ -28,22 +28,22 @@ FORM = (
 )
 
 
-@options.takes(
-    form=choices.recipe_parameters(FORM),
-    text=choices.recipe_parameters(("calibration", "adapter", "max_shard_bytes")),
+@options.with_option_groups(
+    format_options=choices.recipe_parameters(FORMAT_OPTIONS),
+    calibration_options=choices.recipe_parameters(("calibration", "adapter", "max_shard_bytes")),
 )
 def export(
     model: options.Model,
     *,
     output: options.Output = None,
-    form: options.Given,
+    format_options: options.OptionValues,
     imatrix: options.ImatrixFile = None,
     modelfile: options.Modelfile = False,
     mmproj: options.Mmproj = False,
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     base_model: options.BaseModel = "",
-    text: options.Given,
+    calibration_options: options.OptionValues,
     allow_inexact: options.AllowInexact = False,
     source: options.Source = None,
     requantize: options.Requantize = False,
@@ -79,7 +79,7 @@ def export(
         offline=offline,
         overwrite=overwrite,
         policy=options.build_policy(strict, allow),
-        serving=options.serving_of(context, cache, form.get("engine")),
+        serving=options.build_serving(context, cache, format_options.get("engine")),
         modelfile=modelfile,
         mmproj=mmproj,
         provenance=provenance,
@@ -97,8 +97,8 @@ def export(
             allow_inexact=allow_inexact,
             source=source,
             requantize=requantize,
-            **form,
-            **text,
+            **format_options,
+            **calibration_options,
         )
 
     if dry_run:
@@ -106,7 +106,7 @@ def export(
 
         show_dry_run(console, settings, imatrix, run)
         return
-    with console.watch():
+    with console.progress_meter():
         result = run(settings)
     from quantforge.cli.result_summary import show_exported, show_quantized
 

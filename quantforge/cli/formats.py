@@ -1,4 +1,4 @@
-"""``quantforge formats``: what can be read and written, and what an export from each to each keeps."""
+"""``quantforge formats``: list the formats, and how exact each conversion between them is."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from quantforge.formats.convert import layer_scheme_in_format
 from quantforge.notation import parse_layer
 from quantforge.scheme import LayerScheme
 
-SHAPE, DTYPE = (512, 512), "BF16"  # of the matrix whose conversions are shown
+EXAMPLE_SHAPE, EXAMPLE_DTYPE = (
+    (512, 512),
+    "BF16",
+)  # shape and dtype of the matrix whose conversions are shown
 
 
-class Word(StrEnum):
-    """A verdict, as the table shows it."""
+class VerdictWord(StrEnum):
+    """Verdict on a conversion, as the table shows it."""
 
     EXACT = "exact"
     INEXACT = "inexact"
@@ -29,8 +32,8 @@ class Word(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    """One conversion."""
+class Conversion:
+    """Conversion of a layer between two formats, with its verdict."""
 
     source: str
     scheme: LayerScheme
@@ -38,24 +41,26 @@ class Cell:
     fit: Compatibility
 
     @property
-    def word(self) -> Word:
-        """Return the verdict as the table shows it; ``=`` where the files stay what they are."""
-        return Word.SAME if self.source == self.target else Word[self.fit.verdict.name]
+    def word(self) -> VerdictWord:
+        """Return the verdict as the table shows it; ``=`` for the same format."""
+        return (
+            VerdictWord.SAME if self.source == self.target else VerdictWord[self.fit.verdict.name]
+        )
 
 
-SIGNS = {
-    Word.SAME: "=",
-    Word.EXACT: "+",
-    Word.DEPENDS_ON_VALUES: "?",
-    Word.INEXACT: "~",
-    Word.IMPOSSIBLE: ".",
+VERDICT_SIGNS = {
+    VerdictWord.SAME: "=",
+    VerdictWord.EXACT: "+",
+    VerdictWord.DEPENDS_ON_VALUES: "?",
+    VerdictWord.INEXACT: "~",
+    VerdictWord.IMPOSSIBLE: ".",
 }
-ABOUT = {
-    Word.SAME: "the format itself",
-    Word.EXACT: "every value is kept",
-    Word.DEPENDS_ON_VALUES: "depends on scales and zero points, which the export reads first",
-    Word.INEXACT: "needs --allow-inexact",
-    Word.IMPOSSIBLE: "is refused",
+VERDICT_TEXTS = {
+    VerdictWord.SAME: "the format itself",
+    VerdictWord.EXACT: "every value is kept",
+    VerdictWord.DEPENDS_ON_VALUES: "depends on scales and zero points, which the export reads first",
+    VerdictWord.INEXACT: "needs --allow-inexact",
+    VerdictWord.IMPOSSIBLE: "is refused",
 }
 
 
@@ -71,17 +76,17 @@ def formats(as_json: options.Json = False) -> None:
     rows = []
     for key in FORMATS:
         module = load_format(key)
-        about = (module.__doc__ or "").strip().splitlines()[0]
+        summary = (module.__doc__ or "").strip().splitlines()[0]
         try:
-            four = module.default_scheme(4)
+            default_scheme = module.default_scheme(4)
         except RefusedError:
-            four = "-"
-        rows.append((key, four, about))
-    found = list(cells())
+            default_scheme = "-"
+        rows.append((key, default_scheme, summary))
+    conversions_found = list(list_conversions())
     if as_json:
         table = [
-            {"format": key, "bits_4": four, "about": about.replace("``", "")}
-            for key, four, about in rows
+            {"format": key, "bits_4": default_scheme, "about": summary.replace("``", "")}
+            for key, default_scheme, summary in rows
         ]
         conversions = [
             {
@@ -91,57 +96,66 @@ def formats(as_json: options.Json = False) -> None:
                 "verdict": cell.word,
                 "reason": cell.fit.reason,
             }
-            for cell in found
+            for cell in conversions_found
         ]
         document = {"schema": "quantforge.formats/1", "formats": table, "conversions": conversions}
-        console.document(document)
+        console.print_document(document)
         return
-    _show(console, rows, found)
+    _show(console, rows, conversions_found)
 
 
-def _show(console: Console, rows: list[tuple[str, str, str]], found: list[Cell]) -> None:
-    """Print what there is, and the matrix: with a letter for each format and signs, where words have no room."""
+def _show(
+    console: Console, rows: list[tuple[str, str, str]], conversions: list[Conversion]
+) -> None:
+    """Print the formats and the table of conversions; with letters and signs if words do not fit."""
     letters = dict(zip(FORMATS, ascii_uppercase, strict=False))
-    console.table(("", "format", "--bits 4"), [(letters[key], key, four) for key, four, _ in rows])
-    console.text()
-    for *_, about in rows:
-        console.wrapped(about.replace("``", "`"))
-    lines: dict[tuple[str, str], list[Word]] = {}
-    for cell in found:
+    console.print_table(
+        ("", "format", "--bits 4"),
+        [(letters[key], key, default_scheme) for key, default_scheme, _ in rows],
+    )
+    console.print_text()
+    for *_, summary in rows:
+        console.print_wrapped(summary.replace("``", "`"))
+    lines: dict[tuple[str, str], list[VerdictWord]] = {}
+    for cell in conversions:
         lines.setdefault((cell.source, str(cell.scheme)), []).append(cell.word)
     words = [(*key, *line) for key, line in lines.items()]
     headers = ("from", "scheme", *FORMATS)
-    needed = sum(max(map(len, column)) + GAP for column in zip(headers, *words, strict=True))
-    console.text()
-    if needed <= console.width:
-        console.table(headers, words)
+    table_width = sum(max(map(len, column)) + GAP for column in zip(headers, *words, strict=True))
+    console.print_text()
+    if table_width <= console.width:
+        console.print_table(headers, words)
         return
     signs = [
-        (letters[key], scheme, *(SIGNS[word] for word in line))
+        (letters[key], scheme, *(VERDICT_SIGNS[word] for word in line))
         for (key, scheme), line in lines.items()
     ]
-    console.table(
+    console.print_table(
         ("", "scheme of the source", *letters.values()), signs, "What an export to each keeps"
     )
-    console.wrapped(", ".join(f"{sign} {ABOUT[word]}" for word, sign in SIGNS.items()))
+    console.print_wrapped(
+        ", ".join(f"{sign} {VERDICT_TEXTS[word]}" for word, sign in VERDICT_SIGNS.items())
+    )
 
 
-def _fit(scheme: LayerScheme, target: str) -> Compatibility:
-    """Return the verdict on a layer in the format ``target``."""
+def _conversion_verdict(scheme: LayerScheme, target: str) -> Compatibility:
+    """Return how exactly a layer can be converted into the format ``target``."""
     if target == PLAIN:
         return Compatibility(
             Verdict.DEPENDS_ON_VALUES, "every decoded weight has to be a number of the model's type"
         )
-    return layer_scheme_in_format(scheme, SHAPE, load_format(target), DTYPE)[0]
+    return layer_scheme_in_format(scheme, EXAMPLE_SHAPE, load_format(target), EXAMPLE_DTYPE)[0]
 
 
-def cells() -> Iterator[Cell]:
-    """Yield all pairs of formats, for every kind of numbers that the first one holds."""
+def list_conversions() -> Iterator[Conversion]:
+    """Yield conversions between all pairs of formats, for every example scheme of the first."""
     for source in FORMATS:
-        form = load_format(source)
-        for text in form.INFO.example_schemes:
-            layer = parse_layer(text)
-            weight = layer.weight.with_scale(form.default_scale_type(DTYPE))
-            layer = LayerScheme(weight, layer.input)
+        format_module = load_format(source)
+        for scheme_text in format_module.INFO.example_schemes:
+            layer_scheme = parse_layer(scheme_text)
+            weight = layer_scheme.weight.with_scale(format_module.default_scale_type(EXAMPLE_DTYPE))
+            layer_scheme = LayerScheme(weight, layer_scheme.input)
             for target in FORMATS:
-                yield Cell(source, layer, target, _fit(layer, target))
+                yield Conversion(
+                    source, layer_scheme, target, _conversion_verdict(layer_scheme, target)
+                )

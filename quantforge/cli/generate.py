@@ -1,6 +1,7 @@
-"""``quantforge generate``: a model continues a text or answers; without a prompt, a terminal gets a chat.
+"""``quantforge generate``: let models continue a text or answer; without a prompt, chat on the terminal.
 
-Answers are shown as they come, with their speed; those of several models one after another, with where they differ.
+Answers are shown as they are generated, with their speed. Several models answer in turn, and the first difference
+between their answers is reported.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from quantforge.runtime.text_model import Messages, StreamingCompletion, TextModel
 
 EXAMPLE = 'Example: quantforge generate demo "Explain json."'
-INTERRUPTED = 130
-MOST_BYTES = 1 << 22  # of a prompt that is piped in: more than any model has positions for
+INTERRUPTED_EXIT_CODE = 130
+MAX_PROMPT_BYTES = 1 << 22  # of a piped prompt: more than fits into any model
 
 EARLY_STOPPING: dict[str, bool | Literal["never"]] = {
     "false": False,
@@ -91,8 +92,8 @@ CHOSEN, ENDED, SEVERAL, SHOWN = (
     "Several answers",
     "What is shown",
 )
-# Options of answers, by name: type, default, group, help, and what else is to be said of it.
-OPTIONS: Mapping[str, tuple[Any, Any, str, str, Mapping[str, Any]]] = {
+# Generation options by name: type, default, help group, help text, and further arguments of `typer.Option`.
+ANSWER_OPTIONS: Mapping[str, tuple[Any, Any, str, str, Mapping[str, Any]]] = {
     "max_tokens": (int, MAX_TOKENS, ENDED, "At most so many tokens.", {"min": 1}),
     "stop": (list[str] | None, None, ENDED, "End before this text (repeatable).",
              {"metavar": "TEXT"}),
@@ -121,28 +122,30 @@ OPTIONS: Mapping[str, tuple[Any, Any, str, str, Mapping[str, Any]]] = {
                        "Of beams: above 0 favours long ones (default: 1).", {}),
     "early_stopping": (str | None, None, SEVERAL,
                        "When beams are done: true, false or never (default: false).",
-                       {"metavar": "WHEN", "autocompletion": options.among(EARLY_STOPPING)}),
+                       {"metavar": "WHEN", "autocompletion": options.complete_from(EARLY_STOPPING)}),
     "logprobs": (int | None, None, SHOWN,
                  "In --json: each token's log-probability, and the N most likely ones.", {"metavar": "N"}),
 }  # fmt: skip
 
 
 def _answer_parameters() -> Iterator[inspect.Parameter]:
-    """Yield the parameters of a command for `OPTIONS`."""
-    for name, (kind, default, group, about, more) in OPTIONS.items():
+    """Yield function parameters for `ANSWER_OPTIONS`."""
+    for name, (value_type, default, group, help_text, keywords) in ANSWER_OPTIONS.items():
         flags = ("-n", "--n") if name == "n" else (f"--{name.replace('_', '-')}",)
-        option = typer.Option(*flags, help=about, rich_help_panel=group, **more)
+        option = typer.Option(*flags, help=help_text, rich_help_panel=group, **keywords)
         yield inspect.Parameter(
             name,
             inspect.Parameter.KEYWORD_ONLY,
             default=default,
-            annotation=Annotated[kind, option],
+            annotation=Annotated[value_type, option],
         )
 
 
-@options.takes(
-    given=_answer_parameters(),
-    run=options.run_options("device", "threads", "input_bits", "offline", "as_json", "quiet"),
+@options.with_option_groups(
+    answer_options=_answer_parameters(),
+    run_options=options.run_options(
+        "device", "threads", "input_bits", "offline", "as_json", "quiet"
+    ),
 )
 def generate(
     model: options.Model,
@@ -151,71 +154,71 @@ def generate(
     system: System = None,
     raw: Raw = False,
     *,
-    given: Mapping[str, Any],
+    answer_options: Mapping[str, Any],
     draft: options.Draft = None,
     draft_tokens: options.DraftTokens = DRAFT_TOKENS,
     draft_tree: options.DraftTree = "",
     cache: Cache = "",
-    run: options.Given,
+    run_options: options.OptionValues,
 ) -> None:
     """Let models of any format continue a text, or answer where they have a chat template."""
     from quantforge.api.generate import check_draft_options, open_for_generation, open_text_model
 
-    console, as_json = processes.console_of(run), bool(run["as_json"])
-    rules = _typed_options(given)
-    _check_order(model, prompt or "")
+    console, as_json = processes.console_from_options(run_options), bool(run_options["as_json"])
+    parsed_options = _parse_answer_options(answer_options)
+    _check_argument_order(model, prompt or "")
     _check_ranks(prompt)
-    text = _piped() if prompt in {None, "-"} else prompt
-    if text is None and (as_json or compare or rules["n"] > 1):
+    text = _read_piped_prompt() if prompt in {None, "-"} else prompt
+    if text is None and (as_json or compare or parsed_options["n"] > 1):
         needing = "--json, --compare and -n need a PROMPT"
         raise UsageError(needing, 'quantforge generate MODEL "..."')
     if system is not None and raw:
         raise UsageError("--system and --raw: there is nothing to tell", "leave one out")
     if compare:
-        _check_compared(rules, draft)
-    _check_effect(rules, cache, as_json=as_json)
+        _check_comparison(parsed_options, draft)
+    _check_option_effects(parsed_options, cache, as_json=as_json)
     drafts = DraftOptions(draft or "", draft_tokens, draft_tree)
-    limits = completion_options(rules.pop("max_tokens"), rules)
-    settings = processes.settings_of(run, console, split=under_torchrun())
+    limits = completion_options(parsed_options.pop("max_tokens"), parsed_options)
+    settings = processes.settings_from_options(run_options, console, split=under_torchrun())
     models = (model, *(compare or ()))
-    for one in models:  # what headers refuse is refused before one is said to load
-        if not is_hub_name(one.partition("@")[0]):
-            open_for_generation(one, settings)
+    for name in models:  # raises for bad headers before any model is loaded
+        if not is_hub_name(name.partition("@")[0]):
+            open_for_generation(name, settings)
     check_draft_options(model, drafts, settings)
     console.note(f"loading {model}")  # what comes next imports torch
     if text is None:
         text_model = open_text_model(model, settings, drafts, cache)
         _chat(console, text_model, limits, system=system, raw=raw)
         return
-    asked = _Question(text, limits, system, raw, drafts, cache)
-    with processes.only_first_prints():
-        found = _answer_all(console, models, settings, asked)
+    request = _Request(text, limits, system, raw, drafts, cache)
+    with processes.print_only_once():
+        found = _answer_all(console, models, settings, request)
         if as_json:
-            answers = [one.document() for one in found]
-            console.document(
+            answers = [name.document() for name in found]
+            console.print_document(
                 {"schema": "quantforge.generate/1", "prompt": text, "answers": answers}
             )
     if found[-1].stopped == "interrupted":
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
 
 
-def _typed_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of answers that say something; errors as `_biases` and `_early_stopping`."""
-    found = {name: value for name, value in given.items() if value is not None}
-    if "logit_bias" in found:
-        found["logit_bias"] = _biases(found["logit_bias"])
-    if "early_stopping" in found:
-        found["early_stopping"] = _early_stopping(found["early_stopping"])
-    return found
+def _parse_answer_options(answer_options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the generation options that are given, parsed; errors as the parsers."""
+    parsed = {name: value for name, value in answer_options.items() if value is not None}
+    if "logit_bias" in parsed:
+        parsed["logit_bias"] = _parse_logit_bias(parsed["logit_bias"])
+    if "early_stopping" in parsed:
+        parsed["early_stopping"] = _parse_early_stopping(parsed["early_stopping"])
+    return parsed
 
 
-def _biases(texts: Iterable[str]) -> dict[int, float]:
-    """Parse ``ID=BIAS``.
+def _parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:
+    """Parse texts ``ID=BIAS`` into biases by token id.
 
     Raises:
-        UsageError: it is none, or two are for one token.
+        UsageError: a text is malformed, or two are for the same token.
     """
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for text in texts:
         token, _, bias = text.partition("=")
         try:
@@ -224,17 +227,17 @@ def _biases(texts: Iterable[str]) -> dict[int, float]:
             raise UsageError(
                 f"--logit-bias {text}: not a bias", "e.g. --logit-bias 42=-100"
             ) from None
-        if key in found:
+        if key in biases:
             raise UsageError(f"--logit-bias {text}: token {key} has one already", "give it once")
-        found[key] = value
-    return found
+        biases[key] = value
+    return biases
 
 
-def _early_stopping(text: str) -> bool | Literal["never"]:
-    """Parse the rule for the end of a beam search.
+def _parse_early_stopping(text: str) -> bool | Literal["never"]:
+    """Parse the value of ``--early-stopping``.
 
     Raises:
-        UsageError: there is no such rule.
+        UsageError: the value is unknown.
     """
     if text not in EARLY_STOPPING:
         raise UsageError(f"--early-stopping {text}: unknown", ", ".join(EARLY_STOPPING))
@@ -242,7 +245,7 @@ def _early_stopping(text: str) -> bool | Literal["never"]:
 
 
 def _check_ranks(prompt: str | None) -> None:
-    """Refuse a prompt that torchrun's processes could not read alike, as `UsageError`."""
+    """Raise `UsageError` under torchrun if there is no prompt argument, since its processes share no stdin."""
     if under_torchrun() and prompt in {None, "-"}:
         raise UsageError(
             "torchrun: its processes have no terminal and no standard input in common",
@@ -250,34 +253,34 @@ def _check_ranks(prompt: str | None) -> None:
         )
 
 
-def _check_compared(given: Mapping[str, Any], draft: str | None) -> None:
-    """Refuse what is of one model where several answer, as `UsageError`."""
-    if draft or given["n"] > 1:
-        other = (
+def _check_comparison(answer_options: Mapping[str, Any], draft: str | None) -> None:
+    """Raise `UsageError` for options that apply to one model only, if several answer."""
+    if draft or answer_options["n"] > 1:
+        conflict = (
             "--draft: a draft is of one model" if draft else "-n: one answer of each is compared"
         )
-        raise UsageError(f"--compare and {other}", "leave one out")
+        raise UsageError(f"--compare and {conflict}", "leave one out")
 
 
-def _check_effect(given: Mapping[str, Any], cache: str, *, as_json: bool) -> None:
-    """Refuse options that mean nothing, or have no effect without others, as `UsageError`."""
+def _check_option_effects(answer_options: Mapping[str, Any], cache: str, *, as_json: bool) -> None:
+    """Raise `UsageError` for invalid options, or options that have no effect without others."""
     if cache:
         parse_cache_kind(cache)
-    if "logprobs" in given and not as_json:
+    if "logprobs" in answer_options and not as_json:
         raise UsageError("--logprobs is told in the JSON document", "add --json")
-    if given.get("include_stop") and not given.get("stop"):
+    if answer_options.get("include_stop") and not answer_options.get("stop"):
         raise UsageError("--include-stop: no text ends the answer", "add --stop TEXT")
 
 
-def _check_order(model: str, prompt: str) -> None:
-    """Refuse a prompt that stands before its model.
+def _check_argument_order(model: str, prompt: str) -> None:
+    """Check that the model comes before the prompt.
 
     Raises:
-        UsageError: with the two exchanged.
+        UsageError: they are swapped.
     """
     try:
         swapped = Path(prompt).exists() and not Path(model).exists()
-    except (OSError, ValueError):  # too long for a name, or a null
+    except (OSError, ValueError):  # name too long, or a null character
         return
     if swapped and (Path(prompt).is_dir() or prompt.endswith(".gguf")):
         raise UsageError(
@@ -286,20 +289,21 @@ def _check_order(model: str, prompt: str) -> None:
         )
 
 
-def _piped() -> str | None:
-    """Read the prompt from standard input, without the end of its last line; None on a terminal.
+def _read_piped_prompt() -> str | None:
+    """Read the prompt from standard input, without the final line break; None on a terminal.
 
     Raises:
-        InputError: it is not UTF-8, or longer than any prompt.
-        UsageError: there is none.
+        InputError: the prompt is not UTF-8 or too long.
+        UsageError: standard input is empty.
     """
     if sys.stdin is None or sys.stdin.isatty():
         return None
     try:
-        data = sys.stdin.buffer.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
+        data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+        if len(data) > MAX_PROMPT_BYTES:
             raise InputError(
-                f"the prompt on standard input has more than {MOST_BYTES} bytes", "a shorter one"
+                f"the prompt on standard input has more than {MAX_PROMPT_BYTES} bytes",
+                "a shorter one",
             )
         text = data.decode().removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -317,8 +321,8 @@ def _piped() -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
-    """A question: what is said, under which rules; ``system`` goes before it, ``raw`` leaves out the template."""
+class _Request:
+    """Prompt and options of a request to one or several models."""
 
     text: str
     limits: CompletionOptions
@@ -329,60 +333,63 @@ class _Question:
 
 
 def _answer_all(
-    console: Console, models: Sequence[str], settings: Settings, asked: _Question
+    console: Console, models: Sequence[str], settings: Settings, request: _Request
 ) -> list[Generated]:
-    """Let models answer one after another (one is in memory at a time), and show it; errors as `open_text_model`.
+    """Let models answer in turn, one in memory at a time, and print the answers; errors as `open_text_model`.
 
-    What cannot be read of any of them is refused before the first answers. An interruption ends the answer, and with it
-    the list.
+    Unreadable models raise before the first answer. An interruption ends the answer and the list.
     """
     from quantforge.api.generate import has_template, open_text_model
 
     for model in models[1:]:  # the first is opened next
-        if not has_template(model, settings) and asked.system is not None:
-            raise _no_template(model)
-    found: list[Generated] = []
+        if not has_template(model, settings) and request.system is not None:
+            raise _missing_template_error(model)
+    answers: list[Generated] = []
     for model in models:
         if len(models) > 1 and not console.as_json:
-            console.text(f"== {model}")
-        if found:  # the first was told of before all imports
+            console.print_text(f"== {model}")
+        if answers:  # for the first, this note came before the imports
             console.note(f"loading {model}")
-        text_model = open_text_model(model, settings, asked.drafts, asked.cache)
-        _print_notes(console, text_model, raw=asked.raw)
-        prompt = _first_prompt(text_model, asked.text, asked.system)
-        answer = text_model.complete(prompt, asked.limits, raw=asked.raw)
-        found.append(_whole_answer(answer) if console.as_json else _print_answer(console, answer))
+        text_model = open_text_model(model, settings, request.drafts, request.cache)
+        _print_notes(console, text_model, raw=request.raw)
+        prompt = _build_first_prompt(text_model, request.text, request.system)
+        answer = text_model.complete(prompt, request.limits, raw=request.raw)
+        answers.append(
+            _collect_answer(answer) if console.as_json else _print_answer(console, answer)
+        )
         del answer, text_model  # before the next one comes in
-        if found[-1].stopped == "interrupted":
+        if answers[-1].stopped == "interrupted":
             break
-    for one in found:
-        label = f"{one.model}: " if len(models) > 1 else ""
-        differs = _where_it_differs(found[0], one) if one is not found[0] else ""
-        console.footer(f"{label}{speed_of(one, asked.limits.max_tokens)}{differs}")
-    return found
+    for answered in answers:
+        label = f"{answered.model}: " if len(models) > 1 else ""
+        difference = _difference_text(answers[0], answered) if answered is not answers[0] else ""
+        console.print_footer(
+            f"{label}{speed_text(answered, request.limits.max_tokens)}{difference}"
+        )
+    return answers
 
 
-def _first_prompt(text_model: TextModel, text: str, system: str | None) -> str | Messages:
-    """Return the first prompt of a conversation.
+def _build_first_prompt(text_model: TextModel, text: str, system: str | None) -> str | Messages:
+    """Return the first prompt of a conversation, with the system prompt.
 
     Raises:
-        UsageError: a system prompt for a model without a template.
+        UsageError: there is a system prompt, and the model has no chat template.
     """
     if system is None:
         return text
     if not text_model.has_chat_template:
-        raise _no_template(text_model.name)
+        raise _missing_template_error(text_model.name)
     return [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
-def _no_template(name: str) -> UsageError:
+def _missing_template_error(name: str) -> UsageError:
     return UsageError(
         f"--system: {name} has no chat template", "put it into the prompt, or leave it out"
     )
 
 
 def _print_notes(console: Console, text_model: TextModel, *, raw: bool) -> None:
-    """Say what a person should know of a model before it answers."""
+    """Print events and notes about a model before it answers."""
     for event in text_model.events:
         console.note(f"{event.kind}: {event.where}: {event.detail}")
     for note in () if raw else text_model.notes:
@@ -392,92 +399,96 @@ def _print_notes(console: Console, text_model: TextModel, *, raw: bool) -> None:
 
 
 def _print_answer(console: Console, answer: StreamingCompletion) -> Generated:
-    """Show an answer as it comes, and further ones behind it; Ctrl-C ends it."""
+    """Print an answer as it is generated, then further answers; Ctrl-C ends it."""
     with _interruptible():
         for piece in answer:
             program_cache.BEFORE_COMPILE_CALLBACKS.clear()  # no note within the text
-            console.piece(piece)
-    console.piece("\n")
-    found = answer.generated()
-    for number, other in enumerate(found.choices[1:], 2):
-        console.text(f"== {number} of {len(found.choices)}")
-        console.piece(f"{other.text}\n")
-    return found
+            console.print_piece(piece)
+    console.print_piece("\n")
+    generated = answer.generated()
+    for number, choice in enumerate(generated.choices[1:], 2):
+        console.print_text(f"== {number} of {len(generated.choices)}")
+        console.print_piece(f"{choice.text}\n")
+    return generated
 
 
-def speed_of(one: Generated, most: int) -> str:
-    """Return the figures of an answer of ``most`` tokens at most as a line."""
-    prompt, steps = one.prompt_tokens_per_second, one.tokens_per_second
-    longest = max(len(choice.tokens) for choice in one.choices)
-    words = {
+def speed_text(answer: Generated, max_tokens: int) -> str:
+    """Return a line with token counts and speed of an answer; ``max_tokens`` was its limit."""
+    prompt_rate, answer_rate = answer.prompt_tokens_per_second, answer.tokens_per_second
+    longest = max(len(choice.tokens) for choice in answer.choices)
+    stop_texts = {
         "end": "",
         "stop": ", ended by --stop",
-        "length": f", cut by {'--max-tokens' if longest >= most else 'the end of the context'}",
+        "length": f", cut by {'--max-tokens' if longest >= max_tokens else 'the end of the context'}",
         "interrupted": ", interrupted",
     }
-    count, several = sum(len(choice.tokens) for choice in one.choices), len(one.choices) > 1
+    num_tokens, is_several = (
+        sum(len(choice.tokens) for choice in answer.choices),
+        len(answer.choices) > 1,
+    )
     return (
-        f"prompt {one.prompt_tokens} tokens{_rate_words(prompt)}; "
-        f"{f'{len(one.choices)} answers' if several else 'answer'} {count} tokens{_rate_words(steps)}"
-        f"{'' if several else words[one.stopped]}{_drafting_words(one)}{_processor_words(one)}"
+        f"prompt {answer.prompt_tokens} tokens{_rate_text(prompt_rate)}; "
+        f"{f'{len(answer.choices)} answers' if is_several else 'answer'} {num_tokens} tokens{_rate_text(answer_rate)}"
+        f"{'' if is_several else stop_texts[answer.stopped]}{_drafting_text(answer)}{_processor_share_text(answer)}"
     )
 
 
-def _processor_words(one: Generated) -> str:
-    """Return how much processor time the threads got where other programs took some, or nothing."""
-    share = one.processor_share
+def _processor_share_text(answer: Generated) -> str:
+    """Return a text about the threads' share of processor time if other programs took some, else ""."""
+    share = answer.processor_share
     if share is None or share >= FULL_SHARE:
         return ""
     return f"; slowed down by other programs (the threads got {share:.0%} of the processor time)"
 
 
-def _drafting_words(one: Generated) -> str:
-    """Return what came of drafted tokens, or nothing."""
-    found = one.speculation
-    if found is None:
+def _drafting_text(answer: Generated) -> str:
+    """Return a text about the acceptance of drafted tokens; "" without speculation."""
+    speculation = answer.speculation
+    if speculation is None:
         return ""
-    if found["acceptance"] is None:
+    if speculation["acceptance"] is None:
         return "; nothing was drafted"
     return (
-        f"; {found['acceptance']:.0%} of the drafted tokens right, {found['tokens_per_pass']:.3g} tokens a pass "
-        f"({found['expected']:.3g} expected)"
+        f"; {speculation['acceptance']:.0%} of the drafted tokens right,"
+        f" {speculation['tokens_per_pass']:.3g} tokens a pass "
+        f"({speculation['expected']:.3g} expected)"
     )
 
 
-def _rate_words(value: float | None) -> str:
+def _rate_text(value: float | None) -> str:
     return "" if value is None else f", {significant(value)} tokens/s"
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let Ctrl-C end what happens inside, and nothing else."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let Ctrl-C end only the body."""
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
         pass
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
-def _whole_answer(answer: StreamingCompletion) -> Generated:
-    """Return a whole answer, shown as a document alone; Ctrl-C ends it."""
+def _collect_answer(answer: StreamingCompletion) -> Generated:
+    """Generate an answer without printing it; Ctrl-C ends it."""
     with _interruptible():
         for _ in answer:
             pass
     return answer.generated()
 
 
-def _where_it_differs(first: Generated, other: Generated) -> str:
-    """Return after how many tokens an answer differs from the first model's, as text."""
-    same = 0
-    for one, two in zip(first.tokens, other.tokens, strict=False):
-        if one != two:
+def _difference_text(first: Generated, other: Generated) -> str:
+    """Return a text about the token after which an answer differs from the first model's."""
+    num_equal = 0
+    for first_token, other_token in zip(first.tokens, other.tokens, strict=False):
+        if first_token != other_token:
             break
-        same += 1
+        num_equal += 1
     if first.tokens == other.tokens:
         return f"; the same answer as {first.model}"
-    return f"; differs from {first.model} after {same} tokens"
+    return f"; differs from {first.model} after {num_equal} tokens"
 
 
 # ---- a chat on a terminal
@@ -495,57 +506,57 @@ def _chat(
     system: str | None,
     raw: bool,
 ) -> None:
-    """Answer line after line until the end of input, which neither Ctrl-C nor a refusal is.
+    """Chat on the terminal until the end of input; Ctrl-C and errors do not end it.
 
     A model that only completes text keeps no history.
 
     Raises:
-        UsageError: a system prompt for a model without a template.
+        UsageError: there is a system prompt, and the model has no chat template.
     """
-    remembers = text_model.has_chat_template and not raw
-    _first_prompt(text_model, "", system)
+    keeps_history = text_model.has_chat_template and not raw
+    _build_first_prompt(text_model, "", system)
     _print_notes(console, text_model, raw=raw)
     console.note(
         f"{text_model.name}: {COMMANDS}"
-        if remembers
+        if keeps_history
         else f"{text_model.name}: /exit or Ctrl-D ends"
     )
-    first = [] if system is None else [{"role": "system", "content": system}]
-    history = list(first)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    system_messages = [] if system is None else [{"role": "system", "content": system}]
+    history = list(system_messages)
+    previous_handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         while True:
             try:
-                line = _line(console)
+                line = _read_line(console)
                 if line is None or line in {"/exit", "/quit"}:
                     return
                 if line == "/reset":
-                    history = list(first)
+                    history = list(system_messages)
                 elif re.fullmatch("/[a-z]+", line):
                     console.note(COMMANDS)
                 elif line:
-                    talk = [*history, {"role": "user", "content": line}]
-                    asked = talk if remembers else line
-                    found = _print_answer(console, text_model.complete(asked, limits, raw=raw))
-                    console.note(f"[{speed_of(found, limits.max_tokens)}]")
-                    history = [*talk, {"role": "assistant", "content": found.text}]
+                    messages = [*history, {"role": "user", "content": line}]
+                    prompt = messages if keeps_history else line
+                    answer = _print_answer(console, text_model.complete(prompt, limits, raw=raw))
+                    console.note(f"[{speed_text(answer, limits.max_tokens)}]")
+                    history = [*messages, {"role": "assistant", "content": answer.text}]
             except KeyboardInterrupt:
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one in the same moment
-                console.piece("\n")
+                console.print_piece("\n")
                 console.note("Ctrl-D ends")
                 signal.signal(signal.SIGINT, signal.default_int_handler)
             except QuantForgeError as error:  # a prompt that is too long, say
-                console.error(error)
+                console.print_error(error)
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous_handler)
 
 
-def _line(console: Console) -> str | None:
-    """Read a line of a person; None at the end."""
+def _read_line(console: Console) -> str | None:
+    """Read a line from the user; None at the end of input."""
     with suppress(ImportError):
         import readline  # noqa: F401 (edits the line, and knows the earlier ones)
     try:
         return input(PROMPT).strip()
     except EOFError:
-        console.piece("\n")
+        console.print_piece("\n")
         return None

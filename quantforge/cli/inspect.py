@@ -1,4 +1,4 @@
-"""``quantforge inspect``: what is in a model, from headers alone."""
+"""``quantforge inspect``: show the contents of a model, from headers alone."""
 
 from __future__ import annotations
 
@@ -56,67 +56,78 @@ def inspect(
         return
     if output is not None:
         raise UsageError("-o is for --derive", "leave one out, or add the other")
-    found = api.inspect(path, offline=offline)
+    inspected = api.inspect(path, offline=offline)
     if tensors is not None:
-        found = replace(found, tensors=_matching(found.tensors, tensors))
+        inspected = replace(inspected, tensors=_matching_tensors(inspected.tensors, tensors))
     if as_json:
-        console.document(found.document())
+        console.print_document(inspected.document())
         return
     if tensors is not None:
         rows = [
-            (t.name, t.dtype, "x".join(map(str, t.shape)), size(t.nbytes)) for t in found.tensors
+            (tensor.name, tensor.dtype, "x".join(map(str, tensor.shape)), size(tensor.nbytes))
+            for tensor in inspected.tensors
         ]
-        console.table(("tensor", "type", "shape", "bytes"), rows)
+        console.print_table(("tensor", "type", "shape", "bytes"), rows)
         return
-    console.text(f"{found.path}  {found.model_type}  {found.format}".rstrip())
-    held = f"{found.weights:,} weights, {found.bits_per_weight:.4f} bits per weight; weights "
-    held = held if found.weights else "values "
-    console.text(f"{held}{size(found.tensor_bytes)}, files {size(found.file_bytes)}")
-    if found.quantized_weights:
-        console.text(
-            f"{found.quantized_weights:,} of them quantized,"
-            f" {found.bits_per_quantized_weight:.4f} bits per quantized weight"
+    console.print_text(f"{inspected.path}  {inspected.model_type}  {inspected.format}".rstrip())
+    totals = (
+        f"{inspected.weights:,} weights, {inspected.bits_per_weight:.4f} bits per weight; weights "
+    )
+    totals = totals if inspected.weights else "values "
+    console.print_text(
+        f"{totals}{size(inspected.tensor_bytes)}, files {size(inspected.file_bytes)}"
+    )
+    if inspected.quantized_weights:
+        console.print_text(
+            f"{inspected.quantized_weights:,} of them quantized,"
+            f" {inspected.bits_per_quantized_weight:.4f} bits per quantized weight"
         )
-    console.text()
-    rows2 = [(name, str(count)) for name, count in sorted(found.schemes.items())]
-    console.table(("scheme or type", "tensors"), rows2)
-    if found.chat_templates:
-        console.text(f"chat templates: {', '.join(found.chat_templates)}")
-    for key, value in found.provenance.items():
-        if said := _recorded_words(key, value):
-            console.text(f"{key.replace('_counts', 's')}: {said}")
-    for note in found.notes:
-        console.text(f"note: {note}")
+    console.print_text()
+    scheme_rows = [(name, str(count)) for name, count in sorted(inspected.schemes.items())]
+    console.print_table(("scheme or type", "tensors"), scheme_rows)
+    if inspected.chat_templates:
+        console.print_text(f"chat templates: {', '.join(inspected.chat_templates)}")
+    for key, value in inspected.provenance.items():
+        if text := _provenance_text(key, value):
+            console.print_text(f"{key.replace('_counts', 's')}: {text}")
+    for note in inspected.notes:
+        console.print_text(f"note: {note}")
 
 
-def _matching(tensors: Sequence[FileTensorInfo], pattern: str) -> tuple[FileTensorInfo, ...]:
+def _matching_tensors(
+    tensors: Sequence[FileTensorInfo], pattern: str
+) -> tuple[FileTensorInfo, ...]:
     """Return the tensors whose names match a glob.
 
     Raises:
-        UsageError: there are none; a pattern that matches some, or the nearest name, is told.
+        UsageError: there are none; the hint is a pattern that matches, or the nearest name.
     """
     from quantforge.errors import UsageError, nearest
 
     if pattern == "all":
         pattern = "*"
-    chosen = tuple(one for one in tensors if fnmatch.fnmatchcase(one.name, pattern))
-    if chosen:
-        return chosen
-    own = [one for one in tensors if fnmatch.fnmatchcase(one.own, pattern)]
-    if own:
-        return tuple(replace(one, name=f"{one.own}: {one.name}") for one in own)
-    wider = f"*{pattern.strip('*')}*"
-    if any(fnmatch.fnmatchcase(one.name, wider) for one in tensors):
-        hint = f"--tensors '{wider}'"
+    matching = tuple(tensor for tensor in tensors if fnmatch.fnmatchcase(tensor.name, pattern))
+    if matching:
+        return matching
+    matching_names = [tensor for tensor in tensors if fnmatch.fnmatchcase(tensor.own, pattern)]
+    if matching_names:
+        return tuple(
+            replace(tensor, name=f"{tensor.own}: {tensor.name}") for tensor in matching_names
+        )
+    wider_pattern = f"*{pattern.strip('*')}*"
+    if any(fnmatch.fnmatchcase(tensor.name, wider_pattern) for tensor in tensors):
+        hint = f"--tensors '{wider_pattern}'"
     else:
-        parts = {part for one in tensors for part in one.name.split(".") if not part.isdecimal()}
+        parts = {
+            part for tensor in tensors for part in tensor.name.split(".") if not part.isdecimal()
+        }
         word = (re.findall(r"\w+", pattern) or [pattern])[-1]
         hint = nearest(f"*{word}*", {f"*{part}*" for part in parts})
     raise UsageError(f"--tensors {pattern}: no tensor has such a name", hint)
 
 
-def _recorded_words(key: str, value: Any) -> str:
-    """Return what a manifest says under a key in words; a foreign one may have anything there."""
+def _provenance_text(key: str, value: Any) -> str:
+    """Return a field of a manifest as text; manifests of other tools may have any value there."""
     if not isinstance(value, dict):
         return "" if value is None else str(value)
     if key == "source":
@@ -133,19 +144,21 @@ def _recorded_words(key: str, value: Any) -> str:
 def _show(console: Console, declared: dict[str, Any]) -> None:
     """Show derived declarations: one table for each kind of layers."""
     if console.as_json:
-        console.document(declared)
+        console.print_document(declared)
         return
-    console.text(f"{declared['model_type']}  {declared['source']}")
+    console.print_text(f"{declared['model_type']}  {declared['source']}")
     for kind in declared["kinds"]:
         count = declared["layers"].count(kind["name"])
-        console.text()
-        console.text(f"{kind['name']}: {count} of {len(declared['layers'])} layers")
+        console.print_text()
+        console.print_text(f"{kind['name']}: {count} of {len(declared['layers'])} layers")
         rows = []
         for shared in kind["inputs"]:
-            found = shared.get("absorber")
-            by = f"{found['kind']} {found['module']}" if found else "-"
-            rows.append((", ".join(shared["linears"]), by))
-        console.table(("linears that read one activation", "absorbs a scale of it"), rows)
+            absorber = shared.get("absorber")
+            absorber_text = f"{absorber['kind']} {absorber['module']}" if absorber else "-"
+            rows.append((", ".join(shared["linears"]), absorber_text))
+        console.print_table(("linears that read one activation", "absorbs a scale of it"), rows)
     if declared["unobserved"]:
-        console.text()
-        console.text(f"never called as linears, and kept: {', '.join(declared['unobserved'])}")
+        console.print_text()
+        console.print_text(
+            f"never called as linears, and kept: {', '.join(declared['unobserved'])}"
+        )

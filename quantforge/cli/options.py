@@ -1,6 +1,6 @@
-"""Options that several verbs share, each with its one name, help and group, and what their values mean.
+"""Command-line options that several verbs share, and parsers of their values.
 
-Those that choose something of a recipe are in `choices`.
+Options that override recipe fields are in `choices`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from quantforge.settings import (
 Completer = Callable[[str], list[str]]
 
 
-def among(*lists: Iterable[str]) -> Completer:
-    """Return a completer for words of some lists; of a sum such as ``awq+gptq`` the last part is completed."""
+def complete_from(*lists: Iterable[str]) -> Completer:
+    """Return a shell completer for words of some lists; of a sum such as ``awq+gptq`` it completes the last part."""
     known = [word for words in lists for word in words]
 
     def complete(incomplete: str) -> list[str]:
@@ -43,7 +43,7 @@ def among(*lists: Iterable[str]) -> Completer:
     return complete
 
 
-def _activations(value: str) -> str:
+def _check_activations(value: str) -> str:
     if value not in ACTIVATIONS:
         raise UsageError(f"--activations {value}: unknown", nearest(value, ACTIVATIONS))
     return value
@@ -58,7 +58,7 @@ _served: Any = partial(typer.Option, rich_help_panel="Where it is served")
 _speculation: Any = partial(typer.Option, rich_help_panel="Speculation")
 
 
-def _draft(names: str) -> Any:
+def _draft_option(names: str) -> Any:
     about = f"Draft tokens to check together: {names}."
     return _speculation("--draft", metavar="WHAT", help=about, callback=validate_draft)
 
@@ -107,7 +107,7 @@ Device = Annotated[
         metavar="DEVICE",
         help="cpu, cuda or cuda:N.",
         callback=check_device_name,
-        autocompletion=among(("cpu", "cuda")),
+        autocompletion=complete_from(("cpu", "cuda")),
     ),
 ]
 Threads = Annotated[
@@ -130,8 +130,8 @@ Activations = Annotated[
         "--activations",
         metavar="WHERE",
         help=f"Where hidden states are kept: {', '.join(ACTIVATIONS)}.",
-        callback=_activations,
-        autocompletion=among(ACTIVATIONS),
+        callback=_check_activations,
+        autocompletion=complete_from(ACTIVATIONS),
     ),
 ]
 Strict = Annotated[
@@ -143,7 +143,7 @@ Allow = Annotated[
         "--allow",
         metavar="EVENT=N",
         help="Accept up to N events of a kind (repeatable).",
-        autocompletion=among([f"{kind}=" for kind in KINDS]),
+        autocompletion=complete_from([f"{kind}=" for kind in KINDS]),
     ),
 ]
 AllowInexact = Annotated[
@@ -274,14 +274,16 @@ DeviceName = Annotated[
         "--device-name",
         metavar="CARD",
         help=f"All three of a known card: {', '.join(CARDS)}.",
-        autocompletion=among(tuple(CARDS)),
+        autocompletion=complete_from(tuple(CARDS)),
     ),
 ]
 Price = Annotated[
     str | None, _served("--price", metavar="PRICE", help="Of all devices for an hour: 2.5/h.")
 ]
-Draft = Annotated[str | None, _draft("ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads")]
-StepDraft = Annotated[str | None, _draft("ngram, int2, int3, int4 or a MODEL")]
+Draft = Annotated[
+    str | None, _draft_option("ngram, lookahead, int2, int3, int4, mtp, a MODEL or heads")
+]
+StepDraft = Annotated[str | None, _draft_option("ngram, int2, int3, int4 or a MODEL")]
 DraftTokens = Annotated[
     int, _speculation("--draft-tokens", metavar="N", help="Drafted tokens in a row, at most.")
 ]
@@ -294,63 +296,63 @@ DraftTree = Annotated[
     ),
 ]
 
-# Options of how a verb runs and what it shows: type and default. `run_options` gives a verb some of them as one group,
-# of which `quantforge.cli.processes` makes its console and settings.
-RUN: Mapping[str, tuple[Any, Any]] = {
+# Options of how a verb runs and what it prints: type and default. `run_options` gives a verb some of them as one group,
+# from which `quantforge.cli.processes` makes its console and settings.
+RUN_OPTIONS: Mapping[str, tuple[Any, Any]] = {
     "device": (Device, "cpu"), "threads": (Threads, None), "input_bits": (InputBits, 16), "jobs": (Jobs, 1),
     "join": (Join, False), "activations": (Activations, "memory"), "strict": (Strict, False), "allow": (Allow, None),
     "offline": (Offline, False), "as_json": (Json, False), "quiet": (Quiet, False), "reasons": (Reasons, False),
     "json_progress": (JsonProgress, False),
 }  # fmt: skip
-# Options of where a result is served, and of how much it has to do there.
-LOAD: Mapping[str, tuple[Any, Any]] = {
+# Options of the device and load that a result is planned for.
+LOAD_OPTIONS: Mapping[str, tuple[Any, Any]] = {
     "context": (Context, None), "batch": (Batch, None), "cache": (Cache, None), "memory": (Memory, None),
     "bandwidth": (Bandwidth, None), "compute": (Compute, None), "device_name": (DeviceName, None),
     "price": (Price, None),
 }  # fmt: skip
-WHERE, SHARED = ("device", "threads", "offline"), ("jobs", "join", "activations")
-ACCEPTED, SHOWN = ("strict", "allow"), ("as_json", "quiet", "json_progress")
-Given = Mapping[
+DEVICE_OPTIONS, PARALLEL_OPTIONS = ("device", "threads", "offline"), ("jobs", "join", "activations")
+POLICY_OPTIONS, DISPLAY_OPTIONS = ("strict", "allow"), ("as_json", "quiet", "json_progress")
+OptionValues = Mapping[
     str, Any
-]  # what was typed, by the names of a group of options; None for a flag that was not
+]  # values of a group of options by name; None for a switch that is off
 
 
 def run_options(*names: str) -> list[inspect.Parameter]:
-    """Return the parameters of a command for some options of `RUN`."""
-    return parameters({name: option for name, option in RUN.items() if name in names})
+    """Return function parameters for some options of `RUN_OPTIONS`."""
+    return parameters({name: option for name, option in RUN_OPTIONS.items() if name in names})
 
 
 def parameters(options: Mapping[str, tuple[Any, Any]]) -> list[inspect.Parameter]:
-    """Return the parameters of a command for options: type and default by name."""
+    """Return function parameters for options, given as type and default by name."""
     return [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
         for name, (kind, default) in options.items()
     ]
 
 
-def takes(
+def with_option_groups(
     **groups: Iterable[inspect.Parameter],
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that gives a verb the options of ``groups[NAME]`` in place of its parameter NAME.
+    """Return a decorator that replaces the parameter NAME of a verb with the options of ``groups[NAME]``.
 
-    The verb gets them back under NAME as a mapping, None for those that were not typed.
+    The verb receives the values of a group as a mapping in NAME, with None for options that were not given.
     """
-    made = {name: [*parameters] for name, parameters in groups.items()}
+    group_parameters = {name: [*parameters] for name, parameters in groups.items()}
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         parameters: list[inspect.Parameter] = []
         for name, parameter in inspect.signature(verb, eval_str=True).parameters.items():
-            parameters += made.get(name, [parameter])
+            parameters += group_parameters.get(name, [parameter])
         parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in parameters]
 
         @wraps(verb)
         def command(**values: Any) -> None:
             typed: dict[str, dict[str, Any]] = {}
-            for name, options in made.items():
-                found = {one.name: values.pop(one.name) for one in options}
-                # A flag that was not typed is no choice.
+            for name, options in group_parameters.items():
+                values_of_group = {one.name: values.pop(one.name) for one in options}
+                # A switch that is off does not override the recipe.
                 typed[name] = {
-                    key: None if value is False else value for key, value in found.items()
+                    key: None if value is False else value for key, value in values_of_group.items()
                 }
             verb(**values, **typed)
 
@@ -365,7 +367,7 @@ def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:
     """Build the policy on events from ``--strict`` and ``--allow EVENT=N``.
 
     Raises:
-        UsageError: no count, or no such event.
+        UsageError: a count is missing, or an event kind is unknown.
     """
     limits: dict[str, int] = {}
     for text in allow or []:
@@ -378,11 +380,11 @@ def build_policy(strict: bool, allow: Sequence[str] | None) -> Policy:
     return Policy(strict, limits)
 
 
-def percent(text: str, option: str) -> float:
+def parse_percent(text: str, option: str) -> float:
     """Parse ``2%`` or ``0.02`` to 0.02.
 
     Raises:
-        UsageError: it is no share, or a number from 1 on without ``%``, which may mean either; ``option`` is named.
+        UsageError: the text is not a fraction, or is ambiguous: a number of 1 or more without ``%``.
     """
     number = text.removesuffix("%")
     try:
@@ -398,19 +400,19 @@ def percent(text: str, option: str) -> float:
     return value
 
 
-def serving_of(context: str | None, cache: str | None, engine: str | None = "any") -> Serving:
-    """Return how a result is to be served.
+def build_serving(context: str | None, cache: str | None, engine: str | None = "any") -> Serving:
+    """Return how a result is to be served, from command-line texts.
 
     Args:
-        context: tokens, as they are typed.
-        cache: type of the cache.
-        engine: whose command asks for them; None where nobody would.
+        context: number of tokens, as typed.
+        cache: type of the KV cache.
+        engine: engine that uses these values; None if there is none.
 
     Raises:
-        UsageError: one of them is not understood, or there is no engine.
+        UsageError: a value is malformed, or is given without an engine.
     """
-    given = {"--context": context, "--cache": cache}
-    for option, text in given.items():
+    texts = {"--context": context, "--cache": cache}
+    for option, text in texts.items():
         if text is not None and engine is None:
             raise UsageError(f"{option} {text}: for which engine", "add --for ENGINE")
     if cache is not None:

@@ -1,8 +1,8 @@
-"""Paths and options as a person types them: what is printed names no directory that the person has not named.
+"""Show paths and option names in output as the user typed them.
 
-Inside of a run places are resolved, so that a link in the way is seen. On the way out the working directory is taken
-off, what lies elsewhere is named by the word of the command line that led there, and the home directory is ``~``. A
-place of which an argument states the whole path stays as it is.
+A run resolves paths, so that symbolic links are seen. In output the working directory is removed, other paths are
+replaced with the argument that led to them, and the home directory becomes ``~``. Paths that an argument contains in
+full are not changed. So output never shows a directory that the user has not typed.
 """
 
 from __future__ import annotations
@@ -15,95 +15,104 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
-_LONGEST = 4096  # characters of an argument that may be a path
+_MAX_LENGTH = 4096  # maximum length of an argument that may be a path
 
 
-def as_typed(text: str) -> str:
-    """Return a text with the paths in it as they were typed."""
+def restore_typed_paths(text: str) -> str:
+    """Return a text in which paths are replaced with what the user typed."""
     if "/" not in text:
         return text
-    for pattern, word in _places(tuple(sys.argv[1:]), _here(), os.environ.get("HOME", "")):
+    for pattern, word in _path_patterns(
+        tuple(sys.argv[1:]), _working_directory(), os.environ.get("HOME", "")
+    ):
         text = pattern.sub(word.replace("\\", r"\\"), text)
     return text
 
 
-def option_as_typed(message: str) -> str:
-    """Return a message that begins with ``[table.]name = value`` with the option in its place, if that was typed."""
-    named = re.match(r"(?:[a-z]\w*\.)?([a-z]\w*) = ", message)
-    flag = f"--{named[1].replace('_', '-')}" if named else ""
-    if named is None or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
+def restore_option_name(message: str) -> str:
+    """Replace ``[table.]name = `` at the start of a message with the option ``--name``, if the user typed that."""
+    match = re.match(r"(?:[a-z]\w*\.)?([a-z]\w*) = ", message)
+    flag = f"--{match[1].replace('_', '-')}" if match else ""
+    if match is None or not any(word.partition("=")[0] == flag for word in sys.argv[1:]):
         return message
-    return f"{flag} {message[named.end() :]}"
+    return f"{flag} {message[match.end() :]}"
 
 
-def path_as_typed(text: str) -> str:
-    """Return a text as `as_typed` where the whole of it is a path, and unchanged otherwise."""
-    return as_typed(text) if text.startswith("/") and "\n" not in text else text
+def restore_typed_path(text: str) -> str:
+    """Apply `restore_typed_paths` if the whole text is a path; else return it unchanged."""
+    return restore_typed_paths(text) if text.startswith("/") and "\n" not in text else text
 
 
-def in_one_line(text: str) -> str:
-    """Return a text with the line breaks escaped that are in names of files which were typed."""
+def escape_line_breaks(text: str) -> str:
+    """Escape line breaks that belong to typed file names in a text."""
     if "\n" in text:
-        for name in _broken_names(tuple(sys.argv[1:])):
+        for name in _names_with_line_breaks(tuple(sys.argv[1:])):
             text = text.replace(name, name.replace("\n", "\\n"))
     return text
 
 
-def shown(out: Path) -> str:
-    """Return a path as it is typed in a shell, with ``./`` before a relative one that does not lead upwards."""
+def display_path(out: Path) -> str:
+    """Return a path as it is typed in a shell; relative paths start with ``./`` or ``..``."""
     return str(out) if out.is_absolute() or out.parts[:1] == ("..",) else f"./{out}"
 
 
-def from_here(path: Path) -> Path:
-    """Return a path as it is typed in the working directory: relative where it lies inside of that."""
-    here = Path(os.path.realpath(Path.cwd()))
-    return path.relative_to(here) if here in path.parents else path
+def relative_to_cwd(path: Path) -> Path:
+    """Return a path relative to the working directory if it is inside of that, else unchanged."""
+    working_directory = Path(os.path.realpath(Path.cwd()))
+    return path.relative_to(working_directory) if working_directory in path.parents else path
 
 
-def typed_adapter(adapter: Path | str | None) -> str:
-    """Return the option that names an adapter, as further words of a command; "" for none."""
+def adapter_arguments(adapter: Path | str | None) -> str:
+    """Return `` --adapter DIR`` to append to a command; "" without an adapter."""
     return "" if adapter is None else f" --adapter {shlex.quote(str(adapter))}"
 
 
 @lru_cache(maxsize=4)
-def _broken_names(arguments: tuple[str, ...]) -> Sequence[str]:
-    """Return the parts with line breaks of the paths among arguments; a text that is typed is none."""
-    words = [word for one in arguments for word in (one, one.partition("=")[2]) if "\n" in word]
-    there = [word for word in words if len(word) < _LONGEST and os.path.lexists(word)]
-    return [part for word in there for part in word.split("/") if "\n" in part]
+def _names_with_line_breaks(arguments: tuple[str, ...]) -> Sequence[str]:
+    """Return path components with line breaks, from arguments that are existing paths."""
+    words = [
+        word
+        for argument in arguments
+        for word in (argument, argument.partition("=")[2])
+        if "\n" in word
+    ]
+    paths = [word for word in words if len(word) < _MAX_LENGTH and os.path.lexists(word)]
+    return [part for word in paths for part in word.split("/") if "\n" in part]
 
 
-def _here() -> str:
+def _working_directory() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # somebody has removed it
+    except OSError:  # it was removed
         return ""
 
 
 @lru_cache(maxsize=4)
-def _places(
-    arguments: tuple[str, ...], here: str, home: str
+def _path_patterns(
+    arguments: tuple[str, ...], working_directory: str, home: str
 ) -> Sequence[tuple[re.Pattern[str], str]]:
-    """Return patterns of absolute places and what stands for them, the innermost places first."""
+    """Return patterns of absolute paths with their replacements, innermost paths first."""
     words = [word for argument in arguments for word in (argument, argument.partition("=")[2])]
-    words = [word for word in words if 0 < len(word) < _LONGEST and "\0" not in word]
-    found: dict[str, str] = {}
+    words = [word for word in words if 0 < len(word) < _MAX_LENGTH and "\0" not in word]
+    typed_words: dict[str, str] = {}
     for word in (word for word in words if word[0] not in "-/"):
-        folder = str(Path(word).parent)
+        parent = str(Path(word).parent)
         for resolve in (os.path.normpath, os.path.realpath):
-            place = Path(resolve(Path(here, folder)))
-            found.setdefault(str(place), folder)
-            # Its own last part is not resolved: a link stays one.
-            found[os.path.normpath(place / Path(word).name)] = word.rstrip("/")
-    found[here] = "."
-    found.setdefault(home.rstrip("/"), "~")
-    stated = [word for word in words if word[0] == "/"]
-    kept = {place for place in found for word in stated if f"{word}/".startswith(f"{place}/")}
-    ordered = sorted(found.keys() - kept - {"", "/"}, key=len, reverse=True)
-    return [pair for place in ordered for pair in _patterns(place, found[place])]
+            path = Path(resolve(Path(working_directory, parent)))
+            typed_words.setdefault(str(path), parent)
+            # The last component is not resolved: a symbolic link stays one.
+            typed_words[os.path.normpath(path / Path(word).name)] = word.rstrip("/")
+    typed_words[working_directory] = "."
+    typed_words.setdefault(home.rstrip("/"), "~")
+    absolute_words = [word for word in words if word[0] == "/"]
+    typed_in_full = {
+        path for path in typed_words for word in absolute_words if f"{word}/".startswith(f"{path}/")
+    }
+    ordered = sorted(typed_words.keys() - typed_in_full - {"", "/"}, key=len, reverse=True)
+    return [pair for path in ordered for pair in _patterns_of_path(path, typed_words[path])]
 
 
-def _patterns(place: str, word: str) -> list[tuple[re.Pattern[str], str]]:
-    begin, end = rf"(?<![\w./~+-]){re.escape(place)}", r"(?![\w+~-])(?!\.\w)"
-    inside = [(re.compile(f"{begin}/(?=[^\\s/-])"), "")] if word == "." else []
-    return [*inside, (re.compile(begin + end), word)]
+def _patterns_of_path(path: str, word: str) -> list[tuple[re.Pattern[str], str]]:
+    start, end = rf"(?<![\w./~+-]){re.escape(path)}", r"(?![\w+~-])(?!\.\w)"
+    inner_patterns = [(re.compile(f"{start}/(?=[^\\s/-])"), "")] if word == "." else []
+    return [*inner_patterns, (re.compile(start + end), word)]

@@ -1,4 +1,4 @@
-"""``quantforge plan``: what would happen, from headers alone."""
+"""``quantforge plan``: show what `quantize` would do, from headers alone."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from quantforge_files.strict_json import uncollected
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
 
-@options.takes(
-    given=choices.recipe_parameters(choices.RECIPE),
-    run=options.run_options("threads", "activations", *options.ACCEPTED, "offline"),
-    load=options.parameters(options.LOAD),
+@options.with_option_groups(
+    recipe_options=choices.recipe_parameters(choices.RECIPE_OPTIONS),
+    run_options=options.run_options("threads", "activations", *options.POLICY_OPTIONS, "offline"),
+    load_options=options.parameters(options.LOAD_OPTIONS),
 )
 def plan(
     model: options.Model,
     *,
-    given: options.Given,
+    recipe_options: options.OptionValues,
     output: options.Output = None,
     target: options.Target = None,
     like: options.Like = None,
     candidates: options.Candidates = None,
     mmproj: options.Mmproj = False,
-    run: options.Given,
-    load: options.Given,
+    run_options: options.OptionValues,
+    load_options: options.OptionValues,
     every: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -44,24 +44,38 @@ def plan(
     from quantforge.planning import naming
 
     console = Console(as_json=as_json, quiet=quiet)
-    deployment = plan_summary.Deployment(**load)
-    serving = options.serving_of(deployment.context, deployment.cache)
-    settings = processes.settings_of(run, console, mmproj=mmproj, serving=serving)
-    given = {**given, "target": target, "like": like, "candidates": candidates or ()}
+    deployment = plan_summary.Deployment(**load_options)
+    serving = options.build_serving(deployment.context, deployment.cache)
+    settings = processes.settings_from_options(run_options, console, mmproj=mmproj, serving=serving)
+    plan_options = {
+        **recipe_options,
+        "target": target,
+        "like": like,
+        "candidates": candidates or (),
+    }
     with uncollected():
-        if deployment.given:
-            used = deployment.load(given.get("tensor_parallel"))
-            made, found = api.capacity(model, used, settings=settings, out=output, **given)
+        if deployment.is_given:
+            load = deployment.load(plan_options.get("tensor_parallel"))
+            plan_result, capacity = api.capacity(
+                model, load, settings=settings, out=output, **plan_options
+            )
         else:
-            made, found = api.plan(model, settings=settings, out=output, **given), None
-        rows = deployment.rows(found) if found else []
-        output = output or naming.default_path(made.name, resolve(model, settings.offline))
-        took = plan_summary.forecast(made, output, settings)
+            plan_result, capacity = (
+                api.plan(model, settings=settings, out=output, **plan_options),
+                None,
+            )
+        rows = deployment.rows(capacity) if capacity else []
+        output = output or naming.default_path(plan_result.name, resolve(model, settings.offline))
+        forecast = plan_summary.forecast(plan_result, output, settings)
         if as_json:
-            in_use = {"capacity": plan_summary.capacity_document(found, rows)} if found else {}
-            console.document({**plan_summary.plan_document(made, output, took), **in_use})
+            capacity_fields = (
+                {"capacity": plan_summary.capacity_document(capacity, rows)} if capacity else {}
+            )
+            console.print_document(
+                {**plan_summary.plan_document(plan_result, output, forecast), **capacity_fields}
+            )
         else:
-            plan_summary.show_plan(console, made, output, took, every=every)
-            if found:
-                plan_summary.show_capacity(console, found, rows)
-    settings.policy.check(made.substitutions)
+            plan_summary.show_plan(console, plan_result, output, forecast, all_tensors=every)
+            if capacity:
+                plan_summary.show_capacity(console, capacity, rows)
+    settings.policy.check(plan_result.substitutions)

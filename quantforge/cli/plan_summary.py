@@ -1,7 +1,7 @@
-"""What is shown of a plan: by ``quantforge plan``, and by ``--dry-run`` of the verbs that would carry it out.
+"""Print a plan, for ``quantforge plan`` and for ``--dry-run`` of other verbs.
 
-Three things are shown of a plan: what becomes of the tensors, what the run takes (`Forecast`), and, where a load is
-named, what the result needs in use (`Deployment`).
+Three things are shown: what happens to the tensors, time and memory of the run (`Forecast`), and, if a load is given,
+memory and speed of the result in use (`Deployment`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.api.output import SPARE_BYTES, memory_hint
 from quantforge.artifacts.number_text import significant, size, size_and_bytes
 from quantforge.cli.console import Console
-from quantforge.cli.path_arguments import shown
+from quantforge.cli.path_arguments import display_path
 from quantforge.cli.progress_bar import duration
 from quantforge.engines import with_output_path
 from quantforge.errors import UsageError
@@ -44,88 +44,86 @@ if TYPE_CHECKING:
     from quantforge.api import Exported, Outcome
 
 DISK, MEMORY = "disk", "memory"
-_NUMBER = re.compile(r"\.\d+(?=\.)")
+_NUMBER_IN_NAME = re.compile(r"\.\d+(?=\.)")
 
 
 def show_plan(
-    console: Console, plan: Plan, output: Path, took: Forecast | None, *, every: bool
+    console: Console, plan: Plan, output: Path, run_forecast: Forecast | None, *, all_tensors: bool
 ) -> None:
-    """Print a plan: totals, what its run takes, what happens to which layers, engines, substitutions."""
-    if every:
+    """Print a plan: actions on layers or tensors, totals, forecast of the run, engines, substitutions."""
+    if all_tensors:
         rows = [
             (
                 tensor.name,
                 "x".join(map(str, tensor.shape)),
                 tensor.dtype,
-                _becomes(tensor),
+                _action_text(tensor),
                 size(tensor.output_bytes),
                 tensor.rule,
             )
             for tensor in plan.tensors
         ]
-        console.table(("tensor", "shape", "type", "becomes", "bytes", "rule"), rows)
+        console.print_table(("tensor", "shape", "type", "becomes", "bytes", "rule"), rows)
     else:
-        console.table(("layers", "tensors", "becomes", "bytes", "rule"), _summary(plan))
-    console.text()
+        console.print_table(("layers", "tensors", "becomes", "bytes", "rule"), _summary(plan))
+    console.print_text()
     for name, said in (
         ("method", f"{plan.method}  ->  {plan.format}"),
         ("density", plan.density),
-        ("output", shown(output)),
+        ("output", display_path(output)),
         ("files", f"{size_and_bytes(plan.output_bytes)} in {len(plan.shards)}"),
         ("coverage", str(coverage(plan.tensors))),
         ("peak memory", f"{size(plan.peak_memory_bytes)} above the imports"),
     ):
-        if (
-            plan.peak_memory_bytes or name != "peak memory"
-        ):  # which is not forecast of a mere conversion
-            console.entry(name, said)
-    if took is not None:
-        _show_forecast(console, took, shown(output))
+        if plan.peak_memory_bytes or name != "peak memory":  # conversions have no memory forecast
+            console.print_entry(name, said)
+    if run_forecast is not None:
+        _show_forecast(console, run_forecast, display_path(output))
     for note in (*plan.notes, *plan.left_behind):
-        console.entry("note", with_output_path(note, shown(output)))
+        console.print_entry("note", with_output_path(note, display_path(output)))
     for text in substitution_notes(plan):
-        console.text(text)
-    console.text()
-    console.table(
+        console.print_text(text)
+    console.print_text()
+    console.print_table(
         ("engine", "loads", "why"),
         [(v.engine, v.word, v.reason) for v in plan.engines],
     )
 
 
 def _summary(plan: Plan) -> list[tuple[str, ...]]:
-    """Return rows that join the layers of all blocks that share name, action, scheme and rule."""
+    """Return table rows, one for all layers with the same name, action, scheme and rule."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for tensor in plan.tensors:
-        key = (_generic(tensor), _becomes(tensor), tensor.rule)
+        key = (_generic_name(tensor), _action_text(tensor), tensor.rule)
         groups.setdefault(key, []).append(tensor.output_bytes)
     return [
-        (name, str(len(stored)), made, size(sum(stored)), rule)
-        for (name, made, rule), stored in groups.items()
+        (name, str(len(sizes)), action_text, size(sum(sizes)), rule)
+        for (name, action_text, rule), sizes in groups.items()
     ]
 
 
-def _becomes(tensor: TensorPlan) -> str:
-    """Return the scheme that a tensor gets, or what else is done with it."""
+def _action_text(tensor: TensorPlan) -> str:
+    """Return the scheme of a tensor, or the name of another action."""
     return str(tensor.scheme or tensor.action.value)
 
 
-def _generic(tensor: TensorPlan) -> str:
-    """Return the name of a layer, that of all blocks and of all experts together: ``layers.*.mlp.up_proj``.
+def _generic_name(tensor: TensorPlan) -> str:
+    """Return the name of a layer with block and expert numbers replaced: ``layers.*.mlp.up_proj``.
 
-    Outside of the blocks, as in towers, layers of all numbers are one.
+    Outside of the blocks, as in vision towers, all numbers are replaced.
     """
     name = tensor.name.removesuffix(".weight")
     if tensor.block < 0:
-        return _NUMBER.sub(".*", name)
-    blocks, found, layer = f".{name}".partition(f".{tensor.block}.")
-    if not found:
+        return _NUMBER_IN_NAME.sub(".*", name)
+    blocks, separator, layer = f".{name}".partition(f".{tensor.block}.")
+    if not separator:
         return name
     if tensor.expert >= 0:
         layer = ".*.".join(layer.rsplit(f".{tensor.expert}.", 1))
     return f"{blocks.rpartition('.')[2]}.*.{layer}".lstrip(".")
 
 
-def plan_document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, object]:
+def plan_document(plan: Plan, output: Path, run_forecast: Forecast | None) -> dict[str, object]:
     """Return the plan as plain data (``quantforge.plan/1``)."""
     return {
         "schema": "quantforge.plan/1",
@@ -142,7 +140,7 @@ def plan_document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, 
         "output_bytes": plan.output_bytes,
         "files": len(plan.shards),
         "peak_memory_bytes": plan.peak_memory_bytes,
-        "forecast": _forecast_document(took) if took else None,
+        "forecast": _forecast_document(run_forecast) if run_forecast else None,
         "tensors": [
             {
                 "name": tensor.name,
@@ -169,16 +167,16 @@ def plan_document(plan: Plan, output: Path, took: Forecast | None) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Needs of a run, and what there is.
+    """Time, memory and disk space of a run, and what is available.
 
     Attributes:
-        work: of the run.
-        seconds: by step.
-        threads: that share the work.
-        on_disk: whether activations wait there.
-        peak: bytes of memory, above the imports.
-        free: bytes at the place of the output.
-        memory: bytes of this machine, None where the system does not tell.
+        work: amount of work of the run.
+        seconds: estimated time by step.
+        threads: number of threads.
+        on_disk: whether hidden states are kept on disk.
+        peak: peak memory in bytes, above that of the imports.
+        free: free disk space in bytes at the output.
+        memory: memory of this machine in bytes; None if unknown.
     """
 
     work: RunWork
@@ -191,18 +189,18 @@ class Forecast:
 
     @property
     def disk(self) -> int:
-        """Return the bytes that a run takes on the disk at most."""
+        """Return the maximum disk space of the run in bytes."""
         states = self.work.states_bytes if self.on_disk else 0
         return self.work.output_bytes + states + self.work.guide_bytes + SPARE_BYTES
 
 
 def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
-    """Return the forecast of a plan's run; None for a plan that quantizes nothing.
+    """Return the forecast of the run of a plan; None if nothing is quantized.
 
     Args:
-        plan: of the run.
-        output: its result.
-        settings: its threads, and where activations wait.
+        plan: the plan.
+        output: path of the result.
+        settings: number of threads, and where hidden states are kept.
     """
     if plan.work is None:
         return None
@@ -218,65 +216,69 @@ def forecast(plan: Plan, output: Path, settings: Settings) -> Forecast | None:
     )
 
 
-def _show_forecast(console: Console, found: Forecast, output: str) -> None:
-    """Print what a run takes, by what basis, and what is missing for it."""
-    whole = sum(found.seconds.values())
+def _show_forecast(console: Console, run_forecast: Forecast, output: str) -> None:
+    """Print time and disk space of a run, how they are estimated, and shortages."""
+    total_seconds = sum(run_forecast.seconds.values())
     parts = [
         f"{step} {duration(seconds)}"
-        for step, seconds in found.seconds.items()
-        if seconds >= 0.01 * whole
+        for step, seconds in run_forecast.seconds.items()
+        if seconds >= 0.01 * total_seconds
     ]
-    threads = f"{found.threads} thread{'s' * (found.threads > 1)}"
-    console.entry("time", f"about {duration(whole)} on {threads}: {', '.join(parts)}")
-    console.entry(
+    threads = f"{run_forecast.threads} thread{'s' * (run_forecast.threads > 1)}"
+    console.print_entry("time", f"about {duration(total_seconds)} on {threads}: {', '.join(parts)}")
+    console.print_entry(
         "by",
         f"{significant(OPERATIONS_PER_SECOND / 1e9)} GFLOP/s and {size(BYTES_PER_SECOND)}/s read and digested,"
         f" {RATE_BASIS}",
     )
-    console.entry(
-        "source", f"{size(found.work.source_bytes)}, read {found.work.reads} times, never copied"
+    console.print_entry(
+        "source",
+        f"{size(run_forecast.work.source_bytes)}, read {run_forecast.work.reads} times, never copied",
     )
-    console.entry("disk", _disk(found, output))
-    for what, said in _lacks(found, output):
-        console.entry("beyond", f"{what}: {said}")
+    console.print_entry("disk", _disk_text(run_forecast, output))
+    for resource, text in _shortages(run_forecast, output):
+        console.print_entry("beyond", f"{resource}: {text}")
 
 
-def _disk(found: Forecast, output: str) -> str:
-    parts = [f"{size(found.work.output_bytes)} of weights"]
-    states, guide = found.work.states_bytes, found.work.guide_bytes
+def _disk_text(run_forecast: Forecast, output: str) -> str:
+    parts = [f"{size(run_forecast.work.output_bytes)} of weights"]
+    states, guide = run_forecast.work.states_bytes, run_forecast.work.guide_bytes
     if states:
-        where = "hidden states" if found.on_disk else "more with --activations disk"
-        parts.append(f"{size(states)} {where}")
+        reason = "hidden states" if run_forecast.on_disk else "more with --activations disk"
+        parts.append(f"{size(states)} {reason}")
     if guide:
         parts.append(f"{size(guide)} for the backward pass")
-    return f"{', '.join(parts)}, beside {output}; {size(found.free)} are free there"
+    return f"{', '.join(parts)}, beside {output}; {size(run_forecast.free)} are free there"
 
 
-def _lacks(found: Forecast, output: str) -> Iterator[tuple[str, str]]:
-    """Yield what this machine has too little of, and what to type."""
-    if found.disk > found.free:
-        yield DISK, f"{size(found.disk)} are needed for {output}: -o on another disk"
-    if found.memory is not None and found.peak > found.memory:
-        yield MEMORY, memory_hint(found.peak, found.memory, on_disk=found.on_disk)
+def _shortages(run_forecast: Forecast, output: str) -> Iterator[tuple[str, str]]:
+    """Yield resources that are too small for the run, with a remedy."""
+    if run_forecast.disk > run_forecast.free:
+        yield DISK, f"{size(run_forecast.disk)} are needed for {output}: -o on another disk"
+    if run_forecast.memory is not None and run_forecast.peak > run_forecast.memory:
+        yield (
+            MEMORY,
+            memory_hint(run_forecast.peak, run_forecast.memory, on_disk=run_forecast.on_disk),
+        )
 
 
-def _forecast_document(found: Forecast) -> dict[str, object]:
-    """Return a forecast as plain data: the key ``forecast`` of a plan's document."""
+def _forecast_document(run_forecast: Forecast) -> dict[str, object]:
+    """Return a forecast as plain data, the key ``forecast`` of a plan's document."""
     return {
-        "seconds": {step: round(seconds, 1) for step, seconds in found.seconds.items()},
-        "total_seconds": math.ceil(sum(found.seconds.values())),
-        "threads": found.threads,
+        "seconds": {step: round(seconds, 1) for step, seconds in run_forecast.seconds.items()},
+        "total_seconds": math.ceil(sum(run_forecast.seconds.values())),
+        "threads": run_forecast.threads,
         "products_per_second": OPERATIONS_PER_SECOND,
         "digested_bytes_per_second": BYTES_PER_SECOND,
         "basis": RATE_BASIS,
-        "source_bytes": found.work.source_bytes,
-        "source_reads": found.work.reads,
-        "states_bytes": found.work.states_bytes,
-        "guide_bytes": found.work.guide_bytes,
-        "disk_bytes": found.disk,
-        "free_bytes": found.free,
-        "memory_bytes": found.memory,
-        "beyond": [what for what, _ in _lacks(found, "")],
+        "source_bytes": run_forecast.work.source_bytes,
+        "source_reads": run_forecast.work.reads,
+        "states_bytes": run_forecast.work.states_bytes,
+        "guide_bytes": run_forecast.work.guide_bytes,
+        "disk_bytes": run_forecast.disk,
+        "free_bytes": run_forecast.free,
+        "memory_bytes": run_forecast.memory,
+        "beyond": [resource for resource, _ in _shortages(run_forecast, "")],
     }
 
 
@@ -285,7 +287,7 @@ def _forecast_document(found: Forecast) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """Options of `plan` about the device and the load of a result in use, as they are typed; None if absent."""
+    """Options of `plan` about device and load of a result in use, as typed; None if not given."""
 
     context: str | None = None
     batch: int | None = None
@@ -297,7 +299,7 @@ class Deployment:
     price: str | None = None
 
     @property
-    def given(self) -> bool:
+    def is_given(self) -> bool:
         """Return whether any option is given."""
         return self != Deployment()
 
@@ -311,7 +313,7 @@ class Deployment:
         return Load(**given)
 
     def cards(self) -> Mapping[str, Card]:
-        """Return the described device, or all known ones; raise UsageError for a malformed value or unknown name."""
+        """Return the given device, or all known ones; raise UsageError for a malformed value or unknown name."""
         described: dict[str, Any] = {
             name: parse(text, f"--{name}")
             for name, parse, text in (
@@ -327,8 +329,8 @@ class Deployment:
             return {"given": replace(Card(0.0, 0.0, 0.0, "the command line"), **described)}
         return CARDS
 
-    def rows(self, found: Capacity) -> list[CardCapacity]:
-        """Return the load on each device; raise UsageError as `cards`, or for a price without a device."""
+    def rows(self, capacity: Capacity) -> list[CardCapacity]:
+        """Return memory and speed on each device; raise UsageError as `cards`, or for a price without a device."""
         price = None if self.price is None else typed_quantities.price(self.price, "--price")
         cards = self.cards()
         if price is not None and (cards is CARDS or not all(c.bandwidth for c in cards.values())):
@@ -336,47 +338,50 @@ class Deployment:
                 f"--price {self.price}: of which device, and how fast",
                 "add --device-name or --bandwidth",
             )
-        return [found.on(name, card, price) for name, card in cards.items()]
+        return [capacity.on(name, card, price) for name, card in cards.items()]
 
 
-def show_capacity(console: Console, found: Capacity, rows: list[CardCapacity]) -> None:
-    """Print what a result needs, and the devices that are looked at."""
-    load, cache = found.load, found.cache
+def show_capacity(console: Console, capacity: Capacity, rows: list[CardCapacity]) -> None:
+    """Print the memory that a result needs, and memory and speed on each device."""
+    load, cache = capacity.load, capacity.cache
     devices = f" on each of {load.devices} devices" if load.devices > 1 else ""
     sequences = "1 sequence" if load.batch == 1 else f"{load.batch} sequences"
-    console.text()
-    console.text(f"memory{devices}, {sequences} of {load.context:,} tokens, cache in {load.cache}")
-    each = f"{cache.token_bytes:,.0f} bytes a token"
+    console.print_text()
+    console.print_text(
+        f"memory{devices}, {sequences} of {load.context:,} tokens, cache in {load.cache}"
+    )
+    cache_text = f"{cache.token_bytes:,.0f} bytes a token"
     if cache.token_bytes_after_windows != cache.token_bytes:
-        each += f", {cache.token_bytes_after_windows:,.0f} behind the windows"
+        cache_text += f", {cache.token_bytes_after_windows:,.0f} behind the windows"
     if cache.fixed_bytes:
-        each += f", {size(cache.fixed_bytes)} of states"
-    for name, nbytes, why in (
-        ("weights", found.weights_bytes, "as they are stored"),
-        ("cache", found.cache_bytes, each),
+        cache_text += f", {size(cache.fixed_bytes)} of states"
+    for name, nbytes, explanation in (
+        ("weights", capacity.weights_bytes, "as they are stored"),
+        ("cache", capacity.cache_bytes, cache_text),
         (
             "activations",
-            found.activation_bytes(),
+            capacity.activation_bytes(),
             f"a step of {max(load.batch, PREFILL_CHUNK):,} tokens, and logits",
         ),
-        ("together", found.needed(), ""),
-        ("read a step", found.step_bytes(), "weights and the whole cache, once"),
+        ("together", capacity.needed(), ""),
+        ("read a step", capacity.step_bytes(), "weights and the whole cache, once"),
     ):
-        console.text(f"  {name:<12}{size(nbytes):>9}  {why}".rstrip())
-    console.text()
+        console.print_text(f"  {name:<12}{size(nbytes):>9}  {explanation}".rstrip())
+    console.print_text()
     priced = any(row.cost_per_million is not None for row in rows)
     headers = ["device", "memory", "fits", "batch", "context", "ms/token", "tokens/s", "bound by"]
-    console.table(
-        [*headers, *(["per 1M"] if priced else [])], [tuple(_cells(row, priced)) for row in rows]
+    console.print_table(
+        [*headers, *(["per 1M"] if priced else [])],
+        [tuple(_capacity_cells(row, priced)) for row in rows],
     )
-    console.text()
-    console.wrapped(
+    console.print_text()
+    console.print_wrapped(
         f"fits: in {USABLE_MEMORY_SHARE:.0%} of the memory; batch, context: the largest that do. Times are a"
         " roofline, no measurement: bytes of a step over bandwidth, or products over compute, nothing else."
     )
 
 
-def _cells(row: CardCapacity, priced: bool) -> Iterator[str]:
+def _capacity_cells(row: CardCapacity, priced: bool) -> Iterator[str]:
     known = bool(row.card.memory)
     yield row.name
     yield size(row.card.memory) if known else "-"
@@ -390,25 +395,25 @@ def _cells(row: CardCapacity, priced: bool) -> Iterator[str]:
         yield "-" if row.cost_per_million is None else significant(row.cost_per_million)
 
 
-def capacity_document(found: Capacity, rows: list[CardCapacity]) -> dict[str, object]:
-    """Return what a result needs as plain data: the key ``capacity`` of a plan's document."""
-    load, cache = found.load, found.cache
+def capacity_document(capacity: Capacity, rows: list[CardCapacity]) -> dict[str, object]:
+    """Return the needs of a result as plain data, the key ``capacity`` of a plan's document."""
+    load, cache = capacity.load, capacity.cache
     return {
         "context": load.context,
         "batch": load.batch,
         "cache": load.cache,
         "devices": load.devices,
-        "weights_bytes": round(found.weights_bytes),
+        "weights_bytes": round(capacity.weights_bytes),
         "cache_token_bytes": round(cache.token_bytes),
         "cache_token_bytes_behind_windows": round(cache.token_bytes_after_windows),
         "cache_state_bytes": round(cache.fixed_bytes),
         "cache_sequence_bytes": round(cache.sequence_bytes(load.context)),
-        "cache_bytes": round(found.cache_bytes),
-        "activation_bytes": round(found.activation_bytes()),
-        "needed_bytes": round(found.needed()),
-        "step_bytes": round(found.step_bytes()),
-        "step_weight_bytes": round(found.traffic.step_bytes(load.batch) / load.devices),
-        "weights_per_token": round(found.traffic.token_weights),
+        "cache_bytes": round(capacity.cache_bytes),
+        "activation_bytes": round(capacity.activation_bytes()),
+        "needed_bytes": round(capacity.needed()),
+        "step_bytes": round(capacity.step_bytes()),
+        "step_weight_bytes": round(capacity.traffic.step_bytes(load.batch) / load.devices),
+        "weights_per_token": round(capacity.traffic.token_weights),
         "usable_share": USABLE_MEMORY_SHARE,
         "cards": [
             {
@@ -433,7 +438,7 @@ def capacity_document(found: Capacity, rows: list[CardCapacity]) -> dict[str, ob
 # ---- --dry-run of other verbs
 
 
-class _Announced(Exception):  # no error, it ends the run
+class _PlanAnnouncement(Exception):  # not an error: it ends the run
     def __init__(self, plan: Plan, out: Path) -> None:
         super().__init__()
         self.plan, self.out = plan, out
@@ -446,11 +451,11 @@ def show_dry_run(
     run: Callable[..., Outcome | Exported],
     size: str | None = None,
 ) -> None:
-    """Show what a run would do, with all that it decides and refuses before its work; nothing is written.
+    """Print the plan of a run, with all checks before its work; nothing is written.
 
     Raises:
-        QuantForgeError: as the run; an importance file is missing, which a run would make first, or a ``size`` is
-            asked for, which is met by a measurement.
+        QuantForgeError: as the run; also if an imatrix file is missing, which a run would make first, or if a target
+            ``size`` is given, which needs a measurement.
     """
     if size is not None:
         raise UsageError(
@@ -463,20 +468,20 @@ def show_dry_run(
         )
 
     def stop(announced: Plan, out: Path) -> None:
-        raise _Announced(announced, out)
+        raise _PlanAnnouncement(announced, out)
 
     try:
-        done = run(settings=replace(settings, announce=stop))
-    except _Announced as reached:
-        asked, place = reached.plan, reached.out
+        outcome = run(settings=replace(settings, announce=stop))
+    except _PlanAnnouncement as announcement:
+        plan, place = announcement.plan, announcement.out
     else:
         from quantforge.api import Exported
 
-        assert not isinstance(done, Exported)  # an export is never found finished
-        asked, place = done.plan, done.out
-        console.note(f"{shown(place)}: this command has made it, and would end at once")
-    took = forecast(asked, place, settings)
+        assert not isinstance(outcome, Exported)  # an export is never found finished
+        plan, place = outcome.plan, outcome.out
+        console.note(f"{display_path(place)}: this command has made it, and would end at once")
+    run_forecast = forecast(plan, place, settings)
     if console.as_json:
-        console.document(plan_document(asked, place, took))
+        console.print_document(plan_document(plan, place, run_forecast))
     else:
-        show_plan(console, asked, place, took, every=False)
+        show_plan(console, plan, place, run_forecast, all_tensors=False)

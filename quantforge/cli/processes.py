@@ -1,10 +1,10 @@
-"""Processes of one command, of which one speaks: those that torchrun starts, and those that ``--jobs`` adds.
+"""Several processes of one command: ranks of torchrun, and workers of ``--jobs``; only one prints.
 
-torchrun's are called ranks; they share the run (`--join`), or a model that answers, of which each holds a part.
+Ranks of torchrun share a run (`--join`), or hold parts of a model that generates (tensor parallelism).
 
-Those of ``--jobs`` (see `started`) share results that are to be made. Each has a pipe of its parent as its stdin: where
-the parent has ended in whatever way, nothing can be read there, and it ends too. What fails in one of them is done by
-the others, the parent among them, which says it: with what that one said last.
+Those of ``--jobs`` (see `worker_processes`) share the results to be made. The stdin of each worker is a pipe from its
+parent: when the parent has ended in any way, the pipe closes and the worker ends too. The work of a failed worker is
+done by the others; the parent reports its last output.
 """
 
 from __future__ import annotations
@@ -23,62 +23,68 @@ from pathlib import Path
 from typing import IO, Any, TypedDict
 
 from quantforge.cli.console import Console
-from quantforge.cli.options import Given, build_policy
+from quantforge.cli.options import OptionValues, build_policy
 from quantforge.errors import ResourceError, UsageError
 from quantforge.files.disk import create
 from quantforge.settings import Settings, under_torchrun, usable_processors
 
-OWN_FILE = "TORCHELASTIC_ERROR_FILE"  # in a directory of its own, inside of one for all; torchrun removes them
-VERBS = ("quantize", "release", "sweep", "generate")  # whose work ranks share
-# Modules are found where the parent finds them: not in the directory in which it is called.
-_PROGRAM = """
+# Each rank has its own file below a common directory; torchrun removes them.
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+SHARED_VERBS = ("quantize", "release", "sweep", "generate")  # verbs whose work ranks can share
+# Workers use the import path of the parent, not their working directory.
+_WORKER_PROGRAM = """
 import sys
 sys.path[:] = {!r}
 from quantforge.cli import processes
 from quantforge.__main__ import main
-processes.TAKING_PART.set()
+processes.IS_WORKER.set()
 main()
 """
-_LAST = 2000  # bytes of what a process said that are looked at: its error and hint stand at the end
-TAKING_PART = threading.Event()  # set in a further process, for which the one that was typed speaks
+_TAIL_BYTES = (
+    2000  # size of the end of a worker's stderr that is reported: it has the error and hint
+)
+IS_WORKER = threading.Event()  # set in a worker of --jobs, whose parent prints
 
 
-def silent() -> bool:
-    """Return whether another process speaks for this one."""
-    return TAKING_PART.is_set() or (under_torchrun() and os.environ["RANK"] != "0")
+def is_silent() -> bool:
+    """Return whether this process must not print, since another one does."""
+    return IS_WORKER.is_set() or (under_torchrun() and os.environ["RANK"] != "0")
 
 
-def console(*, as_json: bool, quiet: bool, verbose: bool = False, machine: bool = False) -> Console:
-    """Return the console of this process, on which it says nothing but errors where another speaks for it."""
-    if silent():
+def make_console(
+    *, as_json: bool, quiet: bool, verbose: bool = False, machine: bool = False
+) -> Console:
+    """Return the console of this process; if another process prints, it shows only errors."""
+    if is_silent():
         return Console(quiet=True)
     return Console(as_json=as_json, quiet=quiet or as_json, verbose=verbose, machine=machine)
 
 
-def console_of(run: Given) -> Console:
-    """Return the console of a verb by its options of `options.RUN`."""
-    return console(
-        as_json=bool(run["as_json"]),
-        quiet=bool(run.get("quiet")),
-        verbose=bool(run.get("reasons")),
-        machine=bool(run.get("json_progress")),
+def console_from_options(run_options: OptionValues) -> Console:
+    """Return the console of a verb from its run options."""
+    return make_console(
+        as_json=bool(run_options["as_json"]),
+        quiet=bool(run_options.get("quiet")),
+        verbose=bool(run_options.get("reasons")),
+        machine=bool(run_options.get("json_progress")),
     )
 
 
-def settings_of(run: Given, console: Console, **more: Any) -> Settings:
-    """Return the settings of a run by the verb's options of `options.RUN`, and ``more`` of them."""
-    jobs, names = run.get("jobs", 1), ("input_bits", "activations", "offline")
-    given = {name: run[name] for name in names if run.get(name) is not None}
+def settings_from_options(run_options: OptionValues, console: Console, **extra: Any) -> Settings:
+    """Return the settings of a run from the verb's run options; ``extra`` are further settings."""
+    jobs, names = run_options.get("jobs", 1), ("input_bits", "activations", "offline")
+    typed = {name: run_options[name] for name in names if run_options.get(name) is not None}
     return Settings(
         **{
-            "device": own_device(run.get("device", "cpu")),
-            "threads": threads_of(run.get("threads"), jobs),
-            "join": "join" in run and (bool(run["join"]) or jobs > 1 or under_torchrun()),
-            "policy": build_policy(bool(run.get("strict")), run.get("allow")),
-            "progress": console.show,
+            "device": rank_device(run_options.get("device", "cpu")),
+            "threads": threads_per_process(run_options.get("threads"), jobs),
+            "join": "join" in run_options
+            and (bool(run_options["join"]) or jobs > 1 or under_torchrun()),
+            "policy": build_policy(bool(run_options.get("strict")), run_options.get("allow")),
+            "progress": console.show_progress,
             "note": console.note,
-            **given,
-            **more,
+            **typed,
+            **extra,
         }
     )
 
@@ -87,40 +93,40 @@ def settings_of(run: Given, console: Console, **more: Any) -> Settings:
 
 
 def check_ranks(arguments: Sequence[str]) -> None:
-    """Refuse what the processes of torchrun would each do anew.
+    """Check that torchrun is used with a verb whose work its ranks can share.
 
     Raises:
-        UsageError: another verb than those that are shared.
+        UsageError: it is used with another verb.
     """
-    if under_torchrun() and arguments[0] not in VERBS:
+    if under_torchrun() and arguments[0] not in SHARED_VERBS:
         raise UsageError(
             f"torchrun: its processes share nothing of '{arguments[0]}'",
-            f"torchrun is for {', '.join(VERBS)}",
+            f"torchrun is for {', '.join(SHARED_VERBS)}",
         )
 
 
-def own_device(asked: str) -> str:
-    """Return the device of this process: of several GPUs in a machine each rank has its own."""
-    return f"cuda:{os.environ['LOCAL_RANK']}" if under_torchrun() and asked == "cuda" else asked
+def rank_device(device: str) -> str:
+    """Return the device of this process; under torchrun each rank has its own GPU."""
+    return f"cuda:{os.environ['LOCAL_RANK']}" if under_torchrun() and device == "cuda" else device
 
 
 @contextmanager
-def only_first_prints() -> Iterator[None]:
-    """Drop what processes write to stdout for which another one speaks."""
-    if not silent():
+def print_only_once() -> Iterator[None]:
+    """Drop output to stdout in the body, unless this is the process that prints."""
+    if not is_silent():
         yield
         return
     with redirect_stdout(io.StringIO()):
         yield
 
 
-def said_already(text: str) -> bool:
-    """Return whether another rank on this machine has said the same; from now on this one has."""
-    if not under_torchrun() or OWN_FILE not in os.environ:
+def is_already_reported(text: str) -> bool:
+    """Return whether another rank on this machine has printed a text already; record it if not."""
+    if not under_torchrun() or ERROR_FILE_VARIABLE not in os.environ:
         return False
     name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
-        os.close(create(Path(os.environ[OWN_FILE]).parents[1] / name))
+        os.close(create(Path(os.environ[ERROR_FILE_VARIABLE]).parents[1] / name))
     except FileExistsError:
         return True
     except (OSError, IndexError):
@@ -132,73 +138,77 @@ def said_already(text: str) -> bool:
 
 
 class FailedProcess(TypedDict):
-    """A further process that failed: its exit code, negative for a signal, and what it said last."""
+    """A failed worker: its exit code (negative for a signal) and the end of its stderr."""
 
     exit_code: int
     said: str
 
 
-def threads_of(threads: int | None, jobs: int) -> int | None:
-    """Return the number of threads of each process: its share of the processors where nobody says."""
+def threads_per_process(threads: int | None, jobs: int) -> int | None:
+    """Return the number of threads of each process; by default the processors are split evenly."""
     return threads if threads or jobs == 1 else max(1, usable_processors() // jobs)
 
 
 @contextmanager
-def started(jobs: int, note: Callable[[str], None]) -> Iterator[list[FailedProcess]]:
-    """Start all processes but this one, and wait for their ends; where this one fails, they are told to stop.
+def worker_processes(jobs: int, note: Callable[[str], None]) -> Iterator[list[FailedProcess]]:
+    """Start workers and run the body beside them, then wait for them; they are stopped if the body fails.
 
     Args:
-        jobs: processes in all.
-        note: is told of those that failed, when this one has not.
+        jobs: total number of processes, including this one.
+        note: called with a message about failed workers, if the body succeeds.
 
     Yields:
-        A list, which holds those afterwards.
+        A list that holds the failed workers afterwards.
 
     Raises:
-        ResourceError: the system starts no further process.
+        ResourceError: a process cannot be started.
     """
-    if TAKING_PART.is_set():
+    if IS_WORKER.is_set():
         threading.Thread(target=_end_with_parent, daemon=True).start()
     failed: list[FailedProcess] = []
-    if jobs == 1 or silent():
+    if jobs == 1 or is_silent():
         yield failed
         return
-    others: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
-    with ExitStack() as waiting:
+    workers: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+    with ExitStack() as open_workers:
         try:
             for _ in range(1, jobs):
-                words: IO[bytes] = waiting.enter_context(tempfile.TemporaryFile())
-                others.append((waiting.enter_context(_other(words)), words))
+                stderr_file: IO[bytes] = open_workers.enter_context(tempfile.TemporaryFile())
+                workers.append(
+                    (open_workers.enter_context(_start_worker(stderr_file)), stderr_file)
+                )
             yield failed
-            for other, said in others:
-                if code := other.wait():
-                    failed.append({"exit_code": code, "said": _last(said)})
+            for worker, stderr_file in workers:
+                if code := worker.wait():
+                    failed.append({"exit_code": code, "said": _read_tail(stderr_file)})
         except BaseException:
-            for other, _ in others:
-                other.terminate()
-            # The pipes close afterwards: a second signal would cut short how they end.
-            for other, _ in others:
-                other.wait()
+            for worker, _ in workers:
+                worker.terminate()
+            # The pipes close afterwards: a second signal would interrupt their shutdown.
+            for worker, _ in workers:
+                worker.wait()
             raise
     if failed:
-        codes = ", ".join(str(one["exit_code"]) for one in failed)
-        why = "".join(f"\n{text}" for text in dict.fromkeys(one["said"] for one in failed) if text)
+        codes = ", ".join(str(process["exit_code"]) for process in failed)
+        details = "".join(
+            f"\n{text}" for text in dict.fromkeys(process["said"] for process in failed) if text
+        )
         note(
-            f"{len(failed)} of {jobs} processes failed (exit code {codes}); others did their part{why}"
+            f"{len(failed)} of {jobs} processes failed (exit code {codes}); others did their part{details}"
         )
 
 
-def _last(said: IO[bytes]) -> str:
-    """Return the lines at the end of what a process said."""
-    said.seek(max(0, said.seek(0, os.SEEK_END) - _LAST))
-    return said.read().decode(errors="replace").strip()
+def _read_tail(stderr_file: IO[bytes]) -> str:
+    """Return the end of a worker's stderr."""
+    stderr_file.seek(max(0, stderr_file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+    return stderr_file.read().decode(errors="replace").strip()
 
 
-def _other(said: IO[bytes]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", _PROGRAM.format(sys.path), *sys.argv[1:]]
-    nothing = subprocess.DEVNULL
+def _start_worker(stderr_file: IO[bytes]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", _WORKER_PROGRAM.format(sys.path), *sys.argv[1:]]
+    devnull = subprocess.DEVNULL
     try:
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=nothing, stderr=said)
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=devnull, stderr=stderr_file)
     except OSError as error:
         raise ResourceError(
             f"--jobs: no further process can be started: {error.strerror}", "use fewer"
@@ -206,7 +216,7 @@ def _other(said: IO[bytes]) -> subprocess.Popen[bytes]:
 
 
 def _end_with_parent() -> None:
-    """Wait for the parent's end, and stop."""
+    """Wait until the parent has ended, then stop this process."""
     while os.read(0, 1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,8 +1,8 @@
-"""Progress on stderr: one bar on a terminal, some lines in a log, JSON for machines.
+"""Progress meters on stderr: a bar on a terminal, lines in a log, or lines of JSON.
 
-A bar is drawn again four times a second, so that it lives while one step takes long. A log gets a line for every new
-phase, every 10 % and every 30 s (for five minutes every 4 s), none in the first second. Machines get a line of JSON
-for every new phase and finished part, for other reports ten a second at most, and one every 5 s in any case.
+The bar is redrawn four times a second. A log gets a line for every new phase, every 10 % and every 30 s (every 4 s in
+the first five minutes), but none in the first 0.7 s. With ``--json-progress`` there is a line of JSON for every new
+phase and finished part, at most ten lines a second for other reports, and at least one every 5 s.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 
 LOG_SHARE, LOG_SECONDS = 0.1, 30.0
 MACHINE_SECONDS, MACHINE_SILENCE = 0.1, 5.0
-EARLY_SECONDS, EARLY_SILENCE = 300.0, 4.0  # at first somebody may be looking
-HOLD_SECONDS = 0.7  # before the first line of a log: a refusal stands alone
-LEAST_SHARE = 0.02  # of the work, when it has begun
+EARLY_SECONDS, EARLY_SILENCE = 300.0, 4.0  # a person may be watching at first
+HOLD_SECONDS = 0.7  # no line of a log before this, so that an early error stands alone
+MIN_SHARE = 0.02  # the work counts as started from this share on
 STEADY_SHARE, STEADY_SECONDS = (
     0.1,
     60.0,
-)  # of it from there on, or some of it in a minute, before its end is estimated
-REFRESHES = 4  # of a bar in a second
+)  # progress or time since the start of the work before the end is estimated
+REFRESHES = 4  # of the bar per second
 BAR_WIDTH = 16
 
 
 def duration(seconds: float) -> str:
-    """Return a time for people: ``42 s``, ``3:05 min``, ``2:10 h``."""
+    """Return a duration as text: ``42 s``, ``3:05 min``, ``2:10 h``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -43,57 +43,59 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole % 3600 // 60:02} h"
 
 
-def step_of(report: Progress) -> str:
-    """Return what is done now, or the part that was finished, in words for people."""
+def step_label(report: Progress) -> str:
+    """Return the text of the current step, or of the part that was finished."""
     return part_label(report.step or report.part)
 
 
 @dataclass(slots=True)
 class Clock:
-    """Time since a verb began, and an estimate of what remains."""
+    """Elapsed time of a verb, and an estimate of the remaining time."""
 
     begun: float
-    works: tuple[float, float] | None = None  # seconds and share when the work itself had begun
+    works: tuple[float, float] | None = (
+        None  # elapsed seconds and share at the start of the actual work
+    )
 
     @property
     def elapsed(self) -> float:
-        """Return seconds."""
+        """Return the elapsed seconds."""
         return time.monotonic() - self.begun
 
     def remaining(self, report: Progress) -> float | None:
-        """Return seconds that are left if the rest goes as the work went; None before that is steady, or in a wait.
+        """Return the estimated remaining seconds; None while there is no estimate.
 
-        The start, in which libraries are imported, is no measure of what follows.
+        The rate of progress since the start of the actual work is extrapolated; the import of libraries does not count.
         """
         share = report.share
         if report.waits:
             return None
         if self.works is None:
-            self.works = (self.elapsed, share) if share >= LEAST_SHARE else None
+            self.works = (self.elapsed, share) if share >= MIN_SHARE else None
             return None
         seconds, done = self.elapsed - self.works[0], share - self.works[1]
-        steady = done >= STEADY_SHARE or (seconds >= STEADY_SECONDS and done >= LEAST_SHARE)
+        steady = done >= STEADY_SHARE or (seconds >= STEADY_SECONDS and done >= MIN_SHARE)
         return seconds * (1 - share) / done if steady else None
 
 
 class Meter(Protocol):
-    """Something that shows reports between entering and leaving it."""
+    """Context manager that shows progress reports."""
 
     def __enter__(self) -> Self:
-        """Show that work begins."""
+        """Start showing progress."""
 
     def __exit__(self, *error: object) -> None:
-        """Leave nothing open."""
+        """Stop showing progress."""
 
     def show(self, report: Progress) -> None:
         """Show a report."""
 
     def write(self, text: str) -> None:
-        """Write a line of text beside what is shown."""
+        """Write a line of text without disturbing the meter."""
 
 
-class Bar:
-    """One bar on a terminal, which is gone when the work ends."""
+class BarMeter:
+    """Progress bar on a terminal; it is removed at the end."""
 
     def __init__(self, printable: Callable[[str], str]) -> None:
         from rich.console import Console as Rich
@@ -128,14 +130,14 @@ class Bar:
         self._drawn.stop()
 
     def show(self, report: Progress) -> None:
-        """Move the bar."""
+        """Update the bar."""
         left = self._clock.remaining(report)
         self._drawn.update(
             self._task,
             completed=report.share,
             description=self._printable(report.phase or "working"),
             time="" if left is None else f"{duration(left)} left",
-            step=self._printable(step_of(report)).replace("\n", " "),
+            step=self._printable(step_label(report)).replace("\n", " "),
         )
 
     def write(self, text: str) -> None:
@@ -145,8 +147,8 @@ class Bar:
         self._rich.print(Text(text), soft_wrap=True)
 
 
-class Lines:
-    """Lines on stderr, written when there is something new, and when nothing was said for a while."""
+class LineMeter:
+    """Progress as lines on stderr: for news, and after some time without a line."""
 
     silence, hold = LOG_SECONDS, HOLD_SECONDS
 
@@ -169,9 +171,9 @@ class Lines:
             self._say()
 
     def show(self, report: Progress) -> None:
-        """Write a line if it is time for one."""
+        """Record a report; write a line if one is due."""
         self._last = report if report.phase else replace(report, phase="working")
-        self._clock.remaining(report)  # it learns from every report when the work begins
+        self._clock.remaining(report)  # so that the clock notices the start of the actual work
         if self._clock.elapsed >= self.hold and self._due(self._last):
             self._say()
 
@@ -192,7 +194,7 @@ class Lines:
 
     def _line(self, report: Progress) -> str:
         left = self._clock.remaining(report)
-        what = self._printable(step_of(report)).replace("\n", "\\n")
+        what = self._printable(step_label(report)).replace("\n", "\\n")
         text = (
             f"[{duration(self._clock.elapsed)}] {report.share:4.0%} {self._printable(report.phase)}"
         )
@@ -209,8 +211,8 @@ class Lines:
                 self._say()
 
 
-class MachineLines(Lines):
-    """Lines of JSON on stderr; ``docs/cli.md`` lists their fields."""
+class JsonLineMeter(LineMeter):
+    """Progress as lines of JSON on stderr; ``docs/cli.md`` lists their fields."""
 
     silence, hold = MACHINE_SILENCE, 0.0
 
@@ -233,8 +235,8 @@ class MachineLines(Lines):
         return json.dumps(fields)
 
 
-class Silence:
-    """Meter that shows no progress; what is written stands alone."""
+class SilentMeter:
+    """Meter that shows no progress, only written lines."""
 
     def __enter__(self) -> Self:
         return self

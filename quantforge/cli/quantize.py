@@ -12,11 +12,11 @@ from quantforge.settings import under_torchrun
 EXAMPLE = "Example: quantforge quantize demo --method gptq --bits 4"
 
 
-@options.takes(given=choices.recipe_parameters(choices.RECIPE))
+@options.with_option_groups(recipe_options=choices.recipe_parameters(choices.RECIPE_OPTIONS))
 def quantize(
     model: options.Model,
     *,
-    given: options.Given,
+    recipe_options: options.OptionValues,
     output: options.Output = None,
     target: options.Target = None,
     like: options.Like = None,
@@ -49,12 +49,12 @@ def quantize(
     from quantforge import api
     from quantforge.settings import Settings
 
-    console = processes.console(
+    console = processes.make_console(
         as_json=as_json, quiet=quiet, verbose=verbose, machine=json_progress
     )
     start, run_log = time.monotonic(), RunLog(console, log, model, output_named=output is not None)
     settings = Settings(
-        device=processes.own_device(device),
+        device=processes.rank_device(device),
         threads=threads,
         activations=activations,
         offline=offline,
@@ -62,8 +62,8 @@ def quantize(
         policy=options.build_policy(strict, allow),
         join=join or under_torchrun(),
         **run_log.listeners(),
-        serving=options.serving_of(
-            context, cache, given["engine"] or ("any" if "@" in str(target) else None)
+        serving=options.build_serving(
+            context, cache, recipe_options["engine"] or ("any" if "@" in str(target) else None)
         ),
         modelfile=modelfile,
         mmproj=mmproj,
@@ -72,7 +72,7 @@ def quantize(
         base_model=base_model,
     )
 
-    quantized = partial(
+    run = partial(
         api.quantize,
         model,
         out=output,
@@ -81,16 +81,16 @@ def quantize(
         target=target,
         like=like,
         candidates=candidates or (),
-        **given,
+        **recipe_options,
     )
     if dry_run:
         from quantforge.cli.plan_summary import show_dry_run
 
-        show_dry_run(console, settings, imatrix, quantized, target or like)
+        show_dry_run(console, settings, imatrix, run, target or like)
         return
-    with console.watch():
-        outcome = quantized(settings=settings)
-    if not processes.silent():
+    with console.progress_meter():
+        outcome = run(settings=settings)
+    if not processes.is_silent():
         from quantforge.cli.result_summary import show_quantized
 
         show_quantized(console, outcome, model, time.monotonic() - start)

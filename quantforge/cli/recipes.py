@@ -19,34 +19,35 @@ def recipes(
         typer.Argument(
             help="Print this one.",
             metavar="[NAME]",
-            autocompletion=options.among(builtin_recipes()),
+            autocompletion=options.complete_from(builtin_recipes()),
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """List the built-in recipes, or print one to copy from."""
     console = Console(as_json=as_json)
-    known = builtin_recipes()
+    paths = builtin_recipes()
     if name is not None:
-        if name not in known:
-            raise UsageError(f"no recipe '{name}'", nearest(name, known))
-        text = known[name].read_text(encoding="utf-8").rstrip()
+        if name not in paths:
+            raise UsageError(f"no recipe '{name}'", nearest(name, paths))
+        text = paths[name].read_text(encoding="utf-8").rstrip()
         if as_json:
-            console.document({"schema": "quantforge.recipe/1", "name": name, "toml": text})
+            console.print_document({"schema": "quantforge.recipe/1", "name": name, "toml": text})
         else:
-            console.text(text)
+            console.print_text(text)
         return
     from quantforge.planning.recipe_options import described_recipes
 
-    found = described_recipes()
+    described = described_recipes()
     if as_json:
-        told = {key: asdict(item) for key, item in found.items()}
-        console.document({"schema": "quantforge.recipes/2", "recipes": told})
+        documents = {key: asdict(item) for key, item in described.items()}
+        console.print_document({"schema": "quantforge.recipes/2", "recipes": documents})
         return
     rows = [
-        (key, item.engine, str(item.bits), item.quality, item.needs) for key, item in found.items()
+        (key, item.engine, str(item.bits), item.quality, item.needs)
+        for key, item in described.items()
     ]
-    console.table(("recipe", "engine", "bits", "quality", "needs"), rows)
+    console.print_table(("recipe", "engine", "bits", "quality", "needs"), rows)
     console.note(
         "quality: KL divergence from the source in nats per token, of a small model;\n"
         "'weights': without rounded inputs\n"

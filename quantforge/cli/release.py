@@ -1,4 +1,4 @@
-"""``quantforge release``: many recipes of one model, scored, gated and laid out to be uploaded."""
+"""``quantforge release``: make, score and check many variants of one model, ready to be uploaded."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Summary = Annotated[
         help="Also add variants, gates and report to FILE as Markdown: a CI's job summary.",
     ),
 ]
-Place = Annotated[
+OutputDirectory = Annotated[
     Path | None,
     typer.Option(
         "-o",
@@ -54,13 +54,18 @@ Place = Annotated[
 _HEADERS = ("variant", "format", "method", "files", "KL", "gates")
 
 
-@options.takes(
-    run=options.run_options(*options.WHERE, *options.SHARED, *options.ACCEPTED, *options.SHOWN)
+@options.with_option_groups(
+    run_options=options.run_options(
+        *options.DEVICE_OPTIONS,
+        *options.PARALLEL_OPTIONS,
+        *options.POLICY_OPTIONS,
+        *options.DISPLAY_OPTIONS,
+    )
 )
 def release(
     spec: Annotated[Path, typer.Argument(metavar="FILE", help="A release file (TOML).")],
     *,
-    output: Place = None,
+    output: OutputDirectory = None,
     only: Only = None,
     budget: Budget = None,
     summary: Summary = None,
@@ -70,68 +75,71 @@ def release(
     provenance: options.Provenance = False,
     sign: options.Sign = None,
     dry_run: options.DryRun = False,
-    run: options.Given,
+    run_options: options.OptionValues,
 ) -> None:
     """Make the variants that a file names, with one report, cards, checksums and upload commands.
 
     The same command goes on after any interruption. Exit 6 when a variant is beyond one of the file's gates.
     """
-    console = processes.console_of(run)
-    settings = processes.settings_of(
-        run, console, overwrite=overwrite, provenance=provenance, sign=sign
+    console = processes.console_from_options(run_options)
+    settings = processes.settings_from_options(
+        run_options, console, overwrite=overwrite, provenance=provenance, sign=sign
     )
     if summary is not None:
         check_new(summary, "--summary", overwrite=True, adds=True)
-    most = None if budget is None else int(typed_quantities.memory(budget, "--budget"))
-    out = output or _place(spec)
+    max_bytes = None if budget is None else int(typed_quantities.memory(budget, "--budget"))
+    out = output or _default_directory(spec)
     if dry_run:
-        _show_plan(console, spec, out, settings, only or (), most)
+        _show_plan(console, spec, out, settings, only or (), max_bytes)
         return
-    with console.watch(), processes.started(run["jobs"], console.note) as failed:
+    with (
+        console.progress_meter(),
+        processes.worker_processes(run_options["jobs"], console.note) as failed,
+    ):
         from quantforge import api
 
-        made = api.release(spec, out, settings, only or (), most)
-    if processes.silent():
+        released = api.release(spec, out, settings, only or (), max_bytes)
+    if processes.is_silent():
         return
-    _report(console, made, summary, failed, settings)
-    made.check_gates()
+    _print_release(console, released, summary, failed, settings)
+    released.check_gates()
 
 
-def _place(spec: Path) -> Path:
+def _default_directory(spec: Path) -> Path:
     return Path(spec.stem if "release" in spec.stem else f"{spec.stem}-release")
 
 
-def _report(
+def _print_release(
     console: Console,
-    made: Released,
+    released: Released,
     summary: Path | None,
     failed: Sequence[processes.FailedProcess],
     settings: Settings,
 ) -> None:
-    """Say what a release consists of, in the job's summary too."""
+    """Print the variants of a release, and append them to the CI summary."""
     rows = [
         (
-            one.name,
-            one.format,
-            one.method,
-            size(one.weight_bytes),
-            f"{one.figures['kl_mean']:.4g}" if one.figures else "-",
-            "; ".join(one.failed) or "kept",
+            variant.name,
+            variant.format,
+            variant.method,
+            size(variant.weight_bytes),
+            f"{variant.figures['kl_mean']:.4g}" if variant.figures else "-",
+            "; ".join(variant.failed) or "kept",
         )
-        for one in made.variants
+        for variant in released.variants
     ]
     if summary is not None:
-        append(summary, _summary(rows, made).encode())
+        append(summary, _summary(rows, released).encode())
     if console.as_json:
-        console.document(
-            {"schema": "quantforge.released/1", **made.document(), "failed_processes": failed}
+        console.print_document(
+            {"schema": "quantforge.released/1", **released.document(), "failed_processes": failed}
         )
     else:
-        console.table(_HEADERS, rows)
-        _note_left_out(console, made.left_out)
-        others = "made by other processes or kept" if settings.join else "kept"
-        console.note(f"made {len(made.made)}, {others} {len(rows) - len(made.made)}")
-        console.note(f"to publish it: {made.upload}")
+        console.print_table(_HEADERS, rows)
+        _note_left_out(console, released.left_out)
+        kept_text = "made by other processes or kept" if settings.join else "kept"
+        console.note(f"made {len(released.made)}, {kept_text} {len(rows) - len(released.made)}")
+        console.note(f"to publish it: {released.upload}")
 
 
 def _note_left_out(console: Console, sizes: Mapping[str, int]) -> None:
@@ -139,11 +147,13 @@ def _note_left_out(console: Console, sizes: Mapping[str, int]) -> None:
         console.note(f"{name} is left out: its files take {size(nbytes)}")
 
 
-def _summary(rows: Sequence[Sequence[str]], made: Released) -> str:
-    """Return a release as GitHub-flavoured Markdown."""
+def _summary(rows: Sequence[Sequence[str]], released: Released) -> str:
+    """Return a release as GitHub-flavored Markdown."""
     table = [_HEADERS, ["---"] * len(_HEADERS), *rows]
     lines = ["## Release", "", *("| " + " | ".join(line) + " |" for line in table), ""]
-    reports = [FILES.text(one, CARD, made.out) for one in made.reports if one.suffix == ".md"]
+    reports = [
+        FILES.text(path, CARD, released.out) for path in released.reports if path.suffix == ".md"
+    ]
     return "\n".join([*lines, *reports, ""])
 
 
@@ -155,7 +165,7 @@ def _show_plan(
     only: Sequence[str],
     budget: int | None,
 ) -> None:
-    """Show what would be made, with all that is refused before the work; nothing is written."""
+    """Print what would be made, with all checks before the work; nothing is written."""
     from quantforge.api.release import plan_release
     from quantforge.plans import decisions, decisions_by_plan
 
@@ -174,7 +184,7 @@ def _show_plan(
         for name, plan in plans.items()
     ]
     if console.as_json:
-        console.document(
+        console.print_document(
             {"schema": "quantforge.release-plan/1", "variants": rows, "left_out": planned.left_out}
         )
         return
@@ -188,7 +198,7 @@ def _show_plan(
         )
         for name, plan in plans.items()
     ]
-    console.table(("variant", "format", "method", "files", "state"), cells)
-    for said in decisions_by_plan(plans):
-        console.note(said)
+    console.print_table(("variant", "format", "method", "files", "state"), cells)
+    for text in decisions_by_plan(plans):
+        console.note(text)
     _note_left_out(console, planned.left_out)

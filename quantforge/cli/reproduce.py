@@ -10,12 +10,12 @@ import typer
 from quantforge.cli import choices, options, processes
 
 EXAMPLE = "Example: quantforge reproduce demo-gptq-int4 --source demo"
-DIFFERENT = 5
+DIFFERENT_EXIT_CODE = 5
 
 
-@options.takes(
-    text=choices.recipe_parameters(("calibration",)),
-    run=options.run_options(*options.WHERE, *options.SHOWN),
+@options.with_option_groups(
+    calibration_options=choices.recipe_parameters(("calibration",)),
+    run_options=options.run_options(*options.DEVICE_OPTIONS, *options.DISPLAY_OPTIONS),
 )
 def reproduce(
     path: Annotated[
@@ -36,39 +36,41 @@ def reproduce(
             help="Keep the second result here (what states another name is not compared).",
         ),
     ] = None,
-    text: options.Given,
+    calibration_options: options.OptionValues,
     imatrix: options.ImatrixFile = None,
     adapter: options.Adapter = None,
-    run: options.Given,
+    run_options: options.OptionValues,
 ) -> None:
     """Run the recipe of a result again and compare every file that its manifest lists, but for the card README.md.
 
     Exit 5 and a list of files if any byte came out otherwise than it is now, edited files included.
     """
-    console = processes.console_of(run)
-    settings = processes.settings_of(
-        run,
+    console = processes.console_from_options(run_options)
+    settings = processes.settings_from_options(
+        run_options,
         console,
         imatrix=imatrix,
         adapter=adapter,
-        calibration=text["calibration"] or "",
+        calibration=calibration_options["calibration"] or "",
         note=lambda _: None,
     )
-    with console.watch():
+    with console.progress_meter():
         from quantforge import api
 
-        made = api.reproduce(path, source, settings, output)
+        reproduced = api.reproduce(path, source, settings, output)
     if console.as_json:
-        console.document(made.document())
+        console.print_document(reproduced.document())
     else:
-        for name in made.differing:
-            since = " (edited or removed since it was made)" if name in made.edited else ""
-            console.text(f"differs: {name}{since}")
-        for name in made.left_out:
+        for name in reproduced.differing:
+            edited_text = (
+                " (edited or removed since it was made)" if name in reproduced.edited else ""
+            )
+            console.print_text(f"differs: {name}{edited_text}")
+        for name in reproduced.left_out:
             console.note(f"not compared, since it states the name of the result: {name}")
-        for name, (then, now) in made.versions.items():
+        for name, (then, now) in reproduced.versions.items():
             console.note(f"{name} was {then or 'absent'} and is {now or 'absent'}")
-        same = made.files - len(made.differing)
-        console.text(f"{same} of {made.files} files came out byte for byte")
-    if made.differing:
-        raise typer.Exit(DIFFERENT)
+        num_equal = reproduced.files - len(reproduced.differing)
+        console.print_text(f"{num_equal} of {reproduced.files} files came out byte for byte")
+    if reproduced.differing:
+        raise typer.Exit(DIFFERENT_EXIT_CODE)

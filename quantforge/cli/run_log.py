@@ -1,4 +1,4 @@
-"""Reports of a run: its progress for people, and the file of ``--log`` for programs."""
+"""Progress of a run on the console, and in the file of ``--log``."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 
 from quantforge.artifacts.number_text import size
 from quantforge.cli.console import Console
-from quantforge.cli.path_arguments import shown
+from quantforge.cli.path_arguments import display_path
 from quantforge.errors import UsageError
 from quantforge.files.disk import append, check_new, open_existing
 from quantforge.plans import Plan, decisions
 from quantforge.progress import Progress, part_label
 
-_LOG = b'{"part": "'  # how the file of --log begins
+_LOG_START = b'{"part": "'  # start of the file of --log
 
 
 class RunLog:
-    """Progress for people and, where a file is named, for programs.
+    """Listener that reports the progress of a run on the console and to a log file.
 
-    The file holds times, so it must not be inside of a result. A run that is resumed continues it; a file that is no
-    such log is never written to.
+    The file contains times, so it must not be inside of a result. A resumed run appends to it; a file that is not such
+    a log is never changed.
 
     Raises:
-        UsageError: the file would lie in the model.
+        UsageError: the file would be inside of the model.
         InputError: its directory is missing.
-        RefusedError: it is there, and no log of a run.
+        RefusedError: the file exists and is not a log of a run.
     """
 
     def __init__(
@@ -42,33 +42,33 @@ class RunLog:
         check_new(log, "--log", overwrite=_is_log(log), adds=True)
 
     def listeners(self) -> dict[str, Any]:
-        """Return the callbacks of `Settings` by which a run reports."""
+        """Return the callbacks for `Settings` that a run reports to."""
         return {"progress": self.progress, "announce": self.announce, "note": self._console.note}
 
     def announce(self, plan: Plan, out: Path) -> None:
-        """Keep what was decided for a user who left it open; it is shown when the work begins, not before a refusal.
+        """Store the plan's decisions, to show them when the work begins, but not before an error.
 
-        Where a mixture is looked for, a likely one is announced first; nothing is shown twice.
+        If a mixture is searched, an estimated one is announced first; nothing is shown twice.
 
         Raises:
-            UsageError: the log would lie in the result.
+            UsageError: the log would be inside of the result.
         """
         self._check_outside(out, "result")
-        output = () if self._output_named else (f"output: {shown(out)}",)
+        output = () if self._output_named else (f"output: {display_path(out)}",)
         notes = [*decisions(plan), *output]
         self._pending = [note for note in notes if note not in self._announced]
         self._announced |= {*notes}
 
     def progress(self, progress: Progress) -> None:
-        """Show where the run is; note a finished part in the log."""
+        """Show progress; append a finished part to the log."""
         notes, self._pending = self._pending, []
         for note in notes:
             self._console.note(note)
-        self._console.show(progress)
+        self._console.show_progress(progress)
         if not progress.part:
             return
         error = "" if progress.error is None else f"  err {progress.error:.5f}"
-        self._console.detail(
+        self._console.print_detail(
             f"{part_label(progress.part)}{error}  {progress.seconds:.1f} s  peak {size(progress.peak_bytes)}"
         )
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
@@ -76,20 +76,20 @@ class RunLog:
         if self._log is not None:
             append(self._log, json.dumps(entry).encode() + b"\n")
 
-    def _check_outside(self, place: Path, what: str) -> None:
+    def _check_outside(self, directory: Path, kind: str) -> None:
         if self._log is not None and Path(os.path.realpath(self._log)).is_relative_to(
-            os.path.realpath(place)
+            os.path.realpath(directory)
         ):
-            raise UsageError(f"--log {self._log}: is inside of the {what}", "name a file beside it")
+            raise UsageError(f"--log {self._log}: is inside of the {kind}", "name a file beside it")
 
 
 def _is_log(path: Path) -> bool:
-    """Return whether a file is empty or was begun by a `RunLog`."""
+    """Return whether a file is empty or was written by a `RunLog`."""
     try:
         descriptor = open_existing(path, os.O_RDONLY)
     except OSError:
         return False
     try:
-        return os.pread(descriptor, len(_LOG), 0) in {b"", _LOG}
+        return os.pread(descriptor, len(_LOG_START), 0) in {b"", _LOG_START}
     finally:
         os.close(descriptor)

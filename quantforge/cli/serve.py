@@ -1,4 +1,4 @@
-"""``quantforge serve``: a model behind OpenAI's API over HTTP."""
+"""``quantforge serve``: serve a model with OpenAI's HTTP API."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quantforge.api import ListeningServer
 
 EXAMPLE = "Example: quantforge serve demo-gptq-int4"
-LOCAL = ("127.", "::1", "localhost")
+LOCAL_HOSTS = ("127.", "::1", "localhost")
 
 Host = Annotated[
     str, typer.Option("--host", metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")
@@ -73,7 +73,7 @@ Timeout = Annotated[
 
 
 # By the names of `ServeOptions`, in the order of ``--help``.
-GIVEN: Mapping[str, tuple[Any, Any]] = {
+SERVE_OPTIONS: Mapping[str, tuple[Any, Any]] = {
     "host": (Host, DEFAULTS["host"]), "port": (Port, DEFAULTS["port"]), "served_name": (ServedName, ""),
     "cache": (Cache, ""), "cache_gib": (CacheGib, DEFAULTS["cache_gib"]), "context": (Context, None),
     "concurrent": (Concurrent, DEFAULTS["concurrent"]), "waiting": (Waiting, DEFAULTS["waiting"]),
@@ -83,22 +83,28 @@ GIVEN: Mapping[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-@options.takes(
-    given=options.parameters(GIVEN),
-    run=options.run_options("device", "threads", "input_bits", "offline", "as_json", "quiet"),
+@options.with_option_groups(
+    serve_options=options.parameters(SERVE_OPTIONS),
+    run_options=options.run_options(
+        "device", "threads", "input_bits", "offline", "as_json", "quiet"
+    ),
 )
-def serve(model: options.Model, *, given: options.Given, run: options.Given) -> None:
+def serve(
+    model: options.Model, *, serve_options: options.OptionValues, run_options: options.OptionValues
+) -> None:
     """Serve a model to clients of OpenAI's API; Ctrl-C stops it."""
-    console = processes.console_of(run)
+    console = processes.console_from_options(run_options)
 
     def ready(server: ListeningServer) -> None:
         if console.as_json:
-            console.document({"schema": "quantforge.serve/1", **server.document()})
+            console.print_document({"schema": "quantforge.serve/1", **server.document()})
             return
-        console.text(f"serving {server.model} at {server.url}")
-        console.text(example(server))
-        if not given["host"].startswith(LOCAL):
-            console.note(f"whoever reaches {given['host']} may use it: there is no password")
+        console.print_text(f"serving {server.model} at {server.url}")
+        console.print_text(example_request(server))
+        if not serve_options["host"].startswith(LOCAL_HOSTS):
+            console.note(
+                f"whoever reaches {serve_options['host']} may use it: there is no password"
+            )
         console.note(
             f"{server.concurrent} completions at a time, {server.context} tokens each at most, "
             f"{server.cache_tokens} in all; Ctrl-C stops"
@@ -107,14 +113,14 @@ def serve(model: options.Model, *, given: options.Given, run: options.Given) -> 
 
     from quantforge.api.serve import serve
 
-    settings = processes.settings_of(run, console)
-    typed = {name: value for name, value in given.items() if value is not None}
-    serve(model, settings, ready=ready, **typed)
+    settings = processes.settings_from_options(run_options, console)
+    given_options = {name: value for name, value in serve_options.items() if value is not None}
+    serve(model, settings, ready=ready, **given_options)
     console.note("stopped")
 
 
-def example(server: ListeningServer) -> str:
-    """Return a command that asks the server for an answer."""
+def example_request(server: ListeningServer) -> str:
+    """Return a curl command with an example request to the server."""
     body: dict[str, object] = {"model": server.model, "max_tokens": 64, "temperature": 0}
     if server.chat:
         path, body["messages"] = "chat/completions", [{"role": "user", "content": "Explain json."}]

@@ -1,4 +1,4 @@
-"""``quantforge sweep``: all combinations of some choices, and which of them nothing beats."""
+"""``quantforge sweep``: quantize with all combinations of some choices, and compare the results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from quantforge.cli import choices, evaluate, options, processes
 from quantforge.cli.console import Console
-from quantforge.cli.path_arguments import from_here, shown
+from quantforge.cli.path_arguments import display_path, relative_to_cwd
 from quantforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example: quantforge sweep demo --over bits=3,4 --over method=rtn,gptq"
 
-Varied = Annotated[
+VariedChoices = Annotated[
     list[str],
     typer.Option(
         "--over",
@@ -27,7 +27,7 @@ Varied = Annotated[
         help="What is varied: an option of quantize without its dashes (repeatable).",
     ),
 ]
-Place = Annotated[
+OutputDirectory = Annotated[
     Path | None,
     typer.Option(
         "-o",
@@ -45,16 +45,21 @@ Replace = Annotated[
 ]
 
 
-@options.takes(
-    given=choices.recipe_parameters(choices.RECIPE),
-    run=options.run_options(*options.WHERE, *options.SHARED, *options.ACCEPTED, *options.SHOWN),
+@options.with_option_groups(
+    recipe_options=choices.recipe_parameters(choices.RECIPE_OPTIONS),
+    run_options=options.run_options(
+        *options.DEVICE_OPTIONS,
+        *options.PARALLEL_OPTIONS,
+        *options.POLICY_OPTIONS,
+        *options.DISPLAY_OPTIONS,
+    ),
 )
 def sweep(
     model: options.Model,
     *,
-    over: Varied,
-    output: Place = None,
-    given: options.Given,
+    over: VariedChoices,
+    output: OutputDirectory = None,
+    recipe_options: options.OptionValues,
     text: evaluate.Text = None,
     windows: evaluate.WindowCount = 80,
     window_length: ScoredLength = 512,
@@ -63,39 +68,42 @@ def sweep(
     summary: evaluate.Summary = None,
     overwrite: Replace = False,
     wide: evaluate.Wide = False,
-    run: options.Given,
+    run_options: options.OptionValues,
 ) -> None:
     """Quantize a model by all combinations of some choices, measure them, and mark those that no other beats.
 
     The same command goes on after any interruption. Combinations that cannot be made are left out and named, refused
     with --strict.
     """
-    console = processes.console_of(run)
+    console = processes.console_from_options(run_options)
     evaluate.check_reports(report or [], summary, overwrite=overwrite)
-    settings = processes.settings_of(run, console, overwrite=overwrite)
-    grid, out = _grid(over), output or _place(model)
-    with console.watch(), processes.started(run["jobs"], console.note) as failed:
+    settings = processes.settings_from_options(run_options, console, overwrite=overwrite)
+    grid, out = _parse_grid(over), output or _default_directory(model)
+    with (
+        console.progress_meter(),
+        processes.worker_processes(run_options["jobs"], console.note) as failed,
+    ):
         from quantforge import api
         from quantforge.api.sweep import make_results
 
-        if processes.silent():
-            make_results(model, grid, out, None, settings, given)
+        if processes.is_silent():
+            make_results(model, grid, out, None, settings, recipe_options)
             return
-        found = api.sweep(
+        swept = api.sweep(
             model,
             grid,
             out,
             settings=settings,
-            **given,
+            **recipe_options,
             measured={"text": text, "windows": windows, "length": window_length, "speed": speed},
         )
-    _show(console, found, failed, wide=wide)
-    evaluate.save_reports(found.evaluation, report or [], overwrite=overwrite)
-    evaluate.write_summary(summary, found.evaluation)
+    _show(console, swept, failed, wide=wide)
+    evaluate.save_reports(swept.evaluation, report or [], overwrite=overwrite)
+    evaluate.write_summary(summary, swept.evaluation)
     _note_reports(console, report, summary)
 
 
-def _place(model: str) -> Path:
+def _default_directory(model: str) -> Path:
     return Path(f"{Path(model.partition('@')[0]).name.removesuffix('.gguf')}-sweep")
 
 
@@ -105,34 +113,36 @@ def _note_reports(console: Console, reports: Sequence[Path] | None, summary: Pat
 
 
 def _show(
-    console: Console, found: Swept, failed: Sequence[processes.FailedProcess], *, wide: bool
+    console: Console, swept: Swept, failed: Sequence[processes.FailedProcess], *, wide: bool
 ) -> None:
-    for name, why in found.left_out.items():
-        console.note(f"{name} is left out: {why}")
+    for name, reason in swept.left_out.items():
+        console.note(f"{name} is left out: {reason}")
     if console.as_json:
-        console.document(
-            {"schema": "quantforge.sweep/1", **found.document(), "failed_processes": failed}
+        console.print_document(
+            {"schema": "quantforge.sweep/1", **swept.document(), "failed_processes": failed}
         )
     else:
-        evaluate.show_tables(console, found.evaluation, wide=wide)
-        _note_results(console, found)
+        evaluate.show_tables(console, swept.evaluation, wide=wide)
+        _note_results(console, swept)
 
 
-def _note_results(console: Console, found: Swept) -> None:
-    """Say where the results are, and what is done with the closest of those that no other beats."""
-    rows = found.evaluation.rows
-    best = [rows[index]["path"] for index in found.evaluation.verdict.front]
-    chosen = Path(best[-1]) if best else next(iter(found.results.values()))
-    place = from_here(found.out)
-    console.note(f"results: {len(found.results)} in {shown(place)}, under the names of their rows")
-    console.note(f"next: quantforge generate {shlex.quote(str(place / chosen.name))}")
+def _note_results(console: Console, swept: Swept) -> None:
+    """Print where the results are, and a command for the closest one on the Pareto front."""
+    rows = swept.evaluation.rows
+    best = [rows[index]["path"] for index in swept.evaluation.verdict.front]
+    example = Path(best[-1]) if best else next(iter(swept.results.values()))
+    directory = relative_to_cwd(swept.out)
+    console.note(
+        f"results: {len(swept.results)} in {display_path(directory)}, under the names of their rows"
+    )
+    console.note(f"next: quantforge generate {shlex.quote(str(directory / example.name))}")
 
 
-def _grid(over: list[str]) -> dict[str, list[str]]:
-    """Return the values of every choice that is varied.
+def _parse_grid(over: list[str]) -> dict[str, list[str]]:
+    """Parse ``--over CHOICE=VALUE,VALUE`` into values by choice.
 
     Raises:
-        UsageError: it has no values.
+        UsageError: a choice has no values.
     """
     grid: dict[str, list[str]] = {}
     for text in over:

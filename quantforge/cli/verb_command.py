@@ -1,7 +1,6 @@
-"""A verb as it is shown and completed: its options in named groups, its words read without being converted.
+"""Click command of a verb: help with grouped options, and fast shell completion.
 
-Help, and what a shell asks for while somebody types, come before any value is looked at: conversion would import what
-only a run needs.
+Help and completion do not convert values, since conversion would import modules that only a run needs.
 """
 
 from __future__ import annotations
@@ -11,68 +10,77 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-OTHERS = "Options"  # the group of options that name none
+DEFAULT_GROUP = "Options"  # help group of options without a group
 
 
-def sort_words(command: Any, ctx: Any, args: list[str]) -> list[str]:
-    """Give each option and argument of ``ctx`` its words, not converted; return the words that are left."""
-    bare = TyperCommand(command.name, add_help_option=False)
-    bare.parse_args(ctx, [])  # without options, tells ctx how options begin
-    typed, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
-    ctx.params = {str(one.name): typed.get(str(one.name)) for one in command.params}
+def parse_unconverted(command: Any, ctx: Any, args: list[str]) -> list[str]:
+    """Store the unconverted values of all options and arguments in ``ctx``; return the rest of the words."""
+    plain_command = TyperCommand(command.name, add_help_option=False)
+    plain_command.parse_args(ctx, [])  # sets the option prefixes of ctx
+    values, rest, _ = command.make_parser(ctx).parse_args(args=list(args))
+    ctx.params = {
+        str(parameter.name): values.get(str(parameter.name)) for parameter in command.params
+    }
     ctx.args = rest
     return list(rest)
 
 
-def _readable(name: str, text: str) -> tuple[str, str]:
-    """Return what help says of an option, with types and ranges in words instead of the parser's."""
+def _readable_help(name: str, text: str) -> tuple[str, str]:
+    """Return name and help text of an option, with types and ranges in plain words."""
     name = re.sub(r"<int( range)?>", "N", re.sub(r"<float( range)?>", "X", name))
     text = re.sub(r"; x>=(0|-\d+)\b|  \[x>=(0|-\d+)\]", "", text)
     text = re.sub(r"\bx>=(\d+)", r"at least \1", re.sub(r"\b(\d+)<=x<=(\d+)", r"\1 to \2", text))
     return name, text.replace("]  [", "; ")
 
 
-def _completed(command: Any, args: list[str]) -> list[str]:
-    """Give ``*`` to each option that may stand without a value (its name in help has brackets) and does."""
-    bare = {
+def _fill_bare_options(command: Any, args: list[str]) -> list[str]:
+    """Insert ``*`` after each option that may be given without a value (its metavar has brackets) and is."""
+    flags = {
         flag
-        for one in command.params
-        if one.param_type_name == "option" and str(one.metavar).startswith("[")
-        for flag in one.opts
+        for parameter in command.params
+        if parameter.param_type_name == "option" and str(parameter.metavar).startswith("[")
+        for flag in parameter.opts
     }
-    found: list[str] = []
+    filled: list[str] = []
     for word, following in zip(args, [*args[1:], "--"], strict=False):
-        found.append(word)
-        if word in bare and following.startswith("-") and "--" not in found:
-            found.append("*")
-    return found
+        filled.append(word)
+        if word in flags and following.startswith("-") and "--" not in filled:
+            filled.append("*")
+    return filled
 
 
 class Verb(TyperCommand):
     """A command of ``quantforge``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return what is left of the arguments."""
+        """Parse arguments; return the rest. Completion parses without type conversion."""
         if ctx.resilient_parsing:
-            return sort_words(self, ctx, args)
-        return super().parse_args(ctx, _completed(self, args))
+            return parse_unconverted(self, ctx, args)
+        return super().parse_args(ctx, _fill_bare_options(self, args))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Return what stands behind the verb in the line of its usage."""
-        found = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
-        return ["[OPTIONS]", *(str(one.metavar or one.name.upper()) for one in found)]
+        """Return the parts after the verb in the usage line."""
+        arguments = [
+            parameter
+            for parameter in self.get_params(ctx)
+            if parameter.param_type_name == "argument"
+        ]
+        return [
+            "[OPTIONS]",
+            *(str(parameter.metavar or parameter.name.upper()) for parameter in arguments),
+        ]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, then the options by their groups, in the order in which these first occur."""
+        """Write arguments, then options by group, in the order in which the groups occur."""
         groups: dict[str, list[tuple[str, str]]] = {}
-        for one in self.get_params(ctx):
-            record = one.get_help_record(ctx)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
             if record is None:
                 continue
-            group = getattr(one, "rich_help_panel", None) or OTHERS
-            if one.param_type_name == "argument":
+            group = getattr(parameter, "rich_help_panel", None) or DEFAULT_GROUP
+            if parameter.param_type_name == "argument":
                 group, record = "Arguments", (record[0].partition(" <")[0], record[1])
-            groups.setdefault(group, []).append(_readable(*record))
+            groups.setdefault(group, []).append(_readable_help(*record))
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)

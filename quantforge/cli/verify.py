@@ -1,4 +1,4 @@
-"""``quantforge verify``: check a quantized model, whoever made it."""
+"""``quantforge verify``: check a quantized model, made by any tool."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
     from quantforge.verification.findings import Finding, Report
 
 EXAMPLE = "Example: quantforge verify demo-gptq-int4 --source demo"
-FAILED, UNSUPPORTED = 5, 4
-SHOWN = 5  # findings of a check
-# What to look at where a check finds something in many places.
+FAILED_EXIT_CODE, UNSUPPORTED_EXIT_CODE = 5, 4
+MAX_LISTED = 5  # maximum number of findings listed for a check
+# Advice for checks with many findings.
 ADVICE = {
     "manifest": "fetch or make it again",
     "unreadable": "the files are damaged or incomplete: fetch them again",
     "incomplete": "is a file missing, or config.json that of another model?",
     "not-finite": "numbers overflowed or the file is damaged: make it again",
 }
-WITH_SOURCE = dict.fromkeys(
+ADVICE_WITH_SOURCE = dict.fromkeys(
     ("kept-changed", "noise", "groups", "swapped"),
     "is --source the model that it was made from? A model that was quantized twice looks like this too",
 )
 
 
-@options.takes(run=options.run_options(*options.WHERE, *options.SHOWN))
+@options.with_option_groups(
+    run_options=options.run_options(*options.DEVICE_OPTIONS, *options.DISPLAY_OPTIONS)
+)
 def verify(
     path: Annotated[
         str,
@@ -45,7 +47,7 @@ def verify(
         typer.Option(
             "--for",
             metavar="ENGINE",
-            autocompletion=options.among(TARGETS),
+            autocompletion=options.complete_from(TARGETS),
             help="Check that this engine loads it.",
         ),
     ] = None,
@@ -61,11 +63,11 @@ def verify(
     ] = None,
     adapter: options.Adapter = None,
     *,
-    run: options.Given,
+    run_options: options.OptionValues,
 ) -> None:
     """Check files, structure, every number and one forward pass; exit 5 and a list if anything is wrong."""
-    console = processes.console_of(run)
-    with console.watch():
+    console = processes.console_from_options(run_options)
+    with console.progress_meter():
         from quantforge import api
 
         report = api.verify(
@@ -73,37 +75,37 @@ def verify(
             source,
             engine=engine,
             forward=forward,
-            device=run["device"],
-            threads=run["threads"],
+            device=run_options["device"],
+            threads=run_options["threads"],
             key=key,
             adapter=adapter,
-            offline=bool(run["offline"]),
-            progress=console.show,
+            offline=bool(run_options["offline"]),
+            progress=console.show_progress,
         )
     if console.as_json:
-        console.document(report.document(strict=strict))
+        console.print_document(report.document(strict=strict))
     else:
         _show(console, report, strict=strict)
     if report.failed(strict=strict):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(FAILED_EXIT_CODE)
     if report.unsupported:
-        raise typer.Exit(UNSUPPORTED)
+        raise typer.Exit(UNSUPPORTED_EXIT_CODE)
 
 
 def _show(console: Console, report: Report, *, strict: bool) -> None:
-    """Print the findings, the main figures, what was not checked, and the verdict."""
-    console.text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
-    for line in _listed(report.findings, ADVICE | WITH_SOURCE if report.source else ADVICE):
-        (console.wrapped if console.terminal else console.text)(line)
+    """Print the findings, main figures, skipped checks and the verdict."""
+    console.print_text(f"{report.path}  {report.model_type}  {report.format}".rstrip())
+    for line in _finding_lines(
+        report.findings, ADVICE | ADVICE_WITH_SOURCE if report.source else ADVICE
+    ):
+        (console.print_wrapped if console.is_terminal else console.print_text)(line)
     if report.tensors:
-        worst = min(report.tensors, key=lambda row: float(row["snr_db"]))
-        noisiest = (
-            f"the noisiest is {worst['name']} at {worst['snr_db']:.1f} dB ({worst['scheme']})"
-        )
-        found = "all equal" if worst["snr_db"] == math.inf else noisiest
-        console.text(f"{len(report.tensors)} tensors compared; {found}")
+        noisiest = min(report.tensors, key=lambda row: float(row["snr_db"]))
+        noisiest_text = f"the noisiest is {noisiest['name']} at {noisiest['snr_db']:.1f} dB ({noisiest['scheme']})"
+        result_text = "all equal" if noisiest["snr_db"] == math.inf else noisiest_text
+        console.print_text(f"{len(report.tensors)} tensors compared; {result_text}")
     if report.unrecorded_factors:
-        console.text(
+        console.print_text(
             f"unrecorded factors: {len(report.unrecorded_factors)} modules have factors that cancel out,"
             f" e.g. {report.unrecorded_factors[0]}"
         )
@@ -111,40 +113,42 @@ def _show(console: Console, report: Report, *, strict: bool) -> None:
         text = f"KL divergence from the source: {report.figures['kl_mean']:.4g} nats per token"
         if "kl_plain" in report.figures:
             text += f" (rounded plainly to the same types: {report.figures['kl_plain']:.4g})"
-        console.text(text)
+        console.print_text(text)
     for text in report.notes:
         console.note(text)
     if report.partial:
-        seen = (f"{check} ({text})" for check, text in report.partial.items())
-        console.note(f"checked in part, without a source: {', '.join(seen)}")
+        partial_checks = (f"{check} ({text})" for check, text in report.partial.items())
+        console.note(f"checked in part, without a source: {', '.join(partial_checks)}")
     for reason in dict.fromkeys(report.skipped.values()):
         checks = [check for check, why in report.skipped.items() if why == reason]
         console.note(f"not checked ({reason}): {', '.join(checks)}")
     if report.unsigned:
         console.note(f"not covered by the signature: {', '.join(report.unsigned)}")
-    console.text(_verdict(report, strict=strict))
+    console.print_text(_verdict_text(report, strict=strict))
 
 
-def _listed(findings: Sequence[Finding], advice: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line for each finding, errors first; of a check with many, `SHOWN` places and the number of the rest."""
+def _finding_lines(findings: Sequence[Finding], advice: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each finding, errors first; for a check with many, only `MAX_LISTED` and a count."""
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for item in sorted(findings, key=lambda item: [*Severity].index(item.severity)):
         groups.setdefault((item.severity, item.check), []).append(item)
     for (severity, check), items in groups.items():
-        places: dict[str, Finding] = {}
+        first_findings: dict[str, Finding] = {}
         for item in items:
-            places.setdefault(item.where, item)
-        shown = items if len(items) <= SHOWN else [*places.values()][:SHOWN]
+            first_findings.setdefault(item.where, item)
+        shown = items if len(items) <= MAX_LISTED else [*first_findings.values()][:MAX_LISTED]
         for item in shown:
             yield f"{severity}: {item.where}: {item.detail}"
         if len(items) > len(shown):
-            more = f"{len(items) - len(shown)} more like these, {len(places)} places in all"
-            then = f"; {advice[check]}" if check in advice else ""
-            yield f"{severity}: {more} ({check}; --json lists all){then}"
+            count_text = (
+                f"{len(items) - len(shown)} more like these, {len(first_findings)} places in all"
+            )
+            advice_text = f"; {advice[check]}" if check in advice else ""
+            yield f"{severity}: {count_text} ({check}; --json lists all){advice_text}"
 
 
-def _verdict(report: Report, *, strict: bool) -> str:
-    """Return the last line: verified, failed, or not verified."""
+def _verdict_text(report: Report, *, strict: bool) -> str:
+    """Return the last line of the report: verified, failed, or not verified."""
     counts = [
         f"{count} {severity}{'s' * (count != 1)}"
         for severity in Severity

@@ -325,26 +325,26 @@ def test_a_number_of_threads_that_would_end_the_process_is_refused(model, tmp_pa
 
 
 def watched(console: Console, line: str) -> None:
-    with console.watch():
-        console.show(Progress(phase=line, step=line))
+    with console.progress_meter():
+        console.show_progress(Progress(phase=line, step=line))
 
 
 def test_no_text_of_others_reaches_a_terminal_raw(capsys):
     """Control characters (C0, C1), directions of writing and halves of pairs are escaped on every way out."""
     text = "a\x1b[2J\x9b31m\u202e\u2066\udcff\r\u2028b"
     console = Console(as_json=True)
-    console.document({"name": text, text: [text], "much": float("inf")})
+    console.print_document({"name": text, text: [text], "much": float("inf")})
     assert json.loads(capsys.readouterr().out)["name"] == text
     for tell in (
         console.note,
-        console.text,
+        console.print_text,
         lambda line: watched(console, line),
-        lambda line: console.table([line], [[line]]),
+        lambda line: console.print_table([line], [[line]]),
     ):
         tell(text)
     for as_json in (False, True):
-        Console(as_json=as_json).error(InputError(text, text, file=text))
-    console.document({"name": text})
+        Console(as_json=as_json).print_error(InputError(text, text, file=text))
+    console.print_document({"name": text})
     told = capsys.readouterr()
     assert {c for c in told.out + told.err if not c.isprintable()} == {"\n"}
 

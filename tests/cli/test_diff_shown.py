@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from quantforge.cli.console import Console
-from quantforge.cli.diff import SHOWN, _show
+from quantforge.cli.diff import MAX_LISTED, _show
 from quantforge.cli.verify import _show as show_report
 from quantforge.verification.difference import Difference
 from quantforge.verification.findings import Report
@@ -18,8 +18,8 @@ DEMO = Path(__file__).parents[2] / "models/demo"
 
 
 def test_what_is_left_out_is_counted(capsys):
-    many = {f"t{number}": float(number) for number in range(SHOWN + 3)}
-    only = {"first": [f"x{number}" for number in range(SHOWN + 2)], "second": []}
+    many = {f"t{number}": float(number) for number in range(MAX_LISTED + 3)}
+    only = {"first": [f"x{number}" for number in range(MAX_LISTED + 2)], "second": []}
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(
         **models, stated={}, only=only, tensors=many, files=["a.json", "b.json"], compared=len(many),
@@ -27,8 +27,8 @@ def test_what_is_left_out_is_counted(capsys):
     )  # fmt: skip
     _show(Console(), found)
     said = capsys.readouterr().out
-    assert f"t{SHOWN - 1} " in said
-    assert f"t{SHOWN} " not in said
+    assert f"t{MAX_LISTED - 1} " in said
+    assert f"t{MAX_LISTED} " not in said
     assert "dB: signal to noise of the decoded values, larger is closer" in said
     assert "and 3 more, closer than these" in said
     assert "only in the first: 2 more" in said
@@ -98,7 +98,7 @@ def test_every_field_that_differs_has_its_line(capsys):
     }
     stated = {
         "manifest.source": [source, other],
-        "config.rope": [{"f": {str(n): n for n in range(SHOWN + 3)}}, {"f": {}}],
+        "config.rope": [{"f": {str(n): n for n in range(MAX_LISTED + 3)}}, {"f": {}}],
     }
     models = {"first": Path("a"), "second": Path("b")}
     found = Difference(

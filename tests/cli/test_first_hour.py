@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli.path_arguments import shown
+from quantforge.cli.path_arguments import display_path
 from quantforge.cli.progress_bar import Clock
-from quantforge.cli.release import _place
+from quantforge.cli.release import _default_directory
 from quantforge.engines import with_output_path
 from quantforge.errors import InputError, nearest
 from quantforge.files.disk import no_space
@@ -76,7 +76,7 @@ def test_a_split_of_the_hub_keeps_its_column() -> None:
 
 
 def test_a_release_has_a_place_of_its_own(tmp_path: Path, capsys) -> None:
-    assert [str(_place(Path(name))) for name in ("x/release.toml", "demo.toml")] == [
+    assert [str(_default_directory(Path(name))) for name in ("x/release.toml", "demo.toml")] == [
         "release",
         "demo-release",
     ]
@@ -149,8 +149,8 @@ def test_the_plan_of_a_conversion_forecasts_no_memory_of_nothing(
     said = command(capsys, "export", out, "--format", "gptq", "--dry-run").out
     assert "above the imports" not in said
     assert "above the imports" in command(capsys, "plan", model, "--bits", 4).out
-    assert shown(Path("../x")) == "../x"
-    assert shown(Path("x")) == "./x"
+    assert display_path(Path("../x")) == "../x"
+    assert display_path(Path("x")) == "./x"
 
 
 def test_documents_hold_no_marks_of_a_markup(capsys) -> None:

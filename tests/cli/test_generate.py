@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import quantforge
-from quantforge.cli.generate import speed_of
+from quantforge.cli.generate import speed_text
 from quantforge.errors import RefusedError, UsageError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
@@ -251,7 +251,7 @@ def test_speeds_are_written_without_powers_of_ten() -> None:
         choices=[SimpleNamespace(tokens=[1])], prompt_tokens=9, stopped="end", speculation=None,
         processor_share=0.95, **figures,
     )  # fmt: skip
-    said = speed_of(answer, 9)  # type: ignore[arg-type]
+    said = speed_text(answer, 9)  # type: ignore[arg-type]
     assert said == "prompt 9 tokens, 1240 tokens/s; answer 1 tokens, 98800 tokens/s"
 
 
@@ -266,12 +266,12 @@ def test_a_speed_that_other_programs_slowed_down_says_so(monkeypatch: pytest.Mon
     answer = SimpleNamespace(
         choices=choices, prompt_tokens=9, stopped="end", processor_share=0.61, **figures
     )
-    said = speed_of(answer, 9)  # type: ignore[arg-type]
+    said = speed_text(answer, 9)  # type: ignore[arg-type]
     assert said.endswith(
         "; slowed down by other programs (the threads got 61% of the processor time)"
     )
     answer.processor_share = 0.95
-    assert "slowed" not in speed_of(answer, 9)  # type: ignore[arg-type]
+    assert "slowed" not in speed_text(answer, 9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("most", "word"), [(3, "--max-tokens"), (4, "the end of the context")])
@@ -284,7 +284,7 @@ def test_what_has_cut_an_answer_is_told(most: int, word: str) -> None:
     }
     choices = [SimpleNamespace(tokens=[1, 2, 3])]
     answer = SimpleNamespace(choices=choices, prompt_tokens=9, stopped="length", **figures)
-    assert f", cut by {word}" in speed_of(answer, most)  # type: ignore[arg-type]
+    assert f", cut by {word}" in speed_text(answer, most)  # type: ignore[arg-type]
 
 
 @pytest.mark.tokens

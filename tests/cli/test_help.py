@@ -18,7 +18,7 @@ import pytest
 
 from quantforge.cli import doctor, plan_summary, usage_errors
 from quantforge.cli.app import VERBS
-from quantforge.cli.result_summary import upload
+from quantforge.cli.result_summary import upload_hint
 from tests.conftest import Tiny
 from tests.runs import command, leftovers
 
@@ -252,7 +252,7 @@ def test_no_word_of_a_library_reaches_a_person(
 
 def test_what_hints_name_exists(capsys: pytest.CaptureFixture[str]) -> None:
     everything = "".join(command(capsys, "help", verb).out for verb in VERBS)
-    for options in usage_errors.OPTIONS.values():
+    for options in usage_errors.OPTIONS_OF_OTHER_TOOLS.values():
         assert all(f"{option} " in everything for option in options), options
 
 
@@ -338,8 +338,8 @@ def test_every_extra_is_told_of_by_the_doctor() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert doctor.OPTIONAL.keys() == project.keys() - {"dev", "docs", "fuzz", "all"}
-    for extra, (package, _) in doctor.OPTIONAL.items():
+    assert doctor.OPTIONAL_PACKAGES.keys() == project.keys() - {"dev", "docs", "fuzz", "all"}
+    for extra, (package, _) in doctor.OPTIONAL_PACKAGES.items():
         assert package.replace("_", "-") in {re.split("[<>=;]", one)[0] for one in project[extra]}
     hinted = {
         extra
@@ -347,7 +347,7 @@ def test_every_extra_is_told_of_by_the_doctor() -> None:
         for extra in re.findall(r"quantforge\[(\w+)\]", path.read_text())
     }
     assert hinted
-    assert hinted <= doctor.OPTIONAL.keys()
+    assert hinted <= doctor.OPTIONAL_PACKAGES.keys()
 
 
 @pytest.mark.parametrize("model", ["demo", "wren.gguf"])
@@ -392,7 +392,7 @@ def test_what_is_published_of_a_file_is_its_own(tmp_path: Path) -> None:
         "ex-mine.txt",
     ):
         (tmp_path / name).touch()
-    said = upload(tmp_path / "ex.gguf")
+    said = upload_hint(tmp_path / "ex.gguf")
     patterns = shlex.split(said.partition("hf ")[2])
     chosen = [two for one, two in pairwise(patterns) if one == "--include"]
     taken = {path.name for path in tmp_path.iterdir() for one in chosen if fnmatch(path.name, one)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quantforge.cli.app import RESUMED, Stopped
+from quantforge.cli.app import RESUMABLE_VERBS, Stopped
 from tests.runs import command
 
 
@@ -20,7 +20,7 @@ def test_the_page_names_the_verbs_that_an_interruption_does_not_cost():
     told = (
         page.partition("### After a signal")[2].partition("## Events")[0].partition("All other")[0]
     )
-    assert RESUMED | {"export", "eval"} == {*re.findall(r"`([a-z]+)`", told)}
+    assert RESUMABLE_VERBS | {"export", "eval"} == {*re.findall(r"`([a-z]+)`", told)}
 
 
 INTERRUPTED_AT = """

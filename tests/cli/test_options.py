@@ -46,7 +46,7 @@ def flags(command: Any) -> list[set[str]]:
 
 def test_every_field_of_a_recipe_has_one_option_or_none_by_decision() -> None:
     names = list(RecipeOptions.__annotations__)
-    assert choices.RECIPE.keys() == {*names, "recipe"}
+    assert choices.RECIPE_OPTIONS.keys() == {*names, "recipe"}
     stand_for = [place_of(name)[0] for name in names]
     assert len(set(stand_for)) == len(names)
     assert {*stand_for, *IN_FILES_ALONE} == {*places()}
@@ -72,7 +72,7 @@ def kinds(hint: Any) -> set[Any]:
 def test_an_export_takes_the_same_choices_from_a_program() -> None:
     asked = {
         name
-        for name in choices.RECIPE
+        for name in choices.RECIPE_OPTIONS
         if choices.flag_of(name) in set().union(*flags(COMMANDS["export"]))
     }
     assert asked == ExportOptions.__annotations__.keys()
@@ -112,6 +112,6 @@ def test_every_option_in_the_documentation_exists() -> None:
 def test_the_table_of_what_is_asked_for_has_every_option_of_a_recipe() -> None:
     table = TEXT.partition("## What is asked for")[2].partition("\n## ")[0]
     first = " ".join(line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `"))
-    for name in choices.RECIPE:
+    for name in choices.RECIPE_OPTIONS:
         flag = choices.flag_of(name)
         assert re.search(rf"{flag}(?![\w-])", first), flag

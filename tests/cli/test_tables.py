@@ -177,7 +177,7 @@ def test_no_word_of_a_plan_is_broken(width, tiny, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", str(width))
     asked = ["plan", tiny("llama-wide"), "--bits", "4"]
     piped = command(capsys, *asked).out
-    monkeypatch.setattr("quantforge.cli.console.Console.terminal", property(lambda _: True))
+    monkeypatch.setattr("quantforge.cli.console.Console.is_terminal", property(lambda _: True))
     drawn = command(capsys, *asked).out
     lines = re.sub(r"\x1b\[[0-9;]*m", "", drawn).splitlines()
     assert max(map(len, lines)) <= width

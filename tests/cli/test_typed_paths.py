@@ -12,7 +12,7 @@ import pytest
 
 from quantforge.cli import allocate
 from quantforge.cli.console import Console
-from quantforge.cli.path_arguments import as_typed
+from quantforge.cli.path_arguments import restore_typed_paths
 from tests.conftest import Tiny
 from tests.runs import command
 
@@ -96,8 +96,8 @@ def test_what_is_made_is_named_as_it_was_typed(place, capsys):
 def test_the_rule(typed, text, told, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["quantforge", "verb", typed])
     monkeypatch.setenv("HOME", "/h/u")
-    monkeypatch.setattr("quantforge.cli.path_arguments._here", lambda: "/h/u/w")
-    assert as_typed(text) == told
+    monkeypatch.setattr("quantforge.cli.path_arguments._working_directory", lambda: "/h/u/w")
+    assert restore_typed_paths(text) == told
 
 
 def test_a_line_break_in_a_name_ends_no_line(
@@ -137,7 +137,7 @@ def test_what_nobody_copies_is_broken_into_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    Console().footer("some words " * 30)
+    Console().print_footer("some words " * 30)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3
     assert max(map(len, lines)) <= 80

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.cli.formats import cells
+from quantforge.cli.formats import list_conversions
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, ModuleLayout, Verdict, load_format
 from quantforge.formats.convert import compare_values, convert, layer_scheme_in_format
@@ -80,7 +80,7 @@ def exact_or_refused(tensor: QuantizedTensor, target: str) -> None:
 
 
 def test_the_matrix_has_every_pair_with_a_reason():
-    found = {(cell.source, str(cell.scheme), cell.target): cell for cell in cells()}
+    found = {(cell.source, str(cell.scheme), cell.target): cell for cell in list_conversions()}
     assert {source for source, _, _ in found} == set(FORMATS) - {"plain"}
     assert len(found) == sum(map(len, SPECIMENS.values())) * len(FORMATS)
     for cell in found.values():
@@ -94,7 +94,7 @@ def test_the_documented_matrix_is_the_computed_one():
     text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
     rows = {}
     for (source, scheme), line in itertools.groupby(
-        cells(), lambda cell: (cell.source, str(cell.scheme))
+        list_conversions(), lambda cell: (cell.source, str(cell.scheme))
     ):
         rows[source, scheme] = [cell.word for cell in line]
     for (source, scheme), words in rows.items():

@@ -141,7 +141,7 @@ def test_what_a_killed_process_was_at_is_made_by_another(spec, whole, tmp_path):
 
 
 def test_jobs_starts_the_others_and_speaks_once(spec, whole, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "_other", counted(processes._other, started := []))
+    monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
     shared = tmp_path / "shared"
     said = command(capsys, "release", spec, "-o", shared, "--jobs", "2")
     assert said.code == 0
@@ -164,7 +164,7 @@ def counted(start, started):
 
 @pytest.mark.thorough
 def test_a_sweep_has_jobs_and_measures_once(model, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(processes, "_other", counted(processes._other, started := []))
+    monkeypatch.setattr(processes, "_start_worker", counted(processes._start_worker, started := []))
     common = ["sweep", model, "--over", "method=rtn,gptq", "--bits", "4", "--samples", "4", "--length", "16",
               "--windows", "2", "--window-length", "16", "--json"]  # fmt: skip
     assert command(capsys, *common, "-o", tmp_path / "alone").code == 0

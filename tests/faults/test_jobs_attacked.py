@@ -24,8 +24,8 @@ from tests.runs import command
 ORPHAN = """
 import time
 from quantforge.cli import processes
-processes.TAKING_PART.set()
-with processes.started(2, print):
+processes.IS_WORKER.set()
+with processes.worker_processes(2, print):
     print("works", flush=True)
     time.sleep(200)
 """
@@ -45,7 +45,7 @@ def test_a_further_process_ends_when_its_parent_has_been_killed() -> None:
 
 def test_a_variable_of_the_environment_silences_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUANTFORGE_JOB", "1")
-    assert not processes.silent()
+    assert not processes.is_silent()
 
 
 def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
@@ -53,7 +53,7 @@ def test_further_processes_that_fail_are_counted_and_say_nothing_themselves(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["quantforge", "no-such-verb"])
     said: list[str] = []
-    with processes.started(3, said.append) as failed:
+    with processes.worker_processes(3, said.append) as failed:
         assert failed == []
     assert [one["exit_code"] for one in failed] == [2, 2]
     assert all("no-such-verb" in one["said"] for one in failed)
@@ -77,7 +77,7 @@ def test_documents_tell_which_further_processes_failed(
         'recipe = {method = "rtn", scheme = "int4:g32:sym", scales = "absmax"}\n'
     )
     program = "import sys; sys.exit('error: memory is full')"
-    monkeypatch.setattr(processes, "_PROGRAM", program)
+    monkeypatch.setattr(processes, "_WORKER_PROGRAM", program)
     measured = ["--windows", "2", "--window-length", "16"]
     own = (
         [spec]
@@ -99,7 +99,7 @@ def test_modules_of_the_directory_of_the_call_are_not_run(
     monkeypatch.setattr(sys, "path", [str(Path(path).absolute()) for path in sys.path if path])
     monkeypatch.setattr(sys, "argv", ["quantforge", "--version"])
     said: list[str] = []
-    with processes.started(2, said.append):
+    with processes.worker_processes(2, said.append):
         pass
     assert said == []
 
@@ -117,7 +117,10 @@ def test_where_one_cannot_be_started_those_that_were_are_stopped(
         return begun[0]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    with pytest.raises(ResourceError, match="no further process"), processes.started(3, print):
+    with (
+        pytest.raises(ResourceError, match="no further process"),
+        processes.worker_processes(3, print),
+    ):
         pass
     assert begun[0].returncode == -signal.SIGTERM
 
@@ -145,7 +148,7 @@ def test_the_pipe_of_one_that_is_stopping_stays_open(
         return begun[-1]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    with pytest.raises(KeyboardInterrupt), processes.started(2, print):
+    with pytest.raises(KeyboardInterrupt), processes.worker_processes(2, print):
         _wait_and_stop(ready)
     assert begun[0].returncode == 5
 
@@ -158,7 +161,7 @@ def _wait_and_stop(ready: Path) -> None:
 
 @pytest.fixture
 def _handled() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, app.stop)
+    before = signal.signal(signal.SIGTERM, app.raise_stopped)
     yield
     signal.signal(signal.SIGTERM, before)
 

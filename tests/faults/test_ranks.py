@@ -141,11 +141,11 @@ def test_the_example_of_a_job_array(model: Path, out: Path, tmp_path: Path) -> N
 
 
 def test_a_rank_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (under_torchrun(), processes.silent()) == (False, False)
+    assert (under_torchrun(), processes.is_silent()) == (False, False)
     for name, value in ((STARTED, "x"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert processes.silent()
-    assert [processes.own_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
+    assert processes.is_silent()
+    assert [processes.rank_device(asked) for asked in ("cpu", "cuda", "cuda:3")] == [
         "cpu",
         "cuda:1",
         "cuda:3",
@@ -208,7 +208,7 @@ def test_an_error_that_all_ranks_have_is_told_once(
         for name, value in (
             ("RANK", rank),
             ("LOCAL_RANK", rank),
-            (processes.OWN_FILE, str(place / "error.json")),
+            (processes.ERROR_FILE_VARIABLE, str(place / "error.json")),
         ):
             monkeypatch.setenv(name, value)
         told += [
@@ -217,5 +217,5 @@ def test_an_error_that_all_ranks_have_is_told_once(
         ]
     assert [one.code for one in told] == [3, 2, 3, 2]
     assert [bool(one.err) for one in told] == [True, True, False, False]
-    monkeypatch.setenv(processes.OWN_FILE, "error.json")  # of nobody else
+    monkeypatch.setenv(processes.ERROR_FILE_VARIABLE, "error.json")  # of nobody else
     assert command(capsys, "generate", out, "x").err

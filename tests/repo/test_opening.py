@@ -20,7 +20,7 @@ EXCEPTIONS = {
     ("quantforge.files.opener", "os.open"): "a file that an Opener has read before",
     ("quantforge.cli.app", "os.open"): "/dev/null, for writing",
     ("quantforge_calibration.tokenizer", "os.open"): "/dev/null, for writing",
-    ("quantforge.cli.recipes", "known[name].read_text"): "data of the package",
+    ("quantforge.cli.recipes", "paths[name].read_text"): "data of the package",
     ("quantforge.planning.recipe_options", "path.read_text"): "data of the package",
     ("quantforge.planning.recipe_options", "builtin[text].read_text"): "data of the package",
     ("quantforge.packers.lattices.points", "numpy.fromfile"): "data of the package",
