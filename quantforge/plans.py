@@ -242,7 +242,7 @@ class Plan:
     engines: tuple[EngineVerdict, ...] = ()
     substitutions: tuple[Event, ...] = ()
     notes: tuple[str, ...] = ()
-    left_behind: tuple[
+    not_copied: tuple[
         str, ...
     ] = ()  # notes on source files that are not copied (`quantforge.planning.notes`)
     late: tuple[str, ...] = ()  # tensors that are quantized after the last block: a quantized head

@@ -49,7 +49,7 @@ ProgressListener = Callable[[Progress], None]
 # Labels of units (see `quantforge.execution.units`) whose names in the journal are not meant for users.
 _PART_LABELS = {
     "outer": "outside of the blocks",
-    "guide": "weights of tokens",
+    "token weights": "weights of tokens",
     "head": "after the blocks",
     "tune": "tuning",
 }
@@ -160,7 +160,7 @@ def progress_of(
     unit: str, record: Mapping[str, Any], done: int, total: int, start: float
 ) -> Progress:
     """Return the report of a finished unit; ``start`` is when it began, in seconds of the monotonic clock."""
-    figures = record.get("figures", {}).values()
+    figures = record.get("metrics", {}).values()
     errors = [values["error"] for values in figures if "error" in values]
     position = _POSITION.get() or _Position(ignore_progress)
     return Progress(

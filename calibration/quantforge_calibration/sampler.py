@@ -47,7 +47,7 @@ class DrawReport:
 
     sources: tuple[str, ...]
     rows: int
-    rows_asked: int
+    rows_requested: int
     length: int
     tokens_available: int
     tokens_used: int
@@ -118,7 +118,7 @@ def pack_rows(
         DrawReport(
             sources=(source,),
             rows=taken,
-            rows_asked=rows,
+            rows_requested=rows,
             length=length,
             tokens_available=len(stream),
             tokens_used=taken * payload,
@@ -157,7 +157,7 @@ def combine(samples: Sequence[Sample]) -> Sample:
         DrawReport(
             sources=tuple(name for report in reports for name in report.sources),
             rows=len(ids),
-            rows_asked=sum(report.rows_asked for report in reports),
+            rows_requested=sum(report.rows_requested for report in reports),
             length=ids.shape[1],
             tokens_available=sum(report.tokens_available for report in reports),
             tokens_used=sum(report.tokens_used for report in reports),
@@ -176,7 +176,7 @@ def sample_of_images(packed: PackedImages, asked: int, source: str) -> Sample:
     report = DrawReport(
         sources=(source,),
         rows=rows,
-        rows_asked=asked,
+        rows_requested=asked,
         length=length,
         tokens_available=packed.available,
         tokens_used=rows * length - images.filled,

@@ -84,6 +84,12 @@ def is_up_to_date(job: Job, source_files: Mapping[str, Any]) -> bool:
         _check_no_missing_files(document, out)
     if not os.path.lexists(out):
         return False
+    if text := manifest.other_schema(out):
+        raise RefusedError(
+            f"{manifest.manifest_path(out)}: {text}",
+            "move the result away, or choose another place",
+            file=str(out),
+        )
     recorded = document or {}
     recipe, source = job.planned.recipe.to_toml(), recorded.get("source", {})
     unchanged = {

@@ -419,7 +419,7 @@ def _move_codes(
         output_bytes=plan.output_bytes,
         coverage=conversion.coverage,
         events=checked_values.events,
-        notes=(*plan.notes, *plan.left_behind),
+        notes=(*plan.notes, *plan.not_copied),
         name=plan.name,
     )
 

@@ -234,7 +234,7 @@ def _read_provenance(path: Path) -> dict[str, Any]:
     document, path_of_manifest = manifest.read_manifest(path), manifest.manifest_path(path)
     if document is None:
         return (
-            {"manifest": "damaged: nothing of it is read"}
+            {"manifest": manifest.other_schema(path) or "damaged: nothing of it is read"}
             if os.path.lexists(path_of_manifest)
             else {}
         )

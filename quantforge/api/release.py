@@ -43,6 +43,7 @@ from quantforge.execution.units import check_new_output
 from quantforge.files.disk import check_new, make_folder, run_folder, save, writing
 from quantforge.files.hub import resolve
 from quantforge.files.opener import FILES, read_object
+from quantforge.files.previous_output import other_version
 from quantforge.files.stage import check_folder
 from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.release_spec import REPORTS, ReleaseSpec, read_release
@@ -53,7 +54,7 @@ from quantforge_files.roles import MANIFEST, RECIPE
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
 
-SCHEMA = "quantforge.release/1"
+SCHEMA = "quantforge.release/2"
 SPEC = "release.toml"  # copy of the release file in the release
 MANIFEST_NAME, CHECKSUMS, UPLOAD_SCRIPT = "release.json", "SHA256SUMS", "upload.sh"
 _FIGURES = ("kl_mean", "kl_se", "perplexity", "perplexity_increase", "top1_agreement")
@@ -282,7 +283,7 @@ def _check_directory(directory: Path) -> None:
     ]
     if others and not _is_release(directory):
         raise RefusedError(
-            f"{directory}: exists, and is no release",
+            _other_version(directory) or f"{directory}: exists, and is no release",
             "name a new directory with -o",
             file=str(directory),
         )
@@ -303,6 +304,16 @@ def _is_release(directory: Path) -> bool:
         return read_object(directory / MANIFEST_NAME, MANIFEST, directory).get("schema") == SCHEMA
     except InputError:
         return False
+
+
+def _other_version(directory: Path) -> str:
+    """Return a message about the manifest of a release of another version; "" if there is none."""
+    path = directory / MANIFEST_NAME
+    try:
+        text = other_version(read_object(path, MANIFEST, directory), SCHEMA)
+    except InputError:
+        return ""
+    return f"{path}: {text}" if text else ""
 
 
 def _check_cards(variants: Variants, *, scored: bool) -> None:

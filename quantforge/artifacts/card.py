@@ -220,7 +220,11 @@ def _calibration_lines(document: Mapping[str, Any]) -> Iterator[str]:
 
 def _expert_lines(plan: Plan, document: Mapping[str, Any]) -> Iterator[str]:
     """Yield how many calibration tokens the experts saw."""
-    seen = {entry["name"]: entry["tokens"] for entry in document["tensors"] if "tokens" in entry}
+    seen = {
+        entry["name"]: entry["calibration_tokens"]
+        for entry in document["tensors"]
+        if "calibration_tokens" in entry
+    }
     counts = {
         (tensor.block, tensor.expert): int(seen[tensor.name])
         for tensor in plan.tensors

@@ -29,7 +29,7 @@ from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.output_names import SIDE, present_names, recorded_name, side_of
 from quantforge.files.previous_output import MANIFEST as NAME_OF_DIRECTORY
-from quantforge.files.previous_output import SIGNATURE
+from quantforge.files.previous_output import SCHEMA, SIGNATURE, other_version
 from quantforge.files.reader import CONFIG, Checkpoint
 from quantforge.plans import Action, Plan
 from quantforge.recipe import AdapterOptions, Recipe, from_toml
@@ -37,7 +37,6 @@ from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
 
 NAME = NAME_OF_DIRECTORY
 MUTABLE = frozenset({"README.md"})  # evaluation figures are written into it later
-SCHEMA = "quantforge.manifest/1"
 RECORDED_NAME = (
     "recorded_name"  # in what `read` returns of a file that was renamed: its name in the manifest
 )
@@ -120,7 +119,7 @@ def build_manifest(
         "recipe": recipe,
         "source": dict(inputs),
         "calibration": None if calibration is None else dict(calibration),
-        "left_behind": list(plan.left_behind),
+        "not_copied": list(plan.not_copied),
         "bits_per_weight": round(plan.bits_per_weight, 6) if plan.quantized() else None,
         "tensors": [
             {
@@ -136,7 +135,7 @@ def build_manifest(
             }
             for tensor in plan.tensors
         ],
-        "quantized": sum(tensor.action is Action.QUANTIZE for tensor in plan.tensors),
+        "quantized_tensors": sum(tensor.action is Action.QUANTIZE for tensor in plan.tensors),
         **event_fields(events),
     }
 
@@ -215,6 +214,9 @@ def read_with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
         return document
     if document is not None:
         message = f"{path}: it holds no recipe: what it describes was exported, not quantized"
+    elif text := other_schema(result):
+        message = f"{path}: {text}"
+        otherwise = "read it with the version that wrote it, or quantize the model again"
     elif os.path.lexists(path):
         message = f"{path}: it is damaged, or no manifest of quantforge"
     else:
@@ -261,6 +263,15 @@ def read_manifest(result: Path) -> dict[str, Any] | None:
             RECORDED_NAME: recorded,
         }
     return data
+
+
+def other_schema(result: Path) -> str:
+    """Return a clause that names both schemas if a result has a manifest of another version; "" otherwise."""
+    path = manifest_path(result)
+    try:
+        return other_version(read_object(path, MANIFEST, path.parent), SCHEMA)
+    except InputError:
+        return ""
 
 
 def iterate_lineage(document: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:

@@ -89,7 +89,7 @@ def inspect(
         console.print_text(f"chat templates: {', '.join(inspected.chat_templates)}")
     for key, value in inspected.provenance.items():
         if text := _provenance_text(key, value):
-            console.print_text(f"{key.replace('_counts', 's')}: {text}")
+            console.print_text(f"{key.replace('_counts', 's').replace('_', ' ')}: {text}")
     for note in inspected.notes:
         console.print_text(f"note: {note}")
 

@@ -79,7 +79,7 @@ def show_plan(
             console.print_entry(name, said)
     if run_forecast is not None:
         _show_forecast(console, run_forecast, display_path(output))
-    for note in (*plan.notes, *plan.left_behind):
+    for note in (*plan.notes, *plan.not_copied):
         console.print_entry("note", with_output_path(note, display_path(output)))
     for text in substitution_notes(plan):
         console.print_text(text)
@@ -158,7 +158,7 @@ def plan_document(plan: Plan, output: Path, run_forecast: Forecast | None) -> di
         ],
         "substitutions": [event.to_json() for event in plan.substitutions],
         "notes": [with_output_path(note, output) for note in plan.notes],
-        "left_behind": plan.left_behind,
+        "not_copied": plan.not_copied,
     }
 
 

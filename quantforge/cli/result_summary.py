@@ -48,7 +48,7 @@ def show_quantized(console: Console, outcome: Outcome, model: str, seconds: floa
                 "output_bytes": plan.output_bytes,
                 "resumed": outcome.resumed,
                 "event_counts": counts,
-                "left_behind": plan.left_behind,
+                "not_copied": plan.not_copied,
                 "events": [event.to_json() for event in outcome.events],
                 "seconds": seconds,
             }
@@ -70,7 +70,7 @@ def show_quantized(console: Console, outcome: Outcome, model: str, seconds: floa
     for note in plan.notes:
         if kind_of(note) in _REPEATED_NOTES:
             console.note(with_output_path(note, out))
-    for note in plan.left_behind:
+    for note in plan.not_copied:
         console.note(note)
     _print_events(console, outcome.events)
     not_read_back = [note for note in plan.notes if kind_of(note) is NoteKind.NOT_READ_BACK]

@@ -353,7 +353,7 @@ class BlockRounder:
             for name in names:
                 key = targets[name].name
                 merge_records(
-                    record, {"figures": {key: sparsity_figures(weights[key], found[key], seen)}}
+                    record, {"metrics": {key: sparsity_figures(weights[key], found[key], seen)}}
                 )
                 block.set_weight(name, found[key])
         return record

@@ -130,8 +130,8 @@ class ExpertRounder:
                     seen = statistics[shared.key]
                     found = rounding.round(weights, seen)
                     merge_records(rounded, rounding.write(found, weights, seen))
-        for values in rounded.get("figures", {}).values():
-            values["tokens"] = float(count)
+        for values in rounded.get("metrics", {}).values():
+            values["calibration_tokens"] = float(count)
         merge_records(record, rounded)
         for local, tensor in rounder.tensors.unquantized(block).items():
             if tensor.expert == number:

@@ -58,7 +58,7 @@ class CalibrationData:
         """Return the calibration report as plain data for the manifest."""
         images = self.sample.images
         image_fields = (
-            {} if images is None else {"images": images.count, "tokens_filled": images.filled}
+            {} if images is None else {"images": images.count, "filler_tokens": images.filled}
         )
         unused_fields = {"unused_columns": self.unused} if self.unused else {}
         return {
@@ -142,7 +142,7 @@ def calibrate(
 def _events(sample: Sample, plan: Plan, options: CalibrationOptions) -> list[Event]:
     events = []
     report = sample.report
-    if warning_text := missing_rows_message(options, report.rows, report.rows_asked):
+    if warning_text := missing_rows_message(options, report.rows, report.rows_requested):
         events.append(Event("few-calibration-rows", "calibration", warning_text))
     tokens = report.rows * report.length
     widest = max((tensor.matrix[1] for tensor in plan.quantized()), default=0)

@@ -60,7 +60,7 @@ class DataFreeRounder:
                 if tensor.action is Action.KEEP:
                     background.do(partial(self._rounding.copy, tensor))
                 elif tensor.action is Action.QUANTIZE and tensor.name not in record.get(
-                    "figures", {}
+                    "metrics", {}
                 ):
                     background.wait()
                     merge_records(record, self._round_matrix(tensor))
@@ -210,7 +210,7 @@ def _write_strips(
     error = math.fsum(errors) / math.fsum(sizes) if any(sizes) else 0.0
     return {
         "events": [event.to_json() for event in events.values()],
-        "figures": {matrix.tensor.name: {"error": error}},
+        "metrics": {matrix.tensor.name: {"error": error}},
     }
 
 

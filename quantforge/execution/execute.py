@@ -289,7 +289,7 @@ class Run:
         self.tuning.rewrite_learned(own_pass=run_count == 1)
         sums: dict[str, int] = {}  # later records win: tuning rewrites tensors
         for record in self.journal.done.values():
-            sums |= record["sums"]
+            sums |= record["checksums"]
         for name, expected in sums.items():
             self.output.check(name, expected, f"start afresh: rm -r {self.journal.directory}")
         for name in self.unfinished(self._finished):
@@ -349,7 +349,7 @@ class Run:
         self.output.begin_unit()
         with phase("", self.work_share(name), name):
             yield record
-        self.journal.commit(name, {**record, "sums": self.output.finish()})
+        self.journal.commit(name, {**record, "checksums": self.output.finish()})
         if name not in self._finished:
             self.report(name, record, start + self._expert_seconds)
         self._expert_seconds = 0.0
@@ -362,7 +362,7 @@ class Run:
         start = time.monotonic()
         with self.output.nested_unit():
             record = work()
-            self.journal.commit(name, {**record, "sums": self.output.finish()})
+            self.journal.commit(name, {**record, "checksums": self.output.finish()})
         self.report(name, record, start)
         self._expert_seconds += time.monotonic() - start
         return True

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from quantforge.scheme import Scheme
     from quantforge_calibration.sampler import Sample
 
-TOKEN_WEIGHTS_FILE = "guide.f32"  # in the directory of the journal
+TOKEN_WEIGHTS_FILE = "token_weights.f32"  # in the directory of the journal
 HESSIAN = frozenset({Statistic.HESSIAN})
 
 # Arguments: requested weighted statistics, and whether it is the last pass.
@@ -74,7 +74,7 @@ def open_token_weights(
     runs = None if record is None else record.get("runs", {})
     path = directory / TOKEN_WEIGHTS_FILE
     with TokenWeights(path, dense_linears, (*shape, strips), sorted(experts), runs) as weights:
-        for name, expected in record["guide"].items() if record else ():
+        for name, expected in record["token_weight_checksums"].items() if record else ():
             if checksum(weights.of(name), 0) != expected:
                 raise IntegrityError(
                     f"{path}: the weights of {name} are not what the interrupted run had written",
@@ -122,7 +122,7 @@ def compute_token_weights(
         )
     weights.finish()
     sums = {name: checksum(weights.of(name), 0) for name in weights.linears}
-    return {"guide": sums, "runs": weights.runs}
+    return {"token_weight_checksums": sums, "runs": weights.runs}
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     from quantforge.execution.calibration import CalibrationData
     from quantforge.execution.claims import Claims
 
-Record = dict[str, Any]  # keys: "events", "figures", "sums", "transform"
+Record = dict[str, Any]  # keys: "events", "metrics", "checksums", "transform"
 FINGERPRINT_FILE = "fingerprint.json"
+SCHEMA = "quantforge.journal/2"
+SCHEMA_OF_NONE = "quantforge.journal/1"  # of a fingerprint without the field
 RECIPE_KEY = "recipe"  # key of the recipe's TOML in a fingerprint
 JOURNAL_FILE = "journal.jsonl"
 _DIGEST_DIGITS = 16  # hex digits at the beginning of a line
@@ -71,7 +73,7 @@ def figures_of(records: Iterable[Record]) -> dict[str, dict[str, float]]:
     """Return the figures (such as errors) of each rounded tensor, by name."""
     found: dict[str, dict[str, float]] = {}
     for record in records:
-        for name, values in record.get("figures", {}).items():
+        for name, values in record.get("metrics", {}).items():
             found[name] = {**found.get(name, {}), **values}
     return found
 
@@ -208,6 +210,14 @@ def check_fingerprint(
         ):  # shared runs have no --overwrite, and a process may still be running
             restart_hint = (
                 f"when no process works on it any more, start afresh after rm -r {directory}"
+            )
+        schemas = [str(found.get("schema", SCHEMA_OF_NONE)) for found in (earlier, fingerprint)]
+        if schemas[0] != schemas[1]:
+            raise IntegrityError(
+                f"{path.parent}: holds an unfinished run with a journal of schema {schemas[0]:.60}, and this version"
+                f" of quantforge resumes {schemas[1]}",
+                f"finish it with the version that began it, or {restart_hint}",
+                file=str(path),
             )
         raise IntegrityError(
             f"{path.parent}: holds an unfinished run that differs in: {'; '.join(differ)}",
@@ -360,6 +370,7 @@ def run_fingerprint(
     ``recipe`` is the recipe as TOML.
     """
     return {
+        "schema": SCHEMA,
         RECIPE_KEY: recipe,
         "calibration": calibrated.sample.report.digest if calibrated else "",
         "device": device.partition(":")[0],  # each rank may use another of several GPUs

@@ -99,7 +99,7 @@ class MatrixRounder:
             counted, left = count_outliers(tensor, statistics)
             events = [event.to_json() for event in (*result.events, *left)]
             merge_records(
-                record, {"events": events, "figures": {name: {**result.figures, **counted}}}
+                record, {"events": events, "metrics": {name: {**result.figures, **counted}}}
             )
         return record
 
@@ -267,7 +267,7 @@ def count_outliers(
     figures = {"outlier_columns": float(count)}
     if not activation.kept:
         return figures, ()
-    figures["kept_columns"] = float(min(count, activation.kept))
+    figures["unquantized_columns"] = float(min(count, activation.kept))
     if count <= activation.kept:
         return figures, ()
     detail = f"{count} columns pass {activation.threshold:g}, {activation.kept} are kept in 16 bits"

@@ -167,7 +167,7 @@ def _round_in_strips(
     ) as done:
         for _, record in done:
             found.events += [Event(**event) for event in record["events"]]
-            found.figures |= record["figures"]
+            found.figures |= record["metrics"]
     found.tensors[tensor.name] = strips.assembled()
 
 

@@ -174,14 +174,20 @@ class TuningStep:
 
     def _save_learned(self, unit: str, blocks: Sequence[TunedBlock], details: Record) -> Record:
         """Save the tuned values of blocks in a file next to the journal; return the record of the unit."""
-        record: Record = {"tuned": [], "sums": {}, "figures": {}, "events": [], **details}
+        record: Record = {
+            "tuned_tensors": [],
+            "checksums": {},
+            "metrics": {},
+            "events": [],
+            **details,
+        }
         values: list[Tensor] = []
         for block in blocks:
             if unit != TUNE:  # tuning units of blocks have already reported them
                 record["events"] += [event.to_json() for event in _missed_expert_events(block)]
             for name, value in self._changed_tensors(block, record):
-                record["tuned"].append(name)
-                record["sums"][name] = checksum(value, 0)
+                record["tuned_tensors"].append(name)
+                record["checksums"][name] = checksum(value, 0)
                 values.append(value.cpu().contiguous().reshape(-1).view(torch.uint8))
         data = torch.cat(values) if values else torch.empty(0, dtype=torch.uint8)
         write_durably(self._path(unit), data.numpy().tobytes())
@@ -200,13 +206,13 @@ class TuningStep:
         path = self._path(unit)
         exists = path.exists()
         with FILES.stream(path, TUNED, self._journal.directory) if exists else BytesIO() as file:
-            for name in record["tuned"]:
+            for name in record["tuned_tensors"]:
                 stored = self._output.entry(name)
                 data = file.read(stored.nbytes)
                 value = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)]
                 if len(data) == stored.nbytes:
                     value = value.view(torch_dtype(stored.dtype)).reshape(stored.shape)
-                if checksum(value, 0) != record["sums"][name]:
+                if checksum(value, 0) != record["checksums"][name]:
                     raise IntegrityError(
                         f"{path}: what was tuned of {name} is not what the interrupted run had written",
                         f"start afresh: rm -r {self._journal.directory}",
@@ -246,11 +252,11 @@ class TuningStep:
             after = self._output.storage.pack(tensor, matrix.result().to(torch.device("cpu")))
             found += [(name, v) for name, v in after.items() if not torch.equal(v, before[name])]
             factors = [float(one.factor.abs().max()) for one in matrix.scales.values()]
-            figures = {"tuned": max(factors)} if factors else {}
+            figures = {"tuning_change": max(factors)} if factors else {}
             if CODES in matrix.codes:
                 changes = matrix.codes[CODES].snapshot()
-                figures["recoded"] = float(changes.count_nonzero()) / changes.numel()
-            merge_records(record, {"figures": {tensor.name: figures}})
+                figures["changed_codes"] = float(changes.count_nonzero()) / changes.numel()
+            merge_records(record, {"metrics": {tensor.name: figures}})
         unquantized = self._run.tensors.unquantized(block.decoder_block)
         for name, gains in block.gains.items():
             tensor = unquantized[name]
@@ -259,7 +265,7 @@ class TuningStep:
             if not torch.equal(value, before_):
                 found.append((tensor.outputs[0].name, value))
                 change = float(gains.factor.abs().max())
-                merge_records(record, {"figures": {tensor.name: {"tuned": change}}})
+                merge_records(record, {"metrics": {tensor.name: {"tuning_change": change}}})
         return found
 
 

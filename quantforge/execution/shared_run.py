@@ -220,7 +220,7 @@ class Worker:
         with WeightsWriter(claim.directory, files) as writer:
             output = UnitOutput(get_storage(self._inputs.planned.plan.format), writer)
             record = work(MatrixRounder(self._inputs, output))
-            return {**record, "unit": unit.name, "sums": output.finish()}
+            return {**record, "unit": unit.name, "checksums": output.finish()}
 
     def _round_without_data(self, unit: Unit, rounding: MatrixRounder) -> Record:
         return DataFreeRounder(rounding).round_unit(unit)
@@ -235,7 +235,7 @@ class Worker:
 
         def process_expert(name: str, work: Callable[[], Record]) -> bool:
             with output.nested_unit():
-                nested_units[name] = {**work(), "unit": name, "sums": output.sums}
+                nested_units[name] = {**work(), "unit": name, "checksums": output.sums}
             return True
 
         rounder = BlockRounder(rounding, BlockTensors(planned.plan, output))
@@ -270,13 +270,15 @@ class FinishedUnit:
         """
         for entry in self.entries:
             output.copy(entry.name, entry)
-        if output.sums != self.record["sums"]:
+        if output.sums != self.record["checksums"]:
             raise IntegrityError.at(
                 self.file,
                 f"{self.record['unit']} is not what a worker had written",
                 f"start afresh: rm -r {self.file.parents[2]}",
             )
-        return {key: value for key, value in self.record.items() if key not in {"unit", "sums"}}
+        return {
+            key: value for key, value in self.record.items() if key not in {"unit", "checksums"}
+        }
 
 
 def finished_units(claims: Claims, units: Sequence[Unit]) -> dict[str, FinishedUnit]:

@@ -14,7 +14,7 @@ from quantforge.errors import UsageError, without
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from quantforge.quantizers.tuning import whole_model_epochs
 
-OUTSIDE_BLOCKS, GUIDE, HEAD, TUNE, EXPERT = "outer", "guide", "head", "tune", " expert "
+OUTSIDE_BLOCKS, GUIDE, HEAD, TUNE, EXPERT = "outer", "token weights", "head", "tune", " expert "
 COPY_COST = 0.02  # time to copy a weight, relative to rounding it
 
 

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from quantforge.architectures.match import DerivedDeclarations
 
 ADAPTER = "adapter"  # the subject of what is said of one that is merged as it is read
-KEPT_EXPERTS = "kept experts"  # likewise, where others are removed
+KEPT_EXPERTS = "kept_experts"  # likewise, where others are removed
 ROTATION = "rotation"  # likewise, of one whose channels are rotated
-RUNNING = "form"  # the subject of what is said of a source in the form of the running model, see `Checkpoint.facts`
+RUNNING = "layout"  # the subject of what is said of a source in the form of the running model, see `Checkpoint.facts`
 # Takes the checkpoint to read from, and returns rows ``first:last`` of the new tensor.
 Rows = Callable[[Checkpoint, int, int], "torch.Tensor"]
 

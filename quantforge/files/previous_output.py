@@ -27,7 +27,7 @@ MANIFEST = "quantforge.manifest.json"
 SIGNATURE = ".sig"
 OF_DIRECTORY = f"model{SIGNATURE}"
 
-_SCHEMA = "quantforge.manifest/"
+SCHEMA = "quantforge.manifest/2"
 _SHOWN = 5
 _DEEPEST = 8  # parts of a name
 _ODD = -1  # instead of the size of what is no regular file
@@ -117,8 +117,10 @@ def read_previous_output(
         document = parse_object(data, place)
     except InputError as error:
         raise unknown(error.message) from error
+    if text := other_version(document, SCHEMA):
+        raise unknown(f"{place}: {text}")
     outputs = document.get("outputs")
-    if not str(document.get("schema")).startswith(_SCHEMA) or not isinstance(outputs, Mapping):
+    if document.get("schema") != SCHEMA or not isinstance(outputs, Mapping):
         raise unknown(f"{place}: is no manifest that lists the files of a result")
     files: dict[str, int] = {}
     for name, entry in outputs.items():
@@ -132,6 +134,14 @@ def read_previous_output(
     if bundle is not None and _signs(root / signature, manifest, data):
         files[signature] = bundle
     return PreviousOutput(root, {**files, manifest: len(data)})
+
+
+def other_version(document: Mapping[str, object], schema: str) -> str:
+    """Return a clause that names both schemas if a document has another number of ``schema``; "" otherwise."""
+    found, kind = document.get("schema"), schema.rpartition("/")[0]
+    if not isinstance(found, str) or found == schema or not found.startswith(f"{kind}/"):
+        return ""
+    return f"has schema {found[:60]}, and this version of quantforge reads {schema}"
 
 
 def check_replaceable(out: Path, overwrite: bool) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Subjects of `Checkpoint.facts`: what `as_text` says, and how many tensors of how many bytes.
-REMOVED_EXPERTS, DROPPED_HEADS = "removed experts", "dropped heads"
+REMOVED_EXPERTS, DROPPED_HEADS = "removed_experts", "dropped_heads"
 _EXPERTS = "experts"  # the dimension that counts them
 _LAYER = re.compile(r"(\d+): (\d+(?: \d+)*)")
 _HINT = "leave --prune-experts out"

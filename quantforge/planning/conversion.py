@@ -53,7 +53,7 @@ from quantforge.planning.embedding_choice import (
     total_file_bytes,
 )
 from quantforge.planning.layer_schemes import LayerSchemes
-from quantforge.planning.notes import facts, left_behind
+from quantforge.planning.notes import facts, not_copied
 from quantforge.planning.planner import (
     check_draft_model,
     vision_tower_file,
@@ -235,7 +235,7 @@ def plan_export(
                 model_path,
             ),
         ),
-        left_behind=left_behind(checkpoint),
+        not_copied=not_copied(checkpoint),
     )
     events = (
         *_loss_events(checkpoint, target, tensors),

@@ -80,7 +80,7 @@ def facts(checkpoint: Checkpoint) -> tuple[Note, ...]:
     """Return the facts about the source itself as notes."""
     return tuple(
         Note(
-            f"source {subject}: {message}",
+            f"source {subject.replace('_', ' ')}: {message}",
             NoteKind.SOURCE if subject in (*CHANGE_FACTS, QUANTIZATION) else NoteKind.FACT,
         )
         for subject, message in checkpoint.facts.items()
@@ -116,7 +116,7 @@ def _sparsity_notes(sparsity: str | None) -> tuple[str, ...]:
     )
 
 
-def left_behind(checkpoint: Checkpoint) -> tuple[str, ...]:
+def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notes on everything in a model directory that is not copied to the result; none for a GGUF file."""
     if not checkpoint.path.is_dir():
         return ()

@@ -46,7 +46,7 @@ from quantforge.planning.gradient_options import guide_disk_bytes, guide_note, t
 from quantforge.planning.importance_check import compare_importance
 from quantforge.planning.module_formats import check_sparsity, plan_module_tensors
 from quantforge.planning.needed_statistics import NeededStatistics
-from quantforge.planning.notes import check_draft_heads, left_behind, notes
+from quantforge.planning.notes import check_draft_heads, not_copied, notes
 from quantforge.planning.peak_memory import RunSizes, peak_bytes
 from quantforge.planning.run_work import run_work, with_measuring
 from quantforge.plans import Action, FilePlan, Plan, TensorPlan
@@ -245,7 +245,7 @@ def make_plan(
             *engine_notes,
             *late_notes,
         ),
-        left_behind=left_behind(checkpoint),
+        not_copied=not_copied(checkpoint),
         late=partial_plan.late,
         needs=tuple(sorted(statistics_needed)),
         guided_hessians=run.guide,

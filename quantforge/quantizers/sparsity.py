@@ -84,7 +84,7 @@ def sparsity_figures(before: Tensor, after: Tensor, statistics: Statistics) -> d
 
     Independent of the number of threads.
     """
-    found = {"zeros": int((after == 0).sum()) / after.numel()}
+    found = {"sparsity": int((after == 0).sum()) / after.numel()}
     change = after - before
     if statistics.hessian is not None:
         lost, whole = (total(matmul(m, statistics.hessian) * m) for m in (change, before))

@@ -21,7 +21,7 @@ from quantforge.errors import InputError, IntegrityError
 from quantforge.files.hub import source_name
 from quantforge.files.opener import FILES
 from quantforge.files.output_names import set_of, side_of
-from quantforge.files.previous_output import OF_DIRECTORY
+from quantforge.files.previous_output import OF_DIRECTORY, SCHEMA
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.progress import report_step
@@ -46,7 +46,11 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
         return None
     document = manifest.read_manifest(path)
     if document is None:
-        report.add("manifest", place.name, f"is not a valid {manifest.SCHEMA} document")
+        report.add(
+            "manifest",
+            place.name,
+            manifest.other_schema(path) or f"is not a valid {SCHEMA} document",
+        )
         return None
     listed = document["outputs"]
     _compare(report, listed, path.parent if path.is_file() else path)

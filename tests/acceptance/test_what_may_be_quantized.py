@@ -326,7 +326,7 @@ def test_code_of_a_model_is_never_run_nor_carried(
     made = document("quantize", source, RTN, "-o", tmp_path / "out")
     assert not (tmp_path / "ran").exists()
     assert not (tmp_path / "out" / "modeling_own.py").exists()
-    left = " ".join(made["left_behind"])
+    left = " ".join(made["not_copied"])
     assert "modeling_own.py" in left
     assert "auto_map" in left
 

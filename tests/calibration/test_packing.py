@@ -108,7 +108,7 @@ def test_too_little_text_says_how_many_tokens_and_what_to_type():
 
 def test_fewer_rows_only_where_allowed():
     report = pack_rows([range(25)], 3, 10, allow_fewer=True).report
-    assert (report.rows, report.rows_asked, report.tokens_truncated) == (2, 3, 5)
+    assert (report.rows, report.rows_requested, report.tokens_truncated) == (2, 3, 5)
 
 
 def test_one_repeated_token_is_reported_as_duplicates():
@@ -145,7 +145,7 @@ def test_given_rows_and_their_combination():
     both = combine([sample, pack_rows([range(12)], 3, 4, source="a.txt")])
     assert both.report.sources == ("self", "a.txt")
     assert both.report.duplicated_rows == 3
-    assert both.report.rows == both.report.rows_asked == 6
+    assert both.report.rows == both.report.rows_requested == 6
     assert both.report.digest == digest(torch.cat([ids, ids]))
     for bad in (ids.float(), ids[0], ids[:0]):
         refused(lambda bad=bad: given_rows(bad), "int64 [rows, length]")

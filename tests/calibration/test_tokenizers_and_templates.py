@@ -129,7 +129,7 @@ def test_hostile_templates_are_stopped(text, part):
 
 def test_draw_builtin_gives_fewer_rows_and_says_so(model):
     sample = draw(Request(rows=4000, length=64), load_tokenizer(model))
-    assert sample.report.rows < sample.report.rows_asked == 4000
+    assert sample.report.rows < sample.report.rows_requested == 4000
     assert sample.report.rows == len(sample.ids)
     assert sample.report.sources == ("builtin",)
     assert sample.report.duplicated_rows == 0

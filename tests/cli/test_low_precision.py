@@ -84,7 +84,7 @@ def test_outlier_columns_are_kept_reported_and_computed_with(
     assert not any("outlier" in name for name in open_checkpoint(bare).entries)
     assert sum(path.stat().st_size for path in out.glob("*.safetensors")) == planned["output_bytes"]
     tensors = json.loads((out / "quantforge.manifest.json").read_text())["tensors"]
-    counted = [found.get("kept_columns", 0) for found in tensors]
+    counted = [found.get("unquantized_columns", 0) for found in tensors]
     columns = torch.stack([checkpoint.read(name) for name in kept])
     assert sum(counted) == int((columns >= 0).sum()) > 0
     assert command(capsys, "verify", out, "--source", model).code == 0

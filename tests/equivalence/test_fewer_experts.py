@@ -34,7 +34,7 @@ ROWS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_
 def removed(out: Path) -> dict[int, tuple[int, ...]]:
     document = manifest.read_manifest(out)
     assert document is not None
-    return dict(from_text(document["source"]["removed experts"]))
+    return dict(from_text(document["source"]["removed_experts"]))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_those_that_do_least_go_from_every_group(tiny: Tiny) -> None:
     grouped = replace(pruning, groups=2, removed=1)
     assert grouped.choose(saliency) == {0: (1, 2), 2: (1, 3)}
     assert from_text(as_text(pruning.choose(saliency))) == pruning.choose(saliency)
-    with pytest.raises(InputError, match="removed experts"):
+    with pytest.raises(InputError, match="removed_experts"):
         from_text("0: 1, 2")
 
 

@@ -145,7 +145,7 @@ def test_kept_rounded_or_dropped(with_head: Make, tmp_path: Path, family: str, l
             assert config[LAYOUTS[layout][2]] == 0
             document = manifest.read_manifest(out)
             assert document is not None
-            assert f"{len(before)} tensors" in document["source"]["dropped heads"]
+            assert f"{len(before)} tensors" in document["source"]["dropped_heads"]
         runs = mtp == "keep"  # the others compute the same logits
         assert verify(out, model, forward=runs).findings == []
         logits.append(load(out).model(IDS).logits)

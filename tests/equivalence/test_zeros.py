@@ -30,7 +30,7 @@ def zeros(out: Path) -> dict[str, float]:
     """The share of zeros that the manifest states, by tensor."""
     document = manifest.read_manifest(out)
     assert document is not None
-    return {item["name"]: item["zeros"] for item in document["tensors"] if "zeros" in item}
+    return {item["name"]: item["sparsity"] for item in document["tensors"] if "sparsity" in item}
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:

@@ -124,9 +124,13 @@ def test_experts_with_few_tokens_are_named_and_counted(tiny: Tiny, tmp_path: Pat
     tensors = {tensor["name"]: tensor for tensor in manifest(tmp_path / "q")["tensors"]}
     name = "model.layers.{}.block_sparse_moe.experts.{}.{}.weight"
     for layer in range(3):
-        counts = [tensors[name.format(layer, expert, "w1")]["tokens"] for expert in range(4)]
+        counts = [
+            tensors[name.format(layer, expert, "w1")]["calibration_tokens"] for expert in range(4)
+        ]
         assert sum(counts) == 2 * 6 * 24
-        assert counts == [tensors[name.format(layer, e, "w2")]["tokens"] for e in range(4)]
+        assert counts == [
+            tensors[name.format(layer, e, "w2")]["calibration_tokens"] for e in range(4)
+        ]
     quiet = swift("gptq", scheme=SCHEME, calibration=replace(CALIBRATION, min_expert_tokens=0))
     again = quantize(tiny("mixtral"), tmp_path / "quiet", quiet)
     assert not [event for event in again.events if event.kind == "expert-few-tokens"]

@@ -60,6 +60,9 @@ def test_a_directory_with_somebody_s_files_of_our_names_is_no_release(model, tmp
     (project / "release.json").write_text('{"schema": "theirs"}')
     with pytest.raises(RefusedError, match="is no release"):
         release(spec, project)
+    (project / "release.json").write_text('{"schema": "quantforge.release/1"}')
+    with pytest.raises(RefusedError, match=r"has schema quantforge\.release/1"):
+        release(spec, project)
 
 
 def test_what_a_kill_leaves_before_the_first_file_is_no_hindrance(model, tmp_path):

@@ -122,6 +122,22 @@ def test_a_crash_after_any_part_resumes_to_the_same_bytes(model, out, method, cr
         assert tree(place) == tree(reference), part
 
 
+def test_a_run_with_a_journal_of_an_older_schema_is_refused_by_name(model, out):
+    wanted = swift("gptq")
+    with pytest.raises(StopError):
+        quantize(model, out, wanted, progress=crash_after("block 0"))
+    fingerprint = out.parent / f".{out.name}.qf" / "journal" / "fingerprint.json"
+    recorded = json.loads(fingerprint.read_text())
+    assert recorded.pop("schema") == "quantforge.journal/2"
+    fingerprint.write_text(json.dumps(recorded))
+    with pytest.raises(
+        IntegrityError, match=r"a journal of schema quantforge\.journal/1"
+    ) as refused:
+        quantize(model, out, wanted)
+    assert "--overwrite" in refused.value.hint
+    assert not quantize(model, out, wanted, overwrite=True).resumed  # which begins anew
+
+
 @pytest.mark.parametrize(
     ("method", "values"),
     [("awq+gptq", {"bits": 4, "kv_cache": "fp8"}), ("smooth+gptq", {"scheme": "W8A8_STATIC"})],

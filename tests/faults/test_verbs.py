@@ -19,7 +19,7 @@ from quantforge.architectures.configuration import untie_config
 from quantforge.artifacts import manifest
 from quantforge.artifacts.provenance import BILL, STATEMENT
 from quantforge.artifacts.publish import describe_source
-from quantforge.errors import IntegrityError, RefusedError, ResourceError, UsageError
+from quantforge.errors import InputError, IntegrityError, RefusedError, ResourceError, UsageError
 from quantforge.files.output_names import SIDE
 from quantforge.files.reader import open_checkpoint
 from quantforge.files.stage import Stage
@@ -27,7 +27,7 @@ from quantforge.model.hidden_states import OnDisk
 from quantforge.progress import Progress
 from quantforge.settings import Settings
 from tests.conftest import Tiny
-from tests.runs import copied, leftovers, quantize, recipe, swift
+from tests.runs import copied, leftovers, quantize, recipe, swift, tree
 
 GGUF = recipe(type="Q4_0", format="gguf", scales="absmax")
 MEGABYTE = 2**20
@@ -240,6 +240,24 @@ def test_an_overwrite_makes_the_result_again(
     (out / "notes").write_text("mine")
     with pytest.raises(RefusedError, match="notes"):
         quantize(model, out, recipe(scales="absmax"), overwrite=True)
+
+
+def test_a_manifest_of_an_older_schema_is_refused_by_name(model: Path, out: Path) -> None:
+    quantize(model, out, recipe(scales="absmax"))
+    path = out / "quantforge.manifest.json"
+    document = json.loads(path.read_text())
+    assert document["schema"] == "quantforge.manifest/2"
+    path.write_text(json.dumps(document | {"schema": "quantforge.manifest/1"}))
+    before, told = tree(out), r"has schema quantforge\.manifest/1, and this version of quantforge"
+    with pytest.raises(RefusedError, match=told):
+        quantize(model, out, recipe(scales="absmax"), overwrite=True)
+    with pytest.raises(InputError, match=told):
+        api.reproduce(str(out), str(model))
+    findings = api.verify(out, model, forward=False).findings
+    assert "quantforge.manifest/1" in next(
+        one.detail for one in findings if one.check == "manifest"
+    )
+    assert tree(out) == before
 
 
 # ---- what is passed on

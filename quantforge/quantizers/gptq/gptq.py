@@ -340,7 +340,7 @@ def _split_by_matrix(
         sizes = (matrix.square() * factor.objective.diagonal).sum(1)
         figures = {
             "error": ratio(found.errors[rows], sizes),
-            "rows_rtn": float(found.nearest[rows].sum()),
+            "rtn_rows": float(found.nearest[rows].sum()),
         }
         rounded[name] = Rounded(tensor, loss_events(name, matrix, tensor, tensor.decode()), figures)
     return rounded

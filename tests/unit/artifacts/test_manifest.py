@@ -47,7 +47,7 @@ def test_outputs_and_sources_are_listed_with_their_digests(released):
 def test_it_accounts_for_every_tensor_and_says_what_was_done(released):
     document = manifest.read_manifest(released[0])
     actions = [tensor["action"] for tensor in document["tensors"]]
-    assert actions.count("quantize") == document["quantized"] == 14
+    assert actions.count("quantize") == document["quantized_tensors"] == 14
     assert all("error" in t for t in document["tensors"] if t["action"] == "quantize")
     assert document["calibration"]["rows"] == 6
     assert document["event_counts"] == {"few-calibration-tokens": 1}
@@ -69,7 +69,7 @@ PLAN = Plan(
                    (StoredTensor("a.packed", "U8", (1,)),)),
         TensorPlan("b", "BF16", (1, 3), Action.KEEP, "ignore", None, (StoredTensor("b", "BF16", (1, 3)),)),
     ),
-    shards=(("a.packed", "b"),), output_bytes=100, peak_memory_bytes=100, left_behind=("notes.txt",),
+    shards=(("a.packed", "b"),), output_bytes=100, peak_memory_bytes=100, not_copied=("notes.txt",),
 )  # fmt: skip
 
 
@@ -85,14 +85,14 @@ def test_a_manifest_rounds_its_figures_and_counts_what_was_done():
     versions = found.pop("versions")
     assert set(versions) == {"quantforge", "python", "machine", *manifest.VERSIONED_PACKAGES}
     assert found == {
-        "schema": "quantforge.manifest/1", "method": "rtn", "format": "native", "model_type": "llama",
-        "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "left_behind": ["notes.txt"],
+        "schema": "quantforge.manifest/2", "method": "rtn", "format": "native", "model_type": "llama",
+        "recipe": "recipe", "source": {"model": "m"}, "calibration": None, "not_copied": ["notes.txt"],
         "bits_per_weight": 2.666667,
         "tensors": [
             {"name": "a", "action": "quantize", "rule": "scheme", "scheme": "int4:g128:sym:f16", "error": 0.142857},
             {"name": "b", "action": "keep", "rule": "ignore"},
         ],
-        "quantized": 1,
+        "quantized_tensors": 1,
         "events": [
             {"kind": "inexact", "where": "b", "detail": "x"}, {"kind": "dead-channels", "where": "a", "detail": "y"},
             {"kind": "inexact", "where": "a", "detail": "z"},

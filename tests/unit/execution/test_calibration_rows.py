@@ -53,7 +53,7 @@ def test_a_mixture_asks_for_its_shares(tmp_path):
     text.write_text("word and word\n" * 60_000)
     options = CalibrationOptions(source=f"builtin=9,{text}=1")
     found = calibrate(DEMO, options, api.plan(DEMO, method="gptq", bits=4), vocabulary=1 << 20)
-    assert found.sample.report.rows < found.sample.report.rows_asked == 128
+    assert found.sample.report.rows < found.sample.report.rows_requested == 128
     assert "few-calibration-rows" in {event.kind for event in found.events}
     assert "duplicate-calibration-rows" in {event.kind for event in found.events}
 

@@ -15,7 +15,7 @@ from quantforge.files.disk import DISK
 from quantforge.files.lock import Watch
 
 SAME = {"recipe": "r"}
-RECORD = {"unit": "a", "sums": {}}
+RECORD = {"unit": "a", "checksums": {}}
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +63,7 @@ def test_many_workers_do_every_unit_once(tmp_path: Path) -> None:
         while (claim := mine.claim(UNITS)) is not None:
             with claim:
                 done.append(claim.unit)
-                claim.finish({"unit": mine.names[claim.unit], "sums": {}})
+                claim.finish({"unit": mine.names[claim.unit], "checksums": {}})
             assert not claim.lost
 
     workers = [threading.Thread(target=work) for _ in range(8)]
@@ -111,13 +111,13 @@ def test_a_worker_that_is_not_heard_of_loses_its_unit(tmp_path: Path) -> None:
     with mine:
         with lost:  # it wakes
             (mine.directory / mine.file("data")).write_bytes(b"mine")
-            lost.finish({"unit": "unit 0", "sums": {"late": 1}})
+            lost.finish({"unit": "unit 0", "checksums": {"late": 1}})
         assert lost.lost
         assert names(shared) == ["0000.2.held"]
-        mine.finish({"unit": "unit 0", "sums": {"good": 1}})
+        mine.finish({"unit": "unit 0", "checksums": {"good": 1}})
     assert not mine.lost
     ((record, data),) = shared.finished_records().values()
-    assert record["sums"] == {"good": 1}
+    assert record["checksums"] == {"good": 1}
     assert data.read_bytes() == b"mine"
 
 
@@ -194,13 +194,13 @@ def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> 
     assert mine.directory.name == lost.directory.name
     with mine:
         with lost:
-            lost.finish({"unit": "unit 0", "sums": {"late": 1}})
+            lost.finish({"unit": "unit 0", "checksums": {"late": 1}})
         assert lost.lost
         assert not shared.exists
         assert shared.claim(UNITS) is None
-        mine.finish({"unit": "unit 0", "sums": {"good": 1}})
+        mine.finish({"unit": "unit 0", "checksums": {"good": 1}})
     assert not mine.lost
-    assert following.finished_records()["unit 0"][0]["sums"] == {"good": 1}
+    assert following.finished_records()["unit 0"][0]["checksums"] == {"good": 1}
     following.remove()
     shared.prepare({"recipe": "s"})  # for those who begin a run themselves
     assert names(shared) == ["0000.0.free"]

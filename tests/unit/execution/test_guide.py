@@ -165,7 +165,7 @@ def whole(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("part", ["outer", "guide", "block 0"])
+@pytest.mark.parametrize("part", ["outer", "token weights", "block 0"])
 def test_it_goes_on_where_it_was_stopped(
     tiny: Tiny, tmp_path: Path, whole: Path, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,12 +226,14 @@ def test_behind_a_transform_the_hessian_is_that_of_the_changed_block(
 def test_weights_that_were_damaged_meanwhile_are_not_used(tiny: Tiny, tmp_path: Path) -> None:
     wanted = swift("gptq", bits=4, guided_hessians=1)
     with pytest.raises(StopError):
-        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("guide"))
+        quantize(tiny("llama"), tmp_path / "out", wanted, progress=crash_after("token weights"))
     file = tmp_path / ".out.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(data)
-    with pytest.raises(IntegrityError, match=r"guide\.f32.*are not what the interrupted run"):
+    with pytest.raises(
+        IntegrityError, match=r"token_weights\.f32.*are not what the interrupted run"
+    ):
         quantize(tiny("llama"), tmp_path / "out", wanted)
 
 
@@ -305,7 +307,7 @@ def test_one_calibration_row_is_enough(tiny: Tiny, tmp_path: Path) -> None:
     document = json.loads((tmp_path / "out" / "quantforge.manifest.json").read_text())
     assert "guided_hessians = 2" in document["recipe"]
     figures = [item for item in document["tensors"] if item["action"] == "quantize"]
-    assert all(0 < item["error"] < 1 and "rows_rtn" in item for item in figures)
+    assert all(0 < item["error"] < 1 and "rtn_rows" in item for item in figures)
 
 
 def test_the_largest_weights_are_cut(tiny: Tiny) -> None:

@@ -83,7 +83,7 @@ def test_the_file_holds_what_the_plan_says_and_of_experts_their_own_tokens(
         wanted = swift("gptq", bits=4, guided_hessians=strips, calibration=ROWS)
         out = tmp_path / str(strips)
         with pytest.raises(StopError):
-            quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after("guide"))
+            quantize(tiny("qwen3-moe"), out, wanted, progress=crash_after("token weights"))
         sizes.append(
             (tmp_path / f".{out.name}.qf" / "journal" / guide.TOKEN_WEIGHTS_FILE).stat().st_size
         )

@@ -51,7 +51,7 @@ def kept(place: Path, *units: str) -> bytes:
     """Leave a journal in which some units are done, and return its bytes."""
     work = Journal(place, SAME)
     for unit in units:
-        work.commit(unit, {"sums": {unit: 1}})
+        work.commit(unit, {"checksums": {unit: 1}})
     work.close()
     return (place / JOURNAL_FILE).read_bytes()
 
@@ -71,7 +71,7 @@ def test_what_was_finished_is_known_to_the_next_run(place: Path) -> None:
     assert opened(place) == {}
     work = Journal(place, SAME)
     assert not work.resumed
-    known = {"sums": {"a": 7}, "figures": {"a": {"error": math.inf}}}
+    known = {"checksums": {"a": 7}, "metrics": {"a": {"error": math.inf}}}
     work.commit("outer", known)
     assert work.done == {"outer": {"unit": "outer", **known}}
     work.close()
@@ -300,8 +300,8 @@ def test_a_stage_is_kept_for_the_run_that_it_is_of(tmp_path: Path) -> None:
 def test_steps_of_a_part_add_up_and_are_told_in_order() -> None:
     events = [Event("substitution", name, "") for name in "abc"]
     parts: list[dict[str, Any]] = [{}, {}]
-    merge_records(parts[0], {"events": [events[0].to_json()], "figures": {"a": {"error": 1.0}}})
-    merge_records(parts[0], {"events": [events[1].to_json()], "figures": {"b": {"error": 2.0}}})
+    merge_records(parts[0], {"events": [events[0].to_json()], "metrics": {"a": {"error": 1.0}}})
+    merge_records(parts[0], {"events": [events[1].to_json()], "metrics": {"b": {"error": 2.0}}})
     merge_records(parts[1], {"events": [events[2].to_json()], "transform": {"x": 3}})
     assert events_of([*parts, {}]) == events
     assert figures_of([*parts, {}]) == {"a": {"error": 1.0}, "b": {"error": 2.0}}
@@ -351,3 +351,13 @@ def test_a_file_is_written_whole_or_takes_no_name(
     with pytest.raises(OSError, match="No space left"):
         write_durably(place / "other", b"whole")
     assert not (place / "other").exists()
+
+
+def test_a_journal_of_an_older_schema_is_refused_by_name(place: Path) -> None:
+    kept(place, "outer")  # its fingerprint has no schema, as those of the first one
+    with pytest.raises(IntegrityError) as refused:
+        Journal(place, {**SAME, "schema": journal.SCHEMA})
+    assert "of schema quantforge.journal/1" in refused.value.message
+    assert f"resumes {journal.SCHEMA}" in refused.value.message
+    assert f"rm -r {place}" in refused.value.hint
+    assert (place / JOURNAL_FILE).exists()

@@ -111,7 +111,7 @@ def test_the_columns_with_the_largest_peaks_are_kept_in_16_bits():
     assert found.parameters["outlier_columns"].tolist() == [0, 3]
     assert torch.equal(found.decode(), torch.tensor([[0.5, 0, 0, 2], [1, 0, 0, 3]]))
     figures, events = count_outliers(plan, seen)
-    assert figures == {"outlier_columns": 3.0, "kept_columns": 2.0}
+    assert figures == {"outlier_columns": 3.0, "unquantized_columns": 2.0}
     assert [event.kind for event in events] == ["outliers-quantized"]
     one = replace(seen, peaks=torch.tensor([1.0, 1.0, 80.0, 1.0]))
     found = add_input_parameters(tensor, plan, WEIGHT, one, "absmax")

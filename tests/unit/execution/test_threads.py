@@ -201,7 +201,7 @@ def test_the_error_of_strips_is_that_of_the_whole_matrix(scales, monkeypatch):
     )  # fmt: skip
     ((_, record),) = data_free.round_in_strips([matrix])
     whole = rounded(weight.clone()).figures["error"]
-    assert record["figures"]["w"]["error"] == pytest.approx(whole, rel=1e-5)
+    assert record["metrics"]["w"]["error"] == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_matrix_begins_while_the_one_before_it_ends(monkeypatch):

@@ -68,8 +68,8 @@ def test_experts_are_claimed_with_their_block() -> None:
 
 def test_weights_of_tokens_are_made_before_the_blocks() -> None:
     units = list_units(plan_of(MIXTURE[1], MIXTURE[4], guided_hessians=2), 2)
-    assert [unit.name for unit in units] == ["outer", "guide", "block 0", "block 1", "head"]
-    assert work_shares(units)["guide"] == pytest.approx(0.5)
+    assert [unit.name for unit in units] == ["outer", "token weights", "block 0", "block 1", "head"]
+    assert work_shares(units)["token weights"] == pytest.approx(0.5)
 
 
 def test_shares_are_of_the_weights_that_are_rounded() -> None:

@@ -27,7 +27,13 @@ from quantforge.errors import (
 from quantforge.files import disk
 from quantforge.files.disk import DISK, append, create, free_bytes, no_space, save
 from quantforge.files.output_names import SIDE, placed, side_of
-from quantforge.files.previous_output import MANIFEST, OF_DIRECTORY, read_previous_output, size_of
+from quantforge.files.previous_output import (
+    MANIFEST,
+    OF_DIRECTORY,
+    check_replaceable,
+    read_previous_output,
+    size_of,
+)
 from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, fill, make, manifest_of
 
@@ -179,7 +185,7 @@ def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
 
 def listed(root: Path, *names: str, **more: object) -> None:
     outputs = {name: {"bytes": 0} for name in names}
-    document = {"schema": "quantforge.manifest/1", "outputs": outputs, **more}
+    document = {"schema": "quantforge.manifest/2", "outputs": outputs, **more}
     (root / MANIFEST).write_text(json.dumps(document))
 
 
@@ -411,3 +417,14 @@ def test_a_file_in_the_way_is_kept_for_the_reason_that_is_said(tmp_path: Path) -
     refused(False, "exists")
     out.write_bytes(b"")
     refused(True, "is not as the manifest of the earlier result lists it")
+
+
+def test_a_manifest_of_an_older_schema_says_nothing_about_what_may_be_removed(
+    tmp_path: Path,
+) -> None:
+    listed(tmp_path, "a", schema="quantforge.manifest/1")
+    (tmp_path / "a").touch()
+    message = r"has schema quantforge\.manifest/1, and this version of quantforge reads quant.*/2;"
+    with pytest.raises(RefusedError, match=message):
+        check_replaceable(tmp_path, overwrite=True)
+    assert (tmp_path / "a").exists()

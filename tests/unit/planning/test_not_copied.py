@@ -20,7 +20,7 @@ def model(tiny: Tiny, tmp_path: Path) -> Path:
 
 
 def said(model: Path) -> list[str]:
-    return list(api.plan(str(model), recipe(bits=4)).left_behind)
+    return list(api.plan(str(model), recipe(bits=4)).not_copied)
 
 
 def configure(model: Path, **values: object) -> None:
@@ -78,6 +78,6 @@ def test_users_see_it_and_manifests_keep_it(
     assert line in command(capsys, "plan", model, *options).out
     assert line in command(capsys, "quantize", model, *options, "-o", out).err
     manifest = json.loads((out / "quantforge.manifest.json").read_bytes())
-    assert line in manifest["left_behind"]
+    assert line in manifest["not_copied"]
     done = command(capsys, "export", out, "--format", "gptq", "-o", tmp_path / "gptq")
     assert (done.code, NO_LICENCE in done.err, "not carried" in done.err) == (0, True, False)
