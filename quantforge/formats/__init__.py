@@ -13,7 +13,8 @@ In this folder:
     convert                Convert a quantized tensor to another format's scheme without changing its values, or refuse
     declared_quantization  Quantization declared by a model directory: find the declaration, compare it with the tensors
     decoded                View of a quantized checkpoint as unquantized: weights are decoded when read
-    engine_rules           Rules for which engines load a quantized model: per layer, per family
+    engine_rules           Rules for which layers of a format each engine can load
+    engine_verdicts        Verdicts: whether each engine loads a quantized model, and why not
     fp8                    Fine-grained fp8 (``quant_method: fp8``), as in DeepSeek's releases
     gptq                   GPTQ files: 2, 3, 4 or 8 bits, one bit width and group size for the whole model
     gptq_v2                GPTQ files with ``checkpoint_format: gptq_v2``: zero points are stored as they are
@@ -231,32 +232,6 @@ class Format(Protocol):
         self, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     ) -> Sequence[ModuleLayout]:
         """Return the quantized linears of a checkpoint in this format, found in its headers."""
-
-
-if TYPE_CHECKING:  # lets the type checker compare the modules with the interface
-    from quantforge.formats import (
-        awq,
-        bnb,
-        compressed_tensors,
-        fp8,
-        gguf,
-        gptq,
-        gptq_v2,
-        mlx,
-        plain,
-    )
-
-    _CHECKED_MODULES: tuple[Format, ...] = (
-        plain,
-        compressed_tensors,
-        gptq,
-        gptq_v2,
-        awq,
-        bnb,
-        fp8,
-        mlx,
-        gguf,
-    )
 
 
 def load_format(key: str) -> Format:

@@ -148,15 +148,6 @@ class VectorPacker(Packer, Protocol):
         """Return the codes of ``weight`` ``[out, in]`` with the least squared error under ``importance`` ``[in]``."""
 
 
-if TYPE_CHECKING:  # the type checker holds the modules to the interfaces
-    from quantforge.packers import fp4, fp8, integer, nf4
-    from quantforge.packers.ggml import packer as ggml
-    from quantforge.packers.lattices import packer as lattices
-
-    _PACKERS: tuple[Packer, ...] = (integer, nf4, fp8, fp4, ggml)
-    _VECTOR_PACKERS: tuple[VectorPacker, ...] = (lattices,)
-
-
 def encode_with_importance(
     weight: Tensor, parameters: Mapping[str, Tensor], scheme: Scheme, importance: Tensor | None
 ) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 from torch import Tensor
@@ -50,9 +51,8 @@ class QuantizedTensor:
 
     def decode(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Dequantize the weight, ``[out_features, in_features]``."""
-        from quantforge.packers import get_packer
-
-        weight = get_packer(self.scheme).decode(self.codes, self.parameters, self.scheme)
+        packer = import_module(GRIDS[self.scheme.grid].packer)  # it imports this module
+        weight: Tensor = packer.decode(self.codes, self.parameters, self.scheme)
         if (columns := self.outlier_columns) is not None:
             outlier_weights = self.parameters["outlier_weight"][:, : len(columns)]
             weight[:, columns] = outlier_weights.to(weight.dtype)

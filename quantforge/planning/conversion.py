@@ -39,7 +39,7 @@ from quantforge.formats.configuration import (
     head_module,
 )
 from quantforge.formats.convert import layer_scheme_in_format
-from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.engine_verdicts import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
 from quantforge.formats.match_quantized import drop_tied_copy, match_headers
 from quantforge.formats.refusal_reasons import common_split_size, summarize_names
 from quantforge.grids import PerGroup

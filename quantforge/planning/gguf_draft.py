@@ -23,7 +23,7 @@ from quantforge.errors import InputError, RefusedError, UnknownNameError, neares
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
 from quantforge.files.hub import source_name
 from quantforge.formats import KEEP, gguf
-from quantforge.formats.engine_rules import layer_verdicts
+from quantforge.formats.engine_verdicts import layer_verdicts
 from quantforge.formats.gguf import ggml_scheme, mixture
 from quantforge.formats.gguf.container import TYPES, GgufTensor, Metadata, file_plan
 from quantforge.formats.gguf.families import GgufName, gguf_names, model_type_by_arch

@@ -27,7 +27,7 @@ from quantforge.formats.compressed_tensors.linears import (
     can_store_transposed,
     packed_transposed_tensors,
 )
-from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.engine_verdicts import ModelToLoad, engine_verdicts, unmapped
 from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import SchemeChooser
 from quantforge.planning.coverage import is_kept_by_user

@@ -24,7 +24,7 @@ from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.formats import DEFAULT_FORMAT, GGUF, PLAIN, Format, kv_scales, load_format
 from quantforge.formats.decoded import unquantized_config
-from quantforge.formats.engine_rules import TRANSFORMERS
+from quantforge.formats.engine_verdicts import TRANSFORMERS
 from quantforge.formats.gguf.projector_file import OPTION, ProjectorFile, projector_file
 from quantforge.model.statistics import Statistic
 from quantforge.planning import coverage, naming

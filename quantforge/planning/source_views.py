@@ -22,7 +22,7 @@ from quantforge.files.reader import Checkpoint
 from quantforge.files.unstacked_experts import unstacked
 from quantforge.files.without_experts import Removed, fewer_experts, fewer_heads, pruning_of
 from quantforge.formats import GGUF, KEEP, load_format
-from quantforge.formats.engine_rules import TRANSFORMERS, converts
+from quantforge.formats.engine_verdicts import TRANSFORMERS, converts
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter

@@ -334,11 +334,3 @@ def is_sparse(method: str) -> bool:
     """Return whether a method includes a sparsifier."""
     words = method.lower().split("+")
     return any(word in METHODS and METHODS[word].kind is MethodKind.SPARSIFIER for word in words)
-
-
-if TYPE_CHECKING:  # lets the type checker verify the interfaces
-    from quantforge.quantizers import awq, rtn, smooth
-    from quantforge.quantizers.gptq import gptq
-
-    _ROUNDERS: tuple[Rounder, ...] = (rtn, gptq)
-    _TRANSFORMS: tuple[Transform, ...] = (awq, smooth)

@@ -15,7 +15,7 @@ from quantforge.files.reader import CONFIG
 from quantforge.formats.configuration import head_module, quantization_config
 from quantforge.formats.declared_quantization import quantization_predicate
 from quantforge.formats.decoded import decode_checkpoint
-from quantforge.formats.engine_rules import TRANSFORMERS, ModelToLoad, engine_verdicts
+from quantforge.formats.engine_verdicts import TRANSFORMERS, ModelToLoad, engine_verdicts
 from quantforge.formats.gguf.tokenizer import added_tokens
 from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.model.transformers_loading import LoadingResult, check_loading, check_plain_loading

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quantforge import api
 from quantforge.architectures import architecture_of
 from quantforge.formats.decoded import decode_checkpoint
-from quantforge.formats.engine_rules import unmapped
+from quantforge.formats.engine_verdicts import unmapped
 from quantforge.formats.open_model import open_model
 from quantforge.model.transformers_loading import LoadingResult, check_loading
 from quantforge.recipe import Recipe

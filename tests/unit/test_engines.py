@@ -9,7 +9,7 @@ import pytest
 from quantforge.engines import TARGETS, check_engine, with_engine_defaults
 from quantforge.errors import RefusedError, UsageError
 from quantforge.formats import load_format
-from quantforge.formats.engine_rules import layer_verdicts
+from quantforge.formats.engine_verdicts import layer_verdicts
 from quantforge.grids import ScaleType
 from quantforge.notation import parse_layer
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes

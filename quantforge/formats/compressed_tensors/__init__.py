@@ -58,9 +58,9 @@ from quantforge.formats.engine_rules import (
     grid_in,
     groups_in,
     of_integers,
-    reads_weights,
     symmetric,
 )
+from quantforge.formats.engine_verdicts import reads_weights
 from quantforge.formats.read_checks import contradiction_error, require_scales
 from quantforge.formats.refusal_reasons import check_whole_groups, require_possible
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero

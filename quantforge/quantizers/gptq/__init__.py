@@ -8,4 +8,5 @@ In this folder:
     hessian         Objective of GPTQ and of its refinement: ``E (H + diag(ridge)) E^T`` for each row of an error ``E``
     refine          Refinement: sweeps of coordinate descent over codes and parameters, under the whole Hessian
     rtn_fallback    Last step of GPTQ
+    solution        Solution of GPTQ for a matrix: codes and parameters, with the error of each row
 """

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import fsum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,11 +27,9 @@ from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
 from quantforge.quantizers.gptq.hessian import Factor
+from quantforge.quantizers.gptq.solution import Solution
 from quantforge.quantizers.matrices import stack_rows
 from quantforge.scheme import Scheme
-
-if TYPE_CHECKING:
-    from quantforge.quantizers.gptq.gptq import Solution
 
 COMPARED_ROWS = 512  # rows compared at a time
 FLOAT32_MARGIN = 1e-3  # relative; exceeds the rounding error of a float32 objective

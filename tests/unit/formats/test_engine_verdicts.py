@@ -7,7 +7,7 @@ import pytest
 from quantforge import api
 from quantforge.errors import RefusedError
 from quantforge.formats import FORMATS, load_format
-from quantforge.formats.engine_rules import ModelToLoad, engine_verdicts, layer_verdicts
+from quantforge.formats.engine_verdicts import ModelToLoad, engine_verdicts, layer_verdicts
 from quantforge.notation import parse, parse_layer
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.scheme import LayerScheme
