@@ -40,8 +40,8 @@ import torch
 from quantforge import __version__, api
 from quantforge.api.inspect import inspect
 from quantforge.errors import InputError, QuantForgeError, RefusedError
-from quantforge.evaluation.compare_models import EvaluationOptions as Evaluating
 from quantforge.evaluation.compare_models import compare_models
+from quantforge.evaluation.options import EvaluationOptions as Evaluating
 from quantforge.execution import claims
 from quantforge.files.disk import DISK
 from quantforge.formats.open_model import open_model

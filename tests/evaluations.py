@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions, compare_models
+from quantforge.evaluation.compare_models import Evaluation, compare_models
+from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.text_windows import Windows, cut_windows
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import decode_if_unsupported

@@ -39,6 +39,7 @@ from quantforge_kernels import attention, fallback, kv
 from quantforge_kernels.gpu import plane_products, w8a8_products
 from quantforge_kernels.kv_row_layout import CACHE_KINDS
 from quantforge_kernels.matmul_spec import MatmulSpec
+from quantforge_kernels.score_options import ScoreOptions
 from quantforge_kernels.select import select_kernel
 
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096))  # out, in
@@ -160,7 +161,7 @@ def attention_error(*kinds: str) -> float:
     q = torch.randn(2, 32, 128, device="cuda").bfloat16()
     table = torch.randperm(64, device="cuda").view(2, 32).int()
     lengths = torch.tensor([700, 1024], device="cuda", dtype=torch.int32)
-    scores = attention.ScoreOptions(128**-0.5)
+    scores = ScoreOptions(128**-0.5)
     arguments = (q, *stores, table, lengths, scores)
     y = attention.attend_triton(*arguments)
     return relative_error(y, attention.attend_reference(*arguments).double())

@@ -10,6 +10,7 @@ In this folder:
     kv_row_layout  Sizes of a cached row of keys or values: channels that share a scale, and bytes
     layers         RMS norm, rotary embedding, gates and dense products: fused kernels where possible, else plain torch
     matmul_spec    Specification of a matrix product with quantized weights, and the interface of kernels
+    score_options  Options of attention logits, shared by all programs that compute attention: scale
     select         Selection of the kernel for a product: the first one that accepts it, after a trial run
     cpu/           CPU kernels that LLVM compiles at run time, for operations that torch has no fast operator for
     gpu/           GPU kernels in Triton, one file per family, with the code that lays out weights and launches them

@@ -6,7 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,24 +16,10 @@ from quantforge_kernels.gpu.launching import launch_kernel
 from quantforge_kernels.kv import PAGE_SIZE, EncodedKV, decode
 from quantforge_kernels.kv_row_layout import CACHE_KINDS, channels_per_scale
 from quantforge_kernels.matmul_spec import has_triton, next_power_of_two, supports_float8
+from quantforge_kernels.score_options import ScoreOptions
 
 TARGET_PROGRAMS = 4 * 132
 MIN_PAGES_PER_SPLIT = 4  # of a share, where there is a choice
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreOptions:
-    """How attention logits are computed.
-
-    Attributes:
-        scale: factor of the product of query and key.
-        softcap: logits become ``softcap * tanh(logit / softcap)``; 0 for no cap.
-        window: only the last ``window`` tokens are attended to; 0 for all tokens.
-    """
-
-    scale: float
-    softcap: float = 0.0
-    window: int = 0
 
 
 def attend(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantforge_kernels import fallback, layers
-from quantforge_kernels.attention import ScoreOptions, attend
+from quantforge_kernels.attention import attend
 from quantforge_kernels.cpu import packed_integers
 from quantforge_kernels.gpu import plane_products, w8a8_products
 from quantforge_kernels.grouped import (
@@ -25,6 +25,7 @@ from quantforge_kernels.grouped import (
 )
 from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
 from quantforge_kernels.matmul_spec import Kernel, MatmulSpec, PackedWeight, has_triton
+from quantforge_kernels.score_options import ScoreOptions
 
 KERNELS: tuple[Kernel, ...] = (
     w8a8_products.KERNEL,

@@ -7,6 +7,7 @@ output stays as it was, and next to it there is either an unfinished run that th
 from __future__ import annotations
 
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,10 +23,15 @@ from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.artifacts import manifest
 from quantforge.artifacts.publish import publish, stage_side_files
-from quantforge.errors import DeniedError, InputError, RefusedError, UsageError
+from quantforge.errors import DeniedError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.events import Event
 from quantforge.execution.claims import Claims
-from quantforge.execution.journal import check_unshared_journal, finished_tensor_names, open_journal
+from quantforge.execution.journal import (
+    Journal,
+    check_unshared_journal,
+    finished_tensor_names,
+    resume_or_create_journal,
+)
 from quantforge.execution.units import check_shareable, claimable_units, list_units
 from quantforge.files.hub import resolve
 from quantforge.files.reader import Checkpoint
@@ -183,7 +189,7 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
     plan, source = planned.plan, inputs.source
     units = list_units(plan, planned.model_layout.blocks)
     claims = Claims(stage.units, [unit.name for unit in claimable_units(units)])
-    journal = open_journal(stage, claims, inputs.fingerprint, settings)
+    journal = _open_journal(stage, claims, inputs.fingerprint, settings)
     try:
         stage_side_files(stage, checkpoint, plan, source, settings)
         files = files_in_stage(stage, planned.files)
@@ -214,6 +220,34 @@ def published_run(stage: Stage, inputs: RunInputs) -> Iterator[Run]:
         raise
     claims.remove()
     journal.remove()  # last: the journal tells the next command that this run had finished
+
+
+def _open_journal(
+    stage: Stage, claims: Claims, fingerprint: Mapping[str, str], settings: Settings
+) -> Journal:
+    """Open the journal of this run, or that of the unfinished run that it resumes.
+
+    With ``settings.overwrite`` an unfinished run that cannot be resumed is discarded. The caller holds the lock of the
+    output.
+
+    Raises:
+        IntegrityError: a different run is unfinished here, or its journal is damaged, and overwriting is not allowed.
+    """
+    journal = None
+    try:
+        journal = resume_or_create_journal(stage, fingerprint)
+        claims.check_fingerprint(fingerprint)
+    except IntegrityError as error:
+        if journal is not None:
+            journal.close()
+        if not settings.overwrite:
+            raise
+        settings.note(f"{error.message}; it is ended, because --overwrite is given")
+        claims.remove()
+        shutil.rmtree(stage.journal, ignore_errors=True)
+        stage.clear()
+        journal = resume_or_create_journal(stage, fingerprint)
+    return journal
 
 
 def _build_outcome(stage: Stage, run: Run) -> Outcome:

@@ -28,8 +28,8 @@ from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
 from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
 from quantforge.evaluation.kept_rows import KeptRows
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
+from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.reference_text import (
-    Prompts,
     ReferenceAnswers,
     TokenizedPrompts,
     tokenize_prompts,
@@ -38,7 +38,6 @@ from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.tasks import run as run_tasks
 from quantforge.evaluation.text_windows import (
-    LENGTH,
     EvaluationProtocol,
     Windows,
     check_comparable,
@@ -67,38 +66,6 @@ FIGURES = (  # None where there is no figure: of the reference, or without speed
     "tpot_seconds", "tpot_spread", "bandwidth_use", "llama_cpp_perplexity",
     "decoder", "ttft_by_prompt", "decode_by_batch", "kv_bytes_per_token", "processor_share", "tasks", "caches",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationOptions:
-    """Validated options of an evaluation.
-
-    Attributes:
-        text: the text to score.
-        text_name: name of the text in the report.
-        text_found: whether the text was not given by the user: a file next to the reference, or the built-in text.
-        windows: most windows to score.
-        length: tokens of a window.
-        speed: whether to measure speed and memory.
-        caches: KV cache kinds (see `quantforge.cache_kinds`) to compare with a 16-bit cache; speed is measured with
-            the first one, or with the model's default if empty.
-        engine: "llama.cpp" to also score GGUF files in that engine.
-        correction: directory of an adapter applied to the other model, whose weights are not changed.
-        tasks: lm-eval tasks to run on every model.
-        prompts: prompts that every model answers; models are also scored along the reference's answers.
-    """
-
-    text: str = field(repr=False)
-    text_name: str
-    windows: int = 80
-    length: int = LENGTH
-    speed: bool = True
-    caches: tuple[str, ...] = ()
-    engine: str = ""
-    correction: Path | None = None
-    tasks: Tasks | None = None
-    prompts: Prompts | None = None
-    text_found: bool = False
 
 
 def _today() -> str:

@@ -28,7 +28,7 @@ from quantforge_files.system import user_cache
 from quantforge_kernels.cpu import instruction_sets
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.compare_models import EvaluationOptions
+    from quantforge.evaluation.options import EvaluationOptions
     from quantforge.settings import Settings
 
 MAX_AGE_SECONDS = 14 * 24 * 3600  # older files are deleted

@@ -37,13 +37,11 @@ from quantforge.files.opener import FILES, parse_object, read_object
 from quantforge.files.stage import Stage
 from quantforge.plans import Plan
 from quantforge.recipe import difference_line, recipe_differences
-from quantforge.settings import Settings
 from quantforge_files import system
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
 if TYPE_CHECKING:
     from quantforge.execution.calibration import CalibrationData
-    from quantforge.execution.claims import Claims
 
 Record = dict[str, Any]  # keys: "events", "metrics", "checksums", "transform"
 FINGERPRINT_FILE = "fingerprint.json"
@@ -291,34 +289,6 @@ def resume_or_create_journal(stage: Stage, fingerprint: Mapping[str, str]) -> Jo
     journal = Journal(stage.journal, fingerprint)
     if not journal.resumed:
         stage.clear()
-    return journal
-
-
-def open_journal(
-    stage: Stage, claims: Claims, fingerprint: Mapping[str, str], settings: Settings
-) -> Journal:
-    """Open the journal of this run, or that of the unfinished run that it resumes.
-
-    With ``settings.overwrite`` an unfinished run that cannot be resumed is discarded. The caller holds the lock of the
-    output.
-
-    Raises:
-        IntegrityError: a different run is unfinished here, or its journal is damaged, and overwriting is not allowed.
-    """
-    journal = None
-    try:
-        journal = resume_or_create_journal(stage, fingerprint)
-        claims.check_fingerprint(fingerprint)
-    except IntegrityError as error:
-        if journal is not None:
-            journal.close()
-        if not settings.overwrite:
-            raise
-        settings.note(f"{error.message}; it is ended, because --overwrite is given")
-        claims.remove()
-        shutil.rmtree(stage.journal, ignore_errors=True)
-        stage.clear()
-        journal = resume_or_create_journal(stage, fingerprint)
     return journal
 
 

@@ -4,6 +4,7 @@ In this folder:
 
     accumulator           Accumulate statistics of one activation over micro-batches
     block                 One decoder block with its weights, and the calibration rows that pass through it
+    block_calls           Calls of decoder blocks: their arguments and outputs
     block_inputs          Compute the arguments of each decoder block, given the hidden states after the previous block
     decoder_calls         Capture the arguments of the text decoder for calibration rows with images
     expert_calls          Interpret the two ways in which a block calls its module of experts

@@ -21,7 +21,8 @@ from quantforge.architectures.architecture import Rows
 from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.errors import InputError, RefusedError
 from quantforge.model.accumulator import Accumulator
-from quantforge.model.block_inputs import BlockInputs, Call, hidden_states_of
+from quantforge.model.block_calls import Call, hidden_states_of
+from quantforge.model.block_inputs import BlockInputs
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.statistics import Statistic, Statistics

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from quantforge.architectures.match import ModelLayout
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block_inputs import Call
+from quantforge.model.block_calls import Call
 from quantforge.model.hidden_states import LeafStore
 from quantforge.model.model_parts import block_list_name, output_layer, text_decoder
 from quantforge.model.skeleton import build_skeleton

@@ -33,7 +33,8 @@ from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.match import ModelLayout, Role, require_declarations
 from quantforge.errors import InputError
 from quantforge.model.block import BlockRows, DecoderBlock, MicroBatch
-from quantforge.model.block_inputs import BlockInputs, Call, RecordedInputs, ReplayedInputs, StandIn
+from quantforge.model.block_calls import Call, StandIn
+from quantforge.model.block_inputs import BlockInputs, RecordedInputs, ReplayedInputs
 from quantforge.model.decoder_calls import DecoderCalls, capture_decoder_calls
 from quantforge.model.experts import Experts
 from quantforge.model.hidden_states import (

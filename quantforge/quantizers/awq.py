@@ -37,7 +37,7 @@ from quantforge.architectures import SharedInput
 from quantforge.grids import ScaleType
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.block import DecoderBlock
-from quantforge.model.block_inputs import Call
+from quantforge.model.block_calls import Call
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import cutting, matmul
 from quantforge.numerics.values import total

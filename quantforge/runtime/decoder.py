@@ -39,7 +39,7 @@ from quantforge.runtime.rotary import (
     rotary_angles,
     rotary_width,
 )
-from quantforge_kernels.attention import ScoreOptions, attend
+from quantforge_kernels.attention import attend
 from quantforge_kernels.layers import (
     add_bias,
     add_rms_norm,
@@ -48,6 +48,7 @@ from quantforge_kernels.layers import (
     linear,
     silu_gate,
 )
+from quantforge_kernels.score_options import ScoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

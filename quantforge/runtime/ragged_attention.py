@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from quantforge.runtime.cache import CacheRows, PagedCache
-from quantforge_kernels.attention import ScoreOptions, attend
+from quantforge_kernels.attention import attend
 from quantforge_kernels.cpu import many_rows
 from quantforge_kernels.kv import PAGE_SIZE
+from quantforge_kernels.score_options import ScoreOptions
 
 Taps = dict[int, Tensor | None] | None  # inputs of some decoder blocks, by block number
 SHORT_SPAN = 8  # most tokens of a span that is computed token by token

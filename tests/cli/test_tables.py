@@ -16,7 +16,8 @@ import pytest
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
 from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
-from quantforge.evaluation.compare_models import FIGURES, Evaluation, EvaluationOptions
+from quantforge.evaluation.compare_models import FIGURES, Evaluation
+from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import markdown
 from quantforge.evaluation.text_tables import cache_tables, notes

@@ -21,8 +21,8 @@ from quantforge.cli.app import Stopped
 from quantforge.errors import InputError, ResourceError
 from quantforge.evaluation import compare_models as evaluation
 from quantforge.evaluation import kept_rows
-from quantforge.evaluation.compare_models import EvaluationOptions
 from quantforge.evaluation.kept_rows import keep_rows
+from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.tasks import Tasks
 from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings

@@ -19,9 +19,9 @@ from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
 from quantforge_kernels.kv_row_layout import channels_per_scale
 
 if TYPE_CHECKING:
-    from quantforge_kernels.attention import ScoreOptions
     from quantforge_kernels.cpu.cache_programs import HeadFormat
     from quantforge_kernels.cpu.compiler import Program
+    from quantforge_kernels.score_options import ScoreOptions
 
 _FLOAT_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 # Most rows of a dense product of ours; more are torch's work, by way of `many_rows`.

@@ -41,7 +41,8 @@ from quantforge.evaluation.text_tables import (
 from quantforge.evaluation.verdict import MARK, Verdict
 
 if TYPE_CHECKING:
-    from quantforge.evaluation.compare_models import Evaluation, EvaluationOptions
+    from quantforge.evaluation.compare_models import Evaluation
+    from quantforge.evaluation.options import EvaluationOptions
 
 Part = tuple[str, bool]  # text, and whether it differs
 Row = Mapping[str, Any]

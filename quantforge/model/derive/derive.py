@@ -30,7 +30,8 @@ from quantforge.architectures.match import DerivedDeclarations
 from quantforge.architectures.routers import expert_counts
 from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.errors import InputError, RefusedError
-from quantforge.model.block_inputs import Call, StandIn, equal_trees, mutable_mappings
+from quantforge.model.block_calls import Call, StandIn, mutable_mappings
+from quantforge.model.block_inputs import equal_trees
 from quantforge.model.derive.layer_kinds import (
     DerivedKind,
     ModelFacts,

@@ -31,7 +31,7 @@ from quantforge.architectures import (
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.architectures.routers import find_routers, is_indexer_weight
 from quantforge.errors import RefusedError
-from quantforge.model.block_inputs import extra_outputs_of, hidden_states_of
+from quantforge.model.block_calls import extra_outputs_of, hidden_states_of
 from quantforge.model.derive.trial_block import (
     FoldCandidate,
     TrialBlock,

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from quantforge.architectures import FoldKind, ScaleFold
 from quantforge.architectures.dimensions import Dimensions
-from quantforge.model.block_inputs import Call, hidden_states_of
+from quantforge.model.block_calls import Call, hidden_states_of
 from quantforge.model.scale_folding import expand_heads
 from quantforge.model.skeleton import errors_as_refusals
 from quantforge.model.weight_loading import free_weights, parameter

@@ -11,15 +11,16 @@ One verifier (`verify`) serves both a single text (`decode`) and the steps of a 
 
 In this folder:
 
-    decode       Speculative decoding of one text: draft tokens, verify all of them in one pass
-    draft_model  Draft models: a smaller model with the same vocabulary, or the model itself quantized to fewer bits
-    drafter      The drafter interface, the cache of a drafter, reading of draft-head linears
-    eagle3       EAGLE-3: one decoder layer that reads each token together with hidden states of the model before it
-    lookahead    Lookahead decoding: the model drafts for itself at several positions in parallel (Fu et al.
-    medusa       Medusa heads: head i predicts the token i + 1 positions after the model's own
-    mtp          Multi-token prediction (MTP): the draft layer that some models store after their last decoder layer
-    ngrams       N-gram drafting (prompt lookup)
-    options      Options of speculative decoding: the draft method, draft length and draft tree
-    tree         Draft trees: several tokens may be drafted for one position
-    verify       Verification of drafted tokens: one is accepted if the model chooses the same token
+    decode                Speculative decoding of one text: draft tokens, verify all of them in one pass
+    draft_model           Draft models: a smaller model with the same vocabulary
+    drafter               The drafter interface, the cache of a drafter, and reading of draft-head linears
+    eagle3                EAGLE-3
+    hidden_state_drafter  Draft with a small network (EAGLE-3
+    lookahead             Lookahead decoding: the model drafts for itself at several positions in parallel (Fu et al.
+    medusa                Medusa heads: head i predicts the token i + 1 positions after the model's own
+    mtp                   Multi-token prediction (MTP)
+    ngrams                N-gram drafting (prompt lookup)
+    options               Options of speculative decoding: the draft method, draft length and draft tree
+    tree                  Draft trees: several tokens may be drafted for one position
+    verify                Verification of drafted tokens: one is accepted if the model chooses the same token
 """

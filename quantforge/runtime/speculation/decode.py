@@ -31,13 +31,9 @@ from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.ragged_attention import Span
 from quantforge.runtime.sampling import ChosenToken, RowSampler
 from quantforge.runtime.speculation.draft_model import DRAFT_SCHEMES, ModelDrafter, quantize_draft
-from quantforge.runtime.speculation.drafter import (
-    Drafter,
-    HiddenStateDrafter,
-    PassOutputs,
-    allocate_text_cache,
-)
+from quantforge.runtime.speculation.drafter import Drafter, PassOutputs, allocate_text_cache
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
+from quantforge.runtime.speculation.hidden_state_drafter import HiddenStateDrafter
 from quantforge.runtime.speculation.lookahead import NGRAM_LENGTH, LookaheadDrafter
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from quantforge.runtime.speculation.mtp import MtpLayer, read_mtp

@@ -23,8 +23,8 @@ from quantforge.runtime.cache import CacheShape, PagedCache
 from quantforge.runtime.ragged_attention import RaggedBatch, Span
 from quantforge.runtime.rotary import SUPPORTED_ROPE_TYPES, rope_types, rotary_angles
 from quantforge.runtime.speculation.drafter import PassOutputs, read_linear
-from quantforge_kernels.attention import ScoreOptions
 from quantforge_kernels.layers import add_rms_norm, apply_rotary, silu_gate
+from quantforge_kernels.score_options import ScoreOptions
 
 ABSENT_LOGIT = -1e30  # logit of tokens outside the draft vocabulary: logits must be finite
 NUM_TAPS = 3  # blocks of the model whose inputs are the features

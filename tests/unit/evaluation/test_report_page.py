@@ -14,7 +14,8 @@ import jsonschema
 import pytest
 
 from quantforge.evaluation.columns import ABSENT
-from quantforge.evaluation.compare_models import QUANTILES, Evaluation, EvaluationOptions
+from quantforge.evaluation.compare_models import QUANTILES, Evaluation
+from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.charts import (

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from quantforge.model.block_inputs import ReplayedInputs, StandIn, equal_trees
+from quantforge.model.block_calls import StandIn
+from quantforge.model.block_inputs import ReplayedInputs, equal_trees
 from quantforge.model.hidden_states import InMemory, LeafStore, StateLayout
 
 ROWS, LENGTH, HIDDEN, BLOCKS = 3, 5, 4, 5

@@ -22,10 +22,11 @@ from quantforge.runtime.decoding import DecodingStep, prefill
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge_kernels import attention, layers
-from quantforge_kernels.attention import ScoreOptions, attend_reference, attend_triton
+from quantforge_kernels.attention import attend_reference, attend_triton
 from quantforge_kernels.gpu import plane_products
 from quantforge_kernels.kv import PAGE_SIZE
 from quantforge_kernels.matmul_spec import Kernel
+from quantforge_kernels.score_options import ScoreOptions
 from tests.caches import cached
 from tests.conftest import make_tiny
 from tests.thorough import each_value, further

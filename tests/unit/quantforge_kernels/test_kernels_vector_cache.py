@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from quantforge.cache_kinds import WORDS, parse_cache_kind
 from quantforge_kernels import kv
-from quantforge_kernels.attention import ScoreOptions, attend_reference
+from quantforge_kernels.attention import attend_reference
 from quantforge_kernels.cpu import instruction_sets, layer_launchers
 from quantforge_kernels.kv import PAGE_SIZE, EncodedKV
+from quantforge_kernels.score_options import ScoreOptions
 from tests.caches import cached
 from tests.thorough import each_value, usual
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from quantforge.architectures.match import match_tensors
 from quantforge.files.reader import open_checkpoint
 from quantforge.model.block import DecoderBlock, MicroBatch
-from quantforge.model.block_inputs import Call, RecordedInputs
+from quantforge.model.block_calls import Call
+from quantforge.model.block_inputs import RecordedInputs
 from quantforge.model.scale_folding import expand_heads, fold_scale
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.stream import ModelStream

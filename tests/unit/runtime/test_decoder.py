@@ -19,11 +19,12 @@ from quantforge.runtime.load import load
 from quantforge.runtime.packed_experts import PackedExperts
 from quantforge.settings import Settings
 from quantforge_kernels import kv
-from quantforge_kernels.attention import ScoreOptions, attend, attend_reference
+from quantforge_kernels.attention import attend, attend_reference
 from quantforge_kernels.cpu import layer_launchers
 from quantforge_kernels.cpu.instruction_sets import best_instruction_set
 from quantforge_kernels.kv import PAGE_SIZE
 from quantforge_kernels.kv_row_layout import channels_per_scale
+from quantforge_kernels.score_options import ScoreOptions
 from tests.conftest import FAMILIES, MIXTURES, TEXT_FAMILIES
 from tests.plain_loop import StopLimits, generate
 from tests.thorough import each_value, further

@@ -14,8 +14,8 @@ from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
 from quantforge.runtime.ragged_attention import SHORT_SPAN, RaggedBatch, Span
 from quantforge.settings import Settings
-from quantforge_kernels.attention import ScoreOptions
 from quantforge_kernels.kv import PAGE_SIZE
+from quantforge_kernels.score_options import ScoreOptions
 
 FAMILIES = ("llama", "mistral", "gemma2", "gemma3", "cohere", "mixtral")
 IDS = torch.randint(3, 300, (3, 70), generator=torch.Generator().manual_seed(0))

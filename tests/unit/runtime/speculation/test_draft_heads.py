@@ -16,8 +16,9 @@ from quantforge.formats.sources.head_directory import open_draft_heads
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.drafter import Drafter, HiddenStateDrafter
+from quantforge.runtime.speculation.drafter import Drafter
 from quantforge.runtime.speculation.eagle3 import Eagle3Layer
+from quantforge.runtime.speculation.hidden_state_drafter import HiddenStateDrafter
 from quantforge.runtime.speculation.medusa import MedusaDrafter, read_medusa
 from tests.plain_loop import StopLimits, generate
 from tests.runs import command

@@ -14,7 +14,7 @@ import quantforge
 from quantforge.errors import InputError, RefusedError
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import load
-from quantforge.runtime.speculation.drafter import HiddenStateDrafter
+from quantforge.runtime.speculation.hidden_state_drafter import HiddenStateDrafter
 from quantforge.runtime.speculation.mtp import read_mtp
 from tests.runs import quantize, recipe
 from tests.unit.runtime.speculation.test_draft_heads import rms, run
