@@ -215,13 +215,16 @@ def gemma3_projector(config: Mapping[str, Any]) -> Projector:
         },
         (
             *module_tensors(
-                f"{embeddings}.patch_embedding", "v.patch_embd", (width, 3, patch, patch), wide=True
+                f"{embeddings}.patch_embedding",
+                "v.patch_embd",
+                (width, 3, patch, patch),
+                float32=True,
             ),
             weight_tensor(
                 f"{embeddings}.position_embedding",
                 "v.position_embd",
                 (patches_per_side * patches_per_side, width),
-                wide=True,
+                float32=True,
             ),
             *block_tensors("vision_tower.encoder.layers", sizes, block),
             *module_tensors("vision_tower.post_layernorm", "v.post_ln", (width,)),

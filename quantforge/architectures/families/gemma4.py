@@ -571,8 +571,8 @@ def gemma4_projector(config: Mapping[str, Any]) -> Projector:
                 f"{_PATCH_EMBEDDER}.input_proj",
                 "v.patch_embd",
                 (width, 3 * patch**2),
-                wide=True,
-                pixels=patch,
+                float32=True,
+                patch_size=patch,
             ),
             TowerTensor(
                 f"{_PATCH_EMBEDDER}.position_embedding_table",

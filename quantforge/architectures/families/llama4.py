@@ -175,7 +175,10 @@ def llama4_projector(config: Mapping[str, Any]) -> Projector:
         },
         (
             weight_tensor(
-                f"{_TOWER}.patch_embedding.linear", "v.patch_embd", (width, 3 * patch**2), wide=True
+                f"{_TOWER}.patch_embedding.linear",
+                "v.patch_embd",
+                (width, 3 * patch**2),
+                float32=True,
             ),
             TowerTensor(f"{_TOWER}.class_embedding", ("v.class_embd",), (width,)),
             TowerTensor(

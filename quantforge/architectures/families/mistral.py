@@ -212,7 +212,7 @@ def mistral3_projector(config: Mapping[str, Any]) -> Projector:
         },
         (
             weight_tensor(
-                f"{tower}.patch_conv", "v.patch_embd", (width, 3, patch, patch), wide=True
+                f"{tower}.patch_conv", "v.patch_embd", (width, 3, patch, patch), float32=True
             ),
             weight_tensor(f"{tower}.ln_pre", "v.pre_ln", (width,)),
             *(

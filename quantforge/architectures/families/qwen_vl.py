@@ -247,7 +247,7 @@ def qwen3_projector(config: Mapping[str, Any]) -> Projector:
         (
             patch_embedding(width, patch),
             TowerTensor("visual.patch_embed.proj.bias", ("v.patch_embd.bias",), (width,)),
-            weight_tensor("visual.pos_embed", "v.position_embd", (positions, width), wide=True),
+            weight_tensor("visual.pos_embed", "v.position_embd", (positions, width), float32=True),
             *block_tensors("visual.blocks", sizes, block),
             *module_tensors("visual.merger.norm", "v.post_ln", (width,)),
             *module_tensors("visual.merger.linear_fc1", "mm.0", (merged_width, merged_width)),
