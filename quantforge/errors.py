@@ -35,7 +35,9 @@ class QuantForgeError(Exception):
     Attributes:
         exit_code: exit code of the command line.
         code: stable name of the class in ``--json`` output.
-        message: what went wrong, and where.
+        message: what went wrong, and where: the subject, if there is one, and the detail.
+        subject: the file, directory or option with which the message begins; "" for none.
+        detail: the message without its subject.
         hint: what to do about it, "" if unknown.
         file: the file at fault, or None.
         tensor: the tensor at fault, or None.
@@ -50,12 +52,15 @@ class QuantForgeError(Exception):
         message: str,
         hint: str = "",
         *,
+        subject: str = "",
         file: str | None = None,
         tensor: str | None = None,
         fault: Fault = Fault.UNREADABLE,
     ) -> None:
-        super().__init__(message)
-        self.message = message
+        self.message = f"{subject}: {message}" if subject else message
+        super().__init__(self.message)
+        self.subject = subject
+        self.detail = message
         self.hint = hint
         self.file = file
         self.tensor = tensor
@@ -64,7 +69,11 @@ class QuantForgeError(Exception):
     @classmethod
     def at(cls, path: Path, what: str, hint: str = "") -> Self:
         """Return an error about a file or directory, whose path begins the message."""
-        return cls(f"{path}: {what}", hint, file=str(path))
+        return cls(what, hint, subject=str(path), file=str(path))
+
+    def detail_about(self, subject: object) -> str:
+        """Return the message, without its subject if that is ``subject``."""
+        return self.detail if self.subject == str(subject) else self.message
 
 
 class UsageError(QuantForgeError):

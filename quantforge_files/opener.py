@@ -49,13 +49,15 @@ class Stamp:
 
 @dataclass(frozen=True, slots=True)
 class Opener:
-    """Opener of files for one package: ``error`` makes its exception of a message, a hint and the file's name.
+    """Opener of files for one package, with the exceptions of that package.
+
+    ``error`` returns the exception for a detail, a hint, the subject that begins the message, and the file name.
 
     ``inside`` of every method is the model directory that a file is part of, which links must not leave; None for what
     a person named.
     """
 
-    error: Callable[[str, str, str], Exception]
+    error: Callable[[str, str, str, str], Exception]
 
     def check(self, path: Path, role: FileRole, inside: Path | None) -> None:
         """Refuse, without reading it, a file that `read` would refuse; errors as `opened`."""
@@ -113,8 +115,8 @@ class Opener:
         try:
             return self.read(path, role, inside).decode()
         except UnicodeDecodeError as error:
-            raise self.error(
-                f"{path}: not UTF-8 at byte {error.start}", "save it as UTF-8", str(path)
+            raise self._error(
+                path, f"not UTF-8 at byte {error.start}", "save it as UTF-8"
             ) from error
 
     def head(self, path: Path, role: FileRole, count: int, inside: Path | None) -> bytes:
@@ -182,7 +184,7 @@ class Opener:
         def refuse(
             what: str, hint: str = "the file is damaged: fetch or export it again"
         ) -> NoReturn:
-            raise self.error(f"{path}: {what}", hint, str(path))
+            raise self._error(path, what, hint)
 
         return refuse
 
@@ -192,42 +194,44 @@ class Opener:
         except OSError as error:
             raise self._unreadable(path, error) from error
         except ValueError as error:  # a null in the name
-            raise self.error(f"{str(path)!a}: {error}", "check the path", str(path)) from error
+            raise self.error(str(error), "check the path", ascii(str(path)), str(path)) from error
         if inside is None:
             return real
         if not any(real.is_relative_to(place) for place in _places(inside)):
-            raise self.error(
-                f"{path}: is a link to {real}, outside of the model",
+            raise self._error(
+                path,
+                f"is a link to {real}, outside of the model",
                 "a model may link to its own files (or a hub snapshot to its blobs); copy the file",
-                str(path),
             )
         return real
 
     def _check_regular(self, path: Path, found: os.stat_result) -> None:
         if not stat.S_ISREG(found.st_mode):
-            raise self.error(
-                f"{path}: not a regular file", "give a file, no pipe or device", str(path)
-            )
+            raise self._error(path, "not a regular file", "give a file, no pipe or device")
 
     def _check_size(self, path: Path, role: FileRole, size: int) -> None:
         if size > role.limit:
-            raise self.error(
-                f"{path}: {size} bytes, more than {role.limit}",
+            raise self._error(
+                path,
+                f"{size} bytes, more than {role.limit}",
                 f"no {role.name} needs to be that large",
-                str(path),
             )
 
     def _too_many(self, directory: Path) -> Exception:
-        return self.error(
-            f"{directory}: holds more than {MAX_NAMES} files",
+        return self._error(
+            directory,
+            f"holds more than {MAX_NAMES} files",
             "give a directory that holds a model and nothing else",
-            str(directory),
         )
+
+    def _error(self, path: Path | str, what: str, hint: str) -> Exception:
+        """Return the error for a file or directory."""
+        return self.error(what, hint, str(path), str(path))
 
     def _unreadable(self, path: Path, error: OSError) -> Exception:
         missing = isinstance(error, FileNotFoundError | NotADirectoryError)
         hint = "check the path" if missing else "check links and permissions"
-        return self.error(f"{path}: {error.strerror}", hint, str(path))
+        return self._error(path, str(error.strerror), hint)
 
 
 def _places(inside: Path) -> list[Path]:

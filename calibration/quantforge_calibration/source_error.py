@@ -17,4 +17,4 @@ class SourceError(Exception):
         self.hint = hint
 
 
-FILES = Opener(lambda message, hint, _file: SourceError(message, hint))
+FILES = Opener(lambda detail, hint, subject, _file: SourceError(f"{subject}: {detail}", hint))

@@ -149,14 +149,15 @@ class Architecture:
         for key, value in self.required_values.items():
             if config.get(key, value) != value:
                 raise InputError(
-                    f"config.json: {key} = {config[key]!r} is not supported for {self.model_type}",
+                    f"{key} = {config[key]!r} is not supported for {self.model_type}",
                     f"supported: {key} = {value!r}; {_RTN_HINT}",
+                    subject="config.json",
                 )
         if self.unsupported_setting and (
             what := self.unsupported_setting({**self.defaults, **config})
         ):
             raise InputError(
-                f"config.json: {what} is not supported for {self.model_type}", _RTN_HINT
+                f"{what} is not supported for {self.model_type}", _RTN_HINT, subject="config.json"
             )
 
     def for_config(self, config: Mapping[str, Any]) -> Architecture:
@@ -255,8 +256,9 @@ class Architecture:
         kinds = {kind.name: kind for kind in self.kinds}
         if len(names) != dimensions.layers or not set(names) <= kinds.keys():
             raise InputError(
-                f"config.json: the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
+                f"the kinds of its {dimensions.layers} layers are {str(names)[:60]}",
                 f"each of them {' or '.join(sorted(kinds))}",
+                subject="config.json",
             )
         counted = {
             name: kinds[name].for_config(values).with_experts(dimensions) for name in set(names)

@@ -58,7 +58,9 @@ def is_head_tied(
         value = source.get("tie_word_embeddings")
         if value is not None:
             if not isinstance(value, bool):
-                raise InputError(f"config.json: tie_word_embeddings = {value!r}", "true or false")
+                raise InputError(
+                    f"tie_word_embeddings = {value!r}", "true or false", subject="config.json"
+                )
             return value
     return False
 
@@ -159,4 +161,6 @@ def check_values(config: Mapping[str, Any], *, declared: bool) -> None:
     for key, value in config.items():
         for rule in rules:
             if rule.keys.fullmatch(key) and not rule.is_valid(value):
-                raise InputError(f"config.json: {key} = {str(value)[:40]!r}", rule.expected)
+                raise InputError(
+                    f"{key} = {str(value)[:40]!r}", rule.expected, subject="config.json"
+                )

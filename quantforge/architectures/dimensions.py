@@ -112,8 +112,9 @@ def read_dimensions(
     kv_heads = _read_size(config, defaults, "kv_heads", heads)
     if heads % kv_heads:
         raise InputError(
-            f"config.json: {heads} attention heads are not a multiple of {kv_heads} key/value heads",
+            f"{heads} attention heads are not a multiple of {kv_heads} key/value heads",
             "compare num_attention_heads and num_key_value_heads with the model's publication",
+            subject="config.json",
         )
     extra_sizes = {
         name: _family_size(config, defaults or {}, name, value)
@@ -147,8 +148,9 @@ def _family_size(
     given = [key for key in keys if config.get(key) is not None]
     if len({config[key] for key in given if isinstance(config[key], int)}) > 1:
         raise InputError(
-            f"config.json: {' and '.join(f'{key} = {config[key]}' for key in given)} contradict each other",
+            f"{' and '.join(f'{key} = {config[key]}' for key in given)} contradict each other",
             "remove the one that is wrong",
+            subject="config.json",
         )
     key = given[0] if given else keys[0]
     return _checked_size(key, stated.get(key), _MAX_SIZES["ffn"])
@@ -162,7 +164,9 @@ def listed_layer_types(config: Mapping[str, Any]) -> list[str] | None:
     """
     kinds = config.get("layer_types")
     if kinds is not None and not isinstance(kinds, list):
-        raise InputError(f"config.json: layer_types = {str(kinds)[:60]}", "a list, or null")
+        raise InputError(
+            f"layer_types = {str(kinds)[:60]}", "a list, or null", subject="config.json"
+        )
     return None if kinds is None else [str(kind) for kind in kinds]
 
 
@@ -177,8 +181,9 @@ def _check_layer_types(config: Mapping[str, Any], layers: int, words: frozenset[
         known = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= words
         if not known:
             raise InputError(
-                f"config.json: layer_types = {str(kinds)[:60]}",
+                f"layer_types = {str(kinds)[:60]}",
                 f"a list of {layers}, each of them {' or '.join(sorted(words - {''}))}",
+                subject="config.json",
             )
     for key, least in (
         ("sliding_window", 1),
@@ -190,8 +195,9 @@ def _check_layer_types(config: Mapping[str, Any], layers: int, words: frozenset[
             continue  # what transformers writes of a window that is not used
         if value is not None and (type(value) is not int or not least <= value <= most):
             raise InputError(
-                f"config.json: {key} = {value!r:.40} ({type(value).__name__})",
+                f"{key} = {value!r:.40} ({type(value).__name__})",
                 f"{key} has to be an integer from {least} to {most}, or null",
+                subject="config.json",
             )
 
 
@@ -205,8 +211,8 @@ def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts
     if experts > 1 and (used in config or stated.get(used) is not None):
         _checked_size(used, stated[used], experts)
     if experts > 1 and groups is not None and experts % _checked_size("n_group", groups, experts):
-        said = f"config.json: n_group = {groups}: {experts} experts do not fall into so many groups"
-        raise InputError(said, "compare with the model's publication")
+        message = f"n_group = {groups}: {experts} experts do not fall into so many groups"
+        raise InputError(message, "compare with the model's publication", subject="config.json")
     if experts > 1 and groups is not None and stated.get("topk_group") is not None:
         _checked_size("topk_group", stated["topk_group"], groups)
 
@@ -227,8 +233,9 @@ def _read_size(
                 return _checked_size(key, source[key], _MAX_SIZES[name])
     if otherwise is None:
         raise InputError(
-            f"config.json: {' or '.join(keys)} is missing",
+            f"{' or '.join(keys)} is missing",
             "is this the directory of a decoder model?",
+            subject="config.json",
         )
     return otherwise
 
@@ -236,7 +243,8 @@ def _read_size(
 def _checked_size(key: str, value: object, limit: int) -> int:
     if type(value) is not int or not 0 < value <= limit:
         raise InputError(
-            f"config.json: {key} = {value!r:.40} ({type(value).__name__})",
+            f"{key} = {value!r:.40} ({type(value).__name__})",
             f"{key} has to be an integer from 1 to {limit}",
+            subject="config.json",
         )
     return value

@@ -81,7 +81,7 @@ def find_draft_head_tensors(
     """
     count = config.get(NEXTN_LAYERS) or 0
     if type(count) is not int or not 0 <= count <= max(layers, 1):
-        raise InputError(f"config.json: {NEXTN_LAYERS} = {str(count)[:40]!r}", "a number")
+        raise InputError(f"{NEXTN_LAYERS} = {str(count)[:40]!r}", "a number", subject="config.json")
     after = range(layers, layers + count)
     found = {}
     for tensor in stored:

@@ -109,7 +109,9 @@ def query_latent_width(config: Mapping[str, Any]) -> int:
     if width is None:
         return 1
     if type(width) is not int or width < 1:
-        raise InputError(f"config.json: q_lora_rank = {str(width)[:40]!r}", "a size, or null")
+        raise InputError(
+            f"q_lora_rank = {str(width)[:40]!r}", "a size, or null", subject="config.json"
+        )
     return width
 
 

@@ -75,8 +75,9 @@ class WindowRule:
         missing = self.has_windows and config.get(self.width_key, self.width) is None
         if missing and (needed or self.layer_type in (uses_layer_types or ())):
             raise InputError(
-                f"config.json: {self.width_key} = null, and layers of the family have windows",
+                f"{self.width_key} = null, and layers of the family have windows",
                 "a number of tokens; transformers does not run such a model",
+                subject="config.json",
             )
 
     def of_layers(self, config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
@@ -118,7 +119,7 @@ class WindowRule:
         if not self.period:
             if not (self.every_layer or self.start):
                 raise InputError(
-                    "config.json: layer_types is missing", "list the layers with a window"
+                    "layer_types is missing", "list the layers with a window", subject="config.json"
                 )
             return True
         period = (
@@ -142,7 +143,9 @@ def _read_flags(config: Mapping[str, Any], key: str, layers: int) -> list[int]:
     known = isinstance(flags, list) and all(type(flag) is int and flag in {0, 1} for flag in flags)
     if not known or len(flags) not in {0, layers}:
         raise InputError(
-            f"config.json: {key} = {str(flags)[:60]}", f"a list of {layers}, each of them 0 or 1"
+            f"{key} = {str(flags)[:60]}",
+            f"a list of {layers}, each of them 0 or 1",
+            subject="config.json",
         )
     return flags
 
@@ -155,5 +158,7 @@ def _read_layer_count(config: Mapping[str, Any], key: str, otherwise: int) -> in
     """
     value = config.get(key, otherwise)
     if type(value) is not int or value < 0:
-        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number of layers")
+        raise InputError(
+            f"{key} = {str(value)[:40]!r}", "a number of layers", subject="config.json"
+        )
     return value

@@ -338,8 +338,9 @@ def _match_declarations(
     dimensions = architecture.dimensions(tower)
     if dimensions.layers > len(headers):
         raise InputError(
-            f"config.json: num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(headers)} tensors",
+            f"num_hidden_layers = {dimensions.layers}, but the checkpoint holds {len(headers)} tensors",
             "configuration and weights are not of one model",
+            subject="config.json",
         )
     derived = architecture.derivation
     is_tied = derived.tied if derived else is_head_tied(tower, config, architecture.defaults)

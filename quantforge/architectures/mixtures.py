@@ -84,7 +84,9 @@ def dense_first_kinds(config: Mapping[str, Any], key: str) -> list[str]:
     """
     dense = config.get(key)
     if type(dense) is not int or dense < 0:
-        raise InputError(f"config.json: {key} = {str(dense)[:40]!r}", "a number of layers")
+        raise InputError(
+            f"{key} = {str(dense)[:40]!r}", "a number of layers", subject="config.json"
+        )
     return [DENSE if index < dense else SPARSE for index in range(config["num_hidden_layers"])]
 
 
@@ -106,7 +108,9 @@ def kinds_by_mlp_layer_types(config: Mapping[str, Any]) -> list[str]:
     names = {"dense": DENSE, "sparse": SPARSE}
     if not isinstance(types, list) or not {*map(str, types)} <= names.keys():
         raise InputError(
-            f"config.json: mlp_layer_types = {str(types)[:60]}", f"a list of {' or '.join(names)}"
+            f"mlp_layer_types = {str(types)[:60]}",
+            f"a list of {' or '.join(names)}",
+            subject="config.json",
         )
     return [names[layer_type] for layer_type in types]
 

@@ -154,8 +154,9 @@ class TowerConfig:
         maximum = _MAX_COUNTS.get(key, _MAX_SIZE)
         if type(value) is not int or not 0 < value <= maximum:
             raise InputError(
-                f"config.json: {self._full_key(key)} = {str(value)[:40]!r}",
+                f"{self._full_key(key)} = {str(value)[:40]!r}",
                 f"an integer from 1 to {maximum}",
+                subject="config.json",
             )
         return value
 
@@ -164,7 +165,9 @@ class TowerConfig:
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise InputError(
-                f"config.json: {self._full_key(key)} = {str(value)[:40]!r}", "a number from 0 to 1"
+                f"{self._full_key(key)} = {str(value)[:40]!r}",
+                "a number from 0 to 1",
+                subject="config.json",
             )
         return float(value)
 
@@ -225,8 +228,9 @@ class TowerConfig:
 def unsupported_setting_error(setting: str, supported: str) -> RefusedError:
     """Return the error for a setting that a projector file cannot express, with what llama.cpp supports."""
     return RefusedError(
-        f"config.json: {setting} cannot be carried by a projector file (llama.cpp computes: {supported})",
+        f"{setting} cannot be carried by a projector file (llama.cpp computes: {supported})",
         "leave --mmproj out: the language model alone is written",
+        subject="config.json",
     )
 
 

@@ -98,7 +98,10 @@ def read_card(folder: Path) -> str:
     path = folder / CARD
     if not path.is_file():
         raise InputError(
-            f"{path}: there is no card", "results of quantize and export have one", file=str(path)
+            "there is no card",
+            "results of quantize and export have one",
+            file=str(path),
+            subject=str(path),
         )
     text = _text(folder)
     try:
@@ -107,9 +110,10 @@ def read_card(folder: Path) -> str:
         part = error.args[0]
         where = "in the front matter" if part is _INDEX else "where the figures should stand"
         raise InputError(
-            f"{path}: the part for measured figures is not between one line '{part.begin}' and one line '{part.end}'",
+            f"the part for measured figures is not between one line '{part.begin}' and one line '{part.end}'",
             f"put these two lines {where}, each on a line of its own",
             file=str(path),
+            subject=str(path),
         ) from error
     return text
 

@@ -77,9 +77,10 @@ def open_token_weights(
         for name, expected in record["token_weight_checksums"].items() if record else ():
             if checksum(weights.of(name), 0) != expected:
                 raise IntegrityError(
-                    f"{path}: the weights of {name} are not what the interrupted run had written",
+                    f"the weights of {name} are not what the interrupted run had written",
                     f"start afresh: rm -r {directory}",
                     file=str(path),
+                    subject=str(path),
                 )
         yield weights
 

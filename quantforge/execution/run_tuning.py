@@ -214,9 +214,10 @@ class TuningStep:
                     value = value.view(torch_dtype(stored.dtype)).reshape(stored.shape)
                 if checksum(value, 0) != record["checksums"][name]:
                     raise IntegrityError(
-                        f"{path}: what was tuned of {name} is not what the interrupted run had written",
+                        f"what was tuned of {name} is not what the interrupted run had written",
                         f"start afresh: rm -r {self._journal.directory}",
                         file=str(path),
+                        subject=str(path),
                     )
                 self._output.rewrite(name, value)
         self._output.finish()

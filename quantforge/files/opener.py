@@ -14,7 +14,9 @@ from quantforge_files import roles, system
 from quantforge_files.opener import Opener, Stamp
 from quantforge_files.roles import FileRole
 
-FILES = Opener(lambda message, hint, file: InputError(message, hint, file=file))
+FILES = Opener(
+    lambda detail, hint, subject, file: InputError(detail, hint, subject=subject, file=file)
+)
 
 
 @contextmanager
@@ -41,10 +43,11 @@ def reopened(path: Path, stamp: Stamp | None, tensor: str | None = None) -> Iter
 def changed(path: Path, tensor: str | None = None) -> IntegrityError:
     """Return the error for a file that is not what it was when the run opened it."""
     return IntegrityError(
-        f"{path}: replaced or changed while it was being read",
+        "replaced or changed while it was being read",
         "let downloads and other writers finish, then run again",
         file=str(path),
         tensor=tensor,
+        subject=str(path),
     )
 
 

@@ -160,12 +160,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
     names = FILES.listing(path, None)
     if CONFIG not in names:
         hint = models_within(path) or "give the directory that holds it"
-        raise InputError(f"{path}: no {CONFIG}", hint, file=str(path / CONFIG))
+        raise InputError(f"no {CONFIG}", hint, file=str(path / CONFIG), subject=str(path))
     config = read_object(path / CONFIG, roles.CONFIG, path)
     entries, shards = read_weights(path, names)
     if not entries:
         raise InputError(
-            f"{path}: the model holds no tensors", "fetch or export it again", file=str(path)
+            "the model holds no tensors",
+            "fetch or export it again",
+            file=str(path),
+            subject=str(path),
         )
     _check_sizes(path / CONFIG, config, len(entries))
     if CARD in names:
@@ -188,7 +191,9 @@ def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
         if role is None:
             continue
         if not name.isprintable():
-            raise InputError(f"{root}: {name!r} is no name for a file", "rename it", file=str(root))
+            raise InputError(
+                f"{name!r} is no name for a file", "rename it", file=str(root), subject=str(root)
+            )
         FILES.check(root / name, role, root)
         yield root / name
 
@@ -214,15 +219,17 @@ def _check_sizes(path: Path, config: Mapping[str, Any], tensors: int) -> None:
         for size in value if isinstance(value, list) else [value]:
             if size is not None and (type(size) is not int or not least <= size <= _MAX_SIZE):
                 raise InputError(
-                    f"{path}: {key} = {size!r} is not a size",
+                    f"{key} = {size!r} is not a size",
                     f"an integer from 1 to {_MAX_SIZE}",
                     file=str(path),
+                    subject=str(path),
                 )
         if key in _LAYERS and isinstance(value, int) and value > tensors:
             raise InputError(
-                f"{path}: {key} = {value}, but the model holds only {tensors} tensors",
+                f"{key} = {value}, but the model holds only {tensors} tensors",
                 "configuration and weights are not of one model",
                 file=str(path),
+                subject=str(path),
             )
     if isinstance(nested := config.get("text_config"), Mapping):
         _check_sizes(path, nested, tensors)
@@ -314,17 +321,19 @@ def _no_weights(root: Path, names: list[str]) -> InputError:
     pickled = sorted(name for name in names if Path(name).suffix in _PICKLED)
     if pickled:
         return InputError(
-            f"{root}: only pickled weights ({pickled[0]!r}); pickle can run code and is never read",
+            f"only pickled weights ({pickled[0]!r}); pickle can run code and is never read",
             'convert it in an environment of its own: python -c "from transformers import '
             f"AutoModelForCausalLM as M; M.from_pretrained('{root}').save_pretrained('OUT')\"",
             file=str(root / pickled[0]),
+            subject=str(root),
         )
     other = sorted(name for name in names if name.endswith((".safetensors", ".gguf")))
     found = f"; found {', '.join(map(repr, other[:5]))}" if other else ""
     return InputError(
-        f"{root}: neither {SINGLE} nor {INDEX}{found}",
+        f"neither {SINGLE} nor {INDEX}{found}",
         "give the directory of a model as transformers saves it",
         file=str(root),
+        subject=str(root),
     )
 
 
@@ -332,7 +341,8 @@ def _weights_error(path: Path, *problems: str) -> InputError:
     more = len(problems) - SHOWN_PROBLEMS
     shown = "; ".join(problems[:SHOWN_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
     return InputError(
-        f"{path}: {shown}",
+        f"{shown}",
         "fetch the model again, or remove files that are not part of it",
         file=str(path),
+        subject=str(path),
     )

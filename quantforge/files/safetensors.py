@@ -248,4 +248,4 @@ def _check_layout(path: Path, entries: list[TensorEntry], data_start: int, size:
 
 
 def _error(path: Path, what: str, tensor: str | None = None) -> InputError:
-    return InputError(f"{path}: {what}", _DAMAGED, file=str(path), tensor=tensor)
+    return InputError(f"{what}", _DAMAGED, file=str(path), tensor=tensor, subject=str(path))

@@ -88,7 +88,9 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
     stated = {**model_layout.architecture.defaults, **model_layout.config}
     experts, groups = model_layout.dimensions.family_sizes[_EXPERTS], stated.get("n_group") or 1
     if type(groups) is not int or groups < 1 or experts % groups:
-        raise InputError(f"config.json: n_group = {str(groups)[:40]!r} for {experts} experts")
+        raise InputError(
+            f"n_group = {str(groups)[:40]!r} for {experts} experts", subject="config.json"
+        )
     size = experts // groups
     removed = int(parse_share(asked, "prune_experts") * size + 1e-9)
     if not removed:
@@ -111,7 +113,9 @@ def pruning_of(source: Checkpoint, asked: str) -> Pruning:
 
 def _numbers(key: str, values: list[Any]) -> list[int]:
     if not all(type(value) is int and value > 0 for value in values):
-        raise InputError(f"config.json: {key} = {str(values)[:40]}", "a number, 1 or more")
+        raise InputError(
+            f"{key} = {str(values)[:40]}", "a number, 1 or more", subject="config.json"
+        )
     return values
 
 

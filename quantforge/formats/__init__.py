@@ -267,10 +267,12 @@ def detect_format(config: Mapping[str, Any]) -> Format:
     error_class = NotReadError if method and isinstance(method, str) else InputError
     if method == "gptq":  # with a checkpoint_format that neither gptq nor gptq_v2 reads
         raise error_class(
-            f"config.json: GPTQ with checkpoint_format = {gptq_checkpoint_format(quantization)!r} is not read",
+            f"GPTQ with checkpoint_format = {gptq_checkpoint_format(quantization)!r} is not read",
             "gptq and gptq_v2 are; quantize again from the original model",
+            subject="config.json",
         )
     raise error_class(
-        f"config.json: no reader for quant_method {method!r}",
+        f"no reader for quant_method {method!r}",
         f"read are {_READABLE_METHODS}; quantize again from the original model",
+        subject="config.json",
     )

@@ -260,8 +260,9 @@ def find_layouts(
     size = found.get("group_size", found.get("q_group_size"))
     if version != "gemm" or bits != 4 or not isinstance(size, int):
         raise InputError(
-            f"config.json: AWQ with version = {version!r}, bits = {bits!r}, group_size = {size!r}",
+            f"AWQ with version = {version!r}, bits = {bits!r}, group_size = {size!r}",
             "4 bits in the gemm layout are read",
+            subject="config.json",
         )
     zero = Zero.INT if found.get("zero_point", True) else Zero.NONE
     names = [name.removesuffix(".qweight") for name in tensors if name.endswith(".qweight")]

@@ -74,8 +74,9 @@ def string_list(config: Mapping[str, Any], key: str) -> list[str]:
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(item, str) for item in names):
         raise InputError(
-            f"config.json: {key} = {str(names)[:60]} is no list of names",
+            f"{key} = {str(names)[:60]} is no list of names",
             "quantization_config is damaged: get the model again",
+            subject="config.json",
         )
     return names
 

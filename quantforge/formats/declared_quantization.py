@@ -155,9 +155,10 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
     for place, other in places.items():
         if other != declared:
             raise InputError(
-                f"{checkpoint.path}: {first} and {place} declare different quantizations",
+                f"{first} and {place} declare different quantizations",
                 f"put the right one into {CONFIG} as {CONFIG_KEY}",
                 file=str(checkpoint.path),
+                subject=str(checkpoint.path),
             )
     config = {**strip_quantization_keys(config), CONFIG_KEY: declared}
     usual = first == _MODELOPT_FILE
@@ -236,10 +237,11 @@ def _undeclared_error(checkpoint: Checkpoint, packed: list[str]) -> InputError:
     written = f"; {tool} writes such names" if tool else ""
     what = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_MAX_SHOWN])}{more})"
     return InputError(
-        f"{checkpoint.path}: {what}, and neither {CONFIG} nor a file beside it declares how{written}",
+        f"{what}, and neither {CONFIG} nor a file beside it declares how{written}",
         f"fetch {CONFIG} again: its {CONFIG_KEY} is missing",
         file=str(checkpoint.path),
         tensor=packed[0],
+        subject=str(checkpoint.path),
     )
 
 
@@ -337,7 +339,7 @@ def _gptq_answers(config: Mapping[str, Any], module: str, head: str) -> set[bool
     inside = config.get("modules_in_block_to_quantize") or []
     if not isinstance(inside, list):
         raise InputError(
-            f"config.json: modules_in_block_to_quantize = {str(inside)[:60]} is no list"
+            f"modules_in_block_to_quantize = {str(inside)[:60]} is no list", subject="config.json"
         )
     names = [name for group in inside for name in (group if isinstance(group, list) else [group])]
     if names:

@@ -204,8 +204,9 @@ def find_layouts(
     block = found.get("weight_block_size", [TILE_SIZE, TILE_SIZE])
     if block is not None and not _is_tile(block):
         raise InputError(
-            f"config.json: weight_block_size {block!r}",
+            f"weight_block_size {block!r}",
             f"[{TILE_SIZE}, {TILE_SIZE}] and null are usual",
+            subject="config.json",
         )
     require_scales(tensors, "_scale_inv")
     require_head_in_skip_list(found, INFO.skip_list_key, tensors)
@@ -238,7 +239,9 @@ def _read_layout(
     scheme_of_inputs = config.get("activation_scheme", "dynamic")
     if scheme_of_inputs not in ("static", "dynamic"):
         raise InputError(
-            f"config.json: activation_scheme {scheme_of_inputs!r}", "static and dynamic are read"
+            f"activation_scheme {scheme_of_inputs!r}",
+            "static and dynamic are read",
+            subject="config.json",
         )
     static = scheme_of_inputs == "static"
     layer = _layer_scheme(tile, scale_type_of(tensors, module + _SCALE_SUFFIX), static=static)

@@ -380,7 +380,7 @@ def dynamic_override(config: Mapping[str, Any], module: str) -> Mapping[str, Any
     """
     rules = config.get("dynamic") or {}
     if not isinstance(rules, Mapping) or not all(isinstance(v, Mapping) for v in rules.values()):
-        raise InputError("config.json: dynamic is no table of rules by pattern")
+        raise InputError("dynamic is no table of rules by pattern", subject="config.json")
     for pattern, values in rules.items():
         if config_pattern_matches(pattern.removeprefix("+:").removeprefix("-:"), module):
             if pattern.startswith("-:"):

@@ -117,8 +117,9 @@ def _kind_of(scheme: object) -> str:
         if supported and strategy == name:
             return kind
     raise InputError(
-        f"config.json: kv_cache_scheme {scheme} is not read",
+        f"kv_cache_scheme {scheme} is not read",
         "static symmetric 8-bit floats per tensor or attn_head are",
+        subject="config.json",
     )
 
 

@@ -262,9 +262,10 @@ def _read_layout(
         scheme = parse(mode)
     else:
         raise InputError(
-            f"config.json: MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
+            f"MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
             f"affine with {either(SUPPORTED_BITS)} bits, and {', '.join(READABLE_MODES)} are",
             tensor=module,
+            subject="config.json",
         )
     rows, words = matrix_shape(tensors, f"{module}.weight")
     shape = (rows, words * 32 // scheme.bits)

@@ -97,7 +97,7 @@ def config_pattern_matches(pattern: str, module: str) -> bool:
     try:
         return matches_pattern(pattern, module, full_match=False)
     except InputError as error:
-        raise InputError(f"config.json: {error.message}") from error
+        raise InputError(f"{error.message}", subject="config.json") from error
 
 
 class ModulePatterns:

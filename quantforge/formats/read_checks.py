@@ -84,9 +84,10 @@ def check_not_in_skip_list(
 def contradiction_error(declared: str, actual: str, module: str = "") -> InputError:
     """Return the error for a configuration (``declared``) that contradicts the tensors (``actual``)."""
     return InputError(
-        f"config.json: {declared}, but {actual}",
+        f"{declared}, but {actual}",
         "engines believe the one or the other: correct the configuration, or fetch the model again",
         tensor=module or None,
+        subject="config.json",
     )
 
 
@@ -207,8 +208,9 @@ def require_head_in_skip_list(
     head = [name for name in tensors if name.endswith("lm_head.weight")]
     if any(tensors[name].dtype in {"F16", "BF16", "F32"} for name in head):
         raise InputError(
-            f"config.json: {skip_list_key} {skip_list[:4]} leaves lm_head out, which is not quantized",
+            f"{skip_list_key} {skip_list[:4]} leaves lm_head out, which is not quantized",
             'transformers then quantizes it: add "lm_head" to the list',
+            subject="config.json",
         )
 
 

@@ -57,8 +57,9 @@ def resolve_model_type(config: Mapping[str, Any]) -> tuple[str, Event | None]:
                     f"unknown to transformers, computed as {model_type}, as architectures say",
                 )
     raise InputError(
-        f"config.json: model_type {declared_type!r} is unknown to transformers",
+        f"model_type {declared_type!r} is unknown to transformers",
         "remote code is never executed",
+        subject="config.json",
     )
 
 
@@ -97,8 +98,9 @@ def stock_model_class(config: Mapping[str, Any]) -> tuple[PreTrainedConfig, type
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise InputError(
-            f"config.json: model_type {model_type!r} is unknown to transformers",
+            f"model_type {model_type!r} is unknown to transformers",
             "remote code is never executed",
+            subject="config.json",
         )
     values = _remove_private_keys(config)
     values.pop("model_type")
@@ -119,8 +121,9 @@ def _whole_model_class(
     found = _class_in_tables(tables, parsed, named if isinstance(named, list) else ())
     if found is None:
         raise InputError(
-            f"config.json: transformers has no decoder for model_type {config.get('model_type')!r}",
+            f"transformers has no decoder for model_type {config.get('model_type')!r}",
             "models that write text are quantized",
+            subject="config.json",
         )
     return found
 

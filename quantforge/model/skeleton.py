@@ -96,8 +96,9 @@ def build_skeleton(config: Mapping[str, Any], *, whole: bool = False) -> PreTrai
         model.set_experts_implementation("eager")
     except _TRANSFORMERS_ERRORS as error:
         raise InputError(
-            f"config.json: transformers refuses the {model_type} configuration: {error}",
+            f"transformers refuses the {model_type} configuration: {error}",
             "compare it with the model's publication",
+            subject="config.json",
         ) from error
     for module in {model, model.base_model}:
         module.forward = _with_input_errors(module.forward, str(model_type))
@@ -115,7 +116,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
             check_counts(value)
         elif type(value) is int and value > MAX_COUNT and _is_count_key(key):
             raise InputError(
-                f"config.json: {key} = {value}", "compare it with the model's publication"
+                f"{key} = {value}", "compare it with the model's publication", subject="config.json"
             )
 
 
@@ -158,8 +159,9 @@ def _with_input_errors(forward: Callable[..., Any], model_type: str) -> Callable
             if not _from_transformers(error.__traceback__):
                 raise
             raise NotRunnableError(
-                f"config.json: transformers cannot run this {model_type} configuration: {error}",
+                f"transformers cannot run this {model_type} configuration: {error}",
                 "compare it with the model's publication",
+                subject="config.json",
             ) from error
 
     return run

@@ -297,9 +297,10 @@ def check_no_missing_parameters(checkpoint: Checkpoint) -> None:
         return  # the checkpoint is of another class of the family, whose names are not these
     if missing:
         raise InputError(
-            f"{checkpoint.path}: {len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
+            f"{len(missing)} parameter(s) are in no file, first: {', '.join(missing[:5])}",
             "a complete checkpoint holds every tensor; fetch the model again",
             file=str(checkpoint.path),
+            subject=str(checkpoint.path),
         )
 
 

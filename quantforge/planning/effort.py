@@ -225,7 +225,7 @@ def _setting_obstacle(key: str, value: int, recipe: Recipe, context: EffortConte
     try:
         context.refuse(_with_key(recipe, key, value))
     except QuantForgeError as error:
-        return error.message.removeprefix(f"--{key.replace('_', '-')} {value}: ")
+        return error.detail_about(f"--{key.replace('_', '-')} {value}")
     family = context.model_layout.architecture
     if family is not None and family.needs_model_replay:
         return (

@@ -57,13 +57,15 @@ def linears_with_gradients(
     """
     linears = quantized_linears(tensors, model_layout)
     if not linears:
-        raise UsageError(f"{option}: no matrix of a block is quantized", hint)
+        raise UsageError("no matrix of a block is quantized", hint, subject=option)
     if any(
         tensor.expert >= 0 and not model_layout.layers[tensor.block].stacks
         for tensor in linears.values()
     ):
         raise RefusedError(
-            f"{option}: the model has experts, which it computes otherwise than as one stack", hint
+            "the model has experts, which it computes otherwise than as one stack",
+            hint,
+            subject=option,
         )
     return linears
 
@@ -132,22 +134,25 @@ def refuse_guide(
     label = option or f"--guided-hessians {strips}"
     if method_words[-1] != GPTQ:
         raise UsageError(
-            f"{label}: --method {'+'.join(method_words)} does not take guided statistics",
+            f"--method {'+'.join(method_words)} does not take guided statistics",
             f"--method {GPTQ}, or {hint}",
+            subject=label,
         )
     linears = linears_with_gradients(label, hint, tensors, model_layout)
     if every_expert and any(tensor.expert >= 0 for tensor in linears.values()):
         raise UsageError(
-            f"{label}: --expert-tokens all sends every token through every expert, and only those that the router"
+            "--expert-tokens all sends every token through every expert, and only those that the router"
             " sends have gradients",
             f"leave --expert-tokens out, or {hint}",
+            subject=label,
         )
     name = min(linears, key=lambda name: linears[name].matrix[0])
     fewest_rows = linears[name].matrix[0]
     if strips > fewest_rows:
         raise UsageError(
-            f"--guided-hessians {strips}: {name} has {fewest_rows} rows",
+            f"{name} has {fewest_rows} rows",
             f"--guided-hessians {fewest_rows} at most",
+            subject=f"--guided-hessians {strips}",
         )
 
 
@@ -202,31 +207,35 @@ def refuse_tune(
     option = f"--tune {epochs}"
     if (method := "+".join(method_words)) not in {GPTQ, AWQ_GPTQ}:
         raise UsageError(
-            f"{option}: results of --method {method} are not tuned",
+            f"results of --method {method} are not tuned",
             f"--method {GPTQ}, or {NO_TUNE_HINT}",
+            subject=option,
         )
     if not load_format(key).INFO.scales_are_tunable:
         raise UsageError(
-            f"{option}: the scales of {key} files are not tuned",
+            f"the scales of {key} files are not tuned",
             f"--format {DEFAULT_FORMAT}, or {NO_TUNE_HINT}",
+            subject=option,
         )
     if rows == 1:
-        raise UsageError(f"{option}: one calibration row", "--samples 8, or more")
+        raise UsageError("one calibration row", "--samples 8, or more", subject=option)
     for name, tensor in linears_with_gradients(option, NO_TUNE_HINT, tensors, model_layout).items():
         assert tensor.scheme is not None
         scheme = tensor.scheme.weight
         if tensor.scheme.input is not None:
             raise RefusedError(
-                f"{option}: {name} reads rounded inputs ({tensor.scheme})", NO_TUNE_HINT
+                f"{name} reads rounded inputs ({tensor.scheme})", NO_TUNE_HINT, subject=option
             )
         if scheme.has_learnable_scales or scheme.table:
             continue
         if scheme.has_power_of_two_scales:
             raise RefusedError(
-                f"{option}: the scales of {name} are powers of two, its codes floats ({scheme})",
+                f"the scales of {name} are powers of two, its codes floats ({scheme})",
                 NO_TUNE_HINT,
+                subject=option,
             )
         raise RefusedError(
-            f"{option}: {name} has no scale for each group or row ({scheme})",
+            f"{name} has no scale for each group or row ({scheme})",
             f"--scheme int4:g128:sym for instance, or {NO_TUNE_HINT}",
+            subject=option,
         )

@@ -102,9 +102,10 @@ class NeededStatistics:
             and spread_experts(model_layout)
         ):
             raise RefusedError(
-                f"config.json: a token is sent to {routed_to} experts (num_experts_per_tok), each of which reads what"
+                f"a token is sent to {routed_to} experts (num_experts_per_tok), each of which reads what"
                 " its router has weighed: they are calibrated where a token has one",
                 "--method rtn --calibration none, which observes nothing",
+                subject="config.json",
             )
         return observed
 

@@ -262,10 +262,11 @@ def _match_unquantized(checkpoint: Checkpoint, recipe: Recipe) -> ModelLayout:
     if isinstance(quantization, Mapping):
         quoted_path = shlex.quote(str(checkpoint.path))
         raise InputError(
-            f"{checkpoint.path}: already quantized (quant_method {quantization.get('quant_method')!r})",
+            f"already quantized (quant_method {quantization.get('quant_method')!r})",
             f"`quantforge quantize {quoted_path} --requantize --dry-run` plans a second quantization,"
             f" `quantforge export {quoted_path} --format plain` makes a source for other commands;"
             " `quantforge plan` with --context N looks at it as it is",
+            subject=str(checkpoint.path),
         )
     stored = [entry.header() for entry in checkpoint.entries.values()]
     model_layout = match_tensors(checkpoint.config, stored, checkpoint.declared)

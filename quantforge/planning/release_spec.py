@@ -222,7 +222,7 @@ def _directory_error(path: Path) -> InputError:
     hint = f"name the file: {named}" if named else f"it holds no .toml file; {_EXAMPLE}"
     if (path / "release.json").is_file():
         hint = f"to resume the release in it: {named} -o {shlex.quote(str(path))}"
-    return InputError(f"{path}: is a directory", hint)
+    return InputError("is a directory", hint, subject=str(path))
 
 
 def parse_release(text: str, origin: str) -> ReleaseSpec:

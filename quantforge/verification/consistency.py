@@ -23,60 +23,71 @@ from quantforge.formats.compressed_tensors.groups import (
 )
 from quantforge.formats.configuration import name_variants, quantization_config
 from quantforge.verification.findings import Report
-from quantforge.verification.json_diff import ABSENT, changes, same, shorten, shown
+from quantforge.verification.json_diff import (
+    ABSENT,
+    format_value,
+    iterate_changes,
+    shorten,
+    trees_equal,
+)
 from quantforge.verification.opening import Artifact
 from quantforge.verification.side_files import (
-    COPIES,
+    CODE_LOADING_KEYS,
     GENERATION,
-    KERNELS,
-    LOAD_CODE,
+    KNOWN_ATTENTION_KERNELS,
+    QUANTIZATION_FILES,
     SETTINGS,
     TOKENIZER,
     SideFiles,
-    read_tokenizer,
-    side_files_of,
-    tokens_of,
+    normalize_tokenizer,
+    read_side_files,
+    token_ids,
 )
 
 # What decides how codes are read, and what loaders assume if a description leaves it out (`ABSENT`: it may be left
 # out). GPTQModel reads quantize_config.json before config.json, vLLM and transformers read config.json.
-_DECISIVE: Mapping[str, Any] = {
+_DECODING_SETTINGS: Mapping[str, Any] = {
     "bits": None, "group_size": None, "sym": True, "zero_point": True, "desc_act": False, "lm_head": False,
     "dynamic": {}, "extra_config": {}, "format": ABSENT, "checkpoint_format": ABSENT, "quant_method": ABSENT,
 }  # fmt: skip
 _ALIASES = {"w_bit": "bits", "q_group_size": "group_size"}
 # Keys that vLLM or transformers cannot do without, by format.
-_NEEDED = {
+_REQUIRED_KEYS = {
     "gptq": "desc_act sym", "gptq_v2": "desc_act sym checkpoint_format", "awq": "zero_point", "mlx": "bits group_size",
     "bnb": "load_in_4bit load_in_8bit", "compressed-tensors": "quantization_status",
 }  # fmt: skip
 # Keys of a compressed-tensors group; arguments that are assumed if they are left out; those that decide nothing.
-_GROUP = {"targets", "weights", "input_activations", "format"}
-_ASSUMED: Mapping[str, Any] = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": False}
-_FREE = {"observer", "observer_kwargs", "zp_dtype"}
-_ORDERS = (None, False, True, "group", "weight", "dynamic", "static")
+_GROUP_KEYS = {"targets", "weights", "input_activations", "format"}
+_DEFAULT_ARGUMENTS: Mapping[str, Any] = {
+    "num_bits": 8,
+    "type": "int",
+    "symmetric": True,
+    "dynamic": False,
+}
+_IGNORED_ARGUMENTS = {"observer", "observer_kwargs", "zp_dtype"}
+_KNOWN_ACT_ORDERS = (None, False, True, "group", "weight", "dynamic", "static")
 
 
-def check_within(report: Report, artifact: Artifact) -> None:
+def check_consistency(report: Report, artifact: Artifact) -> None:
     """Report files of one directory that are damaged or contradict each other or the tensors."""
     if not report.path.is_dir():
         return
     try:
-        own = side_files_of(artifact)
+        own = read_side_files(artifact)
     except InputError as error:
         report.add("unreadable", error.file or "", error.message)
         return
     rows = [t.header.shape[0] for t in artifact.model_layout.tensors if t.role is Role.EMBEDDING]
     find_contradictions(report, own, min(rows, default=0))
     try:
-        for text in _doubts(artifact):
+        for text in _doubtful_settings(artifact):
             report.warn("settings", CONFIG, text)
     except (InputError, IntegrityError):
         pass  # the checks of the tensors report this
     if report.source is None:
         for name, document in ((CONFIG, own.config), (SETTINGS, own.document(SETTINGS))):
-            for key in LOAD_CODE:
-                if key in document and document[key] not in KERNELS:
+            for key in CODE_LOADING_KEYS:
+                if key in document and document[key] not in KNOWN_ATTENTION_KERNELS:
                     text = f"{key} lets a loader run code of the model or of another repository"
                     report.warn("settings", name, text)
 
@@ -85,60 +96,66 @@ def find_contradictions(report: Report, own: SideFiles, rows: int) -> None:
     """Report files that are damaged or contradict each other; ``rows`` are those of the embedding, 0 if not known."""
     for name, text in own.damaged.items():
         report.add("settings", name, f"is damaged: {text}")
-    for name, text in (*_other_descriptions(own), *_unannounced(own)):
+    for name, text in (*_conflicting_descriptions(own), *_description_conflicts(own)):
         report.add("settings", name, text)
-    for name, text in (*_ids(own, rows), *_tokens(own)):
+    for name, text in (*_token_id_conflicts(own, rows), *_token_conflicts(own)):
         report.warn("settings", name, text)
 
 
 # The quantization.
 
 
-def _quantization(own: SideFiles) -> Mapping[str, Any]:
+def _quantization_description(own: SideFiles) -> Mapping[str, Any]:
     found = own.config.get("quantization_config")
     return found if isinstance(found, Mapping) else {}
 
 
-def _other_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
+def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield the file and a message where the quantization is described a second time, and differently."""
-    found = _quantization(own)
-    for name in sorted(COPIES & own.documents.keys()):
+    found = _quantization_description(own)
+    for name in sorted(QUANTIZATION_FILES & own.documents.keys()):
         first, second = (
             {_ALIASES.get(key, key): value for key, value in one.items() if value is not None}
             for one in (found, own.documents[name])
         )
-        for key, usual in _DECISIVE.items():
+        for key, usual in _DECODING_SETTINGS.items():
             one, two = first.get(key, usual), second.get(key, usual)
-            if not same(one, two) and (usual is not ABSENT or ABSENT not in (one, two)):
-                yield name, f"{key} = {shown(two)}, {CONFIG} has {shown(one)}"
+            if not trees_equal(one, two) and (usual is not ABSENT or ABSENT not in (one, two)):
+                yield name, f"{key} = {format_value(two)}, {CONFIG} has {format_value(one)}"
     twins = {key: own.config.get(key) for key in ("quantization", "compression_config")}
     twins["text_config"] = text_config(own.config).get("quantization_config")
     for name, twin in twins.items():
         inner = twin.get("quantization_config", twin) if isinstance(twin, Mapping) else found
-        if found and (change := next(changes(inner, found), None)):
-            place, value = shorten(".".join((name, *change.path))), shown(change.own)
-            yield CONFIG, f"{place} = {value}, quantization_config has {shown(change.other)}"
+        if found and (change := next(iterate_changes(inner, found), None)):
+            place, value = shorten(".".join((name, *change.path))), format_value(change.value)
+            yield (
+                CONFIG,
+                f"{place} = {value}, quantization_config has {format_value(change.source_value)}",
+            )
 
 
-def _unannounced(own: SideFiles) -> Iterator[tuple[str, str]]:
+def _description_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield what ``quantization_config`` says against itself, and what it would do to sound weights."""
-    found = _quantization(own)
+    found = _quantization_description(own)
     groups, form = found.get("config_groups"), found.get("format") or MIXED_PRECISION
     parts = [*groups.values()] if isinstance(groups, Mapping) else []
     others = [part.get("format") for part in parts if isinstance(part, Mapping)]
     for other in (found.get("checkpoint_format"), *others):
         if form != MIXED_PRECISION and other not in (None, form):
-            yield CONFIG, f"format = {shown(form)}, and elsewhere {shown(other)}"
+            yield CONFIG, f"format = {format_value(form)}, and elsewhere {format_value(other)}"
     sparsity = found.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
-        yield CONFIG, f"sparsity_config = {shown(sparsity)}: loaders unpack the weights by it"
+        yield (
+            CONFIG,
+            f"sparsity_config = {format_value(sparsity)}: loaders unpack the weights by it",
+        )
     announced = found.get("kv_cache_scheme") or found.get("quant_method") != "compressed-tensors"
     if not announced and (scales := kv_scales.scale_names(own.tensors)):
         text = f"{scales[0]} is a scale of a KV cache ({len(scales)} in all)"
         yield CONFIG, f"kv_cache_scheme is missing, but {text}"
 
 
-def _doubts(artifact: Artifact) -> Iterator[str]:
+def _doubtful_settings(artifact: Artifact) -> Iterator[str]:
     """Yield what only some loaders refuse or assume, and flags that the values of the tensors deny.
 
     Raises:
@@ -149,56 +166,60 @@ def _doubts(artifact: Artifact) -> Iterator[str]:
     if not artifact.layouts or not isinstance(stated, Mapping):
         return
     if "packing_format" not in stated:  # AutoRound has keys of its own
-        for key in _NEEDED.get(artifact.form.KEY, "").split():
+        for key in _REQUIRED_KEYS.get(artifact.format.KEY, "").split():
             if key not in stated:
                 yield f"{key} is missing: loaders refuse the file, or assume what its tensors deny"
     found = quantization_config(config)
     if found.get("quant_method") == "compressed-tensors":
-        yield from _group_doubts(artifact, found)
+        yield from _doubtful_group_settings(artifact, found)
     elif found.get("quant_method") in {"gptq", "awq"}:
-        yield from _flag_doubts(artifact, found)
+        yield from _doubtful_flags(artifact, found)
 
 
-def _group_doubts(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
+def _doubtful_group_settings(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
     """Yield what groups of compressed-tensors say beside what our own files would say of the same schemes."""
     groups, config = found["config_groups"], artifact.checkpoint.config
     if "group_0" not in groups:
         yield "config_groups has no group_0, the only group that TensorRT-LLM reads"
     if (status := found.get("quantization_status")) not in (None, "compressed"):
-        yield f"quantization_status = {shown(status)}: loaders expect weights that are not packed"
+        yield f"quantization_status = {format_value(status)}: loaders expect weights that are not packed"
     modules = [name for module in artifact.layouts for name in name_variants(module, config)]
     for name, stated in groups.items():
         group, place = parse_group(stated, found), f"config_groups.{shorten(name)}"
         if not any(group.match_rank(module) is not None for module in modules):
-            yield f"{place}.targets = {shown(stated.get('targets'))} name no quantized layer"
-        for key in stated.keys() - _GROUP:
+            yield f"{place}.targets = {format_value(stated.get('targets'))} name no quantized layer"
+        for key in stated.keys() - _GROUP_KEYS:
             if stated[key] is not None:
-                yield f"{place}.{shorten(key)} = {shown(stated[key])}: loaders refuse or ignore it"
+                yield f"{place}.{shorten(key)} = {format_value(stated[key])}: loaders refuse or ignore it"
         for key, expected in (
             ("weights", weight_arguments(group.layer.weight)),
             ("input_activations", input_arguments(group.layer.input) or {}),
         ):
-            own, usual = _arguments(stated.get(key)), _arguments(expected)
+            own, usual = _normalized_arguments(stated.get(key)), _normalized_arguments(expected)
             if own.get("scale_dtype") is None:  # it follows from the format
                 usual.pop("scale_dtype", None)
-            for change in changes(own, usual, (place, key)):
-                text = f"{place}.{key}.{shorten(change.path[-1])} = {shown(change.own)}"
-                yield f"{text}, the tensors and the rest of config.json ask for {shown(change.other)}"
+            for change in iterate_changes(own, usual, (place, key)):
+                text = f"{place}.{key}.{shorten(change.path[-1])} = {format_value(change.value)}"
+                yield f"{text}, the tensors and the rest of config.json ask for {format_value(change.source_value)}"
 
 
-def _arguments(stated: Any) -> dict[str, Any]:
+def _normalized_arguments(stated: Any) -> dict[str, Any]:
     """Return arguments as compressed-tensors reads them, without those that decide nothing."""
     if not isinstance(stated, Mapping) or not stated:
         return {}
-    given = {key: value for key, value in stated.items() if value is not None and key not in _FREE}
-    if given.get("actorder") in _ORDERS:
+    given = {
+        key: value
+        for key, value in stated.items()
+        if value is not None and key not in _IGNORED_ARGUMENTS
+    }
+    if given.get("actorder") in _KNOWN_ACT_ORDERS:
         given.pop("actorder", None)
     size = given.get("group_size", -1)
     strategy = "group" if size != -1 else "channel" if "group_size" in given else "tensor"
-    return {**_ASSUMED, "strategy": strategy, **given, "group_size": size}
+    return {**_DEFAULT_ARGUMENTS, "strategy": strategy, **given, "group_size": size}
 
 
-def _flag_doubts(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
+def _doubtful_flags(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
     """Yield flags of GPTQ and AWQ files that all tensors deny: scattered columns, zero points."""
     checkpoint, layouts = artifact.checkpoint, artifact.layouts.values()
     grouped = [one.module for one in layouts if one.scheme.weight.groups(one.shape[1]) > 1]
@@ -214,26 +235,26 @@ def _flag_doubts(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
     )
     if asymmetric and all(bool((zero == 1 << (bits - 1)).all()) for zero, bits in zeros):
         flag = "sym" if found["quant_method"] == "gptq" else "zero_point"
-        yield f"{flag} = {shown(found.get(flag))}, but every zero point is that of symmetric weights"
+        yield f"{flag} = {format_value(found.get(flag))}, but every zero point is that of symmetric weights"
 
 
 # The vocabulary.
 
 
-def _ids(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
+def _token_id_conflicts(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
     """Yield the file and a message for every id of a token that the embedding does not have."""
     documents = {CONFIG: text_config(own.config), GENERATION: own.document(GENERATION)}
     for name, document in documents.items():
-        for key, number in _values(document, "_token_id", int):
+        for key, number in _values_of_keys(document, "_token_id", int):
             if rows and not -1 <= number < rows:
-                yield name, f"{key} = {shown(number)}, the embedding has {rows} rows"
+                yield name, f"{key} = {format_value(number)}, the embedding has {rows} rows"
 
 
-def _tokens(own: SideFiles) -> Iterator[tuple[str, str]]:
+def _token_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield the file and a message for tokens that ``tokenizer.json`` does not have, or has under another id."""
     try:
-        tokens = tokens_of(own.document(TOKENIZER))
-        merges = read_tokenizer(own.document(TOKENIZER))["model"]["merges"]
+        tokens = token_ids(own.document(TOKENIZER))
+        merges = normalize_tokenizer(own.document(TOKENIZER))["model"]["merges"]
     except InputError:
         return
     lines = own.files.get("merges.txt", b"").decode(errors="replace").splitlines()
@@ -241,19 +262,21 @@ def _tokens(own: SideFiles) -> Iterator[tuple[str, str]]:
         yield "merges.txt", f"the merges are not those of {TOKENIZER}"
     for name in ("vocab.json", "added_tokens.json"):
         listed = own.document(name)
-        if change := next(changes(listed, {key: tokens.get(key, ABSENT) for key in listed}), None):
-            text = f"{shown(change.path[0])} = {shown(change.own)}"
-            yield name, f"{text}, {TOKENIZER} has {shown(change.other)}"
-    roles = set(_values(own.document(SETTINGS), "_token", str))
+        if change := next(
+            iterate_changes(listed, {key: tokens.get(key, ABSENT) for key in listed}), None
+        ):
+            text = f"{format_value(change.path[0])} = {format_value(change.value)}"
+            yield name, f"{text}, {TOKENIZER} has {format_value(change.source_value)}"
+    roles = set(_values_of_keys(own.document(SETTINGS), "_token", str))
     for name in (SETTINGS, "special_tokens_map.json"):
-        for key, text in _values(own.document(name), "_token", str):
+        for key, text in _values_of_keys(own.document(name), "_token", str):
             if text not in tokens:
-                yield name, f"{key} = {shown(text)} is not a token of {TOKENIZER}"
+                yield name, f"{key} = {format_value(text)} is not a token of {TOKENIZER}"
             elif (key, text) not in roles and any(key == role for role, _ in roles):
-                yield name, f"{key} = {shown(text)} is not that of {SETTINGS}"
+                yield name, f"{key} = {format_value(text)} is not that of {SETTINGS}"
 
 
-def _values(document: Mapping[str, Any], end: str, kind: type) -> Iterator[tuple[str, Any]]:
+def _values_of_keys(document: Mapping[str, Any], end: str, kind: type) -> Iterator[tuple[str, Any]]:
     """Yield key and value of every key that ends so; tokens may be lists, and tables with their text."""
     for key, value in document.items():
         for item in value if isinstance(value, list) else [value]:

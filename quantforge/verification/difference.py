@@ -24,14 +24,22 @@ from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.progress import report_step
 from quantforge.recipe import read_toml
-from quantforge.verification.opening import Original, open_source
+from quantforge.verification.opening import SourceModel, open_source
 from quantforge.verification.side_files import STORAGE_KEYS
 
 SCHEMA = "quantforge.diff/1"
-CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
+CONFIG, TEMPLATE_FILE = "config.json", "chat_template.jinja"
 # Entries of a configuration on how weights are stored, of which the tensors themselves tell.
-STORAGE = STORAGE_KEYS | {"dtype", "torch_dtype"}
-_STATED = ("method", "format", "model_type", "versions", "source", "calibration", "event_counts")
+STORAGE_ENTRIES = STORAGE_KEYS | {"dtype", "torch_dtype"}
+_MANIFEST_KEYS = (
+    "method",
+    "format",
+    "model_type",
+    "versions",
+    "source",
+    "calibration",
+    "event_counts",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,49 +110,52 @@ def difference(first: Path, second: Path) -> Difference:
     tensors = {}
     for done, name in enumerate(common):
         report_step(name, done, len(common))
-        if not _alike(one, other, name):
-            tensors[name] = _snr(one.weight(name), other.weight(name))
+        if not _tensors_equal(one, other, name):
+            tensors[name] = _snr_db(one.weight(name), other.weight(name))
     files = [_side_files(model.checkpoint) for model in (one, other)]
     uncompared: set[str] = set()
     if one.checkpoint.path.is_dir() != other.checkpoint.path.is_dir():
         both = files[0].keys() & files[1].keys()
-        uncompared = (files[0].keys() | files[1].keys()) - (both & {TEMPLATE})
+        uncompared = (files[0].keys() | files[1].keys()) - (both & {TEMPLATE_FILE})
         files = [{name: side[name] for name in side.keys() - uncompared} for side in files]
     differing = {name for name in files[0] | files[1] if files[0].get(name) != files[1].get(name)}
-    entries = [_entries(model) for model in (one, other)]
+    entries = [_recorded_entries(model) for model in (one, other)]
     return Difference(
         first=first,
         second=second,
-        stated=_stated(*entries),
-        only=_alone(*names),
+        stated=_differing_entries(*entries),
+        only=_exclusive_names(*names),
         tensors=tensors,
-        files=sorted({*differing, *_own_files(one.checkpoint, other.checkpoint)}),
+        files=sorted({*differing, *_differing_model_files(one.checkpoint, other.checkpoint)}),
         compared=len(common),
-        alone=_alone(*(side.keys() for side in files)),
-        unstated={"first": _unstated(entries[0]), "second": _unstated(entries[1])},
+        alone=_exclusive_names(*(side.keys() for side in files)),
+        unstated={
+            "first": _missing_documents(entries[0]),
+            "second": _missing_documents(entries[1]),
+        },
         uncompared=sorted(uncompared),
     )
 
 
-def _alone(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
+def _exclusive_names(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
     return {"first": sorted(first - second), "second": sorted(second - first)}
 
 
-def _alike(one: Original, other: Original, name: str) -> bool:
+def _tensors_equal(one: SourceModel, other: SourceModel, name: str) -> bool:
     """Return whether a tensor, decoded, has the same type, shape and values in both."""
     tensors = [(model, model.model_layout.by_name[name].header) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
     first, second = (model.checkpoint.read(stored.name) for model, stored in tensors)
-    return torch.equal(first, second) or torch.equal(_bytes(first), _bytes(second))
+    return torch.equal(first, second) or torch.equal(_raw_bytes(first), _raw_bytes(second))
 
 
-def _bytes(tensor: Tensor) -> Tensor:
+def _raw_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor: NaN is not equal to itself, its bytes are."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def _snr(first: Tensor | None, second: Tensor | None) -> float:
+def _snr_db(first: Tensor | None, second: Tensor | None) -> float:
     """Return the ratio of the first to its difference from the second, in decibels; see `Difference.tensors`."""
     assert first is not None
     assert second is not None  # both models have a tensor of this name
@@ -161,12 +172,12 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     return checkpoint.side_data() if checkpoint.path.is_dir() else tokenizer_side_files(checkpoint)
 
 
-def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+def _differing_model_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
     """Yield the names of files that are a model's own and differ: the configuration, or GGUF files as a whole."""
     folders = [model.path.is_dir() for model in (one, other)]
     if all(folders):
         first, second = (
-            {key: value for key, value in model.config.items() if key not in STORAGE}
+            {key: value for key, value in model.config.items() if key not in STORAGE_ENTRIES}
             for model in (one, other)
         )
         if first != second:
@@ -176,21 +187,21 @@ def _own_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
         yield from (file.name for file in other.shards if manifest.sha256(file, None) not in held)
 
 
-def _stated(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _differing_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the entries of the configuration, the manifest and the recipe that differ."""
     pairs = {key: [one.get(key), other.get(key)] for key in sorted(one.keys() | other.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _unstated(entries: Mapping[str, Any]) -> list[str]:
+def _missing_documents(entries: Mapping[str, Any]) -> list[str]:
     kinds = {key.partition(".")[0] for key in entries}
     return [kind for kind in ("manifest", "recipe") if kind not in kinds]
 
 
-def _entries(model: Original) -> dict[str, Any]:
+def _recorded_entries(model: SourceModel) -> dict[str, Any]:
     found = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
     document = manifest.read_manifest(model.checkpoint.path) or {}
-    found |= {f"manifest.{key}": document[key] for key in _STATED if key in document}
+    found |= {f"manifest.{key}": document[key] for key in _MANIFEST_KEYS if key in document}
     origin = f"{model.checkpoint.path}: the recipe of its manifest"
     recipe = read_toml(str(document.get("recipe", "")), origin)
     return found | {f"recipe.{key}": value for key, value in recipe.items()}

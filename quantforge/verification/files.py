@@ -28,10 +28,10 @@ from quantforge.progress import report_step
 from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Report
 from quantforge.verification.opening import Artifact
 
-_WEIGHTS = (".safetensors", ".gguf")
-_DIGITS = 12  # of a digest in a message
+_WEIGHT_SUFFIXES = (".safetensors", ".gguf")
+_DIGEST_DIGITS = 12  # of a digest in a message
 # The headers of the same tensors, split into other files, take at most this many times the bytes.
-_HEADERS = 4
+_MAX_HEADER_RATIO = 4
 
 
 def check_manifest(report: Report) -> dict[str, Any] | None:
@@ -53,15 +53,15 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
         )
         return None
     listed = document["outputs"]
-    _compare(report, listed, path.parent if path.is_file() else path)
-    for name in sorted(_files_of(path) - listed.keys()):
+    _compare_with_manifest(report, listed, path.parent if path.is_file() else path)
+    for name in sorted(_files_to_list(path) - listed.keys()):
         report.add("manifest", name, "is not listed in the manifest")
     if name := document.get(manifest.RECORDED_NAME):
         report.notes.append(f"the manifest calls {side_of(path, '').name} by another name: {name}")
     return document
 
 
-def check_signed(report: Report, key: Path | None) -> None:
+def verify_signature(report: Report, key: Path | None) -> None:
     """Check the signature with a public key; skip this without one.
 
     Raises:
@@ -78,7 +78,7 @@ def check_signed(report: Report, key: Path | None) -> None:
         report.add("signature", place.name, error.message)
 
 
-def _files_of(path: Path) -> set[str]:
+def _files_to_list(path: Path) -> set[str]:
     """Return the names of the files that a manifest has to list."""
     if path.is_file():
         return {path.name, *(part.name for part in set_of(path) if part.exists())}
@@ -86,18 +86,20 @@ def _files_of(path: Path) -> set[str]:
     return found - manifest.MUTABLE - {OF_DIRECTORY, manifest.NAME}
 
 
-def _compare(report: Report, listed: Mapping[str, Mapping[str, Any]], root: Path) -> None:
+def _compare_with_manifest(
+    report: Report, listed: Mapping[str, Mapping[str, Any]], root: Path
+) -> None:
     for name, entry in sorted(listed.items()):
         file = root / name
         if Path(name).is_absolute() or ".." in Path(name).parts:
             report.add("manifest", name, "the manifest lists it, outside of the result")
         elif not os.path.isfile(file):  # noqa: PTH113 - Path's raises if no file can be called so
             report.add("manifest", name, "is listed in the manifest and missing")
-        elif name not in manifest.MUTABLE and not _same(file, entry, root):
+        elif name not in manifest.MUTABLE and not _matches_entry(file, entry, root):
             report.add("manifest", name, "its SHA-256 is not that of the manifest")
 
 
-def _same(file: Path, entry: Mapping[str, Any], root: Path) -> bool:
+def _matches_entry(file: Path, entry: Mapping[str, Any], root: Path) -> bool:
     """Return whether a file has the size and digest of an entry; False if it is not a file inside of ``root``."""
     if entry["bytes"] != file.stat().st_size:  # no need to read what may be a terabyte of zeros
         return False
@@ -116,7 +118,7 @@ class SourceMatch(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedSource:
     """A source in a manifest: its name, the sizes of its files by SHA-256, and the sorted sizes of its weight files."""
 
     name: str
@@ -125,7 +127,7 @@ class _Recorded:
 
     def __str__(self) -> str:
         largest = max(self.files, key=lambda digest: (self.files[digest], digest))
-        return f"{self.name} (SHA-256 {largest[:_DIGITS]}...)"
+        return f"{self.name} (SHA-256 {largest[:_DIGEST_DIGITS]}...)"
 
 
 def check_source(
@@ -144,10 +146,10 @@ def check_source(
     Raises:
         InputError: a file of the source cannot be read.
     """
-    recorded = _recorded(document)
+    recorded = _recorded_sources(document)
     given, name, own = open_model(source), source_name(source)[0], report.path.name
     report_step("the source's digests")
-    if _is_one_of(artifact.checkpoint.opened, _recorded(manifest.read_manifest(source))):
+    if _is_one_of(artifact.checkpoint.opened, _recorded_sources(manifest.read_manifest(source))):
         report.add(
             "source",
             own,
@@ -185,22 +187,26 @@ def check_source(
     return SourceMatch.COMPARABLE
 
 
-def _recorded(document: Mapping[str, Any] | None) -> list[_Recorded]:
+def _recorded_sources(document: Mapping[str, Any] | None) -> list[_RecordedSource]:
     """Return the sources whose digests a manifest and its lineage record."""
     found = []
     for item in manifest.iterate_lineage(document):
         source = item.get("source", {})
         files = {name: entry for name, entry in source.get("files", {}).items() if len(entry) == 2}
         if files:
-            weights = (entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHTS))
+            weights = (
+                entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHT_SUFFIXES)
+            )
             sizes = {entry["sha256"]: entry["bytes"] for entry in files.values()}
             found.append(
-                _Recorded(source.get("model", "a model without a name"), sizes, sorted(weights))
+                _RecordedSource(
+                    source.get("model", "a model without a name"), sizes, sorted(weights)
+                )
             )
     return found
 
 
-def _is_one_of(model: Checkpoint, recorded: Sequence[_Recorded]) -> bool:
+def _is_one_of(model: Checkpoint, recorded: Sequence[_RecordedSource]) -> bool:
     """Return whether one record has all weight files of a model; they are digested only if their sizes agree."""
     sizes = {path.stat().st_size for path in model.shards}
     alike = [one for one in recorded if sizes <= {*one.files.values()}]
@@ -209,9 +215,9 @@ def _is_one_of(model: Checkpoint, recorded: Sequence[_Recorded]) -> bool:
     return any(digests <= one.files.keys() for one in alike)
 
 
-def _split_differently(model: Checkpoint, recorded: _Recorded) -> bool:
+def _split_differently(model: Checkpoint, recorded: _RecordedSource) -> bool:
     """Return whether a model may hold the recorded tensors in other files: as many bytes, apart from headers."""
     sizes = sorted(path.stat().st_size for path in model.shards)
     tensors = sum(tensor.nbytes for tensor in model.held())
     headers = sum(recorded.weights) - tensors
-    return sizes != recorded.weights and 0 < headers <= _HEADERS * (sum(sizes) - tensors)
+    return sizes != recorded.weights and 0 < headers <= _MAX_HEADER_RATIO * (sum(sizes) - tensors)

@@ -30,100 +30,102 @@ from quantforge.model.scale_folding import expand_heads
 MIN_SPREAD = 0.02  # standard deviation of log factors from which they are more than noise
 MIN_SPREAD_ALONE = 4 * MIN_SPREAD  # the same where only one side can be read
 MAX_CORRELATION = -0.5  # of the two sides of a fold
-CLOSE = 0.01  # log of a gain over the factor of its readers: what both lose where they are stored in 16 bits
-TUNING = (
-    0.25  # largest relative change of a gain that is taken for tuning where no manifest says more
-)
-UNCHANGED = (
+# Log ratio of a gain and the fitted scale of its readers that storing both in 16 bits explains.
+MAX_GAIN_MISMATCH = 0.01
+# Largest relative change of a gain that may come from tuning if no manifest tells.
+MAX_TUNING_CHANGE = 0.25
+MAX_CAST_ERROR = (
     2.0**-7
 )  # relative: what rounding to 16 bits may change, once for a value and once for its factor
-RELATED = 0.5  # cosine below which one tensor is not made from the other, and a factor between them means nothing
-NOISES = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
-CANCELS = 0.1  # log of the product of two factors that is more than rounding,
-SPREADS = 8.0  # and than so many robust standard deviations of all channels
+MIN_COSINE = 0.5  # cosine below which one tensor is not made from the other, and a factor between them means nothing
+NOISE_FACTOR = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
+MIN_MISMATCH = 0.1  # log of the product of two factors that is more than rounding,
+SPREAD_FACTOR = 8.0  # and than so many robust standard deviations of all channels
 MIN_ROWS = 2  # with one, the factor of a column fits anything
 MIN_NOISE = 1e-6  # noise over signal below which neither side is better than the other
 
-Weight = Callable[[str], Tensor | None]  # canonical name to float32 values, linears as [out, in]
-Pair = tuple[Tensor, Tensor]  # a weight of the source and the artifact's, of one shape
-Pairs = Callable[[str], Pair | None]  # canonical module name to its weights
+WeightLoader = Callable[
+    [str], Tensor | None
+]  # canonical name to float32 values, linears as [out, in]
+WeightPair = tuple[Tensor, Tensor]  # a weight of the source and the artifact's, of one shape
+PairLoader = Callable[[str], WeightPair | None]  # canonical module name to its weights
 
 
 @dataclass(slots=True)
-class Folds:
+class FoldedScales:
     """Factors of the linears of one block, by canonical module name.
 
     Attributes:
-        rows, columns: ``[out]`` and ``[in]``, where they are not all one.
-        norms: what the gain and bias of a norm are multiplied by.
-        fitted: modules whose factors are fitted and not known exactly.
+        row_scales, column_scales: ``[out]`` and ``[in]``, where they are not all one.
+        norm_scales: what the gain and bias of a norm are multiplied by.
+        fitted_modules: modules whose factors are fitted and not known exactly.
         problems: modules whose factors do not cancel, with a description.
     """
 
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    columns: dict[str, Tensor] = field(default_factory=dict)
-    norms: dict[str, Tensor] = field(default_factory=dict)
-    fitted: set[str] = field(default_factory=set)
+    row_scales: dict[str, Tensor] = field(default_factory=dict)
+    column_scales: dict[str, Tensor] = field(default_factory=dict)
+    norm_scales: dict[str, Tensor] = field(default_factory=dict)
+    fitted_modules: set[str] = field(default_factory=set)
     problems: dict[str, str] = field(default_factory=dict)
 
-    def applied(self, module: str, weight: Tensor) -> Tensor:
+    def apply(self, module: str, weight: Tensor) -> Tensor:
         """Return the source's weight ``[out, in]`` times its factors: what was rounded."""
-        if module in self.columns:
-            weight = weight * self.columns[module]
-        return weight * self.rows[module][:, None] if module in self.rows else weight
+        if module in self.column_scales:
+            weight = weight * self.column_scales[module]
+        return weight * self.row_scales[module][:, None] if module in self.row_scales else weight
 
-    def removed(self, module: str, weight: Tensor) -> Tensor:
+    def remove(self, module: str, weight: Tensor) -> Tensor:
         """Return a weight ``[out, in]`` without its factors."""
-        if module in self.columns:
-            weight = weight / self.columns[module]
-        return weight / self.rows[module][:, None] if module in self.rows else weight
+        if module in self.column_scales:
+            weight = weight / self.column_scales[module]
+        return weight / self.row_scales[module][:, None] if module in self.row_scales else weight
 
-    def touches(self, module: str) -> bool:
+    def has_scale(self, module: str) -> bool:
         """Return whether a module has any factor other than one."""
-        return module in self.rows or module in self.columns
+        return module in self.row_scales or module in self.column_scales
 
 
-def folds_of(
+def find_folded_scales(
     model_layout: ModelLayout,
     index: int,
-    source: Weight,
-    stored: Weight,
-    clipped: Weight,
-    tuning: float = TUNING,
-) -> Folds:
+    source_weight: WeightLoader,
+    artifact_weight: WeightLoader,
+    clipping_mask: WeightLoader,
+    max_tuning: float = MAX_TUNING_CHANGE,
+) -> FoldedScales:
     """Find the factors of one block.
 
     Args:
         model_layout: says which linears read what, and what can take a factor.
         index: of the block.
-        source: weights of the source.
-        stored: weights of the artifact, decoded.
-        clipped: marks the weights that may have been clipped; None where a weight is not quantized.
-        tuning: the largest relative change of a gain that is taken for tuning.
+        source_weight: weights of the source.
+        artifact_weight: weights of the artifact, decoded.
+        clipping_mask: marks the weights that may have been clipped; None where a weight is not quantized.
+        max_tuning: the largest relative change of a gain that is taken for tuning.
     """
 
-    def pair(module: str) -> Pair | None:
-        before, after = source(f"{module}.weight"), stored(f"{module}.weight")
+    def pair(module: str) -> WeightPair | None:
+        before, after = source_weight(f"{module}.weight"), artifact_weight(f"{module}.weight")
         if before is None or after is None or before.shape != after.shape:
             return None
         return before, after
 
-    def unclipped(module: str) -> Pair | None:
-        both, mask = pair(module), clipped(f"{module}.weight")
+    def unclipped(module: str) -> WeightPair | None:
+        both, mask = pair(module), clipping_mask(f"{module}.weight")
         if both is None or mask is None:
             return both
         return both[0].masked_fill(mask, 0.0), both[1].masked_fill(mask, 0.0)
 
-    folds, block = Folds(), model_layout.block_name(index)
-    for norm, shared in absorbing_norms(model_layout, index):
-        _find_norm_factors(folds, norm, shared, block, pair, tuning)
+    folds, block = FoldedScales(), model_layout.block_name(index)
+    for norm, shared in foldable_norms(model_layout, index):
+        _find_norm_factors(folds, norm, shared, block, pair, max_tuning)
     for shared in model_layout.layers[index].inputs:
         if shared.scale_fold is not None and shared.scale_fold.kind is FoldKind.ROWS:
             _find_row_factors(folds, model_layout, shared, block, pair, unclipped)
     return folds
 
 
-def absorbing_norms(model_layout: ModelLayout, index: int) -> list[tuple[str, SharedInput]]:
+def foldable_norms(model_layout: ModelLayout, index: int) -> list[tuple[str, SharedInput]]:
     """Return the norms of a block that can take a factor, each with an input that it makes."""
     if not 0 <= index < len(model_layout.layers):
         return []
@@ -135,7 +137,12 @@ def absorbing_norms(model_layout: ModelLayout, index: int) -> list[tuple[str, Sh
 
 
 def _find_norm_factors(
-    folds: Folds, norm: str, shared: SharedInput, block: str, pair: Pairs, tuning: float
+    folds: FoldedScales,
+    norm: str,
+    shared: SharedInput,
+    block: str,
+    pair: PairLoader,
+    max_tuning: float,
 ) -> None:
     """Compare the gains of a norm, and check that the columns of its readers agree with the quotient."""
     assert shared.scale_fold is not None
@@ -143,26 +150,32 @@ def _find_norm_factors(
         return
     offset = 1.0 if shared.scale_fold.kind is FoldKind.NORM_PLUS_ONE else 0.0
     before, after = (gain + offset for gain in gains)
-    same = (before - after).abs() <= UNCHANGED * torch.maximum(before.abs(), after.abs())
+    same = (before - after).abs() <= MAX_CAST_ERROR * torch.maximum(before.abs(), after.abs())
     if bool(same.all()):
         return
     linears = [f"{block}.{linear}" for linear in shared.readers]
-    known = [both for linear in linears if (both := pair(linear)) is not None]
-    alive = (before != 0) & (after != 0)
-    gain = torch.where(alive, before / torch.where(alive, after, 1.0), 1.0)
+    readers = [both for linear in linears if (both := pair(linear)) is not None]
+    nonzero = (before != 0) & (after != 0)
+    gain = torch.where(nonzero, before / torch.where(nonzero, after, 1.0), 1.0)
     columns = gain
-    if known:
-        fit = _fit(torch.cat([a for a, _ in known]), torch.cat([b for _, b in known]), dim=0)
-        good = fit.cosine >= RELATED
+    if readers:
+        fit = _fit_scales(
+            torch.cat([a for a, _ in readers]), torch.cat([b for _, b in readers]), dim=0
+        )
+        fits = fit.cosine >= MIN_COSINE
         excess = fit.log - gain.clamp(min=1e-6).log()  # of the gain, over what its readers tell
-        apart = excess.abs() - NOISES * fit.noise
-        limit = torch.where(excess > 0, math.log1p(tuning), -math.log1p(-tuning))
+        mismatch = excess.abs() - NOISE_FACTOR * fit.noise
+        limit = torch.where(excess > 0, math.log1p(max_tuning), -math.log1p(-max_tuning))
         # Tuning has changed the gain afterwards, or it is zero on both sides and any factor will do.
-        columns = torch.where(good & ((gain > 0) & (apart > CLOSE) | ~alive), fit.factor, gain)
-        dead = (before == 0) != (after == 0)
-        wrong = dead | (alive & good & ((apart > limit) | (gain <= 0)))
+        columns = torch.where(
+            fits & ((gain > 0) & (mismatch > MAX_GAIN_MISMATCH) | ~nonzero), fit.factor, gain
+        )
+        only_one_zero = (before == 0) != (after == 0)
+        wrong = only_one_zero | (nonzero & fits & ((mismatch > limit) | (gain <= 0)))
         if bool(wrong.any()):
-            channel = int(torch.where(dead, torch.inf, apart).masked_fill(~wrong, -1).argmax())
+            channel = int(
+                torch.where(only_one_zero, torch.inf, mismatch).masked_fill(~wrong, -1).argmax()
+            )
             changed = after[channel] / before[channel]
             folds.problems[norm] = (
                 f"the gain of channel {channel} is {float(changed):.3g} times the source's,"
@@ -170,17 +183,17 @@ def _find_norm_factors(
                 f" the two do not cancel ({int(wrong.sum())} of {len(gain)} channels)"
             )
             columns = torch.where(wrong, gain, columns)
-    folds.norms[norm] = torch.where(alive, after / torch.where(alive, before, 1.0), 1.0)
-    folds.columns.update(dict.fromkeys(linears, columns))
+    folds.norm_scales[norm] = torch.where(nonzero, after / torch.where(nonzero, before, 1.0), 1.0)
+    folds.column_scales.update(dict.fromkeys(linears, columns))
 
 
 def _find_row_factors(
-    folds: Folds,
+    folds: FoldedScales,
     model_layout: ModelLayout,
     shared: SharedInput,
     block: str,
-    pair: Pairs,
-    unclipped: Pairs,
+    pair: PairLoader,
+    unclipped: PairLoader,
 ) -> None:
     """Fit both sides of a factor between a linear and its reader, and check that they cancel."""
     assert shared.scale_fold is not None
@@ -188,52 +201,57 @@ def _find_row_factors(
     producer, reader = f"{block}.{shared.scale_fold.module}", f"{block}.{shared.key}"
     rows = architecture.slice_rows(dimensions, shared.scale_fold.module, shared.scale_fold.rows)
 
-    def fit_rows(made: Pair) -> _Fit:
-        return _fit(folds.applied(producer, made[0])[rows], made[1][rows], dim=1)
+    def fit_rows(producer_pair: WeightPair) -> _ScaleFit:
+        return _fit_scales(
+            folds.apply(producer, producer_pair[0])[rows], producer_pair[1][rows], dim=1
+        )
 
-    def fit_columns(read: Pair) -> _Fit:
-        fit = _fit(*read, dim=0)
+    def fit_columns(reader_pair: WeightPair) -> _ScaleFit:
+        fit = _fit_scales(*reader_pair, dim=0)
         if not shared.heads:
             return fit
         heads = (dimensions.kv_heads, dimensions.heads // dimensions.kv_heads, dimensions.head)
-        return _Fit(*(v.view(heads).nanmean(1).flatten() for v in (fit.factor, fit.cosine)))
+        return _ScaleFit(*(v.view(heads).nanmean(1).flatten() for v in (fit.factor, fit.cosine)))
 
-    made, read = pair(producer), pair(reader)
-    own = None if made is None else fit_rows(made)
-    other = None if read is None else fit_columns(read)
-    scale = _agreed(own, other)
+    producer_pair, reader_pair = pair(producer), pair(reader)
+    producer_fit = None if producer_pair is None else fit_rows(producer_pair)
+    reader_fit = None if reader_pair is None else fit_columns(reader_pair)
+    scale = _combine_fits(producer_fit, reader_fit)
     if scale is None:
         return
-    if own is not None and other is not None:
-        product = own.log + other.log
+    if producer_fit is not None and reader_fit is not None:
+        product = producer_fit.log + reader_fit.log
         spread = 1.4826 * float((product - product.median()).abs().median())
-        noise = (NOISES * (own.noise + other.noise)).clamp(min=max(CANCELS, SPREADS * spread))
+        noise = (NOISE_FACTOR * (producer_fit.noise + reader_fit.noise)).clamp(
+            min=max(MIN_MISMATCH, SPREAD_FACTOR * spread)
+        )
 
-        def apart(own: _Fit, other: _Fit) -> Tensor:
-            related = (own.cosine >= RELATED) & (other.cosine >= RELATED)
-            return related & ((own.log + other.log).abs() > noise)
+        def mismatched(producer_fit: _ScaleFit, reader_fit: _ScaleFit) -> Tensor:
+            related = (producer_fit.cosine >= MIN_COSINE) & (reader_fit.cosine >= MIN_COSINE)
+            return related & ((producer_fit.log + reader_fit.log).abs() > noise)
 
-        wrong = apart(own, other)
+        wrong = mismatched(producer_fit, reader_fit)
         if bool(wrong.any()):
-            made_inside, read_inside = unclipped(producer), unclipped(reader)
-            if made_inside is not None and read_inside is not None:
-                wrong &= apart(fit_rows(made_inside), fit_columns(read_inside))
+            unclipped_producer, unclipped_reader = unclipped(producer), unclipped(reader)
+            if unclipped_producer is not None and unclipped_reader is not None:
+                wrong &= mismatched(fit_rows(unclipped_producer), fit_columns(unclipped_reader))
         if bool(wrong.any()):
             channel = int((product.abs() * wrong).argmax())
             folds.problems[producer] = (
-                f"row {channel} of the rows that carry a factor is {float(own.factor[channel]):.3g} times the source's,"
-                f" and the column of {reader} that reads it {float(other.factor[channel]):.3g} times: the two do not"
-                f" cancel ({int(wrong.sum())} of {len(wrong)} channels)"
+                f"row {channel} of the rows that carry a factor is"
+                f" {float(producer_fit.factor[channel]):.3g} times the source's, and the column of {reader}"
+                f" that reads it {float(reader_fit.factor[channel]):.3g} times: the two do not cancel"
+                f" ({int(wrong.sum())} of {len(wrong)} channels)"
             )
-    if made is not None:
-        folds.rows[producer] = torch.ones(len(made[0]))
-        folds.rows[producer][rows] = 1 / scale
-    folds.columns[reader] = expand_heads(dimensions, scale) if shared.heads else scale
-    folds.fitted |= {producer, reader}
+    if producer_pair is not None:
+        folds.row_scales[producer] = torch.ones(len(producer_pair[0]))
+        folds.row_scales[producer][rows] = 1 / scale
+    folds.column_scales[reader] = expand_heads(dimensions, scale) if shared.heads else scale
+    folds.fitted_modules |= {producer, reader}
 
 
 @dataclass(frozen=True, slots=True)
-class _Fit:
+class _ScaleFit:
     """Least-squares factors of channels, and the cosines with which they fit; NaN where a channel is zero."""
 
     factor: Tensor
@@ -249,43 +267,56 @@ class _Fit:
         return self.cosine.nan_to_num(0.0).square().clamp(min=1e-6).reciprocal() - 1
 
 
-def own_columns(source: Tensor, stored: Tensor, near: Tensor, tuning: float) -> Tensor:
-    """Return the factors of the columns of an unrounded weight, no further from ``near`` than tuning goes."""
+def fit_column_scales(
+    source: Tensor, stored: Tensor, expected: Tensor, max_tuning: float
+) -> Tensor:
+    """Return the factors of the columns of an unrounded weight, no further from ``expected`` than tuning goes."""
     if len(source) < MIN_ROWS:
-        return near
-    factor = _fit(source, stored, dim=0).factor
-    return torch.minimum(torch.maximum(factor, near * (1 - tuning)), near * (1 + tuning))
+        return expected
+    scale = _fit_scales(source, stored, dim=0).factor
+    return torch.minimum(
+        torch.maximum(scale, expected * (1 - max_tuning)), expected * (1 + max_tuning)
+    )
 
 
-def _fit(source: Tensor, stored: Tensor, dim: int) -> _Fit:
+def _fit_scales(source: Tensor, stored: Tensor, dim: int) -> _ScaleFit:
     """Fit the positive factor of each row (``dim`` 1) or column (0)."""
     product = (source * stored).sum(dim)
     energy, other = source.square().sum(dim), stored.square().sum(dim)
     factor = torch.where(energy > 0, product / energy.clamp(min=1e-30), 1.0)
     cosine = torch.where(energy > 0, product / (energy * other).sqrt().clamp(min=1e-30), torch.nan)
-    return _Fit(factor.clamp(min=1e-6), cosine)
+    return _ScaleFit(factor.clamp(min=1e-6), cosine)
 
 
-def _agreed(own: _Fit | None, other: _Fit | None) -> Tensor | None:
+def _combine_fits(producer_fit: _ScaleFit | None, reader_fit: _ScaleFit | None) -> Tensor | None:
     """Return the factor of each channel, as both sides tell it, or None where nothing was moved.
 
     The side with less noise counts more: a column that was made small beside the others of its row has lost its factor,
     and the row that was made large has it exactly. Where one side is damaged, the other still tells.
     """
     usable = [
-        fit for fit in (own, other) if fit is not None and float(fit.cosine.nanmedian()) > RELATED
+        fit
+        for fit in (producer_fit, reader_fit)
+        if fit is not None and float(fit.cosine.nanmedian()) > MIN_COSINE
     ]
-    if own is not None and other is not None and len(usable) == 2:
-        if min(float(own.log.std()), float(other.log.std())) < MIN_SPREAD:
+    if producer_fit is not None and reader_fit is not None and len(usable) == 2:
+        if min(float(producer_fit.log.std()), float(reader_fit.log.std())) < MIN_SPREAD:
             return None
-        first, second = 1 / own.noise.clamp(min=MIN_NOISE), 1 / other.noise.clamp(min=MIN_NOISE)
+        first, second = (
+            1 / producer_fit.noise.clamp(min=MIN_NOISE),
+            1 / reader_fit.noise.clamp(min=MIN_NOISE),
+        )
         weights = torch.minimum(first, second)
         weights = weights.clamp(max=float(weights.median()))
-        mean = (second * other.log - first * own.log) / (first + second)
-        return mean.exp() if _correlation(own.log, other.log, weights) < MAX_CORRELATION else None
+        mean = (second * reader_fit.log - first * producer_fit.log) / (first + second)
+        return (
+            mean.exp()
+            if _correlation(producer_fit.log, reader_fit.log, weights) < MAX_CORRELATION
+            else None
+        )
     if not usable or float(usable[0].log.std()) < MIN_SPREAD_ALONE:
         return None
-    return (-usable[0].log if usable[0] is own else usable[0].log).exp()
+    return (-usable[0].log if usable[0] is producer_fit else usable[0].log).exp()
 
 
 def _correlation(first: Tensor, second: Tensor, weights: Tensor) -> float:

@@ -46,57 +46,66 @@ from quantforge.packers.tensor import QuantizedTensor
 from quantforge.runtime.cache_scales import CachePeaks, attached_cache, read_cache_scales
 from quantforge.runtime.text_processing import load_model_tokenizer
 from quantforge.verification.findings import Report
-from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.opening import Artifact, SourceModel
 from quantforge_calibration.sources import builtin
 
-WINDOWS, LENGTH = 8, 64
-CHARACTERS = 64 * WINDOWS * LENGTH  # of text: far more than the tokens take
-SAMPLE = 256  # tokens whose inputs weigh the errors of weights
-MAX_DIFFERENCE = 1e-3  # relative: how far logits of the same weights may differ
-AS_PLAIN = 1.6  # times the divergence of plain rounding,
-ERRORS = 3.0  # so many standard errors over windows more,
-LEAST = 1e-4  # and so many nats per token: less is arithmetic in another order
+NUM_WINDOWS, WINDOW_LENGTH = 8, 64
+TEXT_CHARACTERS = 64 * NUM_WINDOWS * WINDOW_LENGTH  # of text: far more than the tokens take
+SAMPLE_TOKENS = 256  # tokens whose inputs weigh the errors of weights
+MAX_LOGIT_DIFFERENCE = 1e-3  # relative: how far logits of the same weights may differ
+MAX_DIVERGENCE_RATIO = 1.6  # times the divergence of plain rounding,
+STANDARD_ERRORS = 3.0  # so many standard errors over windows more,
+MIN_DIVERGENCE = 1e-4  # and so many nats per token: less is arithmetic in another order
 # Ranges that are usual, of the range that was seen: of inputs (other text may have tokens several times as large), and
 # of the cache, where e4m3 has room below and none above.
-INPUT_RANGES, CACHE_RANGES = (0.1, 4.0), (0.45, 512.0)
-CANDIDATES = (0.25, 0.35, 0.5, 0.7, 1.0, 1.5)  # ranges that are tried, of the range that was seen
-MAX_ERROR = 3.0  # of an unusual range, over that of the best candidate
-MAX_SIBLINGS = 1.1  # quotient of the scales of two linears that read the same
+USUAL_INPUT_RANGES, USUAL_CACHE_RANGES = (0.1, 4.0), (0.45, 512.0)
+CANDIDATE_RANGES = (
+    0.25,
+    0.35,
+    0.5,
+    0.7,
+    1.0,
+    1.5,
+)  # ranges that are tried, of the range that was seen
+MAX_ERROR_RATIO = 3.0  # of an unusual range, over that of the best candidate
+MAX_SCALE_RATIO = 1.1  # quotient of the scales of two linears that read the same
 
 # Keys of a configuration that have no influence on what a model computes in float32.
-_NOT_COMPUTED = {
+_NON_NUMERIC_KEYS = {
     "quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version",
     "_name_or_path",
 }  # fmt: skip
 # Models that are run beside the artifact and the source, as a note names one that cannot be.
-_WITH_SOURCE = {
+_MODEL_DESCRIPTIONS = {
     "decoded": "the artifact's weights under the source's configuration",
     "rounded": "the source's weights, rounded plainly",
 }
 
-Values = Callable[[str], Tensor | None]  # canonical name to float32 values, linears as [out, in]
+WeightLoader = Callable[
+    [str], Tensor | None
+]  # canonical name to float32 values, linears as [out, in]
 
 
 @dataclass(slots=True)
-class Inputs:
+class LayerInputs:
     """What the source's layers read.
 
     Attributes:
         statistics: by canonical name of the first linear that reads an input.
-        shared: to each linear, that name.
-        caches: by block, the largest magnitudes of keys and values.
+        input_names: to each linear, that name.
+        cache_peaks: by block, the largest magnitudes of keys and values.
     """
 
     statistics: dict[str, Statistics] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
-    caches: dict[int, CachePeaks] = field(default_factory=dict)
+    input_names: dict[str, str] = field(default_factory=dict)
+    cache_peaks: dict[int, CachePeaks] = field(default_factory=dict)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Let go of what layers read; the caches stay."""
         self.statistics.clear()
-        self.shared.clear()
+        self.input_names.clear()
 
-    def of(self, module: str) -> Tensor | None:
+    def normalized(self, module: str) -> Tensor | None:
         """Return inputs ``[tokens, in]`` of a linear, each with a root mean square of 1; None where none were seen."""
         x = self.raw(module)
         if x is None:
@@ -105,39 +114,41 @@ class Inputs:
 
     def raw(self, module: str) -> Tensor | None:
         """Return inputs of a linear as they were."""
-        found = self._of(module)
+        found = self._statistics_of(module)
         return found.sample if found else None
 
     def peaks(self, module: str) -> Tensor | None:
         """Return the largest magnitude of each column that a linear read, ``[in]``."""
-        found = self._of(module)
+        found = self._statistics_of(module)
         return found.peaks if found else None
 
-    def _of(self, module: str) -> Statistics | None:
-        return self.statistics.get(self.shared.get(module, module))
+    def _statistics_of(self, module: str) -> Statistics | None:
+        return self.statistics.get(self.input_names.get(module, module))
 
 
-class ChangedWeights:
+class PatchedCheckpoint:
     """A checkpoint some of whose tensors are taken from elsewhere, as a `ModelStream` reads it."""
 
-    def __init__(self, checkpoint: Checkpoint, model_layout: ModelLayout, values: Values) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, model_layout: ModelLayout, values: WeightLoader
+    ) -> None:
         """Take what ``values`` returns; where it returns None the checkpoint is read."""
         self.config: Mapping[str, Any] = checkpoint.config
         self._checkpoint, self._values = checkpoint, values
-        self._places = {tensor.header.name: tensor for tensor in model_layout.tensors}
+        self._tensors = {tensor.header.name: tensor for tensor in model_layout.tensors}
 
     def read(self, name: str) -> Tensor:
         """Return a tensor by its stored name."""
-        value = self._value(name)
+        value = self._patched_value(name)
         return self._checkpoint.read(name) if value is None else value
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
         """Return rows ``first:last`` of a tensor."""
-        value = self._value(name)
+        value = self._patched_value(name)
         return self._checkpoint.read_rows(name, first, last) if value is None else value[first:last]
 
-    def _value(self, name: str) -> Tensor | None:
-        tensor = self._places.get(name)
+    def _patched_value(self, name: str) -> Tensor | None:
+        tensor = self._tensors.get(name)
         value = None if tensor is None else self._values(tensor.name)
         if tensor is None or value is None or value.dim() != 2:
             return value
@@ -151,9 +162,9 @@ class ForwardPass:
         self,
         report: Report,
         artifact: Artifact,
-        source: Original | None,
-        stored: Values,
-        plain: Values,
+        source: SourceModel | None,
+        stored: WeightLoader,
+        plain: WeightLoader,
         device: str,
         *,
         run: bool = True,
@@ -169,69 +180,71 @@ class ForwardPass:
             device: where the models run.
             run: False: run nothing.
         """
-        self.inputs = Inputs()
+        self.inputs = LayerInputs()
         self._report, self._artifact, self._source = report, artifact, source
         self._streams: dict[str, ModelStream] = {}
-        self._device, self._values, self._at_head = device, stored, False
+        self._device, self._load_weight, self._at_head = device, stored, False
         self._source_not_runnable = False
         if not run:
             return
         own = decode_checkpoint(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
-        weights = ChangedWeights(own, artifact.model_layout, stored)
+        weights = PatchedCheckpoint(own, artifact.model_layout, stored)
         if source is None:
-            self._ids = spread(artifact.model_layout)
-            self._open("artifact", weights, artifact.model_layout)
+            self._ids = spread_token_ids(artifact.model_layout)
+            self._open_stream("artifact", weights, artifact.model_layout)
             return
         own_blocks, blocks = len(artifact.model_layout.layers), len(source.model_layout.layers)
         if own_blocks != blocks:
             report.skip(f"the source has {blocks} blocks, the artifact {own_blocks}", "logits")
             return
-        self._ids = windows_of(source)
-        self._open("source", source.checkpoint, source.model_layout)
+        self._ids = choose_token_ids(source)
+        self._open_stream("source", source.checkpoint, source.model_layout)
         if "source" not in self._streams:
             return
-        self._open("artifact", weights, artifact.model_layout)
-        if not _same_configuration(artifact, source):
-            weights = ChangedWeights(source.checkpoint, source.model_layout, self._stored)
-            self._open("decoded", weights, source.model_layout)
+        self._open_stream("artifact", weights, artifact.model_layout)
+        if not _configs_equal(artifact, source):
+            weights = PatchedCheckpoint(
+                source.checkpoint, source.model_layout, self._artifact_weight
+            )
+            self._open_stream("decoded", weights, source.model_layout)
         if artifact.layouts:
-            weights = ChangedWeights(source.checkpoint, source.model_layout, plain)
-            self._open("rounded", weights, source.model_layout)
+            weights = PatchedCheckpoint(source.checkpoint, source.model_layout, plain)
+            self._open_stream("rounded", weights, source.model_layout)
 
-    def begin(self) -> None:
+    def embed_tokens(self) -> None:
         """Embed the tokens."""
         for name in [*self._streams]:
-            self._try(name, ModelStream.embed)
+            self._run_or_drop(name, ModelStream.embed)
 
-    def source_block(self, index: int) -> None:
+    def run_source_block(self, index: int) -> None:
         """Run a block of the source and note what its layers read, in place of what the block before read."""
-        self.inputs.forget()
-        self._try("source", lambda stream: self._observed(stream, index))
+        self.inputs.clear()
+        self._run_or_drop("source", lambda stream: self._observe_block(stream, index))
 
-    def other_blocks(self, index: int) -> None:
+    def run_other_blocks(self, index: int) -> None:
         """Run the same block of the other models."""
         for name in [*self._streams]:
             if name != "source":
-                self._try(name, lambda stream: _advanced(stream, index))
+                self._run_or_drop(name, lambda stream: _advance_block(stream, index))
 
-    def end_source(self) -> None:
+    def finish_source(self) -> None:
         """Compute the source's last hidden states and record them as the input of its head."""
-        self.inputs.forget()
-        self._try("source", self._ended)
+        self.inputs.clear()
+        self._run_or_drop("source", self._record_head_input)
 
-    def finish(self) -> None:
+    def check_logits(self) -> None:
         """Compute the logits of all models and report what is wrong with them."""
         self._at_head = True
-        own, name = self._logits("artifact"), self._report.path.name
+        own, name = self._take_logits("artifact"), self._report.path.name
         if own is None:
             return
         if not bool(torch.isfinite(own).all()):
             self._report.add("logits", name, "the logits of the model are not finite")
             return
-        if (same := self._logits("decoded")) is not None and same.shape == own.shape:
+        if (same := self._take_logits("decoded")) is not None and same.shape == own.shape:
             self._check_configuration(own, same)
         del same
-        if (reference := self._logits("source")) is None:
+        if (reference := self._take_logits("source")) is None:
             return
         if own.shape != reference.shape:
             text = f"logits for {own.shape[-1]} tokens, the source has {reference.shape[-1]}"
@@ -245,15 +258,15 @@ class ForwardPass:
             "top1_agreement": float((own.argmax(-1) == reference.argmax(-1)).double().mean()),
         }
         del own
-        if (plain := self._logits("rounded")) is not None:
+        if (plain := self._take_logits("rounded")) is not None:
             self._check_divergence(found, window_divergence(reference, plain))
 
-    def _stored(self, name: str) -> Tensor | None:
+    def _artifact_weight(self, name: str) -> Tensor | None:
         """Return a weight of the artifact: its head in place of the embedding where only the source ties the two."""
         own, family = self._artifact.model_layout, self._artifact.model_layout.architecture
         if self._at_head and family and not own.tied and name == f"{family.embedding}.weight":
             name = f"{family.head}.weight"
-        return self._values(name)
+        return self._load_weight(name)
 
     def close(self) -> None:
         """Release what the models hold."""
@@ -263,7 +276,7 @@ class ForwardPass:
     def _check_configuration(self, own: Tensor, same: Tensor) -> None:
         size = float((same - same.mean(-1, keepdim=True)).square().mean().sqrt())
         apart = float((own - same).square().mean().sqrt())
-        if apart > MAX_DIFFERENCE * size:
+        if apart > MAX_LOGIT_DIFFERENCE * size:
             self._report.add(
                 "logits",
                 self._report.path.name,
@@ -273,9 +286,12 @@ class ForwardPass:
 
     def _check_divergence(self, found: Tensor, plain: Tensor) -> None:
         own, rounded = Estimate.of(found), Estimate.of(plain)
-        beyond = Estimate.of(found - AS_PLAIN * plain)
+        beyond = Estimate.of(found - MAX_DIVERGENCE_RATIO * plain)
         self._report.figures["kl_plain"] = rounded.mean
-        if own.mean > AS_PLAIN * rounded.mean + LEAST and beyond.mean > ERRORS * beyond.error:
+        if (
+            own.mean > MAX_DIVERGENCE_RATIO * rounded.mean + MIN_DIVERGENCE
+            and beyond.mean > STANDARD_ERRORS * beyond.error
+        ):
             self._report.warn(
                 "logits",
                 self._report.path.name,
@@ -283,9 +299,9 @@ class ForwardPass:
                 f" {rounded.mean:.3g}",
             )
 
-    def _open(self, name: str, weights: TensorSource, model_layout: ModelLayout) -> None:
+    def _open_stream(self, name: str, weights: TensorSource, model_layout: ModelLayout) -> None:
         if model_layout.architecture is None:
-            self._failed(name, RefusedError("the blocks of this family are not declared"))
+            self._record_failure(name, RefusedError("the blocks of this family are not declared"))
             return
         try:
             _check_cache_class(weights.config)
@@ -293,9 +309,9 @@ class ForwardPass:
                 weights, model_layout, self._ids, micro_batch=2, device=self._device
             )
         except (InputError, RefusedError) as error:
-            self._failed(name, error)
+            self._record_failure(name, error)
 
-    def _try(self, name: str, run: Callable[[ModelStream], Any]) -> Any:
+    def _run_or_drop(self, name: str, run: Callable[[ModelStream], Any]) -> Any:
         """Run one model a step further; leave it out from then on where it cannot be run."""
         if name not in self._streams:
             return None
@@ -303,16 +319,16 @@ class ForwardPass:
             return run(self._streams[name])
         except (InputError, RefusedError) as error:
             self._streams.pop(name).close()
-            self._failed(name, error)
+            self._record_failure(name, error)
             return None
 
-    def _failed(self, name: str, error: InputError | RefusedError) -> None:
+    def _record_failure(self, name: str, error: InputError | RefusedError) -> None:
         """Report why a model cannot be run; one whose source cannot be run either is only skipped."""
         not_runnable = isinstance(error, NotRunnableError)
         if name == "source":
             self._source_not_runnable = not_runnable
         elif name == "artifact" and not_runnable and self._at_head:
-            self._logits("source")  # not yet computed: to see whether it fails, too
+            self._take_logits("source")  # not yet computed: to see whether it fails, too
         skipped = isinstance(error, RefusedError) or (not_runnable and self._source_not_runnable)
         if name == "artifact" and not skipped:
             # Without a source, a wrong configuration and a model that needs more than tokens look alike.
@@ -322,47 +338,49 @@ class ForwardPass:
         elif name in {"artifact", "source"}:
             self._report.skip(error.message, "logits")
         else:
-            self._report.notes.append(f"not run: {_WITH_SOURCE[name]}: {error.message}")
+            self._report.notes.append(f"not run: {_MODEL_DESCRIPTIONS[name]}: {error.message}")
 
-    def _observed(self, stream: ModelStream, index: int) -> None:
+    def _observe_block(self, stream: ModelStream, index: int) -> None:
         part = stream.block(index)
         for shared in part.inputs:
             key = f"{part.name}.{shared.key}"
-            self.inputs.shared.update({f"{part.name}.{one}": key for one in shared.linears})
+            self.inputs.input_names.update({f"{part.name}.{one}": key for one in shared.linears})
         wanted = frozenset({Statistic.SAMPLE, Statistic.PEAKS})
         needs = {shared.key: wanted for shared in part.inputs if shared.expert < 0}
         declared = quantization_config(self._artifact.checkpoint.config)
         cache = None
         if declared.get("kv_cache_scheme") is not None:
-            cache = self.inputs.caches.setdefault(index, CachePeaks())
+            cache = self.inputs.cache_peaks.setdefault(index, CachePeaks())
         with attached_cache(part.module, cache):
             seen = part.observe(needs, advance=True, run_to_end=True)
         for key, statistics in seen.items():
-            self.inputs.statistics[f"{part.name}.{key}"] = self._sampled(statistics)
+            self.inputs.statistics[f"{part.name}.{key}"] = self._sample_tokens(statistics)
         if not part.advanced:
             part.advance()
         part.release()
 
-    def _sampled(self, statistics: Statistics) -> Statistics:
-        """Return statistics whose sample has `SAMPLE` tokens, spread evenly, none of them the first of a window."""
+    def _sample_tokens(self, statistics: Statistics) -> Statistics:
+        """Return statistics of `SAMPLE_TOKENS` evenly spread tokens, none of them the first of a window."""
         if statistics.sample is None:
             return statistics
         tokens = torch.arange(len(statistics.sample))
         rest = tokens[tokens % self._ids.shape[1] != 0]
-        chosen = rest[torch.linspace(0, len(rest) - 1, min(SAMPLE, len(rest))).round().long()]
+        chosen = rest[
+            torch.linspace(0, len(rest) - 1, min(SAMPLE_TOKENS, len(rest))).round().long()
+        ]
         return Statistics(
             statistics.tokens, peaks=statistics.peaks, sample=statistics.sample[chosen].float()
         )
 
-    def _ended(self, stream: ModelStream) -> None:
+    def _record_head_input(self, stream: ModelStream) -> None:
         family = self._source.model_layout.architecture if self._source else None
         assert family is not None  # else the source is not run
         states = torch.cat([item.cpu() for item in stream.final_hidden()]).flatten(0, -2)
         seen = Statistics(len(states), peaks=states.abs().amax(0), sample=states)
-        self.inputs.statistics[family.head] = self._sampled(seen)
+        self.inputs.statistics[family.head] = self._sample_tokens(seen)
 
-    def _logits(self, name: str) -> Tensor | None:
-        found = self._try(
+    def _take_logits(self, name: str) -> Tensor | None:
+        found = self._run_or_drop(
             name, lambda stream: torch.cat([one.float().cpu() for one in stream.logits()])
         )
         if name in self._streams:
@@ -378,7 +396,7 @@ def _check_cache_class(config: Mapping[str, Any]) -> None:
         DynamicCache(config=model_class(config)[0])
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(
-            f"config.json: transformers cannot make a cache for it: {error}"
+            f"transformers cannot make a cache for it: {error}", subject="config.json"
         ) from error
 
 
@@ -391,31 +409,31 @@ def window_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def windows_of(source: Original) -> Tensor:
+def choose_token_ids(source: SourceModel) -> Tensor:
     """Return token ids ``[windows, length]`` of the text, or spread ones where the tokenizer gives none that fit."""
     model_layout = source.model_layout
-    ids = spread(model_layout)
+    ids = spread_token_ids(model_layout)
     count, length = ids.shape
     try:
-        text = "\n".join(builtin("evaluation"))[:CHARACTERS]
+        text = "\n".join(builtin("evaluation"))[:TEXT_CHARACTERS]
         words = cut_windows(load_model_tokenizer(source.checkpoint), text, count, length).ids
     except InputError:
         return ids
-    return words if len(words) > 1 and int(words.max()) < _vocabulary(model_layout) else ids
+    return words if len(words) > 1 and int(words.max()) < _vocabulary_size(model_layout) else ids
 
 
-def spread(model_layout: ModelLayout) -> Tensor:
+def spread_token_ids(model_layout: ModelLayout) -> Tensor:
     """Return token ids ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
-    length = LENGTH
+    length = WINDOW_LENGTH
     slides = model_layout.config.get("sliding_window")
     if isinstance(slides, int) and 2 <= slides < length:
         length = slides
-    count = WINDOWS * LENGTH // length
+    count = NUM_WINDOWS * WINDOW_LENGTH // length
     steps = torch.arange(count * length) * 2654435761 % 4294967296
-    return (steps * _vocabulary(model_layout) // 4294967296).view(count, length)
+    return (steps * _vocabulary_size(model_layout) // 4294967296).view(count, length)
 
 
-def _vocabulary(model_layout: ModelLayout) -> int:
+def _vocabulary_size(model_layout: ModelLayout) -> int:
     return (
         model_layout.dimensions.vocab
         if model_layout.dimensions
@@ -423,25 +441,29 @@ def _vocabulary(model_layout: ModelLayout) -> int:
     )
 
 
-def _advanced(stream: ModelStream, index: int) -> None:
+def _advance_block(stream: ModelStream, index: int) -> None:
     part: DecoderBlock = stream.block(index)
     part.advance()
     part.release()
 
 
-def _same_configuration(artifact: Artifact, source: Original) -> bool:
+def _configs_equal(artifact: Artifact, source: SourceModel) -> bool:
     own, other = (
-        {key: value for key, value in item.checkpoint.config.items() if key not in _NOT_COMPUTED}
+        {
+            key: value
+            for key, value in item.checkpoint.config.items()
+            if key not in _NON_NUMERIC_KEYS
+        }
         for item in (artifact, source)
     )
     return own == other
 
 
-def check_input(
+def check_input_scale(
     report: Report,
     module: str,
     found: QuantizedTensor,
-    inputs: Inputs,
+    inputs: LayerInputs,
     columns: Tensor | None,
     others: dict[str, float],
 ) -> None:
@@ -457,9 +479,9 @@ def check_input(
     """
     scale, activation = found.parameters["input_scale"], found.input
     assert activation is not None
-    key = inputs.shared.get(module, module)
+    key = inputs.input_names.get(module, module)
     other = others.setdefault(key, float(scale))
-    if max(other, float(scale)) > MAX_SIBLINGS * min(other, float(scale)):
+    if max(other, float(scale)) > MAX_SCALE_RATIO * min(other, float(scale)):
         text = f"input scale {float(scale):.4g}; {key} reads the same input and has {other:.4g}"
         report.warn("scale", module, text)
     raw, peaks = inputs.raw(module), inputs.peaks(module)
@@ -472,19 +494,21 @@ def check_input(
         report.add("scale", module, f"input scale {float(scale):.4g}; the source shows {seen:.3g}")
         return
     covered = float(scale) * max_input(activation.grid)
-    if not seen or INPUT_RANGES[0] * seen <= covered <= INPUT_RANGES[1] * seen:
+    if not seen or USUAL_INPUT_RANGES[0] * seen <= covered <= USUAL_INPUT_RANGES[1] * seen:
         return
 
     def error(value: Tensor) -> float:
         return float((fake_quantize_input(raw, activation, value) - raw).square().sum())
 
-    least = min(error(scale * (seen / covered) * candidate) for candidate in CANDIDATES)
-    if error(scale) > MAX_ERROR * least:
+    least = min(error(scale * (seen / covered) * candidate) for candidate in CANDIDATE_RANGES)
+    if error(scale) > MAX_ERROR_RATIO * least:
         text = f"input scale {float(scale):.4g} covers values up to {covered:.3g}; the source shows {seen:.3g}"
         report.warn("scale", module, text)
 
 
-def check_cache(report: Report, checkpoint: Checkpoint, caches: Mapping[int, CachePeaks]) -> None:
+def check_cache_scales(
+    report: Report, checkpoint: Checkpoint, caches: Mapping[int, CachePeaks]
+) -> None:
     """Check the scales of an fp8 cache: positive numbers, and near the ranges that the source shows.
 
     `kv_scales.find_scales` checks that all are there. ``caches``: what the source puts into the cache, by block.
@@ -499,18 +523,22 @@ def check_cache(report: Report, checkpoint: Checkpoint, caches: Mapping[int, Cac
             return
     scales = read_cache_scales(checkpoint, found, torch.device("cpu"))
     for block, seen in caches.items():
-        for which, text in cache_problems(scales[block], seen) if block in scales else ():
+        for which, text in unusual_cache_scales(scales[block], seen) if block in scales else ():
             report.warn("scale", found.names[block][which], text)
 
 
-def cache_problems(scales: tuple[Tensor, Tensor], seen: CachePeaks) -> Iterator[tuple[int, str]]:
+def unusual_cache_scales(
+    scales: tuple[Tensor, Tensor], seen: CachePeaks
+) -> Iterator[tuple[int, str]]:
     """Yield 0 for keys or 1 for values, and what is unusual about their scales, of one element or ``[kv_heads]``."""
     for which, (peaks, scale) in enumerate(zip((seen.keys, seen.values), scales, strict=True)):
         if peaks is None:
             continue
         room = scale.float().cpu().flatten() * max_value("fp8_e4m3")
         held = peaks.cpu() if len(room) > 1 else peaks.max().view(1).cpu()
-        bad = (held > 0) & ((room < CACHE_RANGES[0] * held) | (room > CACHE_RANGES[1] * held))
+        bad = (held > 0) & (
+            (room < USUAL_CACHE_RANGES[0] * held) | (room > USUAL_CACHE_RANGES[1] * held)
+        )
         if bool(bad.any()):
             head = int(bad.nonzero()[0])
             where = f"head {head}: " if len(room) > 1 else ""

@@ -1,8 +1,8 @@
 """The keys of a GGUF file against those that follow from the source, in both directions.
 
 The expected keys are derived as when a file is written (`translate_parameters`, `vocabulary`). Other converters omit
-what llama.cpp assumes anyway, or write it down: `defaults` has these values. A key of another value is an error; a key
-that follows from nothing in the source and that llama.cpp is not known to obey is a warning.
+what llama.cpp assumes anyway, or write it down: `llama_cpp_defaults` has these values. A key of another value is an
+error; a key that follows from nothing in the source and that llama.cpp is not known to obey is a warning.
 """
 
 from __future__ import annotations
@@ -24,38 +24,46 @@ from quantforge.formats.gguf.projector_file import ARCH, projector_file
 from quantforge.formats.gguf.source import GgufCheckpoint
 from quantforge.formats.gguf.vocabulary import TokenType, adds_bos_by_default, vocabulary
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.json_diff import ABSENT, difference, same, shorten, shown
-from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.json_diff import (
+    ABSENT,
+    format_difference,
+    format_value,
+    shorten,
+    trees_equal,
+)
+from quantforge.verification.opening import Artifact, SourceModel
 
-TOKENS, KINDS = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
-SCORES, PRE = "tokenizer.ggml.scores", "tokenizer.ggml.pre"
+TOKENS_KEY, TOKEN_TYPES_KEY = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
+SCORES_KEY, PRE_TOKENIZER_KEY = "tokenizer.ggml.scores", "tokenizer.ggml.pre"
 # Read by people, or checked by the reader of the file.
-_NOT_OBEYED = re.compile(
+_IGNORED_KEYS = re.compile(
     r"general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|license.*|url|doi"
     r"|uuid|repo_url|source\..*|base_model\..*|dataset\..*|tags|languages|file_type|quantization_version|alignment)"
     r"|split\..*|quantize\.imatrix\..*|quantforge\..*"
 )
 # Roles of tokens that text generation does not use: a file may name them or not.
-_OPTIONAL = {
+_OPTIONAL_KEYS = {
     f"tokenizer.ggml.{role}_token_id" for role in ("unknown", "padding", "seperator", "mask", "eot")
 }
 # Names of pre-tokenizers that llama.cpp treats alike.
-_ALIKE = (("llama-bpe", "llama3", "llama-v3"), ("gpt-2", "phi-2"), ("qwen2", "deepseek-r1-qwen"), ("gpt-4o", "llama4"),
-          ("default", ""))  # fmt: skip
+_EQUIVALENT_PRE_TOKENIZERS = (
+    ("llama-bpe", "llama3", "llama-v3"), ("gpt-2", "phi-2"), ("qwen2", "deepseek-r1-qwen"), ("gpt-4o", "llama4"),
+    ("default", ""),
+)  # fmt: skip
 # Keys of an architecture that are 0 where a file leaves them out.
-_ZERO = (
+_ZERO_DEFAULT_KEYS = (
     "expert_count expert_used_count attention.sliding_window pooling_type attention.scale logit_scale residual_scale"
     " embedding_scale attn_logit_softcapping final_logit_softcapping expert_weights_scale"
 )
 _LOOKS_SPECIAL = re.compile(r"<.*>|\[.*\]|\uff5c.*")
 
 
-def obeyed(key: str) -> bool:
+def affects_model(key: str) -> bool:
     """Return whether llama.cpp, or what reads a file before it, goes by a key."""
-    return not _NOT_OBEYED.fullmatch(key)
+    return not _IGNORED_KEYS.fullmatch(key)
 
 
-def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
+def llama_cpp_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return what llama.cpp assumes for keys that a file with these ``keys`` leaves out."""
     arch, kind = keys.get("general.architecture"), str(keys.get("tokenizer.ggml.model"))
     model = {key.removeprefix(f"{arch}."): value for key, value in keys.items()}
@@ -63,7 +71,7 @@ def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     head: Any = ABSENT
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
         head = width // heads
-    words, pieces = keys.get(TOKENS), kind == "llama"  # of sentencepiece
+    words, pieces = keys.get(TOKENS_KEY), kind == "llama"  # of sentencepiece
     of_model = {
         "attention.head_count_kv": model.get("attention.head_count", ABSENT), "attention.key_length": head,
         "attention.value_length": head, "rope.dimension_count": model.get("attention.key_length", head),
@@ -72,10 +80,11 @@ def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
         "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
         "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
         "rope.scaling.finetuned": True, "tensor_data_layout": "", "attention.causal": True,
-        "use_parallel_residual": True, **dict.fromkeys(_ZERO.split(), 0),
+        "use_parallel_residual": True, **dict.fromkeys(_ZERO_DEFAULT_KEYS.split(), 0),
     }  # fmt: skip
     of_tokenizer: dict[str, Any] = {
-        "add_space_prefix": pieces, "add_bos_token": adds_bos_by_default(kind, str(keys.get(PRE, ABSENT))),
+        "add_space_prefix": pieces,
+        "add_bos_token": adds_bos_by_default(kind, str(keys.get(PRE_TOKENIZER_KEY, ABSENT))),
         "add_eos_token": False, "add_sep_token": False, "token_type_count": 0, "remove_extra_whitespaces": False,
         "pre": "default", "precompiled_charsmap": [], "bos_token_id": 1 if pieces else 11,
         "eos_token_id": 2 if pieces else 11, "eot_token_id": ABSENT, **({"unknown_token_id": 0} if pieces else {}),
@@ -85,13 +94,13 @@ def defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "general.type": "model"}
 
 
-def check_gguf_keys(report: Report, artifact: Artifact, source: Original) -> None:
+def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> None:
     """Report every key of a GGUF file that says something else than the source, and the tower beside it."""
     checkpoint = artifact.checkpoint
     if report.path.is_dir():
         report.skip("only a GGUF file has them", "keys")
         return
-    check_tower(report, source)
+    check_tower_file(report, source)
     if not isinstance(checkpoint, GgufCheckpoint):
         return
     file, name = checkpoint.file, report.path.name
@@ -108,7 +117,7 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: Original) -> Non
 
 
 def expected_keys(
-    file: GgufFile, source: Original
+    file: GgufFile, source: SourceModel
 ) -> tuple[dict[str, Any], HyperParameters | None]:
     """Return the keys that follow from the source, and what is computed from its configuration.
 
@@ -124,7 +133,9 @@ def expected_keys(
     try:
         words = vocabulary(checkpoint.path, rows, config)
     except RefusedError:
-        words = vocabulary(checkpoint.path, rows, config, file.value(PRE, str, "default"))
+        words = vocabulary(
+            checkpoint.path, rows, config, file.value(PRE_TOKENIZER_KEY, str, "default")
+        )
     values = {key: value.value for key, value in (found.keys | words.keys()).items()}
     listed = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
     return {"general.architecture": found.family.arch, **listed}, found
@@ -134,32 +145,37 @@ def key_differences(
     own: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> Iterator[tuple[str, Severity]]:
     """Yield a message and its severity for every key that makes llama.cpp read something else."""
-    assumed = defaults({**expected, **own})
-    for key in filter(obeyed, {**expected, **own}):
+    assumed = llama_cpp_defaults({**expected, **own})
+    for key in filter(affects_model, {**expected, **own}):
         default, name = assumed.get(key, ABSENT), shorten(key)
         if key in own and key in expected:
-            if difference := _difference(key, own, expected[key]):
-                yield f"{name}: {difference}", Severity.ERROR
+            if format_difference := _describe_difference(key, own, expected[key]):
+                yield f"{name}: {format_difference}", Severity.ERROR
         elif key in expected:
-            if key not in _OPTIONAL and not same(default, expected[key]):
-                yield f"{name} is missing, the source has {shown(expected[key])}", Severity.ERROR
-        elif not same(default, own[key]):
-            text = f"{name} = {shown(own[key])} does not follow from the source; llama.cpp"
+            if key not in _OPTIONAL_KEYS and not trees_equal(default, expected[key]):
+                yield (
+                    f"{name} is missing, the source has {format_value(expected[key])}",
+                    Severity.ERROR,
+                )
+        elif not trees_equal(default, own[key]):
+            text = f"{name} = {format_value(own[key])} does not follow from the source; llama.cpp"
             if key in assumed or key.startswith("tokenizer.chat_template"):
                 yield f"{text} obeys it", Severity.ERROR
             else:
                 yield f"{text} may obey it", Severity.WARNING
 
 
-def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
+def _describe_difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
     """Describe how a key differs, "" if both values mean the same to llama.cpp."""
     own = keys[key]
     if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
-        if key == SCORES:  # they rank the pieces that are joined
-            own, other = (_order(scores, keys) for scores in (own, other))
-        differ = [n for n, (a, b) in enumerate(zip(own, other, strict=True)) if not same(a, b)]
-        tokens = keys.get(TOKENS)
-        if key == KINDS and isinstance(tokens, list) and len(tokens) == len(own):
+        if key == SCORES_KEY:  # they rank the pieces that are joined
+            own, other = (_merge_order(scores, keys) for scores in (own, other))
+        differ = [
+            n for n, (a, b) in enumerate(zip(own, other, strict=True)) if not trees_equal(a, b)
+        ]
+        tokens = keys.get(TOKENS_KEY)
+        if key == TOKEN_TYPES_KEY and isinstance(tokens, list) and len(tokens) == len(own):
             # Other converters mark tokens as control tokens by their looks.
             differ = [
                 n
@@ -170,19 +186,19 @@ def _difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
         if not differ:
             return ""
         first = differ[0]
-        return (
-            f"{len(differ)} entries differ, e.g. at {first}: {difference(own[first], other[first])}"
-        )
-    if key == PRE and any(own in names and other in names for names in _ALIKE):
+        return f"{len(differ)} entries differ, e.g. at {first}: {format_difference(own[first], other[first])}"
+    if key == PRE_TOKENIZER_KEY and any(
+        own in names and other in names for names in _EQUIVALENT_PRE_TOKENIZERS
+    ):
         return ""
     if isinstance(own, str) and isinstance(other, str) and "chat_template" in key:
         own, other = own.removesuffix("\n"), other.removesuffix("\n")
-    return "" if same(own, other) else difference(own, other)
+    return "" if trees_equal(own, other) else format_difference(own, other)
 
 
-def _order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
+def _merge_order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
     """Return the ordinary pieces of more than one character, from the highest score to the lowest."""
-    pieces = zip(scores, keys.get(TOKENS, []), keys.get(KINDS, []), strict=False)
+    pieces = zip(scores, keys.get(TOKENS_KEY, []), keys.get(TOKEN_TYPES_KEY, []), strict=False)
     numbers = {
         n: score if isinstance(score, float) else -math.inf
         for n, (score, piece, kind) in enumerate(pieces)
@@ -208,7 +224,7 @@ def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -
             report.add("keys", name, "differs from the source's rotary embedding")
 
 
-def check_tower(report: Report, source: Original) -> None:
+def check_tower_file(report: Report, source: SourceModel) -> None:
     """Compare the file of a vision tower beside a GGUF file with the source, if there is one: keys and tensors."""
     place = report.path.with_name(projector_name(report.path))
     if not place.is_file():

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-_SHOWN = 60  # characters of a value
+_MAX_SHOWN_CHARS = 60  # characters of a value
 
 
 class _Absent:
@@ -22,13 +22,13 @@ class Change(NamedTuple):
 
     Attributes:
         path: the file, then the keys to the place.
-        own: the artifact's value, `ABSENT` if it has nothing there.
-        other: the source's value, likewise.
+        value: the artifact's value, `ABSENT` if it has nothing there.
+        source_value: the source's value, likewise.
     """
 
     path: tuple[str, ...]
-    own: Any
-    other: Any
+    value: Any
+    source_value: Any
 
     @property
     def key(self) -> str:
@@ -38,28 +38,30 @@ class Change(NamedTuple):
     @property
     def added(self) -> bool:
         """Return whether the source has nothing, or a null."""
-        return self.other is ABSENT or self.other is None
+        return self.source_value is ABSENT or self.source_value is None
 
     def __str__(self) -> str:
-        return f"{shorten(self.key)} = {difference(self.own, self.other)}"
+        return f"{shorten(self.key)} = {format_difference(self.value, self.source_value)}"
 
 
-def changes(own: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
+def iterate_changes(own: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
     """Yield every place that differs; a table or list that only one side has is one place.
 
     Values differ if their kinds do. Real numbers are compared in single precision.
     """
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         for key in {**other, **own}:
-            yield from changes(own.get(key, ABSENT), other.get(key, ABSENT), (*path, str(key)))
+            yield from iterate_changes(
+                own.get(key, ABSENT), other.get(key, ABSENT), (*path, str(key))
+            )
     elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
         for number, (first, second) in enumerate(zip(own, other, strict=True)):
-            yield from changes(first, second, (*path, str(number)))
-    elif not _equal(own, other):
+            yield from iterate_changes(first, second, (*path, str(number)))
+    elif not _values_equal(own, other):
         yield Change(path, own, other)
 
 
-def _equal(first: Any, second: Any) -> bool:
+def _values_equal(first: Any, second: Any) -> bool:
     kinds = {type(first), type(second)}
     if float in kinds and kinds <= {int, float}:
         try:
@@ -69,25 +71,31 @@ def _equal(first: Any, second: Any) -> bool:
     return len(kinds) == 1 and bool(first == second)
 
 
-def same(first: Any, second: Any) -> bool:
-    """Return whether two trees have no `changes`."""
-    return next(changes(first, second), None) is None
+def trees_equal(first: Any, second: Any) -> bool:
+    """Return whether two trees have no `iterate_changes`."""
+    return next(iterate_changes(first, second), None) is None
 
 
-def difference(own: Any, other: Any) -> str:
+def format_difference(own: Any, other: Any) -> str:
     """Return both values for people, shortened; of long texts the part that begins where they differ."""
-    if isinstance(own, str) and isinstance(other, str) and max(len(own), len(other)) > _SHOWN:
+    if (
+        isinstance(own, str)
+        and isinstance(other, str)
+        and max(len(own), len(other)) > _MAX_SHOWN_CHARS
+    ):
         equal = (a == b for a, b in zip(own, other, strict=False))
-        at = next((n for n, same in enumerate(equal) if not same), min(len(own), len(other)))
-        own, other = own[at : at + _SHOWN], other[at : at + _SHOWN]
-    return f"{shown(own)}, the source has {shown(other)}"
+        at = next(
+            (n for n, trees_equal in enumerate(equal) if not trees_equal), min(len(own), len(other))
+        )
+        own, other = own[at : at + _MAX_SHOWN_CHARS], other[at : at + _MAX_SHOWN_CHARS]
+    return f"{format_value(own)}, the source has {format_value(other)}"
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value for people, shortened."""
     return shorten(repr(value))
 
 
 def shorten(text: str) -> str:
     """Return the beginning of a text."""
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."

@@ -41,7 +41,7 @@ from quantforge.quantizers import METHODS, MethodKind, apply_source_transforms, 
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
 # Ends of the names of codes or scales in formats that are read.
-_CODES = (".qweight", ".weight_packed", ".weight_scale_inv", ".SCB", ".weight.absmax")
+_CODE_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale_inv", ".SCB", ".weight.absmax")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +50,18 @@ class DeclaredChanges:
 
     Attributes:
         transforms: names of the transforms that were applied, in order.
-        removed: experts that were removed, by layer; None if all were kept.
-        headless: draft heads were dropped.
-        running: tensors are stored in the shapes that transformers' modules hold.
+        removed_experts: experts that were removed, by layer; None if all were kept.
+        drops_draft_heads: draft heads were dropped.
+        uses_running_layout: tensors are stored in the shapes that transformers' modules hold.
     """
 
     transforms: tuple[str, ...] = ()
-    removed: without_experts.Removed | None = None
-    headless: bool = False
-    running: bool = False
+    removed_experts: without_experts.Removed | None = None
+    drops_draft_heads: bool = False
+    uses_running_layout: bool = False
 
     @classmethod
-    def of(cls, document: Mapping[str, Any] | None) -> Self:
+    def from_manifest(cls, document: Mapping[str, Any] | None) -> Self:
         """Return what a manifest declares, including the manifests of its lineage.
 
         Raises:
@@ -91,17 +91,17 @@ class Artifact:
 
     Attributes:
         checkpoint: the tensors as stored.
-        form: the format.
+        format: the format.
         layouts: the quantized weights, by module name as stored.
         model_layout: the tensors by the names of the family, quantized weights as if they were plain.
-        running: by its manifest, tensors are stored in the shapes that transformers' modules hold.
+        uses_running_layout: by its manifest, tensors are stored in the shapes that transformers' modules hold.
     """
 
     checkpoint: Checkpoint
-    form: Format
+    format: Format
     layouts: Mapping[str, ModuleLayout]
     model_layout: ModelLayout
-    running: bool = False
+    uses_running_layout: bool = False
 
     def layout(self, tensor: MatchedTensor) -> ModuleLayout | None:
         """Return the layout of a quantized weight, or None for a tensor that is not quantized."""
@@ -110,11 +110,11 @@ class Artifact:
     def unpack(self, layout: ModuleLayout) -> QuantizedTensor:
         """Read a quantized weight; errors as the format's ``unpack``."""
         stored = {name: self.checkpoint.read(name) for name in layout.tensor_names}
-        return self.form.unpack(layout, stored)
+        return self.format.unpack(layout, stored)
 
 
 @dataclass(frozen=True, slots=True)
-class Original:
+class SourceModel:
     """The model that an artifact is compared with; if it is quantized, it is decoded when it is read."""
 
     checkpoint: Checkpoint
@@ -156,15 +156,15 @@ def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
         _skip_unsupported(report, error, checkpoint)
         return None
     except InputError as error:
-        _stop(report, error.fault, error)
+        _report_unopenable(report, error.fault, error)
         return None
     try:
         derive = derive or has_single_experts(stored)
         model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
     except InputError as error:
-        _stop(report, "incomplete", error)
+        _report_unopenable(report, "incomplete", error)
         return None
-    running = DeclaredChanges.of(manifest.read_manifest(path)).running
+    running = DeclaredChanges.from_manifest(manifest.read_manifest(path)).uses_running_layout
     return Artifact(checkpoint, form, layouts, model_layout, running)
 
 
@@ -175,7 +175,7 @@ def open_source(
     *,
     one_by_one: bool = False,
     derive: bool = False,
-) -> Original:
+) -> SourceModel:
     """Open a source, and change it as the result's manifest declares.
 
     A source that is itself a result already had the changes that its own manifest declares: those are not repeated.
@@ -191,26 +191,26 @@ def open_source(
         InputError: as `open_model` and `match_quantized`.
     """
     document = manifest.read_manifest(path)
-    before, merged = DeclaredChanges.of(document), manifest.recorded_adapter(document)
+    before, merged = DeclaredChanges.from_manifest(document), manifest.recorded_adapter(document)
     checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
     stored, layouts = _headers(checkpoint)
     model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
     plain = decode_checkpoint(checkpoint) if layouts else checkpoint
-    view = running_layout(plain) if declared.running else plain
+    view = running_layout(plain) if declared.uses_running_layout else plain
     if one_by_one:
         view = split_experts(view)
-    if declared.headless and not before.headless:
+    if declared.drops_draft_heads and not before.drops_draft_heads:
         view = without_experts.fewer_heads(view)
-    if declared.removed is not None and before.removed is None:
-        view = without_experts.fewer_experts(view, declared.removed)
+    if declared.removed_experts is not None and before.removed_experts is None:
+        view = without_experts.fewer_experts(view, declared.removed_experts)
     if declared.transforms and not before.transforms:
         view = apply_source_transforms(view, declared.transforms)
     if view is not plain:
         model_layout = match_quantized(view, {}, _entries(view), derive=derive)
-    return Original(view, model_layout)
+    return SourceModel(view, model_layout)
 
 
-def folds_factors(document: Mapping[str, Any] | None) -> bool:
+def folds_scales(document: Mapping[str, Any] | None) -> bool:
     """Return whether a method that a manifest or its lineage names folds factors into weights (AWQ, SmoothQuant)."""
     words = [
         word
@@ -263,11 +263,11 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
 
     ``opened`` is the checkpoint of a directory; None for a GGUF file.
     """
-    report.unsupported = error.message.removeprefix(f"{report.path}: ")
+    report.unsupported = error.detail_about(report.path)
     if opened is not None:
         held, files = len(opened.entries), len(opened.shards)
         report.notes.append(f"its headers are sound: {held} tensors fill {files} file(s) exactly")
-        if read := next((name for name in opened.entries if name.endswith(_CODES)), None):
+        if read := next((name for name in opened.entries if name.endswith(_CODE_SUFFIXES)), None):
             text = (
                 f"{report.unsupported}; but {read} is of a layout that is read: is the name right?"
             )
@@ -281,12 +281,11 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
     report.skip(report.unsupported, *(check for check in CHECKS if check not in FILE_CHECKS))
 
 
-def _stop(report: Report, check: str, error: InputError) -> None:
+def _report_unopenable(report: Report, check: str, error: InputError) -> None:
     """Report why the artifact cannot be opened, and skip everything that needs it opened."""
     file = Path(error.file or report.path.name)
     named = file.relative_to(report.path) if report.path in file.parents else file
-    message = error.message.removeprefix(f"{report.path}: ")
-    where = CONFIG if message.startswith(f"{CONFIG}:") else str(named)
-    report.add(check, error.tensor or where, message)
+    where = CONFIG if error.subject == CONFIG else str(named)
+    report.add(check, error.tensor or where, error.detail_about(report.path))
     done = {*FILE_CHECKS, "unreadable", check}
     report.skip("the artifact could not be opened", *(one for one in CHECKS if one not in done))

@@ -17,8 +17,8 @@ The error that is divided by is therefore never smaller than that of random weig
 ``step^2 / 12``, than half the tensor's usual error for weights of this size, and than what storing values or scales
 loses.
 
-`unusual_errors` says which errors are larger than plain rounding explains. `damaged_part` finds a part that is wrong
-where all the rest is exactly the source's, rounded to nearest.
+`unusual_errors` says which errors are larger than plain rounding explains. `find_damaged_part` finds a part that is
+wrong where all the rest is exactly the source's, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -37,33 +37,33 @@ from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
-PANEL = 1 << 22  # weights that are compared at a time
-MIN_WIDTH = 16  # columns of a group: the error of a smaller group is mostly noise
+MAX_PANEL_WEIGHTS = 1 << 22  # weights that are compared at a time
+MIN_GROUP_WIDTH = 16  # columns of a group: the error of a smaller group is mostly noise
 # Relative: what storing a scale loses, in 16 bits and in 8.
-STORAGE, STORAGE_E4M3 = 2.0**-9, 2.0**-4
+SCALE_STORAGE_ERROR, E4M3_STORAGE_ERROR = 2.0**-9, 2.0**-4
 # Plain rounding may be exact by chance. What is divided by is at least this part of the tensor's usual error for
 # weights of the same size, and this part of the mean error of a group on top: some numbers are missing in float16.
-OF_USUAL, OF_MEAN = 0.5, 1e-2
+USUAL_ERROR_SHARE, MEAN_ERROR_SHARE = 0.5, 1e-2
 # Largest usual errors, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the share of the
 # tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves weights further
 # than it moves outputs.
-WHOLE, ROW, COLUMN = 2.5, 16.0, 0.5
-UNSEEN = 3.0
+MAX_TENSOR_ERROR, MAX_ROW_ERROR, MAX_COLUMN_SHARE = 2.5, 16.0, 0.5
+WITHOUT_INPUTS_FACTOR = 3.0
 # By how much the scale of the median group may be too large, by bit width, and at 4 bits and more; and by how much too
 # small: a search sacrifices outliers to the other weights of a group.
-SCALE_HIGH, SCALE_HIGH_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
-SCALE_LOW = 0.08
+MAX_SCALE_EXCESS, MAX_SCALE_EXCESS_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
+MAX_SCALE_DEFICIT = 0.08
 # Steps of the grid by which the median group is off where zero points or codes are off by one, and where weights were
 # rounded down and not to nearest. No healthy artifact was seen above 0.1.
-SHIFTED, ROUNDED_DOWN = 0.7, 0.3
+OFF_BY_ONE_SHIFT, ROUNDED_DOWN_SHIFT = 0.7, 0.3
 # A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
 # then a group in which few are, and whose error is so many times that of plain rounding, is damaged, unless the rest of
 # its row makes up for it, as GPTQ sees to.
-NEARLY_ALL, MOST_GROUPS, FEW = 0.98, 0.75, 0.5
-DAMAGED_GROUP, DAMAGED_ROW = 4.0, 1.5
+MIN_NEAREST_SHARE, MIN_NEAREST_GROUPS, MAX_DAMAGED_SHARE = 0.98, 0.75, 0.5
+MIN_DAMAGED_GROUP_ERROR, MIN_DAMAGED_ROW_ERROR = 4.0, 1.5
 # Of its squared error, what another scale leaves where only the scale is wrong; no method chooses one that is so many
 # times too large.
-RESCALED, MAX_SCALE = 0.25, 4.0
+MAX_RESCALED_ERROR, MAX_SCALE_FACTOR = 0.25, 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class RoundingError:
         }
 
 
-def rounded_in(found: QuantizedTensor) -> Scheme:
+def effective_scheme(found: QuantizedTensor) -> Scheme:
     """Return the scheme that a tensor was rounded by: with longer groups, where its own repeat their parameters.
 
     An export states one scale of a row, or of a long group, as equal scales of all groups that its format has. Columns
@@ -138,12 +138,12 @@ def rounded_in(found: QuantizedTensor) -> Scheme:
 def group_width(scheme: Scheme, columns: int) -> int:
     """Return how many columns are compared together: a group's, or more where groups are small or do not fill a row."""
     size = scheme.block.group if scheme.block else scheme.group_size(columns)
-    if size < MIN_WIDTH or columns % size:
+    if size < MIN_GROUP_WIDTH or columns % size:
         return next((wide for wide in (128, 64, 32) if columns % wide == 0), columns)
     return size
 
 
-def plain_rounding(target: Tensor, scheme: Scheme, outliers: Tensor | None = None) -> Tensor:
+def round_to_nearest(target: Tensor, scheme: Scheme, outliers: Tensor | None = None) -> Tensor:
     """Round ``target`` ``[out, in]`` (float32) to nearest, with scales that cover its range.
 
     An unrounded copy is returned where the scheme cannot represent the matrix. ``outliers``: columns kept in 16 bits.
@@ -159,7 +159,7 @@ def plain_rounding(target: Tensor, scheme: Scheme, outliers: Tensor | None = Non
     return values
 
 
-def steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
+def group_steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
     """Return the distance of neighboring codes in each group of ``width`` columns, ``[out or 1, groups]``.
 
     None for floats, whose codes have no common distance, and for code vectors.
@@ -196,19 +196,21 @@ def measure_rounding(
         scheme: the groups that it was rounded in, where that is not the scheme of ``tensor``.
     """
     width = group_width(scheme or tensor.scheme, target.shape[1])
-    step = steps(tensor, width)
-    storage = STORAGE_E4M3 if tensor.scheme.scale is ScaleType.E4M3 else STORAGE
-    parts, panel = [], max(1, PANEL // target.shape[1])
+    step = group_steps(tensor, width)
+    storage = E4M3_STORAGE_ERROR if tensor.scheme.scale is ScaleType.E4M3 else SCALE_STORAGE_ERROR
+    parts, panel = [], max(1, MAX_PANEL_WEIGHTS // target.shape[1])
     for first in range(0, len(target), panel):
         run = slice(first, first + panel)
         distance = step[run] if step is not None and len(step) == len(target) else step
-        parts.append(_sums(target[run], decoded[run], plain[run], distance, storage, inputs, width))
+        parts.append(
+            _panel_sums(target[run], decoded[run], plain[run], distance, storage, inputs, width)
+        )
     sums = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     errors, sizes, outputs = sums["errors"], sums["sizes"], sums["outputs"]
-    usual = OF_USUAL * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
-    least = torch.maximum(sums["least"], usual * sizes) + OF_MEAN * sums["least"].mean()
+    usual = USUAL_ERROR_SHARE * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
+    least = torch.maximum(sums["least"], usual * sizes) + MEAN_ERROR_SHARE * sums["least"].mean()
     least_outputs = torch.maximum(sums["least_outputs"], usual * sizes.sum(1))
-    least_outputs = least_outputs + OF_MEAN * least.mean()
+    least_outputs = least_outputs + MEAN_ERROR_SHARE * least.mean()
     by_weights, by_outputs = (errors.sum(1), least.sum(1)), (outputs, least_outputs)
     tt, qq, tq = (float(sums[key].sum(dtype=torch.float64)) for key in ("tt", "qq", "tq"))
     return RoundingError(
@@ -227,7 +229,7 @@ def measure_rounding(
     )
 
 
-def _sums(
+def _panel_sums(
     t: Tensor,
     q: Tensor,
     p: Tensor,
@@ -263,7 +265,9 @@ def _sums(
         ye, yb = inputs @ e.T, inputs @ b.T
         outputs, least_outputs = (y.square().mean(0, dtype=torch.float64) for y in (ye, yb))
         least_outputs = torch.maximum(least_outputs, random.sum(1)) + stored.sum(1)
-        columns = _owed(e, ye, weights, inputs) - _owed(b, yb, weights, inputs).clamp(min=0)
+        columns = _column_contributions(e, ye, weights, inputs) - _column_contributions(
+            b, yb, weights, inputs
+        ).clamp(min=0)
     return {
         "errors": errors,
         "least": least,
@@ -280,7 +284,9 @@ def _sums(
     }
 
 
-def _owed(error: Tensor, outputs: Tensor, weights: Tensor, inputs: Tensor) -> Tensor:
+def _column_contributions(
+    error: Tensor, outputs: Tensor, weights: Tensor, inputs: Tensor
+) -> Tensor:
     """Return ``[in]``: what the squared error of the outputs loses without each column of ``error`` ``[rows, in]``."""
     alone = error.square().sum(0) * weights
     return 2 * (inputs * (outputs @ error)).mean(0) - alone
@@ -300,23 +306,23 @@ def _ratio(error: Tensor, least: Tensor) -> Tensor:
 
 def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
     """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
-    if error.whole > WHOLE * more:
+    if error.whole > MAX_TENSOR_ERROR * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
-    scale_high = SCALE_HIGH.get(scheme.weight_bits, SCALE_HIGH_FROM_4_BITS)
+    scale_high = MAX_SCALE_EXCESS.get(scheme.weight_bits, MAX_SCALE_EXCESS_FROM_4_BITS)
     if (
         error.scale_high > 1 + scale_high and not scheme.has_power_of_two_scales
     ):  # powers of two are far apart
         yield f"the median scale is {error.scale_high:.3f} times what fits the source's weights"
-    if error.scale_low > 1 + SCALE_LOW and not scheme.has_power_of_two_scales:
+    if error.scale_low > 1 + MAX_SCALE_DEFICIT and not scheme.has_power_of_two_scales:
         yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
-    if abs(error.shift) > ROUNDED_DOWN:
+    if abs(error.shift) > ROUNDED_DOWN_SHIFT:
         yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
-    beyond = error.rows > ROW * more
+    beyond = error.rows > MAX_ROW_ERROR * more
     if bool(beyond.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
         yield f"{worst} that of plain rounding{_and_more(beyond)}"
     share = float(error.columns.max())
-    if share > COLUMN * more:
+    if share > MAX_COLUMN_SHARE * more:
         place = int(error.columns.argmax())
         yield f"column {place}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
 
@@ -326,7 +332,7 @@ def _and_more(places: Tensor) -> str:
     return f", and {count} more" if count else ""
 
 
-def damaged_part(
+def find_damaged_part(
     target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
 ) -> tuple[str, bool] | None:
     """Say which part of a tensor is not the source's, where all the rest is the source's rounded to nearest.
@@ -348,16 +354,22 @@ def damaged_part(
     near = (value - target).abs() <= allowed
     rows, groups = error.groups.shape
     shares = near.view(rows, groups, -1).float().mean(-1)
-    if float((shares >= NEARLY_ALL).float().mean()) < MOST_GROUPS:
+    if float((shares >= MIN_NEAREST_SHARE).float().mean()) < MIN_NEAREST_GROUPS:
         return None
-    bad = (shares < FEW) & (error.groups > DAMAGED_GROUP) & (error.rows[:, None] > DAMAGED_ROW)
+    bad = (
+        (shares < MAX_DAMAGED_SHARE)
+        & (error.groups > MIN_DAMAGED_GROUP_ERROR)
+        & (error.rows[:, None] > MIN_DAMAGED_ROW_ERROR)
+    )
     if not bool(bad.any()):
         return None
     t, q = target.view(rows, groups, -1), value.view(rows, groups, -1)
     size = q.square().sum(-1)
     factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
     left = (factor[..., None] * q - t).square().sum(-1)
-    wrong = bad & ((left > RESCALED * (q - t).square().sum(-1)) | (factor < 1 / MAX_SCALE))
+    wrong = bad & (
+        (left > MAX_RESCALED_ERROR * (q - t).square().sum(-1)) | (factor < 1 / MAX_SCALE_FACTOR)
+    )
     proven = bool(wrong.any())
     shown, width = wrong if proven else bad, value.shape[1] // groups
     row, group = divmod(int((error.groups * shown).argmax()), groups)

@@ -5,11 +5,11 @@ defaults, leaves them out, and renames keys. So every file goes the same way:
 
 1. Both sides are read as transformers reads them (`read_config`, `load_tokenizer`), after which spellings and
    defaults no longer count. No code of a model is run: keys that load code are left out of what transformers gets.
-2. `changes` compares the two trees, key by key and in both directions.
+2. `iterate_changes` compares the two trees, key by key and in both directions.
 3. The first row of `RULES` that fits a change says why it is allowed or unusual. A change that no row fits is an error:
    a loader reads something else than the source says.
 
-Every other name below the artifact is looked at too (`check_foreign`). It is part of the model (weights, index,
+Every other name below the artifact is looked at too (`check_extra_files`). It is part of the model (weights, index,
 configuration), or a row of `LOADED` says which loader would run it or read it instead of the model's own; nobody is
 known to read anything else. A file that the source has too, byte for byte, is at most a warning.
 """
@@ -36,8 +36,8 @@ from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats.gguf.tokenizer import added_tokens, template_key
 from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.json_diff import ABSENT, Change, changes, same, shorten
-from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.json_diff import ABSENT, Change, iterate_changes, shorten, trees_equal
+from quantforge.verification.opening import Artifact, SourceModel
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.tokenizer import quiet, raised
@@ -47,35 +47,48 @@ from quantforge_files.roles import TOKENIZER as TOKENIZER_ROLE
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 # They say again what tokenizer.json or the configuration says, and have to agree with it.
-REPEATED = frozenset({"special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"})
-COPIES = frozenset({"quantize_config.json", "quant_config.json", "quantization_config.json"})
+REDUNDANT_FILES = frozenset(
+    {"special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"}
+)
+QUANTIZATION_FILES = frozenset(
+    {"quantize_config.json", "quant_config.json", "quantization_config.json"}
+)
 STORAGE_KEYS = frozenset({"quantization_config", "quantization", "gguf_types"})
-LOAD_CODE = (
+CODE_LOADING_KEYS = (
     "auto_map", "trust_remote_code", "custom_pipelines", "custom_generate", "attn_implementation",
     "_attn_implementation", "_attn_implementation_internal", "experts_implementation",
 )  # fmt: skip
-KERNELS = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+KNOWN_ATTENTION_KERNELS = (
+    None,
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+)
 # Sizes of lists that transformers would build.
-_LARGE = re.compile(r"(?<![.\d])(?:[2-9]\d{6}|\d{8,})")
-_LISTED = 12  # changes of one file that are reported one by one
+_LARGE_NUMBER = re.compile(r"(?<![.\d])(?:[2-9]\d{6}|\d{8,})")
+_MAX_LISTED_CHANGES = 12  # changes of one file that are reported one by one
 
 
 # The checks.
 
 
-def check_side_files(report: Report, artifact: Artifact, source: Original) -> None:
+def check_side_files(report: Report, artifact: Artifact, source: SourceModel) -> None:
     """Compare the files beside the weights of a directory with the source's; those of a GGUF file are its keys."""
     if not report.path.is_dir():
         report.skip("a GGUF file holds them as keys", "side-files")
         return
     try:
-        own, other = side_files_of(artifact), side_files_of(source)
+        own, other = read_side_files(artifact), read_side_files(source)
         if source.checkpoint.path.is_dir():
             compare_files(report, own, other)
         else:  # a GGUF file has tokens and templates, and not all that a tokenizer does with them
-            tokens, expected = (tokens_of(side.document(TOKENIZER)) for side in (own, other))
+            tokens, expected = (token_ids(side.document(TOKENIZER)) for side in (own, other))
             there = {token: tokens[token] for token in expected.keys() & tokens.keys()}
-            found = chain(changes(there, expected, (TOKENIZER,)), template_changes(own, other))
+            found = chain(
+                iterate_changes(there, expected, (TOKENIZER,)), template_changes(own, other)
+            )
             report_changes(report, found, own, other)
     except (InputError, SourceError) as error:
         report.skip(f"files beside the weights cannot be read: {error.message}", "side-files")
@@ -84,11 +97,13 @@ def check_side_files(report: Report, artifact: Artifact, source: Original) -> No
 def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
     """Compare all files of two directories."""
     both = own.documents.keys() & other.documents.keys()
-    plain = both - {TOKENIZER, SETTINGS, GENERATION, *REPEATED, *COPIES}
+    plain = both - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
     found = chain(
         _config_changes(own.config, other.config),
-        changes(read_generation(own), read_generation(other), (GENERATION,)),
-        *(changes(own.documents[n], other.documents[n], (n,)) for n in sorted(plain)),
+        iterate_changes(
+            read_generation_settings(own), read_generation_settings(other), (GENERATION,)
+        ),
+        *(iterate_changes(own.documents[n], other.documents[n], (n,)) for n in sorted(plain)),
     )
     report_changes(report, found, own, other)
     try:
@@ -96,7 +111,9 @@ def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
         report_changes(report, template_changes(own, other), own, other)
     except (InputError, SourceError) as error:
         report.add("side-files", TOKENIZER, f"cannot be read: {error.message}")
-    for name in sorted(other.files.keys() - own.files.keys() - REPEATED - COPIES - {GENERATION}):
+    for name in sorted(
+        other.files.keys() - own.files.keys() - REDUNDANT_FILES - QUANTIZATION_FILES - {GENERATION}
+    ):
         if is_licence(name):
             report.notes.append(f"{name!r} of the source is missing")
         elif not chat_templates.is_template(name):
@@ -111,14 +128,14 @@ def report_changes(
     """Report the changes that are not allowed, errors first; of many, the first and the number of the others."""
     files: dict[str, list[tuple[Severity, str]]] = {}
     for change in found:
-        severity, why = judge(change, own, other)
+        severity, why = judge_change(change, own, other)
         if severity is not None:
             files.setdefault(change.path[0], []).append((severity, f"{change}: {why}"))
     for name, texts in files.items():
         check = "configuration" if name == CONFIG else "side-files"
         texts.sort(key=lambda item: item[0] is not Severity.ERROR)
-        rest = texts[_LISTED:]
-        for severity, text in texts[:_LISTED]:
+        rest = texts[_MAX_LISTED_CHANGES:]
+        for severity, text in texts[:_MAX_LISTED_CHANGES]:
             report.add(check, name, text, severity)
         if rest:
             report.add(check, name, f"{len(rest)} more places differ", rest[0][0])
@@ -138,14 +155,14 @@ def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
         first, second = bare
     elif not first:  # a value that no loader takes: compare at least what is stated
         first = {**second, **bare[0]}
-    yield from changes(first, second, (CONFIG,))
+    yield from iterate_changes(first, second, (CONFIG,))
     rope = own.get("rope_parameters")
     newer = {
         "rope_theta": rope.get("rope_theta") if isinstance(rope, Mapping) else None,
         "torch_dtype": own.get("dtype"),
     }
     for older, value in newer.items():  # which older loaders read
-        if None not in (own.get(older), value) and not same(own[older], value):
+        if None not in (own.get(older), value) and not trees_equal(own[older], value):
             yield Change((CONFIG, older), own[older], value)
 
 
@@ -157,11 +174,11 @@ def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
     Raises:
         InputError: the artifact's tokenizer cannot be read.
     """
-    names = (SETTINGS, *sorted(REPEATED), TOKENIZER)
+    names = (SETTINGS, *sorted(REDUNDANT_FILES), TOKENIZER)
     changed = [name for name in names if own.files.get(name) != other.files.get(name)]
     if not changed or TOKENIZER not in own.documents or TOKENIZER not in other.documents:
         return
-    tree, source = (read_tokenizer(side.document(TOKENIZER)) for side in (own, other))
+    tree, source = (normalize_tokenizer(side.document(TOKENIZER)) for side in (own, other))
     settings, expected = own.document(SETTINGS), other.document(SETTINGS)
     loaded = saved = source
     try:
@@ -174,11 +191,13 @@ def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
     found = [
         change
         for part in {**source, **tree}
-        if not same(tree.get(part), saved.get(part))
-        for change in changes(tree.get(part, ABSENT), source.get(part, ABSENT), (place, part))
+        if not trees_equal(tree.get(part), saved.get(part))
+        for change in iterate_changes(
+            tree.get(part, ABSENT), source.get(part, ABSENT), (place, part)
+        )
     ]
-    yield from found or changes(loaded, saved, (place,))
-    yield from changes(settings, expected, (changed[0],))
+    yield from found or iterate_changes(loaded, saved, (place,))
+    yield from iterate_changes(settings, expected, (changed[0],))
 
 
 def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
@@ -190,9 +209,9 @@ def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
     Raises:
         SourceError: templates of one side cannot be read.
     """
-    taken, told = _templates(other.files), set[str]()
+    taken, told = _templates_by_name(other.files), set[str]()
     for layout in ("", *chat_templates.LAYOUTS):
-        mine, theirs = (_templates(side.files, layout) for side in (own, other))
+        mine, theirs = (_templates_by_name(side.files, layout) for side in (own, other))
         for name in {**mine, **theirs} if not layout else mine:
             place, text = mine.get(name, ("", ABSENT))
             allowed = [one[name] for one in (theirs, taken) if name in one] or [("", ABSENT)]
@@ -202,7 +221,7 @@ def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
                 yield Change((place or where, f"chat template {name}"), text, expected)
 
 
-def _templates(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[str, Any]]:
+def _templates_by_name(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[str, Any]]:
     """Return the file and the text of each chat template of a layout, by default of the one that transformers takes."""
     if layout:
         pages = layout == chat_templates.FILE
@@ -229,49 +248,51 @@ class Rule(NamedTuple):
         file: a pattern.
         keys: patterns of places, separated by spaces; ``*dtype`` is also ``text_config.dtype``.
         severity: None if the change is allowed.
-        why: the reason.
-        holds: a further condition on the change and the files of the artifact and the source.
+        reason: the reason.
+        applies: a further condition on the change and the files of the artifact and the source.
     """
 
     file: str
     keys: str
     severity: Severity | None
-    why: str
-    holds: Callable[[Change, SideFiles, SideFiles], bool] = lambda _change, _own, _other: True
+    reason: str
+    applies: Callable[[Change, SideFiles, SideFiles], bool] = lambda _change, _own, _other: True
 
 
 def _is_stored_type(change: Change, own: SideFiles, other: SideFiles) -> bool:
     names = {TORCH_NAMES.get(kind) for side in (own, other) for kind in side.tensors.values()}
-    return change.own is ABSENT or change.own in names
+    return change.value is ABSENT or change.value in names
 
 
 def _is_untied(change: Change, own: SideFiles, _: SideFiles) -> bool:
-    return change.own is False and any("lm_head." in name for name in own.tensors)
+    return change.value is False and any("lm_head." in name for name in own.tensors)
 
 
 def _sampling_is_meant(change: Change, own: SideFiles, other: SideFiles) -> bool:
     """Return whether sampling was switched on for a source with settings of it, or by GPTQModel, which always does."""
     meant = {"temperature", "top_p", "top_k", "min_p"} & other.document(GENERATION).keys()
     always = "gptqmodel:" in str(own.config.get("quantization_config"))
-    return change.own is True and change.added and bool(meant or always)
+    return change.value is True and change.added and bool(meant or always)
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("*", "*", None, "a null is no value", lambda change, *_: change.added and change.own in (None, ABSENT)),
+    Rule("*", "*", None, "a null is no value", lambda change, *_: change.added and change.value in (None, ABSENT)),
     Rule("*", "*transformers_version *_name_or_path _commit_hash _from_model_config *_autoset", None, "a note"),
     Rule("*", "chat_template", None, "templates are compared by themselves"),
-    Rule("*", "*attn_implementation*", None, "a choice of kernels", lambda change, *_: change.own in KERNELS),
-    Rule("*", " ".join(LOAD_CODE), Severity.ERROR, "a loader runs code or loads kernels by it"),
+    Rule("*", "*attn_implementation*", None, "a choice of kernels",
+         lambda change, *_: change.value in KNOWN_ATTENTION_KERNELS),
+    Rule("*", " ".join(CODE_LOADING_KEYS), Severity.ERROR, "a loader runs code or loads kernels by it"),
     Rule("*", "*pad_token *pad_token_id", None, "padding is masked", lambda change, *_: change.added),
     Rule(CONFIG, "*dtype", None, "the type that the rest is computed in", _is_stored_type),
     Rule(CONFIG, "*dtype", Severity.WARNING, "no stored tensor has this type"),
     Rule(CONFIG, "*tie_word_embeddings", None, "the head was quantized by itself", _is_untied),
-    Rule(CONFIG, "*rope*.type", None, "rope_type says it", lambda change, *_: ABSENT in (change.own, change.other)),
+    Rule(CONFIG, "*rope*.type", None, "rope_type says it",
+         lambda change, *_: ABSENT in (change.value, change.source_value)),
     Rule(CONFIG, "*dropout* *pdrop *initializer_* pretraining_tp *output_attentions *output_hidden_states *return_dict"
          " *num_labels *id2label* *label2id* problem_type *task_specific_params *use_cache", Severity.WARNING,
          "it does not concern the numbers of text generation"),
     Rule(CONFIG, "*", Severity.WARNING, "transformers does not know this key, other loaders may",
-         lambda change, *_: ABSENT in (change.own, change.other)),
+         lambda change, *_: ABSENT in (change.value, change.source_value)),
     Rule(GENERATION, "do_sample", None, "a temperature is meant to be used", _sampling_is_meant),
     Rule(GENERATION, "bos_token_id pad_token_id", Severity.WARNING, "text generation rarely uses it"),
     Rule(GENERATION, "*", Severity.WARNING, "transformers does not know this key",
@@ -281,12 +302,12 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def judge(change: Change, own: SideFiles, other: SideFiles) -> tuple[Severity | None, str]:
+def judge_change(change: Change, own: SideFiles, other: SideFiles) -> tuple[Severity | None, str]:
     """Return how bad a change is, None if it is allowed, and why."""
     for rule in RULES:
         fits = any(fnmatchcase(change.key, key) for key in rule.keys.split())
-        if fits and fnmatchcase(change.path[0], rule.file) and rule.holds(change, own, other):
-            return rule.severity, rule.why
+        if fits and fnmatchcase(change.path[0], rule.file) and rule.applies(change, own, other):
+            return rule.severity, rule.reason
     return Severity.ERROR, "a loader reads something else than the source says"
 
 
@@ -324,7 +345,7 @@ class SideFiles:
         return self.documents.get(name, {})
 
 
-def side_files_of(model: Artifact | Original) -> SideFiles:
+def read_side_files(model: Artifact | SourceModel) -> SideFiles:
     """Read what lies beside the weights of a model; of a GGUF file what its keys say.
 
     Raises:
@@ -333,7 +354,7 @@ def side_files_of(model: Artifact | Original) -> SideFiles:
     checkpoint = model.checkpoint
     path = checkpoint.path
     files = checkpoint.side_data() if path.is_dir() else tokenizer_side_files(checkpoint)
-    copies = {name for name in COPIES if (path / name).is_file()}
+    copies = {name for name in QUANTIZATION_FILES if (path / name).is_file()}
     files |= {name: FILES.read(path / name, SETTINGS_ROLE, path) for name in copies}
     tensors = {name: entry.dtype for name, entry in checkpoint.entries.items()}
     return SideFiles(checkpoint.config, files, tensors)
@@ -350,7 +371,7 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    large, usual = ({*_LARGE.findall(json.dumps(one))} for one in (config, source))
+    large, usual = ({*_LARGE_NUMBER.findall(json.dumps(one))} for one in (config, source))
     if large - usual:
         return {}
     kind = config.get("model_type")
@@ -362,17 +383,17 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
         found: dict[str, Any] = json.loads(text)
     except Exception:  # transformers documents no errors here
         return {}
-    return {**found, **{key: config[key] for key in LOAD_CODE if key in config}}
+    return {**found, **{key: config[key] for key in CODE_LOADING_KEYS if key in config}}
 
 
 def _without_code(value: Any) -> Any:
     if isinstance(value, Mapping):
-        left_out = {*LOAD_CODE, *STORAGE_KEYS}
+        left_out = {*CODE_LOADING_KEYS, *STORAGE_KEYS}
         return {key: _without_code(item) for key, item in value.items() if key not in left_out}
     return [_without_code(item) for item in value] if isinstance(value, list) else value
 
 
-def read_generation(side: SideFiles) -> dict[str, Any]:
+def read_generation_settings(side: SideFiles) -> dict[str, Any]:
     """Return the settings of generation that do something; those of ``config.json`` if there is no file."""
     from transformers import GenerationConfig
 
@@ -384,7 +405,7 @@ def read_generation(side: SideFiles) -> dict[str, Any]:
     return {
         key: [value] if key.endswith("_token_id") and type(value) is int else value
         for key, value in stated.items()
-        if value is not None and not same(value, idle.get(key, False))
+        if value is not None and not trees_equal(value, idle.get(key, False))
     }
 
 
@@ -395,7 +416,7 @@ def generation_keys() -> frozenset[str]:
     return frozenset(GenerationConfig().to_dict())
 
 
-def read_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+def normalize_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``tokenizer.json`` with merges as text, added tokens by id, and without what does nothing.
 
     That is nulls, flags that are off, a template that adds no token, and what a byte-level decoder does not read.
@@ -403,7 +424,7 @@ def read_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InputError: it is not a tokenizer.
     """
-    tokens_of(tokenizer)
+    token_ids(tokenizer)
     found = {key: value for key, value in tokenizer.items() if value not in (None, [])}
     model = {k: v for k, v in found["model"].items() if v not in (None, "") and v is not False}
     try:
@@ -437,7 +458,9 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
     from transformers import AutoTokenizer
 
     settings, model = side.document(SETTINGS), {"model_type": side.config.get("model_type")}
-    tables = {name: side.files[name] for name in (TOKENIZER, *REPEATED) if name in side.files}
+    tables = {
+        name: side.files[name] for name in (TOKENIZER, *REDUNDANT_FILES) if name in side.files
+    }
     tables[SETTINGS] = json.dumps(_without_code(settings)).encode()
     tables[CONFIG] = json.dumps(model).encode()
     try:
@@ -447,7 +470,7 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
             loaded = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        tree = read_tokenizer(json.loads(loaded.backend_tokenizer.to_str()))
+        tree = normalize_tokenizer(json.loads(loaded.backend_tokenizer.to_str()))
     except BaseException as error:  # tokenizers documents no errors, and its compiled code panics
         if not raised(error):
             raise
@@ -461,11 +484,11 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
         "extra_special_tokens",
     )
     more = {name: getattr(loaded, name, None) for name in names}
-    code = {key: settings[key] for key in LOAD_CODE if key in settings}
+    code = {key: settings[key] for key in CODE_LOADING_KEYS if key in settings}
     return {**loaded.special_tokens_map, **more, **code}, tree
 
 
-def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
+def token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Return the id of every token of ``tokenizer.json``, including added tokens.
 
     Raises:
@@ -490,8 +513,8 @@ def tokens_of(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 class LoadedFile(NamedTuple):
     """What a loader does with files of some names, and how bad that is if no source is known."""
 
-    does: str
-    alone: Severity | None
+    effect: str
+    severity_without_source: Severity | None
     patterns: str
 
 
@@ -515,7 +538,7 @@ LOADED: tuple[LoadedFile, ...] = (
 )  # fmt: skip
 
 
-def check_foreign(report: Report, artifact: Artifact, source: Original | None) -> None:
+def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | None) -> None:
     """Report every file that a loader reads and that belongs neither to the model nor to the source."""
     root = report.path
     if not root.is_dir():
@@ -523,34 +546,39 @@ def check_foreign(report: Report, artifact: Artifact, source: Original | None) -
         return
     other = source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
     own = {str(path.relative_to(root)) for path in artifact.checkpoint.shards}
-    own |= {CONFIG, INDEX, GENERATION, TOKENIZER, SETTINGS, *REPEATED, *COPIES}
+    own |= {CONFIG, INDEX, GENERATION, TOKENIZER, SETTINGS, *REDUNDANT_FILES, *QUANTIZATION_FILES}
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
-        row = row_of(name)
+        row = find_loaded_file(name)
         directory = path.is_dir() and not path.is_symlink()
         if row is None or directory or name in own or chat_templates.is_template(name):
             continue
         if other is None:
-            if row.alone:
-                report.add("foreign", name, f"{row.does}; it is not part of this model", row.alone)
+            if row.severity_without_source:
+                report.add(
+                    "foreign",
+                    name,
+                    f"{row.effect}; it is not part of this model",
+                    row.severity_without_source,
+                )
         elif not (other / name).is_file():
-            report.add("foreign", name, f"{row.does}; the source has no such file")
+            report.add("foreign", name, f"{row.effect}; the source has no such file")
         elif name.endswith("processor_config.json") or name == "chat_template.json":
             continue  # compared by `side_files`
-        elif not _equal(root, other, name):
-            report.add("foreign", name, f"{row.does}; it differs from the source's")
-        elif row.alone is Severity.ERROR:
-            report.warn("foreign", name, f"{row.does}; it is the source's, not quantized")
+        elif not _files_equal(root, other, name):
+            report.add("foreign", name, f"{row.effect}; it differs from the source's")
+        elif row.severity_without_source is Severity.ERROR:
+            report.warn("foreign", name, f"{row.effect}; it is the source's, not quantized")
 
 
-def row_of(name: str) -> LoadedFile | None:
+def find_loaded_file(name: str) -> LoadedFile | None:
     """Return the first row of `LOADED` with a pattern that fits a name or its last part."""
     parts = (name.lower(), name.lower().rpartition("/")[2])
     fits = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
     return next((row for row, pat in fits if any(fnmatchcase(part, pat) for part in parts)), None)
 
 
-def _equal(own: Path, other: Path, name: str) -> bool:
+def _files_equal(own: Path, other: Path, name: str) -> bool:
     """Return whether two directories have the same bytes under a name."""
     try:
         return manifest.sha256(own / name, own) == manifest.sha256(other / name, other)

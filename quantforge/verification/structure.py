@@ -21,16 +21,16 @@ from quantforge.formats.open_model import tokenizer_side_files
 from quantforge.model.transformers_loading import LoadingResult, check_loading, check_plain_loading
 from quantforge.plans import StoredTensor
 from quantforge.verification.findings import Report, Severity
-from quantforge.verification.opening import Artifact, Original
+from quantforge.verification.opening import Artifact, SourceModel
 from quantforge.verification.side_files import TOKENIZER as TOKENIZER_FILE
-from quantforge.verification.side_files import tokens_of
+from quantforge.verification.side_files import token_ids
 from quantforge_files.roles import TOKENIZER
 
-SHOWN = 6  # names in a finding
+MAX_SHOWN_NAMES = 6  # names in a finding
 
 
 def check_structure(
-    report: Report, artifact: Artifact, engine: str | None, source: Original | None = None
+    report: Report, artifact: Artifact, engine: str | None, source: SourceModel | None = None
 ) -> None:
     """Make all checks that need no values.
 
@@ -58,7 +58,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
     if not artifact.layouts and not only_cache and (artifact.checkpoint.declaration_note or stated):
         text = f"{CONFIG} declares a quantization, but no tensor is quantized"
         report.add("nothing-quantized", report.path.name, text)
-    linears = _linears(artifact)
+    linears = _quantized_by_module(artifact)
     try:
         says = quantization_predicate(config) if artifact.layouts or only_cache else None
         if says is None:
@@ -79,18 +79,20 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
             severity = Severity.WARNING if unsure else Severity.ERROR
             wrong.setdefault((text, severity), []).append(module)
     for (text, severity), modules in wrong.items():
-        rest = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
-        every = f"; {len(modules)} in all: {', '.join(modules[:SHOWN])}{rest}"
+        rest = (
+            f" and {len(modules) - MAX_SHOWN_NAMES} more" if len(modules) > MAX_SHOWN_NAMES else ""
+        )
+        every = f"; {len(modules)} in all: {', '.join(modules[:MAX_SHOWN_NAMES])}{rest}"
         detail = text + (every if len(modules) > 1 else "")
         report.add("ignore-list", modules[0], detail, severity)
 
 
-def _linears(artifact: Artifact) -> dict[str, bool | None]:
+def _quantized_by_module(artifact: Artifact) -> dict[str, bool | None]:
     """Return whether each linear is quantized, by module as stored; None for a tied head, which has no tensor."""
     found: dict[str, bool | None] = {}
     head = head_module(artifact.checkpoint.config)
     for tensor in artifact.model_layout.tensors:
-        module, packed = _module(tensor), artifact.layout(tensor) is not None
+        module, packed = _module_name(tensor), artifact.layout(tensor) is not None
         if packed or tensor.role is Role.LINEAR or module == head:
             found[module] = packed
     return {head: None, **found} if artifact.model_layout.tied else found
@@ -98,7 +100,7 @@ def _linears(artifact: Artifact) -> dict[str, bool | None]:
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
     """Check that matrices that engines join have one scheme: transformers does not join them, others do."""
-    if not artifact.form.INFO.fuses_shared_inputs:
+    if not artifact.format.INFO.fuses_shared_inputs:
         report.skip("engines of the format load every matrix separately", "siblings")
         return
     schemes: dict[str, dict[str, str]] = {}
@@ -106,7 +108,7 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
         if tensor.role is Role.LINEAR and tensor.shared_input:
             layout = artifact.layout(tensor)
             scheme = str(layout.scheme) if layout else "not quantized"
-            schemes.setdefault(tensor.shared_input, {})[_module(tensor)] = scheme
+            schemes.setdefault(tensor.shared_input, {})[_module_name(tensor)] = scheme
     severity = Severity.WARNING if engine in {None, TRANSFORMERS} else Severity.ERROR
     for modules in schemes.values():
         if len(set(modules.values())) > 1:
@@ -132,7 +134,7 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
             report.skip(f"there is no {TOKENIZER_FILE}", "vocabulary")
             return
         tokenizer = parse_object(data, file, TOKENIZER)
-        tokens = tokens_of(tokenizer)
+        tokens = token_ids(tokenizer)
         added = {item["content"] for item in added_tokens(tokenizer)}
     except InputError as error:
         if path.is_dir():  # `side_files` and `consistency` tell what is wrong with it
@@ -162,14 +164,14 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
-    about, model = artifact.form.INFO, _model_of(artifact)
+    about, model = artifact.format.INFO, _model_to_load(artifact)
     name = engine if engine in about.engines else target_of(engine).judged
     loading = LoadingResult()
     if name == TRANSFORMERS and not (about.is_single_file or model.draft):
         checkpoint = artifact.checkpoint
         stored = [entry.header() for entry in checkpoint.entries.values()]
         loading = check_loading(
-            checkpoint.config, stored, checkpoint.read, lambda: _plain(artifact)
+            checkpoint.config, stored, checkpoint.read, lambda: _decoded_headers(artifact)
         )
         model = replace(model, compared=not loading.not_tried)
     verdict = next(item for item in engine_verdicts(about, model) if item.engine == name)
@@ -180,55 +182,59 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         report.skip(f"not tried: {loading.not_tried}", "engine")
 
 
-def _check_towers(report: Report, artifact: Artifact, source: Original | None) -> None:
+def _check_towers(report: Report, artifact: Artifact, source: SourceModel | None) -> None:
     """Check that other towers are there whole or not at all, and likewise a head for further tokens.
 
     Their tensors are those of the source; without a source, those that transformers expects.
     """
     foreign = artifact.model_layout.foreign_tensors
     whole = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
-    own = {_short(tensor.name) for tensor in foreign}
-    towers = {_tower(name) for name in own}
+    own = {_without_model_prefix(tensor.name) for tensor in foreign}
+    towers = {_tower_name(name) for name in own}
     unclear = {
-        _tower(t.header.name) for t in artifact.model_layout.tensors if t.role is not Role.FOREIGN
+        _tower_name(t.header.name)
+        for t in artifact.model_layout.tensors
+        if t.role is not Role.FOREIGN
     }
     if source is not None:
         expected = {
             tensor.name: tensor.draft_head for tensor in source.model_layout.foreign_tensors
         }
-        unclear |= {_tower(name) for name in own - {*map(_short, expected)}}  # renamed by a tool
+        unclear |= {
+            _tower_name(name) for name in own - {*map(_without_model_prefix, expected)}
+        }  # renamed by a tool
     elif whole:
-        plain = _plain(artifact)
+        plain = _decoded_headers(artifact)
         expected = dict.fromkeys(
             check_plain_loading(artifact.checkpoint.config, plain).missing, False
         )
     else:
         return
     for name, further in expected.items():
-        if _short(name) in own or _tower(name) in unclear:
+        if _without_model_prefix(name) in own or _tower_name(name) in unclear:
             continue
-        if _tower(name) in towers:
+        if _tower_name(name) in towers:
             text = "missing, but other tensors of this part of the model are there"
             report.add("incomplete", name, text)
         elif whole and not further:
             report.warn("incomplete", name, "missing, but other towers of the model are there")
 
 
-def _short(name: str) -> str:
+def _without_model_prefix(name: str) -> str:
     """Return the name of a tensor without the prefix that some files leave out."""
     return name.removeprefix("model.")
 
 
-def _tower(name: str) -> str:
-    return _short(name).partition(".")[0]
+def _tower_name(name: str) -> str:
+    return _without_model_prefix(name).partition(".")[0]
 
 
-def _plain(artifact: Artifact) -> list[StoredTensor]:
+def _decoded_headers(artifact: Artifact) -> list[StoredTensor]:
     """Return the headers of the tensors, quantized weights as if they were plain."""
     return [entry.header() for entry in decode_checkpoint(artifact.checkpoint).entries.values()]
 
 
-def _model_of(artifact: Artifact) -> ModelToLoad:
+def _model_to_load(artifact: Artifact) -> ModelToLoad:
     model_layout, family = artifact.model_layout, artifact.model_layout.architecture
     layouts = artifact.layouts
     return ModelToLoad(
@@ -243,10 +249,10 @@ def _model_of(artifact: Artifact) -> ModelToLoad:
         embedding=any(
             t.role is Role.EMBEDDING and artifact.layout(t) for t in model_layout.tensors
         ),
-        running=artifact.running,
+        running=artifact.uses_running_layout,
         draft=model_layout.draft_kind,
     )
 
 
-def _module(tensor: MatchedTensor) -> str:
+def _module_name(tensor: MatchedTensor) -> str:
     return tensor.header.name.removesuffix(".weight")

@@ -17,25 +17,30 @@ from quantforge.formats.match_quantized import match_quantized
 from quantforge.planning.notes import CHANGE_FACTS
 from quantforge.progress import phase, report_step
 from quantforge.quantizers import RTN, is_sparse
-from quantforge.verification.consistency import check_within
-from quantforge.verification.files import SourceMatch, check_manifest, check_signed, check_source
+from quantforge.verification.consistency import check_consistency
+from quantforge.verification.files import (
+    SourceMatch,
+    check_manifest,
+    check_source,
+    verify_signature,
+)
 from quantforge.verification.findings import COMPARED, WITHOUT_SOURCE, Report, Severity
-from quantforge.verification.gguf_keys import check_gguf_keys, check_tower
+from quantforge.verification.gguf_keys import check_gguf_keys, check_tower_file
 from quantforge.verification.opening import (
     Artifact,
     DeclaredChanges,
-    Original,
+    SourceModel,
     check_adapter,
-    folds_factors,
+    folds_scales,
     open_artifact,
     open_source,
 )
-from quantforge.verification.side_files import check_foreign, check_side_files
+from quantforge.verification.side_files import check_extra_files, check_side_files
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tensors import TensorChecks
 
 # Checks whose errors keep the model from being run.
-_BLOCK_FORWARD = {"unreadable", "incomplete", "ignore-list"}
+_FORWARD_BLOCKERS = {"unreadable", "incomplete", "ignore-list"}
 
 
 @torch.no_grad()
@@ -66,20 +71,22 @@ def verify(
         UsageError: an adapter without a source, an engine that nobody knows, or no library for signatures.
     """
     if not path.exists():
-        raise InputError(f"{path}: no such file or directory", "check the path", file=str(path))
+        raise InputError(
+            "no such file or directory", "check the path", file=str(path), subject=str(path)
+        )
     report = Report(path, source)
     report_step("files and digests")
     document = check_manifest(report)
-    declared = DeclaredChanges.of(document)
+    declared = DeclaredChanges.from_manifest(document)
     check_adapter(document, source, adapter)
-    check_signed(report, key)
+    verify_signature(report, key)
     # Without a manifest, factors may have been folded: they are searched for.
-    folded = not document or folds_factors(document)
+    folded = not document or folds_scales(document)
     derive = source is not None and folded
     artifact = open_artifact(report, derive=derive or forward)
     if artifact is None:
         if source:  # the source, and the vision tower of a GGUF file, are checked even then
-            check_tower(report, open_source(source, declared, adapter, derive=derive))
+            check_tower_file(report, open_source(source, declared, adapter, derive=derive))
         return report
     original = None
     if source:
@@ -91,14 +98,16 @@ def verify(
     else:
         report.skip("no source was named (--source)", *COMPARED)
     check_structure(report, artifact, engine, original)
-    check_foreign(report, artifact, original)
-    check_within(report, artifact)
+    check_extra_files(report, artifact, original)
+    check_consistency(report, artifact)
     if original is None:
         report.partial.update(WITHOUT_SOURCE)
     else:
         check_side_files(report, artifact, original)
         check_gguf_keys(report, artifact, original)
-    blocking = {f.check for f in report.findings if f.severity is Severity.ERROR} & _BLOCK_FORWARD
+    blocking = {
+        f.check for f in report.findings if f.severity is Severity.ERROR
+    } & _FORWARD_BLOCKERS
     if not forward:
         report.skip("not asked for (--no-forward)", "logits")
     elif blocking:
@@ -111,27 +120,27 @@ def verify(
         original,
         device=device,
         forward=forward and not blocking,
-        plainly=adapter is None and _rounded_plainly(document),
+        rounded_to_nearest=adapter is None and _is_rounded_to_nearest(document),
         sparsifier=method if is_sparse(method) else "",
-        folded=folded,
+        may_be_folded=folded,
         tuned=tuned,
     )
     with phase("tensors and logits", 1.0):
-        checks.check()
-    if not tuned and not folds_factors(document):
-        report.unrecorded_factors = sorted({*checks.folded})
-    if checks.sparse:
+        checks.run()
+    if not tuned and not folds_scales(document):
+        report.unrecorded_factors = sorted({*checks.scaled_modules})
+    if checks.sparse_tensors:
         report.notes.append(
-            f"{len(checks.sparse)} tensors were made sparse, for example {checks.sparse[0]}"
+            f"{len(checks.sparse_tensors)} tensors were made sparse, for example {checks.sparse_tensors[0]}"
         )
     elif original is not None:
-        _check_copy(report, artifact, original)
+        _check_if_copy(report, artifact, original)
     return report
 
 
 def _open_matching_source(
     artifact: Artifact, source: Path, declared: DeclaredChanges, adapter: Path | None
-) -> tuple[Artifact, Original]:
+) -> tuple[Artifact, SourceModel]:
     """Return an artifact and its source, both matched by derived declarations or neither; errors as `open_source`.
 
     Derived declarations name tensors as the running model does, which in many families is not how files name them.
@@ -152,7 +161,7 @@ def _is_derived(model_layout: ModelLayout) -> bool:
     )
 
 
-def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
+def _is_rounded_to_nearest(document: Mapping[str, Any] | None) -> bool:
     """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
     if (
         document is None
@@ -166,7 +175,7 @@ def _rounded_plainly(document: Mapping[str, Any] | None) -> bool:
     )
 
 
-def _check_copy(report: Report, artifact: Artifact, source: Original) -> None:
+def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> None:
     """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
     if (
         artifact.layouts

@@ -15,10 +15,10 @@ from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.recipe import Recipe, Rule
 from quantforge.verification.findings import Report, Severity
 from quantforge.verification.gguf_keys import (
+    affects_model,
     check_gguf_keys,
     expected_keys,
     key_differences,
-    obeyed,
 )
 from quantforge.verification.opening import open_artifact, open_source
 from quantforge.verification.verify import verify
@@ -97,10 +97,10 @@ def test_every_changed_added_or_missing_key_is_found(family, made):
     assert list(key_differences(own, expected)) == []
     unsaid = []
     for key, value in own.items():
-        if obeyed(key) and key != "tokenizer.ggml.scores":
+        if affects_model(key) and key != "tokenizer.ggml.scores":
             assert list(key_differences({**own, key: other_than(value)}, expected)), key
         rest = {name: item for name, item in own.items() if name != key}
-        if obeyed(key) and not list(key_differences(rest, expected)):
+        if affects_model(key) and not list(key_differences(rest, expected)):
             unsaid.append(key.rpartition(".")[2])
     # What llama.cpp takes for granted, or has no use for.
     assert set(unsaid) <= {

@@ -20,13 +20,13 @@ from quantforge.recipe import Rounding
 from quantforge.runtime.cache_scales import CachePeaks
 from quantforge.scheme import Activation, Scheme
 from quantforge.verification.findings import Report
-from quantforge.verification.forward import Inputs, cache_problems, check_input
+from quantforge.verification.forward import LayerInputs, check_input_scale, unusual_cache_scales
 from quantforge.verification.rounding import (
-    SHIFTED,
+    OFF_BY_ONE_SHIFT,
     RoundingError,
-    damaged_part,
+    find_damaged_part,
     measure_rounding,
-    plain_rounding,
+    round_to_nearest,
     unusual_errors,
 )
 from quantforge.verification.tensors import anomalies, off_by_one
@@ -67,7 +67,7 @@ def scheme_of(text: str) -> Scheme:
 
 
 def measured(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> RoundingError:
-    plain = plain_rounding(weight, found.scheme)
+    plain = round_to_nearest(weight, found.scheme)
     return measure_rounding(weight, found.decode(), plain, found, inputs)
 
 
@@ -75,9 +75,9 @@ def problems(found: QuantizedTensor, weight: Tensor, inputs: Tensor | None) -> l
     error = measured(found, weight, inputs)
     more = 1.0 if inputs is not None else 2.0
     texts = [*unusual_errors(error, found.scheme, more)]
-    damaged = damaged_part(weight, found.decode(), found, error)
+    damaged = find_damaged_part(weight, found.decode(), found, error)
     texts += [] if damaged is None else [damaged[0]]
-    return [*texts, "shifted"] if abs(error.shift) > SHIFTED else texts
+    return [*texts, "shifted"] if abs(error.shift) > OFF_BY_ONE_SHIFT else texts
 
 
 @each_value(
@@ -227,7 +227,7 @@ def test_weights_that_lie_on_the_grid_leave_room_for_other_methods():
     weight = rounded(weight, scheme, search=False).decode()
     statistics = Statistics(tokens=TOKENS, hessian=inputs.T @ inputs / TOKENS)
     found = gptq.round_matrices({"w": weight}, statistics, {"w": scheme}, Rounding())["w"].tensor
-    assert torch.equal(plain_rounding(weight, scheme), weight)
+    assert torch.equal(round_to_nearest(weight, scheme), weight)
     assert problems(found, weight, inputs) == []
     assert problems(found, weight, None) == []
     halved = scaled(EVERY, 0.7)(found)
@@ -250,7 +250,7 @@ def test_one_damaged_group_is_told_where_all_others_are_the_nearest():
     found = rounded(weight, scheme_of("int4:g64:sym"))
     for change, proven in ((scaled((7, slice(1, 2)), 1.5), False), (codes(rolled), True)):
         bad = change(found)
-        damage = damaged_part(weight, bad.decode(), bad, measured(bad, weight, inputs))
+        damage = find_damaged_part(weight, bad.decode(), bad, measured(bad, weight, inputs))
         assert damage is not None
         assert damage[0].startswith("row 7, columns 64 to 127: ")
         assert damage[1] is proven
@@ -259,7 +259,7 @@ def test_one_damaged_group_is_told_where_all_others_are_the_nearest():
 def test_static_inputs_have_the_range_of_the_source(tmp_path):
     weight, inputs = matrix()
     peaks = inputs.abs().amax(0)
-    seen = Inputs({"w": Statistics(peaks=peaks, sample=inputs)})
+    seen = LayerInputs({"w": Statistics(peaks=peaks, sample=inputs)})
     for grid, limit in (("int8", 127.0), ("fp8_e4m3", 448.0)):
         fitting = peaks.max() / limit
         for share, wrong in (
@@ -279,7 +279,7 @@ def test_static_inputs_have_the_range_of_the_source(tmp_path):
             scale = {"input_scale": (fitting * share).view(1, 1)}
             found = replace(found, parameters={**found.parameters, **scale})
             report = Report(tmp_path)
-            check_input(report, "w", found, seen, None, {})
+            check_input_scale(report, "w", found, seen, None, {})
             assert len(report.findings) == wrong, (grid, share)
 
 
@@ -288,10 +288,10 @@ def test_caches_have_the_range_of_the_source():
     keys = torch.randn(1, 2, 5, 8)
     seen.update(keys, 3 * keys)
     fitting = seen.scales("fp8_head")
-    assert [*cache_problems(fitting, seen)] == []
-    assert [*cache_problems((fitting[0] * 20, fitting[1]), seen)] == []
-    assert [which for which, _ in cache_problems((fitting[0], fitting[1] / 4), seen)] == [1]
-    assert [which for which, _ in cache_problems((fitting[0] * 1e4, fitting[1]), seen)] == [0]
+    assert [*unusual_cache_scales(fitting, seen)] == []
+    assert [*unusual_cache_scales((fitting[0] * 20, fitting[1]), seen)] == []
+    assert [which for which, _ in unusual_cache_scales((fitting[0], fitting[1] / 4), seen)] == [1]
+    assert [which for which, _ in unusual_cache_scales((fitting[0] * 1e4, fitting[1]), seen)] == [0]
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_head"])
@@ -299,7 +299,7 @@ def test_any_scale_covers_keys_that_are_zero(kind):
     seen = CachePeaks()
     values = torch.randn(1, 2, 5, 8)
     seen.update(torch.zeros_like(values), values)
-    assert [*cache_problems(seen.scales(kind), seen)] == []
+    assert [*unusual_cache_scales(seen.scales(kind), seen)] == []
 
 
 @pytest.mark.parametrize("text", SCHEMES)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quantforge.verification.consistency import check_within, find_contradictions
+from quantforge.verification.consistency import check_consistency, find_contradictions
 from quantforge.verification.findings import Report
 from quantforge.verification.opening import open_artifact
 from quantforge.verification.side_files import SideFiles
@@ -32,7 +32,7 @@ def told(model) -> list[str]:
     artifact = open_artifact(report)
     if artifact is not None:
         check_structure(report, artifact, None)
-        check_within(report, artifact)
+        check_consistency(report, artifact)
     found = [report.unsupported] if report.unsupported else []
     return found + [
         f"{'?' * (item.severity == 'warning')}{item.where}: {item.detail}"

@@ -62,7 +62,7 @@ def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
     first, last, step = (config[key] for key in keys)
     if not all(type(value) is int for value in (first, last, step)) or step < 1:
         settings = ", ".join(f"{key} = {str(config[key])[:20]}" for key in keys)
-        raise InputError(f"config.json: {settings}", "numbers of layers")
+        raise InputError(f"{settings}", "numbers of layers", subject="config.json")
     layers = range(config["num_hidden_layers"])
     last = last if last >= 0 else len(layers) - 1
     sparse = SPARSE_WITH_SHARED if config["moe_num_shared_experts"] else SPARSE
@@ -79,7 +79,9 @@ def shared_expert_count(config: Mapping[str, Any]) -> int:
     """
     count = config["moe_num_shared_experts"]
     if type(count) is not int or count < 0:
-        raise InputError(f"config.json: moe_num_shared_experts = {str(count)[:40]!r}", "a number")
+        raise InputError(
+            f"moe_num_shared_experts = {str(count)[:40]!r}", "a number", subject="config.json"
+        )
     return max(count, 1)
 
 

@@ -71,8 +71,9 @@ def ssm_width(config: Mapping[str, Any]) -> int:
     sizes: tuple[Any, ...] = factors if configured is None else (configured, 1)
     if any(type(size) is not int or not 0 < size < 1 << 22 for size in sizes):
         raise InputError(
-            f"config.json: mamba_d_ssm = {str(configured)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",
+            f"mamba_d_ssm = {str(configured)[:40]!r}, mamba_expand = {str(factors[0])[:40]!r}",
             "sizes, or mamba_d_ssm = null",
+            subject="config.json",
         )
     return int(sizes[0]) * int(sizes[1])
 

@@ -156,9 +156,10 @@ def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
     rope_settings(config)
     if first < len(types) and not config.get(PER_LAYER_INPUT_KEY):
         raise InputError(
-            f"config.json: {SHARED_KV_LAYERS_KEY} = {config[SHARED_KV_LAYERS_KEY]}"
+            f"{SHARED_KV_LAYERS_KEY} = {config[SHARED_KV_LAYERS_KEY]}"
             f" with {PER_LAYER_INPUT_KEY} = {config.get(PER_LAYER_INPUT_KEY)}",
             f"a positive {PER_LAYER_INPUT_KEY}, or {SHARED_KV_LAYERS_KEY} = 0; transformers does not run such a model",
+            subject="config.json",
         )
     return [
         f"{attention_type}/{SHARED_KV}" if index >= first else attention_type
@@ -190,8 +191,9 @@ def rope_settings(config: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     for attention_type, settings in by_type.items():
         if not isinstance(settings, Mapping) or settings.get("rope_theta") is None:
             raise InputError(
-                f"config.json: rope_parameters of {attention_type} = {str(settings)[:60]}",
+                f"rope_parameters of {attention_type} = {str(settings)[:60]}",
                 "rope_parameters = null, or a rope_theta for each type of layers",
+                subject="config.json",
             )
     return {
         attention_type: settings
@@ -238,9 +240,10 @@ def full_attention_kv_heads(config: Mapping[str, Any]) -> int:
     heads = _size(config, "num_attention_heads", 0)
     if heads % kv_heads:
         raise InputError(
-            f"config.json: {heads} attention heads are not a multiple of"
+            f"{heads} attention heads are not a multiple of"
             f" {kv_heads} key/value heads of full layers",
             "compare them with the model's publication",
+            subject="config.json",
         )
     return kv_heads
 
@@ -263,8 +266,9 @@ def expert_count(config: Mapping[str, Any]) -> int:
     count = _size(config, "num_experts", 0)
     if _size(config, "top_k_experts", 0) > count:
         raise InputError(
-            f"config.json: top_k_experts = {config['top_k_experts']} of {count} experts",
+            f"top_k_experts = {config['top_k_experts']} of {count} experts",
             "compare it with the model's publication",
+            subject="config.json",
         )
     return count
 
@@ -281,7 +285,9 @@ def _full_attention_layers(config: Mapping[str, Any]) -> list[int]:
 def _size(config: Mapping[str, Any], key: str, default: int) -> int:
     value = config.get(key, default)
     if type(value) is not int or not 0 < value <= 1 << 22:
-        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a positive integer")
+        raise InputError(
+            f"{key} = {str(value)[:40]!r}", "a positive integer", subject="config.json"
+        )
     return value
 
 
@@ -299,13 +305,16 @@ def first_shared_kv_layer(config: Mapping[str, Any], types: Sequence[str]) -> in
     count = config.get(SHARED_KV_LAYERS_KEY) or 0
     if type(count) is not int or not 0 <= count < max(len(types), 1):
         raise InputError(
-            f"config.json: {SHARED_KV_LAYERS_KEY} = {str(count)[:40]!r}", "a number of layers"
+            f"{SHARED_KV_LAYERS_KEY} = {str(count)[:40]!r}",
+            "a number of layers",
+            subject="config.json",
         )
     first = len(types) - count
     if {*types[first:]} - {*types[:first]}:
         raise InputError(
-            f"config.json: {SHARED_KV_LAYERS_KEY} = {count}: no earlier layer makes keys for all of these",
+            f"{SHARED_KV_LAYERS_KEY} = {count}: no earlier layer makes keys for all of these",
             "compare it with the model's publication",
+            subject="config.json",
         )
     return first
 
@@ -340,8 +349,9 @@ def _all_overrides(config: Mapping[str, Any]) -> dict[int, Mapping[str, Any]]:
     )
     if not is_valid:
         raise InputError(
-            f"config.json: {PER_LAYER_CONFIG_KEY} = {str(configured)[:60]}",
+            f"{PER_LAYER_CONFIG_KEY} = {str(configured)[:60]}",
             "values by number of layer",
+            subject="config.json",
         )
     return {int(index): values for index, values in configured.items()}
 

@@ -120,7 +120,9 @@ def shared_expert_width(config: Mapping[str, Any]) -> int:
     """
     size = config["shared_intermediate_size"]
     if type(size) is not int or size < 0:
-        raise InputError(f"config.json: shared_intermediate_size = {str(size)[:40]!r}", "a size")
+        raise InputError(
+            f"shared_intermediate_size = {str(size)[:40]!r}", "a size", subject="config.json"
+        )
     return size or 1
 
 
@@ -179,8 +181,9 @@ def hybrid_kind_names(config: Mapping[str, Any]) -> list[str]:
         or not {*map(str, layer_types)} <= MIXER_BY_LAYER_TYPE.keys()
     ):
         raise InputError(
-            f"config.json: layer_types = {str(layer_types)[:60]}",
+            f"layer_types = {str(layer_types)[:60]}",
             f"a list of {' or '.join(MIXER_BY_LAYER_TYPE)}",
+            subject="config.json",
         )
     mlp_kind = SPARSE if config.get("num_local_experts") else DENSE
     return [f"{MIXER_BY_LAYER_TYPE[str(layer_type)]}/{mlp_kind}" for layer_type in layer_types]
@@ -194,7 +197,9 @@ def expert_count(config: Mapping[str, Any]) -> int:
     """
     count = config.get("num_local_experts") or 0
     if type(count) is not int or not 0 <= count <= 1 << 16:
-        raise InputError(f"config.json: num_local_experts = {str(count)[:40]!r}", "a number, or 0")
+        raise InputError(
+            f"num_local_experts = {str(count)[:40]!r}", "a number, or 0", subject="config.json"
+        )
     return count or 1
 
 
@@ -206,7 +211,9 @@ def mamba_width(config: Mapping[str, Any]) -> int:
     """
     factors: tuple[Any, ...] = (config["mamba_expand"], config.get("hidden_size"))
     if any(type(size) is not int or not 0 < size < 1 << 20 for size in factors):
-        raise InputError(f"config.json: mamba_expand = {str(factors[0])[:40]!r}", "a number")
+        raise InputError(
+            f"mamba_expand = {str(factors[0])[:40]!r}", "a number", subject="config.json"
+        )
     return int(factors[0]) * int(factors[1])
 
 

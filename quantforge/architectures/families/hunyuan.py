@@ -41,7 +41,9 @@ def scaled_rope_base(config: Mapping[str, Any]) -> float | None:
     values = (scaling.get("rope_theta", config.get("rope_theta", 1e4)), scaling["alpha"])
     if width < 4 or not all(type(one) in {int, float} and 0 < one < 1e30 for one in values):
         raise InputError(
-            f"config.json: base and alpha of the rope scaling are {values}", "two positive numbers"
+            f"base and alpha of the rope scaling are {values}",
+            "two positive numbers",
+            subject="config.json",
         )
     theta, alpha = values
     return float(theta * alpha ** (width / (width - 2)))

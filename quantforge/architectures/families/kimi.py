@@ -167,7 +167,9 @@ def attention_types(config: Mapping[str, Any]) -> list[str]:
         return [FULL if index and index % 4 == 0 else LINEAR for index in layers]
     if not isinstance(full, list):
         raise InputError(
-            f"config.json: full_attn_layers = {str(full)[:60]}", "a list of layers, counted from 1"
+            f"full_attn_layers = {str(full)[:60]}",
+            "a list of layers, counted from 1",
+            subject="config.json",
         )
     return [FULL if index + 1 in full else LINEAR for index in layers]
 
@@ -183,7 +185,7 @@ def _nested_size(config: Mapping[str, Any], key: str) -> int:
     nested_value = nested.get(name) if isinstance(nested, Mapping) else None
     size = config.get(key, default) if nested_value is None else nested_value
     if type(size) is not int or not 0 < size < 1 << 16:
-        raise InputError(f"config.json: {key} = {str(size)[:40]!r}", "a size")
+        raise InputError(f"{key} = {str(size)[:40]!r}", "a size", subject="config.json")
     return size
 
 

@@ -88,9 +88,10 @@ def mixer_types(config: Mapping[str, Any]) -> list[str]:
     is_tied = config.get("tie_word_embeddings", LFM2.defaults["tie_word_embeddings"])
     if config.get("tie_embedding", is_tied) != is_tied:
         raise InputError(
-            f"config.json: tie_embedding = {str(config['tie_embedding'])[:20]},"
+            f"tie_embedding = {str(config['tie_embedding'])[:20]},"
             f" tie_word_embeddings = {str(is_tied)[:20]}",
             "state the same in both",
+            subject="config.json",
         )
     if (layer_types := listed_layer_types(config)) is not None:
         return layer_types
@@ -100,7 +101,9 @@ def mixer_types(config: Mapping[str, Any]) -> list[str]:
         attention_layers = list(layers)
     if not isinstance(attention_layers, list):
         raise InputError(
-            f"config.json: full_attn_idxs = {str(attention_layers)[:60]}", "a list of layers"
+            f"full_attn_idxs = {str(attention_layers)[:60]}",
+            "a list of layers",
+            subject="config.json",
         )
     return ["full_attention" if index in attention_layers else "conv" for index in layers]
 
@@ -117,9 +120,10 @@ def mlp_width(config: Mapping[str, Any]) -> int:
     are_sizes = type(width) is int and type(multiple) is int and 0 < multiple <= 1 << 20
     if not are_sizes or not (factor is None or (type(factor) in {int, float} and 0 < factor < 1e3)):
         raise InputError(
-            f"config.json: intermediate_size = {str(width)[:40]!r}, block_ffn_dim_multiplier = {str(factor)[:40]!r},"
+            f"intermediate_size = {str(width)[:40]!r}, block_ffn_dim_multiplier = {str(factor)[:40]!r},"
             f" block_multiple_of = {str(multiple)[:40]!r}",
             "they have to be positive numbers",
+            subject="config.json",
         )
     if not config.get("block_auto_adjust_ff_dim", True):
         return int(width)

@@ -70,8 +70,9 @@ def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
         sparse = range(step - 1, config["num_hidden_layers"], step)
     if not isinstance(sparse, list | range) or any(type(layer) is not int for layer in sparse):
         raise InputError(
-            f"config.json: moe_layers = {str(sparse)[:60]}, interleave_moe_layer_step = {str(step)[:40]}",
+            f"moe_layers = {str(sparse)[:60]}, interleave_moe_layer_step = {str(step)[:40]}",
             "a list of layers, or a positive number",
+            subject="config.json",
         )
     return [SPARSE if layer in sparse else DENSE for layer in range(config["num_hidden_layers"])]
 

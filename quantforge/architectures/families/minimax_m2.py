@@ -30,8 +30,9 @@ def rotary_width(config: Mapping[str, Any]) -> Any:
         and rotary_dim != int(config["head_dim"] * factor)
     ):
         raise InputError(
-            f"config.json: rotary_dim = {str(rotary_dim)[:40]}, partial_rotary_factor = {factor}",
+            f"rotary_dim = {str(rotary_dim)[:40]}, partial_rotary_factor = {factor}",
             "keep the one that is right",
+            subject="config.json",
         )
     return rotary_dim
 

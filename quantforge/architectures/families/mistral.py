@@ -123,7 +123,9 @@ def query_growth(config: Mapping[str, Any]) -> float | None:
     if beta is None:
         return None
     if isinstance(beta, bool) or not isinstance(beta, int | float) or not 0 <= beta < _MAX_BETA:
-        raise InputError(f"config.json: {_BETA_KEY} = {str(beta)[:40]!r}", "a number from 0 on")
+        raise InputError(
+            f"{_BETA_KEY} = {str(beta)[:40]!r}", "a number from 0 on", subject="config.json"
+        )
     return float(beta) or None
 
 

@@ -59,8 +59,9 @@ def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
     is_sequence = isinstance(layer_types, str | list) and 0 < len(layer_types) <= 1 << 16
     if not is_sequence or not {*map(str, layer_types)} <= KIND_BY_LAYER_TYPE.keys():
         raise InputError(
-            f"config.json: the kinds of layers are {str(layer_types)[:60]}",
+            f"the kinds of layers are {str(layer_types)[:60]}",
             "letters of M * - E, or a list of linear_attention, full_attention, mlp and moe",
+            subject="config.json",
         )
     return [KIND_BY_LAYER_TYPE[str(layer_type)] for layer_type in layer_types]
 
@@ -79,7 +80,7 @@ def ssm_width(config: Mapping[str, Any]) -> int:
     factors = (config["mamba_num_heads"], config["mamba_head_dim"])
     if any(type(size) is not int or not 0 < size < 1 << 16 for size in factors):
         raise InputError(
-            f"config.json: mamba_num_heads, mamba_head_dim = {str(factors)[:60]}", "sizes"
+            f"mamba_num_heads, mamba_head_dim = {str(factors)[:60]}", "sizes", subject="config.json"
         )
     return int(factors[0]) * int(factors[1])
 

@@ -45,8 +45,9 @@ def layer_kind_names(config: Mapping[str, Any]) -> list[str]:
     dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     if not isinstance(dense, list) or type(step) is not int or step < 1:
         raise InputError(
-            f"config.json: mlp_only_layers = {str(dense)[:60]}, decoder_sparse_step = {str(step)[:40]}",
+            f"mlp_only_layers = {str(dense)[:60]}, decoder_sparse_step = {str(step)[:40]}",
             "a list of layers, and a positive number",
+            subject="config.json",
         )
     return [
         DENSE if index in dense or (index + 1) % step else SPARSE

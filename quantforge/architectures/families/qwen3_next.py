@@ -134,7 +134,9 @@ def mixer_types(config: Mapping[str, Any]) -> list[str]:
     interval = config.get("full_attention_interval")
     if type(interval) is not int or interval < 1:
         raise InputError(
-            f"config.json: full_attention_interval = {str(interval)[:40]!r}", "a number of layers"
+            f"full_attention_interval = {str(interval)[:40]!r}",
+            "a number of layers",
+            subject="config.json",
         )
     layers = range(config["num_hidden_layers"])
     return [LINEAR if (index + 1) % interval else FULL for index in layers]

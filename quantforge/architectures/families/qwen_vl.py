@@ -176,7 +176,9 @@ def mrope_sections(config: Mapping[str, Any]) -> list[int]:
         or not all(type(count) is int and count >= 0 for count in sections)
     ):
         raise InputError(
-            f"config.json: mrope_section = {str(sections)[:40]}", "three counts in rope_parameters"
+            f"mrope_section = {str(sections)[:40]}",
+            "three counts in rope_parameters",
+            subject="config.json",
         )
     return [*sections, 0]
 

@@ -347,12 +347,15 @@ def find_layouts(
     found = quantization_config(config)
     if transform := found.get("transform_config"):
         raise InputError(
-            f"config.json: transform_config {str(transform)[:60]}: the inputs of its weights are transformed as well",
+            f"transform_config {str(transform)[:60]}: the inputs of its weights are transformed as well",
             "quantize the model that this one was made from",
+            subject="config.json",
         )
     groups = found.get("config_groups")
     if not isinstance(groups, Mapping):
-        raise InputError("config.json: compressed-tensors without config_groups", DAMAGED_HINT)
+        raise InputError(
+            "compressed-tensors without config_groups", DAMAGED_HINT, subject="config.json"
+        )
     said = [parse_group(group, found) for group in groups.values()]
     require_scales(tensors, "_scale")
     ends = (".weight_packed", ".weight_scale")

@@ -134,12 +134,13 @@ def parse_group(group: object, config: Mapping[str, Any]) -> ConfigGroup:
         InputError: it is no group, or says what is not read.
     """
     if not isinstance(group, Mapping):
-        raise InputError("config.json: a config group is not a table", DAMAGED_HINT)
+        raise InputError("a config group is not a table", DAMAGED_HINT, subject="config.json")
     kind = group.get("format") or config.get("format") or MIXED_PRECISION
     if kind not in (*READABLE_FORMATS, MIXED_PRECISION):
         raise InputError(
-            f"config.json: compressed-tensors format {kind!r} is not read",
+            f"compressed-tensors format {kind!r} is not read",
             f"{', '.join(READABLE_FORMATS)} are",
+            subject="config.json",
         )
     weights = group.get("weights")
     layer = LayerScheme(_parse_weights(weights), _parse_input(group.get("input_activations")))
@@ -148,7 +149,9 @@ def parse_group(group: object, config: Mapping[str, Any]) -> ConfigGroup:
         expected |= {PACK_QUANTIZED, INT_QUANTIZED}
     if kind not in expected:
         raise InputError(
-            f"config.json: {layer} in a group of format {kind!r}", f"{format_name(layer)} holds it"
+            f"{layer} in a group of format {kind!r}",
+            f"{format_name(layer)} holds it",
+            subject="config.json",
         )
     act_order = (
         weights.get("actorder") in ACT_ORDER_VALUES if isinstance(weights, Mapping) else False
@@ -247,6 +250,7 @@ def _parse_input(arguments: object) -> Activation | None:
 
 def _unsupported_error(what: str, found: Arguments) -> InputError:
     return InputError(
-        f"config.json: compressed-tensors with {what} is not read ({dict(found)})",
+        f"compressed-tensors with {what} is not read ({dict(found)})",
         f"read are {', '.join(READABLE_FORMATS)}",
+        subject="config.json",
     )

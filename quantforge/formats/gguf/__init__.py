@@ -225,6 +225,7 @@ def _swap_axes(rows: Tensor, heads: int, first: int) -> Tensor:
 def unsupported_in_gguf(what: str, instead: str) -> RefusedError:
     """Return the error for a configuration that GGUF keys cannot express, with what is supported."""
     return RefusedError(
-        f"config.json: {what} cannot be carried by a GGUF file (supported: {instead})",
+        f"{what} cannot be carried by a GGUF file (supported: {instead})",
         "use --format compressed-tensors",
+        subject="config.json",
     )

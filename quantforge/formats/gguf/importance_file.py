@@ -93,7 +93,10 @@ def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix
     for name, entry in found.entries.items():
         if not bool(entry.means.isfinite().all()) or bool((entry.means < 0).any()):
             raise InputError(
-                f"{path}: {name} holds a value that is no mean of squares", _HINT, file=str(path)
+                f"{name} holds a value that is no mean of squares",
+                _HINT,
+                file=str(path),
+                subject=str(path),
             )
     return found
 
@@ -128,9 +131,10 @@ def _check_columns(
 ) -> None:
     if wanted.get(name, values) != values:
         raise InputError(
-            f"{path}: {name} has {values / matrices:g} columns, the weight {wanted[name] / matrices:g}",
+            f"{name} has {values / matrices:g} columns, the weight {wanted[name] / matrices:g}",
             "it belongs to another model",
             file=str(path),
+            subject=str(path),
         )
 
 
@@ -161,9 +165,11 @@ def _gguf_bytes(found: Imatrix) -> bytes:
 def _read_gguf(path: Path, asked: _WantsEntry) -> Imatrix:
     file = read_gguf(path)
     if file.value("general.type", str, "model") != "imatrix":
-        raise InputError(f"{path}: a GGUF file, but no importance matrix", _HINT, file=str(path))
+        raise InputError(
+            "a GGUF file, but no importance matrix", _HINT, file=str(path), subject=str(path)
+        )
     if len(file.files) > 1:  # one digest is of one file
-        raise InputError(f"{path}: an importance matrix in parts", _HINT, file=str(path))
+        raise InputError("an importance matrix in parts", _HINT, file=str(path), subject=str(path))
     entries = {}
     for name, table in file.tensors.items():
         if not name.endswith(_SUMS):
@@ -178,14 +184,22 @@ def _read_gguf(path: Path, asked: _WantsEntry) -> Imatrix:
             or counted.shape not in ((matrices, 1), (matrices,))
         ):
             raise InputError(
-                f"{path}: {weight}: sums and counts do not fit", _HINT, file=str(path), tensor=name
+                f"{weight}: sums and counts do not fit",
+                _HINT,
+                file=str(path),
+                tensor=name,
+                subject=str(path),
             )
         if not asked(weight, math.prod(table.shape), matrices):
             continue
         sums, counts = (read_tensor(one.raw()).view(matrices, -1) for one in (table, counted))
         if not bool(counts.isfinite().all()):
             raise InputError(
-                f"{path}: {weight}: a count is no number", _HINT, file=str(path), tensor=name
+                f"{weight}: a count is no number",
+                _HINT,
+                file=str(path),
+                tensor=name,
+                subject=str(path),
             )
         entries[weight] = WeightImportance(
             (sums / counts.clamp(min=1)).where(counts > 0, 1.0), int(counts.max())
@@ -220,7 +234,10 @@ def _read_legacy(path: Path, asked: _WantsEntry) -> Imatrix:
             name, calls, count = records.word(), records.number(), records.number()
             if calls < 1 or count < 1:
                 raise InputError(
-                    f"{path}: {name}: {count} values of {calls} calls", _HINT, file=str(path)
+                    f"{name}: {count} values of {calls} calls",
+                    _HINT,
+                    file=str(path),
+                    subject=str(path),
                 )
             if not asked(name, count, 1):
                 records.skip(4 * count)
@@ -266,9 +283,10 @@ class _RecordReader:
     def _pass(self, count: int) -> None:
         if not 0 <= count <= self.left:
             raise InputError(
-                f"{self._path}: {count} bytes expected, {self.left} left: truncated?",
+                f"{count} bytes expected, {self.left} left: truncated?",
                 _HINT,
                 file=str(self._path),
+                subject=str(self._path),
             )
         self.left -= count
 
@@ -281,9 +299,10 @@ class _RecordReader:
         found = self.number()
         if not 0 < found <= _MAX_ENTRIES:
             raise InputError(
-                f"{self._path}: no importance matrix: it begins as neither form of one does",
+                "no importance matrix: it begins as neither form of one does",
                 _HINT,
                 file=str(self._path),
+                subject=str(self._path),
             )
         return found
 
@@ -291,19 +310,22 @@ class _RecordReader:
         """Raise `InputError` if bytes are left after the last record."""
         if self.left:
             raise InputError(
-                f"{self._path}: {self.left} bytes after the last record",
+                f"{self.left} bytes after the last record",
                 _HINT,
                 file=str(self._path),
+                subject=str(self._path),
             )
 
     def word(self) -> str:
         """Read a length-prefixed string."""
         length = self.number()
         if length > _MAX_TEXT:
-            raise InputError(f"{self._path}: a name of {length} bytes", _HINT, file=str(self._path))
+            raise InputError(
+                f"a name of {length} bytes", _HINT, file=str(self._path), subject=str(self._path)
+            )
         try:
             return self.take(length).decode()
         except UnicodeDecodeError as error:
             raise InputError(
-                f"{self._path}: a name that is no text", _HINT, file=str(self._path)
+                "a name that is no text", _HINT, file=str(self._path), subject=str(self._path)
             ) from error

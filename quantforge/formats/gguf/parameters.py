@@ -189,7 +189,7 @@ def _lookup(place: str | ValueFunction, config: Mapping[str, Any]) -> Any:
 def _number(key: object, value: object, kind: type) -> Any:
     known = type(value) is int or (kind is float and isinstance(value, float))
     if not known or not 0 <= float(str(value)) < 1 << 31:
-        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number")
+        raise InputError(f"{key} = {str(value)[:40]!r}", "a number", subject="config.json")
     return value
 
 
@@ -203,7 +203,9 @@ def _softcap(config: Mapping[str, Any], key: str, otherwise: float) -> float:
 def _epsilon(config: Mapping[str, Any], key: str, otherwise: float) -> float:
     value = config.get(key, otherwise)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise InputError(f"config.json: {key} = {str(value)[:40]!r}", "a number from 0 to 1")
+        raise InputError(
+            f"{key} = {str(value)[:40]!r}", "a number from 0 to 1", subject="config.json"
+        )
     return float(value)
 
 

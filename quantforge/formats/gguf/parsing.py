@@ -95,9 +95,10 @@ class GgufFile:
         if found is None:
             if otherwise is None:
                 raise InputError(
-                    f"{self.files[0]}: key {key!r} is missing",
+                    f"key {key!r} is missing",
                     DAMAGED_HINT,
                     file=str(self.files[0]),
+                    subject=str(self.files[0]),
                 )
             return otherwise
         value: Any = found.value
@@ -105,9 +106,10 @@ class GgufFile:
             value = float(value)
         if type(value) is not kind:
             raise InputError(
-                f"{self.files[0]}: key {key!r} is {type(value).__name__}, expected {kind.__name__}",
+                f"key {key!r} is {type(value).__name__}, expected {kind.__name__}",
                 DAMAGED_HINT,
                 file=str(self.files[0]),
+                subject=str(self.files[0]),
             )
         return value
 
@@ -168,7 +170,7 @@ def _not_gguf_error(path: Path, header: HeaderReader) -> InputError:
         ".json": "no model: name the directory that holds it, or a GGUF file",
     }
     if hint := hints.get(path.suffix.lower()):
-        return InputError(f"{path}: no model, and no GGUF file", hint, file=str(path))
+        return InputError("no model, and no GGUF file", hint, file=str(path), subject=str(path))
     return header.error("does not begin like a GGUF file")
 
 
@@ -236,9 +238,10 @@ def _join_parts(path: Path, first: GgufFile) -> GgufFile:
     part = re.search(r"-(\d{5})-of-(\d{5})(\.[^.]*)?$", path.name)
     if not 1 <= count <= MAX_KEYS or part is None or int(part[2]) != count:
         raise InputError(
-            f"{path}: one of {count} parts, but not named so",
+            f"one of {count} parts, but not named so",
             f"parts are named NAME-00001-of-{count:05}.gguf",
             file=str(path),
+            subject=str(path),
         )
     files = [
         path.with_name(f"{path.name[: part.start()]}-{n:05}-of-{count:05}{part[3] or ''}")
@@ -249,22 +252,27 @@ def _join_parts(path: Path, first: GgufFile) -> GgufFile:
     for number, entry in enumerate(_read_parts(files)):
         if entry.value("split.no", int) != number or entry.value("split.count", int) != count:
             raise InputError(
-                f"{files[number]}: says to be another part", DAMAGED_HINT, file=str(files[number])
+                "says to be another part",
+                DAMAGED_HINT,
+                file=str(files[number]),
+                subject=str(files[number]),
             )
         if tensors.keys() & entry.tensors.keys():
             raise InputError(
-                f"{files[number]}: holds a tensor of another part",
+                "holds a tensor of another part",
                 DAMAGED_HINT,
                 file=str(files[number]),
+                subject=str(files[number]),
             )
         tensors |= entry.tensors
         metadata = metadata or entry.metadata
     stated = first.value("split.tensors.count", int, len(tensors))
     if stated != len(tensors):
         raise InputError(
-            f"{path}: {len(tensors)} tensors in all parts, {stated} stated",
+            f"{len(tensors)} tensors in all parts, {stated} stated",
             DAMAGED_HINT,
             file=str(path),
+            subject=str(path),
         )
     return GgufFile(tuple(files), metadata, tensors)
 
@@ -294,10 +302,11 @@ class HeaderReader:
     def error(self, what: str, tensor: str | None = None) -> InputError:
         """Return the error for invalid data at the current position."""
         return InputError(
-            f"{self._path}: {what} (at byte {self.position})",
+            f"{what} (at byte {self.position})",
             DAMAGED_HINT,
             file=str(self._path),
             tensor=tensor,
+            subject=str(self._path),
         )
 
     def take(self, count: int) -> bytes:

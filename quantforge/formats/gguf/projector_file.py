@@ -160,8 +160,9 @@ def check_no_tower(file: GgufFile) -> None:
     """Raise `NotReadError` if the file is a projector file instead of a language model."""
     if file.value("general.architecture", str, "") == ARCH:
         raise NotReadError(
-            f"{file.files[0]}: holds a tower that reads pictures, and no model",
+            "holds a tower that reads pictures, and no model",
             "name the file of its language model; `verify FILE --source MODEL` compares both with the source",
+            subject=str(file.files[0]),
         )
 
 

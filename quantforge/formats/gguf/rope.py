@@ -88,8 +88,9 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
         base, kind = changed, ""
     if kind not in {*_UNSCALED, *family.rope_scalings}:
         raise RefusedError(
-            f"config.json: rope scaling {kind!r} has no keys in GGUF for {family.arch}",
+            f"rope scaling {kind!r} has no keys in GGUF for {family.arch}",
             "use --format compressed-tensors",
+            subject="config.json",
         )
     share = _positive_number(
         scaling, "partial_rotary_factor", config.get("partial_rotary_factor", 1.0)
@@ -97,8 +98,9 @@ def read_rope(config: Mapping[str, Any], family: GgufFamily, sizes: Dimensions) 
     known = _spelled(stated)
     if stated and {**known, **_spelled(older)} != known:
         raise InputError(
-            "config.json: rope_parameters and rope_scaling say different things",
+            "rope_parameters and rope_scaling say different things",
             "keep rope_parameters alone",
+            subject="config.json",
         )
     return RopeParameters(
         width=sizes.size(head) if head else int(sizes.head * share),
@@ -134,7 +136,9 @@ def _original_context(config: Mapping[str, Any], scaling: Mapping[str, Any]) -> 
     found = config.get(key, scaling.get(key))  # what stands outside comes first in transformers
     known = isinstance(found, int | float) and not isinstance(found, bool)
     if found is not None and not (known and found == found // 1 and found >= 1):
-        raise InputError(f"config.json: {key} = {str(found)[:40]!r}", "a whole number from 1 on")
+        raise InputError(
+            f"{key} = {str(found)[:40]!r}", "a whole number from 1 on", subject="config.json"
+        )
     return int(found or 0)
 
 
@@ -153,7 +157,7 @@ def _positive_number(source: Mapping[str, Any], key: str, otherwise: object) -> 
     value = source.get(key)
     value = otherwise if value is None else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
-        raise InputError(f"config.json: {key} = {value!r}", "a positive number")
+        raise InputError(f"{key} = {value!r}", "a positive number", subject="config.json")
     return float(value)
 
 
@@ -191,13 +195,15 @@ def _yarn_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataVa
     whole = rope.settings.get("mscale_all_dim")
     if whole and rope.settings.get("mscale") != whole:
         raise RefusedError(
-            "config.json: mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
+            "mscale and mscale_all_dim of yarn scaling differ, for which GGUF has no key",
             "use --format compressed-tensors",
+            subject="config.json",
         )
     if whole and not family.reads_yarn_multiplier:
         raise RefusedError(
-            "config.json: mscale_all_dim of yarn scaling has no key in GGUF for this family",
+            "mscale_all_dim of yarn scaling has no key in GGUF for this family",
             "use --format compressed-tensors",
+            subject="config.json",
         )
     if whole:
         keys["rope.scaling.yarn_log_multiplier"] = f32_value(
@@ -205,8 +211,9 @@ def _yarn_keys(rope: RopeParameters, family: GgufFamily) -> dict[str, MetadataVa
         )
     if rope.settings.get("attention_factor") is not None:
         raise RefusedError(
-            "config.json: attention_factor of yarn scaling has no key in GGUF",
+            "attention_factor of yarn scaling has no key in GGUF",
             "use --format compressed-tensors",
+            subject="config.json",
         )
     return keys
 
@@ -222,7 +229,9 @@ def rope_tensors(rope: RopeParameters) -> tuple[GgufTensor, ...]:
         for name, key in ((LONG, "long_factor"), (SHORT, "short_factor")):
             values = rope.settings.get(key)
             if not isinstance(values, Sequence) or len(values) != rope.width // 2:
-                raise InputError(f"config.json: {key} is no list of {rope.width // 2} numbers")
+                raise InputError(
+                    f"{key} is no list of {rope.width // 2} numbers", subject="config.json"
+                )
             found.append(_table_tensor(name, [float(value) for value in values]))
         return tuple(found)
     return ()
@@ -280,7 +289,7 @@ def _check_yarn_range(rope: RopeParameters, family: GgufFamily) -> None:
     stated = _betas(rope)
     said = ", ".join(f"{name} = {value:g}" for name, value in stated.items())
     if stated["beta_fast"] < stated["beta_slow"]:
-        raise InputError(f"config.json: {said}", "exchange them")
+        raise InputError(f"{said}", "exchange them", subject="config.json")
     if _yarn_range(rope, stated, whole=_truncates(rope))[1] < 0:
         # transformers interpolates nothing then, and llama.cpp all
         tokens = rope.original or rope.context

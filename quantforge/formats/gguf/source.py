@@ -99,9 +99,10 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     blocks = int(config.get("num_hidden_layers", config.get("n_layer", 0)))
     if blocks > len(file.tensors):
         raise InputError(
-            f"{path}: {blocks} blocks, but {len(file.tensors)} tensors",
+            f"{blocks} blocks, but {len(file.tensors)} tensors",
             "the file is damaged",
             file=str(path),
+            subject=str(path),
         )
     experts = int(config.get("num_experts") or config.get("num_local_experts") or 0)
     known = canonical_names(config["model_type"], blocks, min(experts, _MOST_EXPERTS))
@@ -111,10 +112,11 @@ def open_gguf(path: Path) -> GgufCheckpoint:
             continue
         if entry.name not in known:
             raise InputError(
-                f"{path}: tensor {entry.name!r} is none of {family.arch}",
+                f"tensor {entry.name!r} is none of {family.arch}",
                 "is this a model file?",
                 file=str(path),
                 tensor=entry.name,
+                subject=str(path),
             )
         places |= _stored_as(entry, known[entry.name], family, config)
     entries = {name: _visible_entry(name, place) for name, place in sorted(places.items())}
@@ -259,7 +261,9 @@ def config_from_keys(file: GgufFile) -> dict[str, Any]:
     family = family_of({"model_type": model_type})
     table = file.tensors.get("token_embd.weight")
     if table is None:
-        raise InputError(f"{file.files[0]}: no tensor 'token_embd.weight'", "is this a model file?")
+        raise InputError(
+            "no tensor 'token_embd.weight'", "is this a model file?", subject=str(file.files[0])
+        )
     keys = ArchitectureKeys(file, family, declared)
     return {
         "architectures": [family.transformers_class],
@@ -281,8 +285,9 @@ def _model_type(file: GgufFile) -> str:
     arch, read = file.value("general.architecture", str), model_type_by_arch()
     if arch not in read:
         raise NotReadError(
-            f"{file.files[0]}: architecture {arch!r} is not read",
+            f"architecture {arch!r} is not read",
             f"read are {', '.join(sorted(read))}",
+            subject=str(file.files[0]),
         )
     if arch == "llama" and file.value("llama.expert_count", int, 0) > 1:
         return "mixtral"
@@ -316,7 +321,9 @@ class ArchitectureKeys:
         head_dim = self.get_int("attention.key_length", hidden // heads if heads else 0)
         if not (heads and head_dim):
             raise InputError(
-                f"{file.files[0]}: {heads} heads of {head_dim} columns", "the file is damaged"
+                f"{heads} heads of {head_dim} columns",
+                "the file is damaged",
+                subject=str(file.files[0]),
             )
         return {
             "hidden_size": hidden,
@@ -391,8 +398,9 @@ class ArchitectureKeys:
     def not_read_error(self, what: str, instead: str) -> NotReadError:
         """Return the error for a file that no transformers configuration can describe."""
         return NotReadError(
-            f"{self.file.files[0]}: {what} is not read (read: {instead})",
+            f"{what} is not read (read: {instead})",
             "evaluate it with --engine llama.cpp",
+            subject=str(self.file.files[0]),
         )
 
     def rope_config(self, head: int, *, whole: bool = True) -> dict[str, Any]:
@@ -422,8 +430,9 @@ class ArchitectureKeys:
                 rope["original_max_position_embeddings"] = self._original()
         elif kind not in {"", "none"}:
             raise NotReadError(
-                f"{file.files[0]}: rope scaling {kind!r} is not read",
+                f"rope scaling {kind!r} is not read",
                 "linear, yarn, llama3 and longrope are",
+                subject=str(file.files[0]),
             )
         if width != head or not whole:
             rope["partial_rotary_factor"] = width / head
@@ -452,8 +461,9 @@ class ArchitectureKeys:
                     "original_max_position_embeddings": original,
                 }
         raise NotReadError(
-            f"{self.file.files[0]}: {FREQUENCIES} is none of the published scalings",
+            f"{FREQUENCIES} is none of the published scalings",
             "evaluate it with --engine llama.cpp",
+            subject=str(self.file.files[0]),
         )
 
     def _named(self, key: str) -> str:
@@ -466,7 +476,7 @@ class ArchitectureKeys:
 
     def _damaged(self, key: str, value: object) -> InputError:
         return InputError(
-            f"{self.file.files[0]}: {self._named(key)} = {value}", "the file is damaged"
+            f"{self._named(key)} = {value}", "the file is damaged", subject=str(self.file.files[0])
         )
 
 

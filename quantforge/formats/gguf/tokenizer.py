@@ -66,9 +66,10 @@ def pieces_by_id(path: Path, vocab: Mapping[str, Any]) -> dict[int, str]:
     for piece, number in vocab.items():
         if type(number) is not int or not 0 <= number < 1 << 31 or number in pieces:
             raise InputError(
-                f"{path}: token {piece!r} has no id of its own",
+                f"token {piece!r} has no id of its own",
                 "the file is damaged",
                 file=str(path),
+                subject=str(path),
             )
         pieces[number] = piece
     return pieces
@@ -305,8 +306,9 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
             continue
         if called in found:
             raise InputError(
-                f"{root}: the chat template {name!a} has the key of another one, {called}",
+                f"the chat template {name!a} has the key of another one, {called}",
                 "rename one of them: letters, digits and _ stay",
+                subject=str(root),
             )
         if called not in {"", name}:
             notes.append(f"{name!a} is called {called} in the file")

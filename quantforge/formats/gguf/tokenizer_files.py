@@ -38,7 +38,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     tokens = _strings(file, "tokenizer.ggml.tokens")
     kinds = file.value("tokenizer.ggml.token_type", list, [int(TokenType.NORMAL)] * len(tokens))
     if len(kinds) != len(tokens):
-        raise InputError(f"{file.files[0]}: {len(kinds)} token types for {len(tokens)} tokens")
+        raise InputError(
+            f"{len(kinds)} token types for {len(tokens)} tokens", subject=str(file.files[0])
+        )
     vocab = {
         piece: number for number, piece in enumerate(tokens) if kinds[number] != TokenType.UNUSED
     }
@@ -48,7 +50,9 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     build = {"gpt2": _byte_level_bpe, "llama": _sentencepiece_bpe}.get(model)
     if build is None:
         raise InputError(
-            f"{file.files[0]}: a vocabulary of kind {model!r} is not read", "gpt2 and llama are"
+            f"a vocabulary of kind {model!r} is not read",
+            "gpt2 and llama are",
+            subject=str(file.files[0]),
         )
     added = [
         _added_token(number, tokens[number], special=kind == TokenType.CONTROL)
@@ -80,8 +84,9 @@ def template_files(file: GgufFile) -> dict[str, bytes]:
                 place = file_of(name)
             except ValueError as error:
                 raise InputError(
-                    f"{file.files[0]}: the chat template {name!a:.60} has no name for a file",
+                    f"the chat template {name!a:.60} has no name for a file",
                     "the file is damaged",
+                    subject=str(file.files[0]),
                 ) from error
             if text := file.value(key, str, ""):
                 found[place] = text.encode(errors="surrogateescape")
@@ -94,7 +99,9 @@ def _strings(file: GgufFile, key: str) -> list[str]:
     for item in found:
         if not isinstance(item, str) or any("\ud800" <= c <= "\udfff" for c in item):
             raise InputError(
-                f"{file.files[0]}: {key} holds {item!a}, which is no text", "it cannot be restated"
+                f"{key} holds {item!a}, which is no text",
+                "it cannot be restated",
+                subject=str(file.files[0]),
             )
     return found
 
@@ -115,8 +122,9 @@ def _byte_level_bpe(
     known = pre_tokenizer_steps(name)
     if known is None:
         raise InputError(
-            f"{file.files[0]}: pre-tokenizer {name!r} is not read",
+            f"pre-tokenizer {name!r} is not read",
             "copy tokenizer.json from the source",
+            subject=str(file.files[0]),
         )
     steps, whole = known
     nodes: list[dict[str, Any]] = []
@@ -171,8 +179,9 @@ def _sentencepiece_bpe(
     count = len(file.value("tokenizer.ggml.tokens", list))
     if len(scores) != count or any(type(score) not in {int, float} for score in scores):
         raise InputError(
-            f"{file.files[0]}: tokenizer.ggml.scores holds {len(scores)} values for {count} tokens",
+            f"tokenizer.ggml.scores holds {len(scores)} values for {count} tokens",
             "one number for each token; the file is damaged",
+            subject=str(file.files[0]),
         )
     ranked = []
     for piece, number in vocab.items():

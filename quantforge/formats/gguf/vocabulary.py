@@ -157,30 +157,37 @@ def vocabulary(
     """
     path = root / "tokenizer.json"
     if rows > _MAX_ROWS:
-        raise InputError(f"{root}: an embedding of {rows} rows", "it is damaged", file=str(root))
+        raise InputError(
+            f"an embedding of {rows} rows", "it is damaged", file=str(root), subject=str(root)
+        )
     if not path.is_file():
         raise InputError(
-            f"{path}: missing; GGUF carries the vocabulary of a tokenizer.json",
+            "missing; GGUF carries the vocabulary of a tokenizer.json",
             "save the tokenizer with transformers (AutoTokenizer.from_pretrained(...).save_pretrained(...))",
             file=str(path),
+            subject=str(path),
         )
     tokenizer = read_object(path, TOKENIZER, root)
     model = tokenizer.get("model")
     if not isinstance(model, Mapping) or not isinstance(model.get("vocab"), Mapping):
         kind = model.get("type") if isinstance(model, Mapping) else None
         raise RefusedError(
-            f"{path}: a tokenizer of kind {kind!r} is not written", "written are BPE tokenizers"
+            f"a tokenizer of kind {kind!r} is not written",
+            "written are BPE tokenizers",
+            subject=str(path),
         )
     if model.get("type", "BPE") != "BPE":
         raise RefusedError(
-            f"{path}: a tokenizer of kind {model['type']!r} is not written",
+            f"a tokenizer of kind {model['type']!r} is not written",
             "written are BPE tokenizers",
+            subject=str(path),
         )
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise RefusedError(
-                f"{path}: model.{key} = {model[key]!a:.40}: llama.cpp has no such pieces",
+                f"model.{key} = {model[key]!a:.40}: llama.cpp has no such pieces",
                 "this tokenizer cannot be carried",
+                subject=str(path),
             )
     settings = read_settings(root / "tokenizer_config.json")
     pieces = pieces_by_id(path, model["vocab"])
@@ -247,9 +254,10 @@ def _tokens_past_embedding(
         )
         if ordinary or piece in around:
             raise InputError(
-                f"{path}: token {piece!r} has id {number}, the embedding has {rows} rows",
+                f"token {piece!r} has id {number}, the embedding has {rows} rows",
                 "tokenizer and weights are not of one model, or the embedding was not resized",
                 file=str(path),
+                subject=str(path),
             )
     return past
 
@@ -272,10 +280,11 @@ def _fill_tokens(
         content = item["content"].replace(SENTENCEPIECE_SPACE, " ") if spaced else item["content"]
         if pieces.get(item["id"], item["content"]) != item["content"]:
             raise InputError(
-                f"{path}: tokens {pieces[item['id']]!r} and {content!r} both have id {item['id']}",
+                f"tokens {pieces[item['id']]!r} and {content!r} both have id {item['id']}",
                 "ids of its vocabulary are missing, and added tokens get the ids after the number of pieces: save the "
                 "tokenizer again with every id in use",
                 file=str(path),
+                subject=str(path),
             )
         added[item["id"]] = pieces[item["id"]] = content
         if kinds.get(item["id"]) is not TokenType.UNKNOWN:
@@ -310,7 +319,7 @@ def _fill_tokens(
         ]
     if len(set(found.tokens)) != rows:
         raise InputError(
-            f"{path}: two tokens are spelled alike", "the file is damaged", file=str(path)
+            "two tokens are spelled alike", "the file is damaged", file=str(path), subject=str(path)
         )
 
 
@@ -341,9 +350,10 @@ def carried_vocabulary(path: Path, rows: int) -> CarriedVocabulary:
     tokens: list[str] = file.value("tokenizer.ggml.tokens", list)
     if len(tokens) != rows:
         raise InputError(
-            f"{path}: {len(tokens)} tokens, the embedding has {rows} rows",
+            f"{len(tokens)} tokens, the embedding has {rows} rows",
             "the file is damaged",
             file=str(path),
+            subject=str(path),
         )
     keys = {
         key: value
@@ -509,8 +519,9 @@ def _check_bytes(path: Path, vocab: Mapping[str, int]) -> None:
     missing = [name for name in (f"<0x{byte:02X}>" for byte in range(256)) if name not in vocab]
     if missing:
         raise RefusedError(
-            f"{path}: byte_fallback, and {len(missing)} of the 256 bytes are no pieces, {missing[0]} first",
+            f"byte_fallback, and {len(missing)} of the 256 bytes are no pieces, {missing[0]} first",
             "llama.cpp needs all of them: this tokenizer cannot be carried",
+            subject=str(path),
         )
 
 
@@ -527,9 +538,10 @@ def _check_merges(
             pair = piece[:cut], piece[cut:]
             if pair[0] in vocab and pair[1] in vocab and pair not in known:
                 raise RefusedError(
-                    f"{path}: {pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
+                    f"{pair[0]!r} and {pair[1]!r} are pieces but no merge gives {piece!r}: llama.cpp would "
                     "join them, this tokenizer does not",
                     "accept other tokens for some words with --pre-tokenizer default",
+                    subject=str(path),
                 )
 
 
@@ -537,9 +549,10 @@ def check_lengths(path: Path, pieces: Iterable[str]) -> None:
     """Raise `InputError` if the tokens are too long to check all their splits."""
     if sum(len(piece) ** 2 for piece in pieces) > _MAX_SQUARES:
         raise InputError(
-            f"{path}: pieces of such lengths are no vocabulary",
+            "pieces of such lengths are no vocabulary",
             "take the file of the original model",
             file=str(path),
+            subject=str(path),
         )
 
 
@@ -581,19 +594,22 @@ def _adds_space_prefix(
             )
             if node.get("split", True) and across is not None and not named:
                 raise RefusedError(
-                    f"{path}: Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
+                    f"Metaspace splits a text at spaces, llama.cpp does not, and joins {across!r}",
                     "accept other tokens for some words with --pre-tokenizer default",
+                    subject=str(path),
                 )
         elif kind == "Replace" and spaces and node.get("content") == SENTENCEPIECE_SPACE:
             replaced = True
         elif not (kind == "Split" and spaces and replaced):
             raise RefusedError(
-                f"{path}: llama.cpp's tokenizer has no step {kind!r}",
+                f"llama.cpp's tokenizer has no step {kind!r}",
                 "this tokenizer cannot be carried",
+                subject=str(path),
             )
     if not replaced:
         raise RefusedError(
-            f"{path}: no step writes spaces as {SENTENCEPIECE_SPACE}, and llama.cpp does",
+            f"no step writes spaces as {SENTENCEPIECE_SPACE}, and llama.cpp does",
             "this tokenizer cannot be carried",
+            subject=str(path),
         )
     return prefix

@@ -117,13 +117,12 @@ def open_adapter(path: Path) -> Adapter:
         if name not in names:
             pickled = name == WEIGHTS and PICKLE in names
             raise InputError(
-                f"{path}: {PICKLE} is a pickle, which is never read"
-                if pickled
-                else f"{path}: no {name}",
+                f"{PICKLE} is a pickle, which is never read" if pickled else f"{path}: no {name}",
                 "save it with safetensors: model.save_pretrained(DIR, safe_serialization=True)"
                 if pickled
                 else "give the directory that PEFT's save_pretrained wrote",
                 file=str(path / name),
+                subject=str(path),
             )
     text = FILES.read(path / CONFIG, roles.SETTINGS, path)
     config = parse_object(text, path / CONFIG, roles.SETTINGS)
@@ -169,7 +168,7 @@ def _sort_tensors(
         if entry.dtype not in _FLOATS:
             raise _tensor_error(path, name, f"{entry.dtype} is no type of an adapter")
     if not parts and not replaced:
-        raise InputError(f"{path / WEIGHTS}: the adapter holds nothing", "fetch it again")
+        raise InputError("the adapter holds nothing", "fetch it again", subject=str(path / WEIGHTS))
     every = "".join(f".{inner}\n" for inner in replaced)
     for name in modules_saved_whole(config):
         if f".{name}." not in every:
@@ -224,10 +223,11 @@ _UNKNOWN = "the adapter is damaged, or of a kind that is not merged here: merge 
 
 def _tensor_error(path: Path, name: str, what: str, hint: str = _UNKNOWN) -> InputError:
     return InputError(
-        f"{path / WEIGHTS}: tensor {name!r}: {what}",
+        f"tensor {name!r}: {what}",
         hint,
         file=str(path / WEIGHTS),
         tensor=name,
+        subject=str(path / WEIGHTS),
     )
 
 
@@ -281,11 +281,12 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
         what = f"modules_to_save of more than {_MOST_SAVED} entries"
     if what:
         raise InputError(
-            f"{file}: {what}: not merged here",
+            f"{what}: not merged here",
             "PEFT merges no such adapter either: what it learned are inputs, not weights"
             if kind in _UNMERGEABLE_TYPES
             else merge_steps("MODEL", str(file.parent)),
             file=str(file),
+            subject=str(file),
         )
 
 
@@ -326,7 +327,7 @@ def module_number(
     """Return a number of the configuration for a module: that of the first matching pattern, else the default."""
     found, special = config.get(key), config.get(table) or {}
     if not isinstance(special, Mapping):
-        raise InputError(f"{file}: {table} is no table", file=str(file))
+        raise InputError(f"{table} is no table", file=str(file), subject=str(file))
     for pattern, value in special.items():
         if patterns.matches_pattern(rf"(.*\.)?({pattern})", module, full_match=True):
             found = value
@@ -339,9 +340,10 @@ def module_number(
         or not least < found < 2**31
     ):
         raise InputError(
-            f"{file}: {key} = {found!r} of {module}",
+            f"{key} = {found!r} of {module}",
             "the product is times lora_alpha / r, or over the root of r: r is a whole number of at least 1, the number"
             " of rows of lora_A; lora_alpha any number but 0, with which the adapter changes nothing",
             file=str(file),
+            subject=str(file),
         )
     return found

@@ -166,4 +166,4 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
 
 
 def _error(path: Path, kind: str, what: str, hint: str) -> InputError:
-    return InputError(f"{path}: {kind} heads: {what}", hint, file=str(path))
+    return InputError(f"{kind} heads: {what}", hint, file=str(path), subject=str(path))

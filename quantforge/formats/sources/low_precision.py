@@ -70,8 +70,9 @@ def decode_if_unsupported(checkpoint: Checkpoint) -> Checkpoint:
     """
     if is_draft(checkpoint.config):
         raise RefusedError(
-            f"{checkpoint.path}: {model_type_or_draft(checkpoint.config)} heads, no model: they guess for one",
+            f"{model_type_or_draft(checkpoint.config)} heads, no model: they guess for one",
             f"quantforge generate MODEL --draft {shlex.quote(str(checkpoint.path))}",
+            subject=str(checkpoint.path),
         )
     return checkpoint if _reader(checkpoint) is None else decode_if_low_precision(checkpoint)
 

@@ -174,10 +174,11 @@ def _resized_error(
     what = f"{rows - own} tokens were added" if rows > own else f"{own - rows} tokens were removed"
     have = "have" if len(resized) > 1 else "has"
     return InputError(
-        f"{adapter.path}: {what} before it was trained: {' and '.join(resized)} {have} {rows} rows in the adapter,"
+        f"{what} before it was trained: {' and '.join(resized)} {have} {rows} rows in the adapter,"
         f" {own} in {checkpoint.path}",
         merge_steps(str(checkpoint.path), str(adapter.path), rows),
         file=str(adapter.path / WEIGHTS),
+        subject=str(adapter.path),
     )
 
 
@@ -186,19 +187,21 @@ def _mismatch_error(
 ) -> InputError:
     more = f"; and {len(problems) - 10} more" if len(problems) > 10 else ""
     return InputError(
-        f"{adapter.path}: the adapter does not fit {checkpoint.path} ({len(problems)}):"
+        f"the adapter does not fit {checkpoint.path} ({len(problems)}):"
         f" {'; '.join(problems[:10])}{more}",
         hint,
         file=str(adapter.path / CONFIG),
+        subject=str(adapter.path),
     )
 
 
 def _no_bias_error(checkpoint: Checkpoint, adapter: Adapter, tensor: str, name: str) -> InputError:
     return InputError(
-        f"{adapter.path}: lora_bias adds to {name}, which {checkpoint.path} does not have",
+        f"lora_bias adds to {name}, which {checkpoint.path} does not have",
         "PEFT merges no such adapter either: train it without lora_bias",
         file=str(adapter.path / WEIGHTS),
         tensor=tensor,
+        subject=str(adapter.path),
     )
 
 

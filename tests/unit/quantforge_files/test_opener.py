@@ -18,7 +18,9 @@ class Refused(Exception):
     pass
 
 
-FILES = Opener(lambda message, hint, file: Refused(f"{message} | {hint} | {file}"))
+FILES = Opener(
+    lambda detail, hint, subject, file: Refused(f"{subject}: {detail} | {hint} | {file}")
+)
 
 
 @pytest.fixture
