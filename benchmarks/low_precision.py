@@ -28,7 +28,7 @@ from quantforge.packers import get_packer
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.tokenizer import load_tokenizer
 
 # label: model, method, scheme, format, further options
@@ -66,7 +66,7 @@ def main() -> None:
     torch.set_num_threads(1)
     document = {"setting": setting(options), "speed": speed()}
     rows = draw(
-        Request(str(options.evaluation), options.windows, 512, 0), load_tokenizer(options.model)
+        RowRequest(str(options.evaluation), options.windows, 512, 0), load_tokenizer(options.model)
     ).ids
     references = {"model": log_probabilities(options.model, rows)}
     references["outliers"] = log_probabilities(options.outliers, rows)

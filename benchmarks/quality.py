@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.tokenizer import load_tokenizer
 
 SCHEMES = ("int4:g128:sym", "int3:g128:sym", "int2:g64:asym")
@@ -65,7 +65,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for seed in range(options.seeds):
             sample = draw(
-                Request(str(options.calibration), options.samples, options.length, seed),
+                RowRequest(str(options.calibration), options.samples, options.length, seed),
                 load_tokenizer(options.model),
             )
             np.save(f"{scratch}/rows.npy", sample.ids.numpy())

@@ -111,10 +111,10 @@ def synthetic(path: Path, options: argparse.Namespace) -> Path:
 
 def save_rows(model: Path, text: Path, rows: int, out: Path) -> None:
     """The rows that our run will draw, for the peer."""
-    from quantforge_calibration.draw import Request, draw
+    from quantforge_calibration.draw import RowRequest, draw
     from quantforge_calibration.tokenizer import load_tokenizer
 
-    sample = draw(Request(str(text), rows, LENGTH, 0), load_tokenizer(model))
+    sample = draw(RowRequest(str(text), rows, LENGTH, 0), load_tokenizer(model))
     np.save(out, sample.ids.numpy())
 
 

@@ -25,7 +25,7 @@ from quantforge.evaluation.bench_requests import (
     RequestStream,
     ServedRequest,
     Slo,
-    figures,
+    summarize,
 )
 from quantforge.evaluation.bench_senders import send_to_server
 
@@ -103,8 +103,8 @@ def measure(url: str, model: str) -> tuple[list[ServedRequest], dict[str, float]
 
 def lines(found: list[ServedRequest], counted: dict[str, float]) -> list[str]:
     """Return the table: our figures, and the server's."""
-    ours = figures(found, Slo.parse(LIMITS, "--slo"), None)
-    done = [one for one in found if one.times and not one.error]
+    ours = summarize(found, Slo.parse(LIMITS, "--slo"), None)
+    done = [one for one in found if one.token_times and not one.error]
     means = {
         "TTFT": sum(one.ttft for one in done) / len(done),
         "TPOT": sum(one.tpot for one in done if one.tpot is not None) / len(done),

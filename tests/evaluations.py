@@ -24,7 +24,7 @@ TRIAL = {"windows": 4, "length": 1024, "tokens_sha256": "0" * 64, "requests": 16
 
 
 def cache_rows() -> list[dict]:
-    """Figures of a model with two caches, as `quantforge.evaluation.cache_quality.try_caches` returns them."""
+    """Figures of a model with two caches, as `quantforge.evaluation.cache_quality.compare_caches` returns them."""
     sizes = {"16bit": (2048, 16), "int8": (1056, 31), "k=int8,v=int4": (848, 38)}
     return [_cache_row(number, kind, *sizes[kind]) for number, kind in enumerate(sizes)]
 

@@ -1,9 +1,9 @@
-"""Names and digests under which a SOURCE is cited in a file that is published: never where it lies.
+"""Cite calibration sources in published files by name and digest instead of local paths.
 
-``../mine/talks.txt=3,builtin=1`` is cited as ``talks.txt=3,builtin=1`` beside the SHA-256 of every file, in the form
-of ``sha256sum``: ``DIGEST  talks.txt``. The same text under another path, or of another person, is cited alike, so that
-the same bytes come out. Of a directory the digest is that of the list of its files that are read; a dataset of the hub
-is cited by the name that it has there.
+``../mine/talks.txt=3,builtin=1`` is cited as ``talks.txt=3,builtin=1`` together with the SHA-256 of every file, in the
+format of ``sha256sum``: ``DIGEST  talks.txt``. The same text under another path, or on another machine, has the same
+citation, so that published files are byte-identical. The digest of a directory is that of the list of its files that
+are read; a dataset of the hub is cited by its name there.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quantforge_calibration.readers import check_head
+from quantforge_calibration.readers import check_is_text
 from quantforge_calibration.source_error import FILES
-from quantforge_calibration.sources import Source, files_of, parse_sources
+from quantforge_calibration.sources import Source, parse_sources, source_files
 from quantforge_files.roles import TABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """A SOURCE without its paths.
+    """A SOURCE without local paths.
 
     Attributes:
-        source: names for paths, otherwise as typed.
-        digests: ``DIGEST  NAME`` of each part that is a file or a directory here, in order.
+        source: the SOURCE with names in place of paths.
+        digests: ``DIGEST  NAME`` for each part that is a local file or directory, in order.
     """
 
     source: str
@@ -33,7 +33,7 @@ class Citation:
 
 
 def cite(text: str) -> Citation:
-    """Cite a SOURCE; reads its files.
+    """Cite a SOURCE, reading its files to compute their digests.
 
     Raises:
         SourceError: as `parse_sources`, or a file cannot be read.
@@ -41,7 +41,7 @@ def cite(text: str) -> Citation:
     parts = parse_sources(text)
     names = [_name(part) for part in parts]
     return Citation(
-        _text(parts, names),
+        _format_source(parts, names),
         tuple(
             f"{_digest(part)}  {name}"
             for part, name in zip(parts, names, strict=True)
@@ -50,44 +50,47 @@ def cite(text: str) -> Citation:
     )
 
 
-def same(text: str, cited: str, digests: Sequence[str]) -> bool:
-    """Return whether a SOURCE has the cited texts and weights, whatever its files are called here.
+def matches_citation(text: str, cited: str, digests: Sequence[str]) -> bool:
+    """Return whether a SOURCE has the cited texts and weights, regardless of local file names.
 
     Raises:
         SourceError: as `cite`.
     """
     parts = parse_sources(text)
-    found = [_digest(part) for part in parts if part.path is not None]
-    if found != [digest.partition("  ")[0] for digest in digests]:
+    own_digests = [_digest(part) for part in parts if part.path is not None]
+    if own_digests != [digest.partition("  ")[0] for digest in digests]:
         return False
-    return _text(parts, _stated(parts, digests)) == cited
+    return _format_source(parts, _cited_part_names(parts, digests)) == cited
 
 
-def titles(text: str, digests: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that a citation of a SOURCE gives to its parts; errors as `cite`."""
+def cited_names(text: str, digests: Sequence[str]) -> tuple[str, ...]:
+    """Return the name that a citation gives to each part of a SOURCE; raises as `cite` does."""
     parts = parse_sources(text)
-    return tuple(map(_title, parts, _stated(parts, digests)))
+    return tuple(map(_format_part, parts, _cited_part_names(parts, digests)))
 
 
-def _stated(parts: Sequence[Source], digests: Sequence[str]) -> list[str]:
-    """Return the name of every part; of files as the digests of a citation state them."""
+def _cited_part_names(parts: Sequence[Source], digests: Sequence[str]) -> list[str]:
+    """Return the name of every part; names of files are taken from the digests of the citation."""
     names = iter([digest.partition("  ")[2] for digest in digests])
     return [part.name if part.path is None else next(names, _name(part)) for part in parts]
 
 
-def _text(parts: Sequence[Source], names: Sequence[str]) -> str:
-    """Return the parts under these names, with their weights."""
+def _format_source(parts: Sequence[Source], names: Sequence[str]) -> str:
+    """Format parts with the given names and their weights as a SOURCE."""
     return ",".join(
-        _title(part, name) + ("" if part.weight == 1 else f"={part.weight!r}".removesuffix(".0"))
+        _format_part(part, name)
+        + ("" if part.weight == 1 else f"={part.weight!r}".removesuffix(".0"))
         for part, name in zip(parts, names, strict=True)
     )
 
 
 def _name(part: Source) -> str:
+    """Return the name of a part without its directory."""
     return part.name if part.path is None else part.path.resolve().name
 
 
-def _title(part: Source, name: str) -> str:
+def _format_part(part: Source, name: str) -> str:
+    """Format a part with the given name, its split and its column."""
     if part.path is None:
         return name
     fields = [part.split, part.column] if part.kind == "directory" else [part.column]
@@ -95,17 +98,19 @@ def _title(part: Source, name: str) -> str:
 
 
 def _digest(part: Source) -> str:
+    """Return the SHA-256 of the content of a part; "" if it is not a local file or directory."""
     if part.path is None:
         return ""
     if part.kind == "file":
         return _sha256(part.path)
     lines = (
-        f"{_sha256(file)}  {file.relative_to(part.path)}\n" for file in files_of(part.path, part)
+        f"{_sha256(file)}  {file.relative_to(part.path)}\n"
+        for file in source_files(part.path, part)
     )
     return hashlib.sha256("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
 def _sha256(path: Path) -> str:
-    check_head(path)
+    check_is_text(path)
     with FILES.stream(path, TABLE, None) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

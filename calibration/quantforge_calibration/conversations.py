@@ -1,8 +1,8 @@
-"""The conversation in a row of a data set: messages, and the other variables of its chat template.
+"""Parse the conversation in a row of a dataset: messages, and other variables of the chat template.
 
 A row has ``messages``, and may have ``tools``, ``documents`` and ``chat_template_kwargs``: the arguments of
 transformers' ``apply_chat_template``. Each may be a JSON string of its value, as in tables where all values of a column
-need the same type; so may an item of a list.
+have the same type; so may each item of a list.
 """
 
 from __future__ import annotations
@@ -49,23 +49,28 @@ class Conversation:
     where: str = ""
     file: str = ""
 
-    def given(self) -> dict[str, Any]:
+    def template_variables(self) -> dict[str, Any]:
         """Return the variables of the template by name, as transformers passes them."""
         return {
-            MESSAGES: [_plain(message) for message in self.messages],
+            MESSAGES: [_normalize_message(message) for message in self.messages],
             TOOLS: self.tools,
             DOCUMENTS: self.documents,
             **self.kwargs,
         }
 
-    def beside(self) -> list[str]:
+    def extra_variables(self) -> list[str]:
         """Return the names of all variables that are set (not None), except the messages."""
-        listed = {TOOLS: self.tools, DOCUMENTS: self.documents, **self.kwargs}
-        return [name for name, value in listed.items() if value is not None]
+        variables = {TOOLS: self.tools, DOCUMENTS: self.documents, **self.kwargs}
+        return [name for name, value in variables.items() if value is not None]
 
 
 def conversation(where: str, file: str, fields: Mapping[str, Any]) -> Conversation | None:
-    """Return the conversation in a row; None if it has no messages.
+    """Parse the conversation in a row; return None if it has no messages.
+
+    Args:
+        where: file and row, for error messages.
+        file: name of the file.
+        fields: fields of the row.
 
     Raises:
         SourceError: a field has the wrong type, or as `check_names`; the message names the row.
@@ -75,7 +80,7 @@ def conversation(where: str, file: str, fields: Mapping[str, Any]) -> Conversati
         return None
     kwargs = _value(where, KWARGS, fields.get(KWARGS))
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise _wrong(where, KWARGS, kwargs, "an object")
+        raise _type_error(where, KWARGS, kwargs, "an object")
     check_names(where, kwargs or {})
     return Conversation(
         messages,
@@ -88,12 +93,12 @@ def conversation(where: str, file: str, fields: Mapping[str, Any]) -> Conversati
 
 
 def messages_in(where: str, fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the messages in a row, an empty list if it has none; errors as `conversation`."""
+    """Return the messages in a row, [] if it has none; raises as `conversation` does."""
     return _objects(where, MESSAGES, fields.get(MESSAGES)) or []
 
 
 def check_names(where: str, kwargs: Iterable[str]) -> None:
-    """Refuse names that cannot be variables of a chat template.
+    """Check that names can be variables of a chat template.
 
     Raises:
         SourceError: a name is in `RESERVED`.
@@ -107,16 +112,17 @@ def check_names(where: str, kwargs: Iterable[str]) -> None:
 
 
 def _objects(where: str, name: str, value: Any) -> list[Mapping[str, Any]] | None:
-    found = _value(where, name, value)
-    if found is None:
+    """Parse a field that must be a list of objects; return None if it is missing."""
+    parsed = _value(where, name, value)
+    if parsed is None:
         return None
-    if not isinstance(found, list):
-        raise _wrong(where, name, found, "a list of objects")
-    items = [_value(where, f"{name}[{n}]", item) for n, item in enumerate(found)]
-    for number, item in enumerate(items):
+    if not isinstance(parsed, list):
+        raise _type_error(where, name, parsed, "a list of objects")
+    objects = [_value(where, f"{name}[{index}]", item) for index, item in enumerate(parsed)]
+    for number, item in enumerate(objects):
         if not isinstance(item, Mapping):
-            raise _wrong(where, f"{name}[{number}]", item, "an object")
-    return items
+            raise _type_error(where, f"{name}[{number}]", item, "an object")
+    return objects
 
 
 def _value(where: str, name: str, value: Any) -> Any:
@@ -126,27 +132,29 @@ def _value(where: str, name: str, value: Any) -> Any:
     if not value.strip():
         return None
     data = value.encode(errors="surrogatepass")
-    place = f"{where}: {name}"
-    FILES.check_json(data, place, LINE)
+    location = f"{where}: {name}"
+    FILES.check_json(data, location, LINE)
     try:
         return json.loads(value)
     except (ValueError, RecursionError) as error:
         raise SourceError(
-            f"{place} is a string that is not JSON: {error}",
+            f"{location} is a string that is not JSON: {error}",
             "write its value, or a JSON string of it",
         ) from error
 
 
-def _wrong(where: str, name: str, value: Any, rule: str) -> SourceError:
+def _type_error(where: str, name: str, value: Any, expected: str) -> SourceError:
+    """Return the error for a value of the wrong type."""
     return SourceError(
-        f"{where}: {name} is {type(value).__name__}", f"{rule} is expected, or a JSON string of it"
+        f"{where}: {name} is {type(value).__name__}",
+        f"{expected} is expected, or a JSON string of it",
     )
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message without null fields, and with its reasoning copied to each key that templates read it from."""
-    found = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((found[name] for name in _REASONING if name in found), None)
+def _normalize_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove null fields from a message, and copy its reasoning to each key that templates read it from."""
+    fields = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((fields[name] for name in _REASONING if name in fields), None)
     if reasoning is None:
-        return found
-    return {"thinking": reasoning, **found, "reasoning_content": reasoning}
+        return fields
+    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}

@@ -1,8 +1,8 @@
-"""Rows of token ids from a SOURCE, in one call.
+"""Draw calibration rows of token ids from a SOURCE in one call.
 
-How much is read follows from what is wanted: `BYTES_PER_TOKEN` bytes of text for every token of the
-rows, several times what English needs, so that the rows can be spread over more text than they use
-and a huge file costs no more than a small one.
+The amount of text to read follows from the request: `BYTES_PER_TOKEN` bytes for every token of the rows, several times
+what English text needs, so that the rows are spread over more text than they use and a huge file costs no more than a
+small one.
 """
 
 from __future__ import annotations
@@ -22,22 +22,34 @@ from quantforge_calibration.row_processor import load_processor
 from quantforge_calibration.sampler import (
     Choice,
     Sample,
-    combine,
-    given_rows,
+    concatenate_samples,
     pack_rows,
-    sample_of_images,
     with_random_rows,
+    wrap_image_rows,
+    wrap_rows,
 )
 from quantforge_calibration.source_error import SourceError
 from quantforge_calibration.sources import Corpus, Source, documents, parse_sources
 from quantforge_calibration.tokenizer import TextTokenizer
 
-OwnRows = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
+RowGenerator = Callable[[int, int], Tensor]  # (rows, length) -> int64 [rows, length]
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """Request for rows: everything that decides them, besides the files and the tokenizer."""
+class RowRequest:
+    """Everything that determines the rows, apart from the files and the tokenizer.
+
+    Attributes:
+        source: the SOURCE.
+        rows: number of rows.
+        length: token ids per row.
+        seed: seed of the random choices.
+        choose: how windows of the text are chosen, see `pack_rows`.
+        corpus: which text ``builtin`` refers to.
+        allow_fewer: whether other sources than ``builtin`` may yield fewer rows.
+        random: fraction of the rows that consist of random tokens.
+        offline: never access the hub.
+    """
 
     source: str = "builtin"
     rows: int = 128
@@ -45,33 +57,32 @@ class Request:
     seed: int = 0
     choose: Choice = "spread"
     corpus: Corpus = "calibration"
-    allow_fewer: bool = False  # of other sources too; builtin always may
-    random: float = 0.0  # share of the rows whose tokens are drawn at random
+    allow_fewer: bool = False
+    random: float = 0.0
     offline: bool = False
 
 
 def draw(
-    request: Request,
+    request: RowRequest,
     tokenizer: TextTokenizer,
     *,
     chat: ChatTemplate | None = None,
-    own_rows: OwnRows | None = None,
+    generate_rows: RowGenerator | None = None,
     model: Path | None = None,
     unused: UnusedColumns | None = None,
 ) -> Sample:
-    """Read, tokenize and sample.
+    """Read, tokenize and sample rows.
 
     Args:
-        request: source, rows, length, seed ...
-        tokenizer: of the model.
-        chat: renders ``messages``; None leaves them an error.
-        own_rows: makes the rows of the source ``self``.
-        model: the directory whose processor reads the images that rows name; None takes these rows as texts.
-        unused: takes the columns that nothing uses.
+        request: source, rows, length, seed etc.
+        tokenizer: tokenizer of the model.
+        chat: renders ``messages``; None makes messages an error.
+        generate_rows: generates the rows of the source ``self``.
+        model: directory of the model, whose processor reads the images named in rows; None ignores images.
+        unused: collects the columns that are not used.
 
     Returns:
-        ``request.rows`` rows; fewer only where ``builtin`` (or, with ``allow_fewer``, any
-        source) is used up.
+        ``request.rows`` rows; fewer only if ``builtin`` (or, with ``allow_fewer``, any source) has too little text.
 
     Raises:
         SourceError: a source is missing, malformed or too short.
@@ -79,69 +90,76 @@ def draw(
     sources = parse_sources(request.source)
     shares = share_rows(request.rows, [source.weight for source in sources])
     samples = [
-        _own(source, rows, request.length, own_rows)
+        _generated_rows(source, rows, request.length, generate_rows)
         if source.kind == "self"
-        else _read_images(source, rows, request, tokenizer, chat, model, named, unused)
-        if model and (named := first_image(source))
-        else _read(source, rows, request, tokenizer, chat, unused)
+        else _sample_images(source, rows, request, tokenizer, chat, model, first_location, unused)
+        if model and (first_location := first_image(source))
+        else _sample_texts(source, rows, request, tokenizer, chat, unused)
         for source, rows in zip(sources, shares, strict=True)
     ]
-    sample = samples[0] if len(samples) == 1 else combine(samples)
+    sample = samples[0] if len(samples) == 1 else concatenate_samples(samples)
     return with_random_rows(sample, request.random, tokenizer, request.seed)
 
 
-def _own(source: Source, rows: int, length: int, own_rows: OwnRows | None) -> Sample:
-    if own_rows is None:
+def _generated_rows(
+    source: Source, rows: int, length: int, generate_rows: RowGenerator | None
+) -> Sample:
+    """Return the rows of the source ``self``, generated by the caller's function."""
+    if generate_rows is None:
         raise SourceError(f"'{source.name}' needs a model that writes the text", "use builtin")
-    return given_rows(own_rows(rows, length), source.name)
+    return wrap_rows(generate_rows(rows, length), source.name)
 
 
-def _read_images(
+def _sample_images(
     source: Source,
     rows: int,
-    request: Request,
+    request: RowRequest,
     tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
     model: Path,
-    named: str,
+    first_location: str,
     unused: UnusedColumns | None,
 ) -> Sample:
-    most = rows * request.length * BYTES_PER_TOKEN
-    found = image_documents(source, most, chat=chat is not None, unused=unused)
-    processor = load_processor(model, named)
+    """Return rows from a source whose documents contain images; ``first_location`` is its first row with an image."""
+    max_bytes = rows * request.length * BYTES_PER_TOKEN
+    image_docs = image_documents(source, max_bytes, chat=chat is not None, unused=unused)
+    processor = load_processor(model, first_location)
     if chat is not None:
         chat = load_chat_template(model, processor=True)
-    packed = pack_images(_rendered(found, chat, unused), rows, request.length, processor, tokenizer)
-    there = len(packed.ids)
-    if there < (1 if request.allow_fewer else rows):
+    packed = pack_images(
+        _render_messages(image_docs, chat, unused), rows, request.length, processor, tokenizer
+    )
+    row_count = len(packed.ids)
+    if row_count < (1 if request.allow_fewer else rows):
         raise SourceError(
-            f"{source.name} fills {there} rows of {request.length} tokens, {rows} are asked for",
-            f"give more rows, or --samples {there}" if there else "give rows with text",
+            f"{source.name} fills {row_count} rows of {request.length} tokens, {rows} are asked for",
+            f"give more rows, or --samples {row_count}" if row_count else "give rows with text",
         )
-    return sample_of_images(packed, rows, source.name)
+    return wrap_image_rows(packed, rows, source.name)
 
 
-def _rendered(
+def _render_messages(
     documents: Iterator[ImageDocument], chat: ChatTemplate | None, unused: UnusedColumns | None
 ) -> Iterator[ImageDocument]:
-    """Yield documents with the texts of their messages, those without any text left out."""
+    """Yield documents with their messages rendered as text, without documents that have no text."""
     for document in documents:
         text = document.record
         if not isinstance(text, str):
-            assert chat is not None  # without it messages are an error
+            assert chat is not None  # otherwise messages are an error
             text = chat.render(text, unused=unused)
         if text.strip():
             yield replace(document, record=text)
 
 
-def _read(
+def _sample_texts(
     source: Source,
     rows: int,
-    request: Request,
+    request: RowRequest,
     tokenizer: TextTokenizer,
     chat: ChatTemplate | None,
     unused: UnusedColumns | None,
 ) -> Sample:
+    """Return rows from a source of texts."""
     texts = documents(
         source,
         rows * request.length * BYTES_PER_TOKEN,

@@ -1,11 +1,11 @@
-"""Documents of text with images, out of ``.jsonl``: a text or chat messages, and the image files that belong to it.
+"""Read documents of text with images from ``.jsonl``: a text or chat messages, and their image files.
 
-A row names its images in ``image`` (one) or ``images`` (a list), as paths below the folder of the ``.jsonl``; a part of
-a chat message of the type ``image`` names its own, or takes the next of the row's list. Nothing is ever fetched from
-the network. A row without images is a text like any other.
+A row names its images in ``image`` (one) or ``images`` (a list), as paths relative to the directory of the ``.jsonl``;
+a part of a chat message with type ``image`` names its own image, or takes the next one of the row's list. Images are
+never downloaded. A row without images is a plain text.
 
-Pillow reads the images. A file of a few kilobytes can ask for gigabytes of pixels, so Pillow's limit of pixels, for
-which it only warns, is an error here.
+Pillow reads the images. A file of a few kilobytes can expand to gigabytes of pixels, so exceeding Pillow's pixel limit,
+for which Pillow only warns, is an error here.
 """
 
 from __future__ import annotations
@@ -20,22 +20,28 @@ from typing import TYPE_CHECKING, Any
 from quantforge_calibration.conversations import messages_in
 from quantforge_calibration.readers import Record, RowReader, UnusedColumns, json_lines
 from quantforge_calibration.source_error import FILES, SourceError
-from quantforge_calibration.sources import Source, files_of, read_file
+from quantforge_calibration.sources import Source, read_file, source_files
 from quantforge_files.roles import IMAGE, TEXT
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FIELDS = ("images", "image")
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+IMAGE_FIELDS = ("images", "image")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
-COPY = "copy the processor files of the original model: " + ", ".join(PROCESSOR_FILES)
-INSTALL = "pip install 'quantforge[images]'"
+COPY_HINT = "copy the processor files of the original model: " + ", ".join(PROCESSOR_FILES)
+INSTALL_HINT = "pip install 'quantforge[images]'"
 
 
 @dataclass(frozen=True, slots=True)
 class ImageDocument:
-    """A document: ``where`` it stands, its text or messages, and its images in their order."""
+    """A document with images.
+
+    Attributes:
+        where: file and line, for error messages.
+        record: its text or conversation.
+        images: its image files in order.
+    """
 
     where: str
     record: Record
@@ -43,16 +49,16 @@ class ImageDocument:
 
 
 def first_image(source: Source) -> str | None:
-    """Return where a source first names an image, None if it names none.
+    """Return the location of the first row that names an image, or None if there is none.
 
     Raises:
         SourceError: a file cannot be read, or a row that names an image is malformed.
     """
-    for path in files_of(source.path, source) if source.path is not None else ():
+    for path in source_files(source.path, source) if source.path is not None else ():
         if path.suffix.lower() != ".jsonl":
             continue
         for where, fields in json_lines(path, b'"image'):
-            if any(fields.get(name) for name in FIELDS):
+            if any(fields.get(name) for name in IMAGE_FIELDS):
                 return where
             for message in messages_in(where, fields):
                 content = message.get("content")
@@ -68,131 +74,137 @@ def image_documents(
     chat: bool,
     unused: UnusedColumns | None = None,
 ) -> Iterator[ImageDocument]:
-    """Yield the documents of a source that names images.
+    """Yield the documents of a source whose rows name images.
 
     Args:
-        source: a file, or a directory.
-        max_bytes: of a file of plain text.
+        source: a file or a directory.
+        max_bytes: maximum number of bytes to read of a plain text file.
         chat: whether messages are rendered.
-        unused: takes the columns that are not used, while documents are read.
+        unused: collects the columns that are not used.
 
     Raises:
-        SourceError: a row has no text, an image is not named by a path, or a row's messages have more or fewer places
-            for images than it names.
+        SourceError: a row has no text, an image is not given by a path, or the number of images differs from the number
+            of image parts in the messages.
     """
     assert source.path is not None
-    rows = RowReader(source.column or "text", chat, unused or UnusedColumns())
-    for path in files_of(source.path, source):
+    row_reader = RowReader(source.column or "text", chat, unused or UnusedColumns())
+    for path in source_files(source.path, source):
         if path.suffix.lower() != ".jsonl":
-            for text in read_file(path, max_bytes, rows):
+            for text in read_file(path, max_bytes, row_reader):
                 yield ImageDocument(str(path), text)
             continue
         for where, fields in json_lines(path):
-            for found in rows.record(path.name, where, fields, FIELDS):
-                names, record = _placed(where, _names(where, fields), found)
-                images = tuple(_path(where, path.parent, name) for name in names)
-                yield ImageDocument(where, record, images)
+            for record in row_reader.record(path.name, where, fields, IMAGE_FIELDS):
+                names, assigned_record = _assign_images(
+                    where, _listed_images(where, fields), record
+                )
+                images = tuple(_image_path(where, path.parent, name) for name in names)
+                yield ImageDocument(where, assigned_record, images)
 
 
-def check_images(source: Source, rows: int, model: Path, *, chat: bool) -> None:
-    """Refuse what rows with images lack, as far as it is known without reading an image.
+def check_images(source: Source, row_count: int, model: Path, *, chat: bool) -> None:
+    """Check a source with images as far as possible without decoding any image.
 
     Args:
-        source: that names images.
-        rows: of ids that are asked for; each begins with a document of its own.
-        model: the directory with the processor.
+        source: a source whose rows name images.
+        row_count: number of requested rows; each starts with a new document.
+        model: directory of the model with its processor.
         chat: whether messages are rendered.
 
     Raises:
         SourceError: the model has no processor, an image is missing, or there are too few documents.
     """
-    documents = 0
+    document_count = 0
     for document in image_documents(source, TEXT.limit, chat=chat):
-        if not documents:
+        if not document_count:
             check_processor(model, document.where)
         for path in document.images:
             try:
                 FILES.check(path, IMAGE, None)
             except SourceError as error:
-                raise _of_row(document.where, error) from error
-        documents += 1
-        if documents >= rows:
+                raise _row_error(document.where, error) from error
+        document_count += 1
+        if document_count >= row_count:
             return
     raise SourceError(
-        f"{source.name} has {documents} rows, and {rows} are asked for, each of which begins with one of them",
-        f"give more rows, or --samples {documents}" if documents else "give rows with text",
+        f"{source.name} has {document_count} rows, and {row_count} are asked for,"
+        " each of which begins with one of them",
+        f"give more rows, or --samples {document_count}"
+        if document_count
+        else "give rows with text",
     )
 
 
 def check_processor(model: Path, where: str) -> None:
-    """Refuse a model directory without the files of a processor; ``where`` is the row that names an image."""
+    """Raise `SourceError` if a model directory has no processor files; ``where`` is the row that names an image."""
     if not any((model / name).is_file() for name in PROCESSOR_FILES):
         raise SourceError(
             f"{where} names an image, and {model} has no processor: neither {' nor '.join(PROCESSOR_FILES)}",
-            COPY,
+            COPY_HINT,
         )
 
 
 def read_image(path: Path, where: str) -> Image:
-    """Return an image as RGB, turned as its EXIF data says; of several frames the first.
+    """Return an image as RGB, rotated according to its EXIF data; the first frame if it has several.
 
     Args:
-        path: of the file.
+        path: the image file.
         where: the row that names it.
 
     Raises:
-        SourceError: Pillow is missing; the file is missing, is in none of `FORMATS`, is damaged or has too many pixels.
+        SourceError: Pillow is not installed, or the file is missing, damaged, too large or not in `IMAGE_FORMATS`.
     """
     try:
         from PIL import Image as pillow
         from PIL import ImageOps, UnidentifiedImageError
     except ImportError as error:
-        raise SourceError(f"{where} names an image, which Pillow reads", INSTALL) from error
+        raise SourceError(f"{where} names an image, which Pillow reads", INSTALL_HINT) from error
     try:
         data = FILES.read(path, IMAGE, None)
     except SourceError as error:
-        raise _of_row(where, error) from error
+        raise _row_error(where, error) from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", pillow.DecompressionBombWarning)
-            with pillow.open(BytesIO(data), formats=FORMATS) as file:
+            with pillow.open(BytesIO(data), formats=IMAGE_FORMATS) as file:
                 return ImageOps.exif_transpose(file).convert("RGB")
     except Exception as error:  # Pillow raises errors of any kind for a damaged file
-        unknown = isinstance(error, UnidentifiedImageError)
-        reason = "its format is not one of them" if unknown else error
+        unknown_format = isinstance(error, UnidentifiedImageError)
+        reason = "its format is not one of them" if unknown_format else error
         raise SourceError(
             f"{where}: image {path} cannot be read: {reason}",
-            f"give an image as {', '.join(FORMATS)}, no larger than a model reads",
+            f"give an image as {', '.join(IMAGE_FORMATS)}, no larger than a model reads",
         ) from error
 
 
-def _of_row(where: str, error: SourceError) -> SourceError:
+def _row_error(where: str, error: SourceError) -> SourceError:
+    """Add the row that names an image to an error about the image."""
     return SourceError(f"{where}: image {error.message}", error.hint)
 
 
-def _names(where: str, fields: Mapping[str, Any]) -> list[Any]:
-    """Return what a row's own fields name as images."""
-    given = [fields[name] for name in FIELDS if fields.get(name)]
-    if len(given) > 1:
+def _listed_images(where: str, fields: Mapping[str, Any]) -> list[Any]:
+    """Return the images listed in a row's ``image`` or ``images`` field."""
+    values = [fields[name] for name in IMAGE_FIELDS if fields.get(name)]
+    if len(values) > 1:
         raise SourceError(f"{where} has both `image` and `images`", "one of them")
-    names = given[0] if given else []
+    names = values[0] if values else []
     return names if isinstance(names, list) else [names]
 
 
-def _placed(where: str, listed: list[Any], record: Record) -> tuple[list[Any], Record]:
-    """Return the names of images in the order of their places, and the text or conversation without the names."""
+def _assign_images(where: str, listed: list[Any], record: Record) -> tuple[list[Any], Record]:
+    """Return the images in the order of their parts in the messages, and the record without image names."""
     if isinstance(record, str):
         return listed, record
-    left, names, messages = list(listed), [], []
+    remaining, names, messages = list(listed), [], []
     for message in record.messages:
         content = message.get("content")
         parts = content if isinstance(content, list) else []
         for part in filter(_is_image, parts):
-            own = part.get("image") or part.get("path") or part.get("url")
-            names.append(own or (left.pop(0) if left else None))
-        plain = [{"type": "image"} if _is_image(part) else part for part in parts]
-        messages.append({**message, "content": plain} if plain else message)
-    if left or None in names:
+            part_image = part.get("image") or part.get("path") or part.get("url")
+            names.append(part_image or (remaining.pop(0) if remaining else None))
+        unnamed_parts = [{"type": "image"} if _is_image(part) else part for part in parts]
+        messages.append({**message, "content": unnamed_parts} if unnamed_parts else message)
+    if remaining or None in names:
         raise SourceError(
             f"{where} names {len(listed)} image(s) beside its messages, which have {len(names)} place(s) for any",
             'a part {"type": "image"} of a message for each of them, or its path in that part',
@@ -201,15 +213,17 @@ def _placed(where: str, listed: list[Any], record: Record) -> tuple[list[Any], R
 
 
 def _is_image(part: Any) -> bool:
+    """Return whether a part of a chat message is an image."""
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
-def _path(where: str, folder: Path, name: Any) -> Path:
+def _image_path(where: str, folder: Path, name: Any) -> Path:
+    """Return the path of an image, which must be below the directory of the ``.jsonl`` file."""
     if isinstance(name, Mapping):  # as the hub's tables write images
         name = name.get("path")
     path = PurePosixPath(name) if isinstance(name, str) and name.strip() else None
-    address = path is not None and ("://" in name or name.startswith("data:"))
-    if path is None or address or Path(name).is_absolute() or ".." in path.parts:
+    is_url = path is not None and ("://" in name or name.startswith("data:"))
+    if path is None or is_url or Path(name).is_absolute() or ".." in path.parts:
         raise SourceError(
             f"{where}: image {str(name)[:80]!a} is not a path below the folder of the file; nothing is fetched",
             "a path such as images/1.png",

@@ -1,18 +1,17 @@
-"""Reading documents out of files and datasets of the hub, never more of them than asked for.
+"""Read documents from files and hub datasets, never more of them than requested.
 
-Calibration text is untrusted input like any other: it may be ten gigabytes on one line, compressed,
-in another encoding, or not text at all. Every reader here holds a bounded amount in memory and
-turns whatever it meets into a document or into a `SourceError` that names the file (and the line).
+Calibration text is untrusted input: it may be ten gigabytes on one line, compressed, in another encoding, or not text
+at all. Every reader here holds a bounded amount in memory, and turns its input into documents or into a `SourceError`
+that names the file (and the line).
 
-A *record* is what one line of JSON or one row of a table holds: a text, or a conversation.
-Conversations are looked at only when the caller wants them. Columns that nothing reads are collected.
+A *record* is the content of one JSON line or one table row: a text, or a conversation. Conversations are parsed only on
+request. Columns that are not used are collected.
 
-* ``.txt`` (and any suffix not listed): the whole file is **one** document. At most ``max_bytes``
-  are read, in one piece, and the cut is moved back to the last line end; there are no chunks whose
-  size could change the tokens.
-* ``.jsonl``: one object per line, at most so many bytes of it as `quantforge_files.roles.LINE` says.
-* ``.parquet``: streamed in batches of rows, with the declared size of a row group checked first.
-* the hub: streamed through the optional ``datasets`` library.
+* ``.txt`` (and any unknown suffix): the whole file is **one** document. At most ``max_bytes`` are read, in one piece,
+  and the cut is moved back to the last line end; there are no chunks whose size could change the tokens.
+* ``.jsonl``: one object per line, with the line length limited by `quantforge_files.roles.LINE`.
+* ``.parquet``: streamed in batches of rows, after checking the declared size of the row groups.
+* hub: streamed through the optional ``datasets`` library.
 """
 
 from __future__ import annotations
@@ -46,36 +45,40 @@ HEAD_BYTES = 4096
 
 
 class UnusedColumns:
-    """Columns that rows have and nothing uses, by file; collected while documents are read."""
+    """Columns of rows that are not used, collected by file while documents are read.
+
+    Attributes:
+        by_file: names of the unused columns by file name.
+    """
 
     def __init__(self) -> None:
-        self.found: dict[str, set[str]] = {}
+        self.by_file: dict[str, set[str]] = {}
 
     def add(self, file: str, names: Iterable[str]) -> None:
-        """Add columns of a file."""
-        if more := {*names}:
-            self.found.setdefault(file, set()).update(more)
+        """Record unused columns of a file."""
+        if columns := {*names}:
+            self.by_file.setdefault(file, set()).update(columns)
 
-    def note(self) -> str:
-        """Return one sentence that lists them, "" where there are none; files with the same ones are one entry."""
+    def describe(self) -> str:
+        """Return a sentence that lists the columns, "" if there are none; files with the same columns are combined."""
         files: dict[tuple[str, ...], list[str]] = {}
-        for file, columns in sorted(self.found.items()):
+        for file, columns in sorted(self.by_file.items()):
             files.setdefault(tuple(sorted(columns)), []).append(file)
-        listed = []
-        for unused, names in files.items():
-            more = f" and {len(names) - 1} more files" if len(names) > 1 else ""
-            listed.append(f"{', '.join(unused)} in {names[0]}{more}")
-        return f"columns that are not used: {'; '.join(listed)}" if listed else ""
+        entries = []
+        for unused_columns, names in files.items():
+            others = f" and {len(names) - 1} more files" if len(names) > 1 else ""
+            entries.append(f"{', '.join(unused_columns)} in {names[0]}{others}")
+        return f"columns that are not used: {'; '.join(entries)}" if entries else ""
 
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """How rows become records.
+    """Converts rows to records.
 
     Attributes:
-        column: the field with the text.
+        column: name of the column with the text.
         chat: whether a row with messages is a conversation.
-        unused: takes the columns that are not read.
+        unused: collects the columns that are not used.
     """
 
     column: str = "text"
@@ -88,41 +91,41 @@ class RowReader:
         return (self.column, *(conversations.FIELDS if self.chat else ()))
 
     @property
-    def texts(self) -> tuple[str, ...]:
-        """Return the names of the columns of which a row has to have one."""
+    def text_columns(self) -> tuple[str, ...]:
+        """Return the names of the columns of which a row must have at least one."""
         return (self.column, *((conversations.MESSAGES,) if self.chat else ()))
 
     def record(
-        self, file: str, where: str, fields: Mapping[str, Any], also: Iterable[str] = ()
+        self, file: str, where: str, fields: Mapping[str, Any], other_columns: Iterable[str] = ()
     ) -> Iterator[Record]:
-        """Yield the text, or the conversation, of one row; a null yields nothing.
+        """Yield the text or the conversation of one row; yield nothing for a null.
 
         Args:
-            file: the name of the file, for what is not used.
-            where: the file and row, for messages.
-            fields: of the row.
-            also: fields that the caller reads.
+            file: name of the file, to collect unused columns by.
+            where: file and row, for error messages.
+            fields: fields of the row.
+            other_columns: columns that the caller uses.
 
         Raises:
-            SourceError: neither is there, or a field is of another type.
+            SourceError: the row has neither a text nor messages, or a field has the wrong type.
         """
-        talk = conversation(where, file, fields) if self.chat else None
-        read = conversations.FIELDS if talk is not None else (self.column,)
-        given = {name for name, value in fields.items() if value is not None}
-        self.unused.add(file, given.difference(read, also))
-        if talk is not None:
-            yield talk
+        chat_record = conversation(where, file, fields) if self.chat else None
+        used_columns = conversations.FIELDS if chat_record is not None else (self.column,)
+        set_columns = {name for name, value in fields.items() if value is not None}
+        self.unused.add(file, set_columns.difference(used_columns, other_columns))
+        if chat_record is not None:
+            yield chat_record
         elif isinstance(text := fields.get(self.column), str):
             yield text
-        elif text is not None or fields.keys().isdisjoint(self.texts):
-            raise _no_text(where, fields, self.column)
+        elif text is not None or fields.keys().isdisjoint(self.text_columns):
+            raise _missing_text_error(where, fields, self.column)
 
 
-def check_head(path: Path) -> None:
-    """Refuse a file that is not a table of text, by its first bytes, before gigabytes of it are digested.
+def check_is_text(path: Path) -> None:
+    """Check by its first bytes that a file is text or parquet, before reading gigabytes to compute its digest.
 
     Raises:
-        SourceError: compressed, not parquet though named so, or NUL bytes where text should be.
+        SourceError: it is compressed, is not parquet despite its suffix, or has NUL bytes.
     """
     data = FILES.head(path, TABLE, HEAD_BYTES, None)
     _refuse_compressed(path, data)
@@ -134,20 +137,22 @@ def check_head(path: Path) -> None:
 
 
 def read_text(path: Path, max_bytes: int) -> str:
-    """Return the text of a file, or its first ``max_bytes`` (at most `TEXT`'s limit) up to the last line end in them.
+    """Return the text of a file, or its beginning up to the last line end within ``max_bytes``.
+
+    At most the limit of `quantforge_files.roles.TEXT` is read.
 
     Raises:
-        SourceError: the file cannot be read, is compressed, holds NUL bytes or is not UTF-8.
+        SourceError: the file cannot be read, is compressed, has NUL bytes or is not UTF-8.
     """
     max_bytes = min(max_bytes, TEXT.limit)
     data = FILES.head(path, TABLE, max_bytes + 1, None)
     _refuse_compressed(path, data)
-    whole = len(data) <= max_bytes
-    if not whole:
+    is_complete = len(data) <= max_bytes
+    if not is_complete:
         data = data[: data.rfind(b"\n", 0, max_bytes) + 1] or data[:max_bytes]
     try:
         # Not final: a cut inside the last character of a line without end is not an error.
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=whole)
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=is_complete)
     except UnicodeDecodeError as error:
         raise SourceError(
             f"{path} is not UTF-8 text: byte {error.start} cannot be decoded",
@@ -158,18 +163,18 @@ def read_text(path: Path, max_bytes: int) -> str:
     return text
 
 
-def read_jsonl(path: Path, rows: RowReader) -> Iterator[Record]:
-    """Yield the record of every line, one line in memory at a time.
+def read_jsonl(path: Path, row_reader: RowReader) -> Iterator[Record]:
+    """Yield the record of every line, with one line in memory at a time.
 
     Raises:
-        SourceError: a line is too long, is not a JSON object, or lacks the field.
+        SourceError: a line is too long, is not a JSON object, or lacks the column.
     """
     for where, fields in json_lines(path):
-        yield from rows.record(path.name, where, fields)
+        yield from row_reader.record(path.name, where, fields)
 
 
-def json_lines(path: Path, having: bytes = b"") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the object of every line that holds some bytes, with the words for its place.
+def json_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield location and object of every line that contains the given bytes.
 
     Raises:
         SourceError: a line is too long, or is not a JSON object.
@@ -185,15 +190,15 @@ def json_lines(path: Path, having: bytes = b"") -> Iterator[tuple[str, Mapping[s
                 raise SourceError(
                     f"{where} is longer than {LINE.limit} bytes", "write one document per line"
                 )
-            if line.strip() and having in line:
+            if line.strip() and containing in line:
                 yield where, _json_object(where, line)
 
 
-def read_parquet(path: Path, rows: RowReader) -> Iterator[Record]:
-    """Yield the record of every row, 64 rows in memory at a time.
+def read_parquet(path: Path, row_reader: RowReader) -> Iterator[Record]:
+    """Yield the record of every row, with 64 rows in memory at a time.
 
     Raises:
-        SourceError: pyarrow is missing, or the file is malformed or lacks the column.
+        SourceError: pyarrow is not installed, or the file is malformed or lacks the column.
     """
     try:
         from pyarrow.parquet import ParquetFile
@@ -206,37 +211,40 @@ def read_parquet(path: Path, rows: RowReader) -> Iterator[Record]:
             FILES.stream(path, TABLE, None) as opened,
             ParquetFile(opened, buffer_size=1 << 20) as file,
         ):
-            yield from _records(path, file, rows)
+            yield from _parquet_records(path, file, row_reader)
     except SourceError:
         raise
-    except Exception as error:  # pyarrow's own, and what values raise that Python cannot hold
+    except Exception as error:  # errors of pyarrow, or of values that Python cannot represent
         raise SourceError(
             f"{path} cannot be read as parquet: {error}", "write the file again, or use .jsonl"
         ) from error
 
 
-def _records(path: Path, file: ParquetFile, rows: RowReader) -> Iterator[Record]:
+def _parquet_records(path: Path, file: ParquetFile, row_reader: RowReader) -> Iterator[Record]:
+    """Yield the records of an opened parquet file."""
     names = file.schema_arrow.names
-    wanted = [name for name in rows.columns if name in names]
-    if {*names}.isdisjoint(rows.texts):
-        raise _no_text(str(path), names, rows.column)
+    read_columns = [name for name in row_reader.columns if name in names]
+    if {*names}.isdisjoint(row_reader.text_columns):
+        raise _missing_text_error(str(path), names, row_reader.column)
     _check_row_groups(path, file.metadata)
-    rows.unused.add(path.name, {*names}.difference(wanted))
+    row_reader.unused.add(path.name, {*names}.difference(read_columns))
     number = 0
-    for batch in file.iter_batches(batch_size=64, columns=wanted):
+    for batch in file.iter_batches(batch_size=64, columns=read_columns):
         for row in batch.to_pylist(maps_as_pydicts="strict"):
             number += 1
-            yield from rows.record(path.name, f"{path}, row {number}", row)
+            yield from row_reader.record(path.name, f"{path}, row {number}", row)
 
 
-def read_hub(source: str, split: str, rows: RowReader, *, offline: bool) -> Iterator[Record]:
-    """Yield the records of one split of a dataset, named ``NAME:SPLIT[:COLUMN]``.
+def read_hub(source: str, split: str, row_reader: RowReader, *, offline: bool) -> Iterator[Record]:
+    """Yield the records of one split of a hub dataset, named ``NAME:SPLIT[:COLUMN]``.
 
     Raises:
-        SourceError: ``offline``, no library for it, or the dataset cannot be read.
+        SourceError: ``offline`` is set, the datasets library is not installed, or the dataset cannot be read.
     """
-    name, _, rest = source.partition(":")
-    download = f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{rest}"
+    name, _, split_and_column = source.partition(":")
+    download = (
+        f"hf download --repo-type dataset {name} --local-dir DIR; give DIR:{split_and_column}"
+    )
     if offline:
         raise SourceError(
             f"'{name}' is no local path, and --offline forbids asking the hub", download
@@ -250,45 +258,48 @@ def read_hub(source: str, split: str, rows: RowReader, *, offline: bool) -> Iter
         ) from error
     try:
         for number, row in enumerate(load_dataset(name, split=split, streaming=True), 1):
-            yield from rows.record(source, f"{source}, row {number}", row)
+            yield from row_reader.record(source, f"{source}, row {number}", row)
     except SourceError:
         raise
-    except Exception as error:  # datasets passes on whatever its network and file layers raise
+    except Exception as error:  # datasets raises errors of its network and file layers
         raise SourceError(
             f"the hub dataset '{source}' cannot be read: {error}", download
         ) from error
 
 
-def _no_text(where: str, names: Iterable[str], column: str) -> SourceError:
-    fields, value = sorted(names), names.get(column) if isinstance(names, Mapping) else None
+def _missing_text_error(where: str, fields_or_names: Iterable[str], column: str) -> SourceError:
+    """Return the error for a row or table without a text, with a hint that depends on its other columns."""
+    field_names = sorted(fields_or_names)
+    value = fields_or_names.get(column) if isinstance(fields_or_names, Mapping) else None
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         keys = " and ".join(f"'{key}'" for key in sorted(map(str, value[0]))[:4])
-        renamed = (
+        rename_hint = (
             ", 'from' to role (human is user, gpt is assistant), 'value' to content"
             if "from" in value[0]
             else ""
         )
         return SourceError(
             f"{where}: '{column}' is a list of messages with {keys}, not a text",
-            f"rename '{column}' to messages{renamed}, and give the file with --chat-template",
+            f"rename '{column}' to messages{rename_hint}, and give the file with --chat-template",
         )
     if value is not None:
         return SourceError(
             f"{where}: '{column}' is of the type {type(value).__name__}, not a text",
-            f"name the field with the text, FILE:FIELD or DIRECTORY:SPLIT:FIELD, of: {', '.join(fields)[:200]}",
+            f"name the field with the text, FILE:FIELD or DIRECTORY:SPLIT:FIELD, of: {', '.join(field_names)[:200]}",
         )
-    if "messages" in fields:
+    if "messages" in field_names:
         return SourceError(
             f"{where} holds chat messages and no text in '{column}'",
             "to render them: --chat-template, or chat_template = true under [calibration] of a recipe",
         )
     return SourceError(
-        f"{where} has no text in '{column}'; its fields are: {', '.join(fields)[:200]}",
+        f"{where} has no text in '{column}'; its fields are: {', '.join(field_names)[:200]}",
         "name the field: FILE:FIELD or DIRECTORY:SPLIT:FIELD",
     )
 
 
 def _check_row_groups(path: Path, metadata: FileMetaData) -> None:
+    """Raise `SourceError` if a row group of a parquet file is too large."""
     sizes = (metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     if (largest := max(sizes, default=0)) > ROW_GROUP_LIMIT:
         raise SourceError(
@@ -298,10 +309,12 @@ def _check_row_groups(path: Path, metadata: FileMetaData) -> None:
 
 
 def _json_object(where: str, line: bytes) -> Mapping[str, Any]:
+    """Parse a line as a JSON object."""
     return FILES.parse_object(line.removeprefix(codecs.BOM_UTF8), where, LINE, loose=True)
 
 
 def _refuse_compressed(path: Path, data: bytes) -> None:
+    """Raise `SourceError` if the first bytes of a file are those of a compressed format."""
     for magic, (name, command) in COMPRESSED.items():
         if data.startswith(magic):
             raise SourceError(f"{path} is compressed ({name})", f"unpack it: {command} '{path}'")

@@ -1,8 +1,8 @@
-"""The processor of a model: token ids of a text with images, pixel values, and what else the model takes.
+"""The processor of a multimodal model: converts text with images to token ids, pixel values and other model inputs.
 
-It is transformers' own code, chosen by the names of classes in the model's files; code that comes with a model is never
-run. The files are read by our opener and copied into a folder of their own, where a library finds nothing else. Of two
-implementations the one on Pillow is taken, which depends on no further library.
+It is transformers' own code, chosen by the class names in the model's files; code that comes with a model is never run.
+The files are read by our own bounded reader and copied into a temporary directory, so that the library finds no other
+files. Of two implementations the one based on Pillow is used, which needs no other library.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantforge_calibration.image_documents import COPY, PROCESSOR_FILES, check_processor
+from quantforge_calibration.image_documents import COPY_HINT, PROCESSOR_FILES, check_processor
 from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import CARRIED, CONFIG, SETTINGS
 
@@ -27,44 +27,46 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IDS, MASK = "input_ids", "attention_mask"
-VIDEOS = "video_processor"
-_KINDS = ("mm_token_type_ids", "token_type_ids")  # of tokens: 0 for text
-_TEXT_ALONE = "give rows of text alone"
+VIDEO_PROCESSOR = "video_processor"
+_TOKEN_TYPE_KEYS = ("mm_token_type_ids", "token_type_ids")  # value 0 means text
+_TEXT_ONLY_HINT = "give rows of text alone"
 
 
 class RowProcessor:
-    """A processor; calls are safe on several threads.
+    """Thread-safe wrapper of a transformers processor.
 
     Attributes:
-        placeholder: what stands for an image in a text, "" where its class does not tell.
+        placeholder: text that stands for an image, "" if the processor does not define one.
     """
 
     def __init__(self, processor: Any) -> None:
         self._processor, self._lock = processor, threading.Lock()
-        found = getattr(processor, "image_token", None)
-        self.placeholder = found if isinstance(found, str) else ""
-        ids = getattr(processor, "image_token_ids", None) or [
+        image_token = getattr(processor, "image_token", None)
+        self.placeholder = image_token if isinstance(image_token, str) else ""
+        image_token_ids = getattr(processor, "image_token_ids", None) or [
             getattr(processor, "image_token_id", None)
         ]
-        self._images = torch.tensor([item for item in ids if isinstance(item, int)])
+        self._image_token_ids = torch.tensor(
+            [item for item in image_token_ids if isinstance(item, int)]
+        )
 
-    def check(self, text: str, images: int, where: str) -> None:
-        """Refuse a text with more or fewer places for images than it has images."""
-        places = text.count(self.placeholder) if self.placeholder else images
-        if places != images:
+    def check(self, text: str, image_count: int, where: str) -> None:
+        """Check that a text has as many image placeholders as it has images."""
+        placeholders = text.count(self.placeholder) if self.placeholder else image_count
+        if placeholders != image_count:
             raise SourceError(
-                f"{where}: {images} image(s), and its text has {self.placeholder} {places} time(s)",
+                f"{where}: {image_count} image(s), and its text has {self.placeholder} {placeholders} time(s)",
                 f"write {self.placeholder} where an image belongs, or give `messages` and --chat-template",
             )
 
     def __call__(self, text: str, images: Sequence[Image], where: str) -> dict[str, Tensor]:
-        """Return what the model takes of a text: ``input_ids`` ``[1, tokens]``, and the rest by argument.
+        """Return the model inputs of a text by argument name; ``input_ids`` is ``[1, tokens]``.
 
         Raises:
-            SourceError: the processor refuses it.
+            SourceError: the processor refuses the text.
         """
         try:
-            with self._lock:  # the tokenizer inside is set anew for every call
+            with self._lock:  # a call changes settings of the tokenizer inside
                 values = self._processor(
                     text=[text],
                     images=[[*images]] if images else None,
@@ -72,52 +74,52 @@ class RowProcessor:
                     padding=False,
                     truncation=False,
                 )
-        except Exception as error:  # whatever a processor raises about unexpected values
+        except Exception as error:  # a processor may raise anything on unexpected values
             raise SourceError(
-                f"{where}: the model's processor refuses it: {_shortened(error)}",
+                f"{where}: the model's processor refuses it: {_short_message(error)}",
                 "compare the text with the model's publication, and its processor files too",
             ) from error
-        if other := [name for name, value in values.items() if not isinstance(value, Tensor)]:
+        if other_names := [name for name, value in values.items() if not isinstance(value, Tensor)]:
             raise SourceError(
-                f"{where}: the model's processor makes {other[0]}, which is not a tensor",
-                _TEXT_ALONE,
+                f"{where}: the model's processor makes {other_names[0]}, which is not a tensor",
+                _TEXT_ONLY_HINT,
             )
         return {name: value for name, value in values.items() if name != MASK}
 
-    def seen(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return which tokens stand for parts of images, bool ``[tokens]``."""
-        found = torch.isin(values[IDS][0], self._images)
-        for name in _KINDS:
+    def image_mask(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Return which tokens represent parts of images, bool ``[tokens]``."""
+        mask = torch.isin(values[IDS][0], self._image_token_ids)
+        for name in _TOKEN_TYPE_KEYS:
             if name in values:
-                found |= values[name][0] != 0
-        return found
+                mask |= values[name][0] != 0
+        return mask
 
 
 def load_processor(model: Path, where: str) -> RowProcessor:
     """Load the processor of a model directory; ``where`` is the row that names an image.
 
     Raises:
-        SourceError: its files are missing or malformed, transformers has no such class, or that needs other libraries.
+        SourceError: files are missing or malformed, transformers has no such class, or the class needs other libraries.
     """
     check_processor(model, where)
     with tempfile.TemporaryDirectory() as folder:
-        settings = _copied(model, Path(folder))
-        kind = _class(settings, where)
+        json_files = _copy_files(model, Path(folder))
+        processor_class = _processor_class(json_files, where)
         try:
-            return RowProcessor(_loaded(kind, Path(folder)))
-        except Exception as error:  # files that transformers does not expect, or a missing library
+            return RowProcessor(_create_processor(processor_class, Path(folder)))
+        except Exception as error:  # unexpected files, or a missing library
             raise SourceError(
-                f"{where}: the processor of {model} cannot be loaded: {_shortened(error)}",
-                f"install what it names; or {COPY}; or {_TEXT_ALONE}",
+                f"{where}: the processor of {model} cannot be loaded: {_short_message(error)}",
+                f"install what it names; or {COPY_HINT}; or {_TEXT_ONLY_HINT}",
             ) from error
 
 
-def _copied(model: Path, place: Path) -> dict[str, Mapping[str, Any]]:
-    """Copy the files that a processor consists of; return those that are settings, parsed, by name."""
+def _copy_files(model: Path, destination: Path) -> dict[str, Mapping[str, Any]]:
+    """Copy the files of a processor to a directory; return the parsed JSON files by name."""
     path = model / "config.json"
     config = FILES.parse_object(FILES.read(path, CONFIG, model), path, CONFIG, loose=True)
-    settings: dict[str, Mapping[str, Any]] = {path.name: {"model_type": config.get("model_type")}}
-    (place / path.name).write_text(json.dumps(settings[path.name]))
+    json_files: dict[str, Mapping[str, Any]] = {path.name: {"model_type": config.get("model_type")}}
+    (destination / path.name).write_text(json.dumps(json_files[path.name]))
     for name in FILES.listing(model, model):
         role = next((CARRIED[pattern] for pattern in CARRIED if fnmatchcase(name, pattern)), None)
         if role is None:
@@ -125,37 +127,41 @@ def _copied(model: Path, place: Path) -> dict[str, Mapping[str, Any]]:
         data = FILES.read(model / name, role, model)
         if name.endswith(".json"):
             FILES.check_json(data, model / name, role)
-        (place / name).write_bytes(data)
+        (destination / name).write_bytes(data)
         if role is SETTINGS:
-            settings[name] = FILES.parse_object(data, model / name, role, loose=True)
-    return settings
+            json_files[name] = FILES.parse_object(data, model / name, role, loose=True)
+    return json_files
 
 
-def _class(settings: Mapping[str, Mapping[str, Any]], where: str) -> Any:
-    """Return the class of a processor: the one that its files name, else the one of the family."""
+def _processor_class(json_files: Mapping[str, Mapping[str, Any]], where: str) -> Any:
+    """Return the processor class named in the model's files, else that of its model type."""
     from transformers import ProcessorMixin
     from transformers.models.auto import processing_auto as auto
 
     files = (*PROCESSOR_FILES, "tokenizer_config.json")
-    named = [settings[name].get("processor_class") for name in files if name in settings]
-    named.append(auto.PROCESSOR_MAPPING_NAMES.get(settings["config.json"]["model_type"]))
-    name = next((name for name in named if isinstance(name, str)), "")
-    kind = auto.processor_class_from_name(name) if name else None
-    if not isinstance(kind, type) or not issubclass(kind, ProcessorMixin):
+    candidates = [json_files[name].get("processor_class") for name in files if name in json_files]
+    candidates.append(auto.PROCESSOR_MAPPING_NAMES.get(json_files["config.json"]["model_type"]))
+    name = next((name for name in candidates if isinstance(name, str)), "")
+    processor_class = auto.processor_class_from_name(name) if name else None
+    if not isinstance(processor_class, type) or not issubclass(processor_class, ProcessorMixin):
         raise SourceError(
             f"{where} names an image: transformers has no processor {name or 'of this model'}",
-            f"code that comes with a model is never run; {_TEXT_ALONE}",
+            f"code that comes with a model is never run; {_TEXT_ONLY_HINT}",
         )
-    return kind
+    return processor_class
 
 
-def _loaded(kind: Any, place: Path) -> Any:
-    """Load a processor without its part for videos, whose class needs a library that images do not."""
+def _create_processor(processor_class: Any, directory: Path) -> Any:
+    """Create a processor without its video part, whose class needs libraries that images do not."""
     import transformers
 
-    class ImagesAlone(kind):  # type: ignore[misc]
+    class ImageOnlyProcessor(processor_class):  # type: ignore[misc]
         def check_argument_for_proper_class(self, name: str, value: Any) -> Any:
-            return None if name == VIDEOS else super().check_argument_for_proper_class(name, value)
+            return (
+                None
+                if name == VIDEO_PROCESSOR
+                else super().check_argument_for_proper_class(name, value)
+            )
 
     loaders = {
         "image_processor": transformers.AutoImageProcessor,
@@ -163,18 +169,23 @@ def _loaded(kind: Any, place: Path) -> Any:
         "tokenizer": transformers.AutoTokenizer,
     }
     options = {"local_files_only": True, "trust_remote_code": False}
-    parts = {
+    components = {
         name: object.__new__(transformers.BaseVideoProcessor)
-        if name == VIDEOS
+        if name == VIDEO_PROCESSOR
         else loaders[name].from_pretrained(
-            place, **({"backend": "pil"} if name == "image_processor" else {}), **options
+            directory, **({"backend": "pil"} if name == "image_processor" else {}), **options
         )
-        for name in kind.get_attributes()
+        for name in processor_class.get_attributes()
     }
-    values, _ = kind.get_processor_dict(place, **options)
-    own = (inspect.signature(kind.__init__).parameters.keys() & values.keys()) - parts.keys()
-    return ImagesAlone(**parts, **{name: values[name] for name in own})
+    processor_config, _ = processor_class.get_processor_dict(directory, **options)
+    argument_names = (
+        inspect.signature(processor_class.__init__).parameters.keys() & processor_config.keys()
+    ) - components.keys()
+    return ImageOnlyProcessor(
+        **components, **{name: processor_config[name] for name in argument_names}
+    )
 
 
-def _shortened(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
+    """Return the type and message of an error in one line, truncated."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -1,4 +1,4 @@
-"""The one error of this package, a source of text that cannot be used, and the opener of files that raises it."""
+"""The error that this package raises for unusable text, and the file opener that raises it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from quantforge_files.opener import Opener
 
 
 class SourceError(Exception):
-    """Text, a tokenizer or a chat template is missing, malformed, or too little.
+    """Raised if a text, a tokenizer or a chat template is missing, malformed, or too short.
 
-    ``message`` says what is wrong and where, ``hint`` what to type instead.
+    Attributes:
+        message: what is wrong and where.
+        hint: what to do instead.
     """
 
     def __init__(self, message: str, hint: str) -> None:

@@ -1,16 +1,16 @@
-"""A SOURCE, as it is typed, and the documents that it names.
+"""Parse a SOURCE of calibration text as typed by the user, and read its documents.
 
 ====================  ==========================================================================
 ``builtin``           the text that ships with this package (``corpus/``)
-``self``              text that the model writes itself; its token rows are made by the caller
+``self``              text that the model generates; its token rows are supplied by the caller
 ``FILE[:COLUMN]``     ``.txt`` ``.jsonl`` ``.parquet``
 ``DIR[:SPLIT[:COL]]`` a local directory: its files of those kinds whose path contains SPLIT
 ``NAME:SPLIT[:COL]``  a dataset of the hub, through the optional ``datasets`` library
-``a=3,b=1``           a mixture: the rows are shared out by weight
+``a=3,b=1``           a mixture: the rows are divided in proportion to the weights
 ====================  ==========================================================================
 
-A path that exists wins over every other reading, so a file called ``builtin`` or ``a=3,b.txt`` can
-be used.
+An existing path takes precedence over every other interpretation, so a file named ``builtin`` or ``a=3,b.txt`` can be
+used.
 """
 
 from __future__ import annotations
@@ -43,14 +43,23 @@ Corpus = Literal["calibration", "evaluation"]
 
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
-FORMS = (
+FORMS_HINT = (
     "give FILE.txt, FILE.jsonl, FILE.parquet, DIR:SPLIT:COLUMN, HUB/NAME:SPLIT:COLUMN or builtin"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One source of text. ``name`` is what was typed, without the weight."""
+    """One source of text.
+
+    Attributes:
+        kind: kind of the source.
+        name: the source as typed, without its weight.
+        path: local file or directory, if it is one.
+        split: split of a dataset or directory.
+        column: column with the text; "" for the default.
+        weight: weight in a mixture.
+    """
 
     kind: Kind
     name: str
@@ -61,7 +70,7 @@ class Source:
 
 
 def parse_sources(text: str) -> tuple[Source, ...]:
-    """Parse a SOURCE or a mixture of them; looks at the disk, reads nothing, asks no network.
+    """Parse a SOURCE or a mixture; checks which paths exist, but reads no file and uses no network.
 
     Raises:
         SourceError: a part is empty, missing, or not understood.
@@ -81,19 +90,19 @@ def documents(
     offline: bool = False,
     unused: UnusedColumns | None = None,
 ) -> Iterator[str]:
-    """Yield the documents of one source, ``max_bytes`` of UTF-8 in all; the last one is cut there.
+    """Yield the documents of one source, at most ``max_bytes`` of UTF-8 in total; the last one is truncated.
 
     Args:
-        source: from `parse_sources`; not ``self``.
-        max_bytes: where to stop; nothing else about the reading decides the cut.
-        column: the field to read where the source names none.
-        corpus: which of the two texts ``builtin`` means.
-        chat: renders conversations; without it, chat messages are an error.
-        offline: refuse to ask the hub.
-        unused: takes the columns that are not used, while documents are read.
+        source: a source from `parse_sources`, except ``self``.
+        max_bytes: where to stop; the truncation depends on nothing else.
+        column: column to read if the source names none.
+        corpus: which of the two texts ``builtin`` refers to.
+        chat: renders conversations; None makes chat messages an error.
+        offline: never access the hub.
+        unused: collects the columns that are not used.
 
     Raises:
-        SourceError: as the readers do, or when there is no text at all.
+        SourceError: as the readers, or if there is no text at all.
     """
     rows = RowReader(source.column or column, chat is not None, unused or UnusedColumns())
     records: Iterable[Record]
@@ -102,11 +111,11 @@ def documents(
     elif source.kind == "hub":
         records = read_hub(source.name, source.split, rows, offline=offline)
     elif source.path is None:
-        raise SourceError(f"'{source.name}' has no text to read", FORMS)
+        raise SourceError(f"'{source.name}' has no text to read", FORMS_HINT)
     else:
         records = (
             item
-            for path in files_of(source.path, source)
+            for path in source_files(source.path, source)
             for item in read_file(path, max_bytes, rows)
         )
     texts = (
@@ -115,17 +124,18 @@ def documents(
         else cast("ChatTemplate", chat).render(record, unused=rows.unused)
         for record in records
     )
-    return _bounded(texts, max_bytes, source.name)
+    return _limit_bytes(texts, max_bytes, source.name)
 
 
 def builtin(corpus: Corpus = "calibration") -> Iterator[str]:
-    """Yield the documents (one per file, by name) of a corpus that ships here."""
+    """Yield the documents (one per file, by name) of a corpus that ships with this package."""
     folder = files("quantforge_calibration") / "corpus" / corpus
     for file in sorted(folder.iterdir(), key=lambda item: item.name):
         yield file.read_text(encoding="utf-8")
 
 
 def _exists(text: str) -> bool:
+    """Return whether a text is the path of an existing file or directory."""
     try:
         return bool(text.strip()) and Path(text).expanduser().exists()
     except (OSError, RuntimeError, ValueError):  # a name too long for a path; ~nobody; a null
@@ -133,6 +143,7 @@ def _exists(text: str) -> bool:
 
 
 def _parse_weighted(item: str) -> Source:
+    """Parse a part of a mixture with an optional weight."""
     name, equals, weight = item.rpartition("=")
     if not equals or _exists(item):
         return _parse_one(item)
@@ -149,25 +160,27 @@ def _parse_weighted(item: str) -> Source:
 
 
 def _parse_one(name: str) -> Source:
+    """Parse a source without a weight."""
     for colons in range(3):
         head, *fields = name.rsplit(":", colons)
         if len(fields) == colons and _exists(head):
-            return _local(name, Path(head).expanduser(), fields)
+            return _local_source(name, Path(head).expanduser(), fields)
     if name in ("builtin", "self"):
         return Source("builtin" if name == "builtin" else "self", name)
     head, *fields = name.split(":")
     if head.endswith(SUFFIXES) or head.startswith((".", "/", "~")) or head.count("/") > 1:
-        raise SourceError(f"there is no file or directory '{head}'", FORMS)
+        raise SourceError(f"there is no file or directory '{head}'", FORMS_HINT)
     if not 1 <= len(fields) <= 2 or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", head):
         close = get_close_matches(name, ("builtin", "self"), n=1)
         raise SourceError(
             f"'{name}' is not a source of text: no such file, and not NAME:SPLIT",
-            f"did you mean '{close[0]}'?" if close else FORMS,
+            f"did you mean '{close[0]}'?" if close else FORMS_HINT,
         )
     return Source("hub", name, split=fields[0], column="".join(fields[1:]))
 
 
-def _local(name: str, path: Path, fields: list[str]) -> Source:
+def _local_source(name: str, path: Path, fields: list[str]) -> Source:
+    """Create the source for an existing path with its split and column."""
     if path.is_dir():
         split, column = [*fields, "", ""][:2]
         return Source("directory", name, path, split, column)
@@ -176,28 +189,28 @@ def _local(name: str, path: Path, fields: list[str]) -> Source:
     return Source("file", name, path, column="".join(fields))
 
 
-def files_of(path: Path, source: Source) -> list[Path]:
-    """Return the files of a local source, sorted; `SourceError` when a directory has none for its split."""
+def source_files(path: Path, source: Source) -> list[Path]:
+    """Return the files of a local source, sorted; raise `SourceError` if a directory has none for its split."""
     if source.kind == "file":
         return [path]
-    found = [item for item in FILES.below(path) if item.suffix in SUFFIXES]
-    chosen = [item for item in found if source.split in str(item.relative_to(path))]
-    if not chosen:
-        names = ", ".join(item.name for item in found[:8]) or "none"
+    candidates = [item for item in FILES.below(path) if item.suffix in SUFFIXES]
+    matching = [item for item in candidates if source.split in str(item.relative_to(path))]
+    if not matching:
+        names = ", ".join(item.name for item in candidates[:8]) or "none"
         raise SourceError(
             f"'{path}' has no {'/'.join(SUFFIXES)} file for split '{source.split}'; found: {names}",
             f"give {path}:SPLIT, a part of one of those names",
         )
-    return chosen
+    return matching
 
 
-def read_file(path: Path, max_bytes: int, rows: RowReader) -> Iterator[Record]:
-    """Yield the records of a file of text, by its suffix; errors as of its reader."""
+def read_file(path: Path, max_bytes: int, row_reader: RowReader) -> Iterator[Record]:
+    """Yield the records of a file with the reader for its suffix; raises as that reader does."""
     match path.suffix.lower():
         case ".jsonl":
-            yield from read_jsonl(path, rows)
+            yield from read_jsonl(path, row_reader)
         case ".parquet":
-            yield from read_parquet(path, rows)
+            yield from read_parquet(path, row_reader)
         case ".json":
             raise SourceError(
                 f"{path} is one JSON document",
@@ -207,8 +220,9 @@ def read_file(path: Path, max_bytes: int, rows: RowReader) -> Iterator[Record]:
             yield read_text(path, max_bytes)
 
 
-def _bounded(texts: Iterable[str], max_bytes: int, name: str) -> Iterator[str]:
-    left = max_bytes
+def _limit_bytes(texts: Iterable[str], max_bytes: int, source_name: str) -> Iterator[str]:
+    """Yield non-empty texts up to ``max_bytes`` of UTF-8; the last one is truncated."""
+    remaining = max_bytes
     for text in texts:
         if not text.strip():
             continue
@@ -216,12 +230,12 @@ def _bounded(texts: Iterable[str], max_bytes: int, name: str) -> Iterator[str]:
             data = text.encode()
         except UnicodeEncodeError as error:
             raise SourceError(
-                f"'{name}' holds half of a surrogate pair: {error.reason}",
+                f"'{source_name}' holds half of a surrogate pair: {error.reason}",
                 "remove \\ud800-like escapes",
             ) from error
-        yield text if len(data) <= left else data[:left].decode(errors="ignore")
-        left -= len(data)
-        if left <= 0:
+        yield text if len(data) <= remaining else data[:remaining].decode(errors="ignore")
+        remaining -= len(data)
+        if remaining <= 0:
             return
-    if left == max_bytes:
-        raise SourceError(f"'{name}' holds no text", "give a source that is not empty")
+    if remaining == max_bytes:
+        raise SourceError(f"'{source_name}' holds no text", "give a source that is not empty")

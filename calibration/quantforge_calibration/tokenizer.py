@@ -1,17 +1,16 @@
-"""The tokenizer of a model directory, read with the ``tokenizers`` library alone.
+"""The tokenizer of a model directory, loaded with the ``tokenizers`` library alone.
 
-``transformers``' Auto classes choose a class by name and can run code that ships with the model;
-``tokenizer.json`` is data and says everything that is needed to encode. What it does not always say
-is which id begins a text:
+``transformers``' Auto classes choose a class by name and can run code that comes with the model; ``tokenizer.json`` is
+data and contains everything that is needed to encode. It does not always say which id starts a text:
 
-* usually its post-processor adds that id, and we see it by encoding an ordinary word with and
-  without;
-* where the post-processor adds nothing, ``add_bos_token`` of ``tokenizer_config.json`` decides.
+* usually its post-processor adds that id, which is detected by encoding an ordinary word with and without special
+  tokens;
+* if the post-processor adds nothing, ``add_bos_token`` in ``tokenizer_config.json`` decides.
 
-The file can also hold a regular expression that takes for ever on some text, or what the library panics on. So a
-document is encoded on a thread of its own, which is abandoned when its time is over: the library cannot be stopped.
-A panic writes a trace with parts of the text to standard error by itself, which is closed to it (`quiet`), and is no
-``Exception`` (`raised`).
+The file may contain a regular expression that never finishes on some text, or something that makes the library panic.
+So each document is encoded on a thread of its own, which is abandoned after a timeout, because the library cannot be
+stopped. A panic writes a trace with parts of the text to standard error, which is therefore silenced
+(`silence_stderr`), and is not a subclass of ``Exception`` (`is_library_error`).
 """
 
 from __future__ import annotations
@@ -29,88 +28,94 @@ from tokenizers import Tokenizer
 from quantforge_calibration.source_error import FILES, SourceError
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
-SECONDS = 60.0  # for any document
-_QUIET = threading.Lock()
-SPEED = 20_000  # and one more for so many characters; ordinary tokenizers take a hundredth of that
+TIMEOUT_SECONDS = 60.0  # for each document, plus the time for its length
+_STDERR_LOCK = threading.Lock()
+CHARACTERS_PER_SECOND = 20_000  # slow enough: ordinary tokenizers are a hundred times faster
 
 
 @dataclass(frozen=True, slots=True)
 class TextTokenizer:
-    """Encoder of text.
+    """Encoder and decoder of text.
 
     Attributes:
-        tokenizer: of the library.
-        bos_id: begins a text, where there is such a token.
-        eos_id: ends a text, where there is such a token.
-        rows: of the model's embedding; None where they are not known, and ids are not checked.
+        tokenizer: tokenizer of the ``tokenizers`` library.
+        bos_id: id that starts a text, if there is one.
+        eos_id: id that ends a text, if there is one.
+        embedding_rows: rows of the model's embedding; None if unknown, in which case ids are not checked.
     """
 
     tokenizer: Tokenizer
     bos_id: int | None
     eos_id: int | None
-    rows: int | None = None
+    embedding_rows: int | None = None
 
-    def encode(self, text: str, place: str = "") -> list[int]:
-        """Return the ids of a document, without a special token at either end.
+    def encode(self, text: str, location: str = "") -> list[int]:
+        """Return the ids of a document, without special tokens at either end.
 
-        A beginning-of-text token in the text itself, as chat templates write it, is dropped: the
-        sampler puts one at the beginning of every row.
+        A BOS token in the text itself, as chat templates write it, is dropped, because the sampler adds one to every
+        row.
 
         Args:
             text: the document.
-            place: where it comes from, for errors; the beginning of the text where left out.
+            location: where it comes from, for error messages; by default its beginning is quoted.
 
         Raises:
-            SourceError: the tokenizer fails on the text, or does not come to an end; or as `check`.
+            SourceError: the tokenizer fails on the text or does not finish; or as `check`.
         """
-        ids = self.encode_all(text, place)
+        ids = self.encode_all(text, location)
         return ids[1:] if self.bos_id is not None and ids[:1] == [self.bos_id] else ids
 
-    def encode_all(self, text: str, place: str = "") -> list[int]:
-        """Return the ids of a text with every token that it names, as of one that a chat template wrote.
+    def encode_all(self, text: str, location: str = "") -> list[int]:
+        """Return the ids of a text including special tokens that occur in it, as chat templates write them.
 
         Raises:
             SourceError: as `encode`.
         """
-        ids = _encoded(self.tokenizer, text, special=False)
-        self.check(ids, place or f"the text that begins with {text[:40]!a}")
+        ids = _encode_with_timeout(self.tokenizer, text, special=False)
+        self.check(ids, location or f"the text that begins with {text[:40]!a}")
         return ids
 
     @property
-    def exceeds_rows(self) -> bool:
-        """Return whether some text could have a token that `check` refuses."""
+    def may_exceed_embedding(self) -> bool:
+        """Return whether the tokenizer has any token that `check` refuses."""
         ids = self.tokenizer.get_vocab().values()
-        return self.rows is not None and max(ids, default=0) >= self.rows
+        return self.embedding_rows is not None and max(ids, default=0) >= self.embedding_rows
 
-    def check(self, ids: Iterable[int], place: str) -> None:
-        """Refuse ids for which the model's embedding has no row; whatever reaches a model passes here.
+    def check(self, ids: Iterable[int], location: str) -> None:
+        """Check that all ids have a row in the model's embedding; every id that reaches a model passes this check.
 
         Raises:
-            SourceError: naming the token, the rows, and the ``place`` where the ids come from.
+            SourceError: an id exceeds the embedding; the message names the token and its ``location``.
         """
-        if self.rows is None:
+        if self.embedding_rows is None:
             return
-        past = next((number for number in ids if number >= self.rows), None)
-        if past is not None:
-            text = self.tokenizer.id_to_token(past) if past < 1 << 31 else None
-            named = f"token id {past}" if text is None else f"token {text!a:.60} (id {past})"
+        excess_id = next((token_id for token_id in ids if token_id >= self.embedding_rows), None)
+        if excess_id is not None:
+            text = self.tokenizer.id_to_token(excess_id) if excess_id < 1 << 31 else None
+            named = (
+                f"token id {excess_id}" if text is None else f"token {text!a:.60} (id {excess_id})"
+            )
             raise SourceError(
-                f"{place}: {named} has no row in the model's embedding, which has {self.rows} rows",
+                f"{location}: {named} has no row in the model's embedding, which has {self.embedding_rows} rows",
                 "the tokenizer has this token and the model does not: leave it out of the text"
                 if text is not None
                 else "encode the text with the model's own tokenizer",
             )
 
     def ordinary_ids(self) -> list[int]:
-        """Return the ids that the model has of tokens that are neither special nor added, nor mean unknown text."""
+        """Return the ids within the embedding of tokens that are not special, added, or the unknown token."""
         added = self.tokenizer.get_added_tokens_decoder()
         tokens = self.tokenizer.get_vocab(with_added_tokens=False)
         tokens.pop(getattr(self.tokenizer.model, "unk_token", None) or "", None)
-        found = sorted(one for one in set(tokens.values()) if one not in added)
-        return found if self.rows is None else [one for one in found if one < self.rows]
+        ordinary = sorted(token_id for token_id in set(tokens.values()) if token_id not in added)
+        return (
+            ordinary
+            if self.embedding_rows is None
+            else [token_id for token_id in ordinary if token_id < self.embedding_rows]
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ids without special tokens; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of ids without special tokens; invalid UTF-8 becomes U+FFFD.
 
         Raises:
             SourceError: the decoder that tokenizer.json describes fails.
@@ -118,7 +123,7 @@ class TextTokenizer:
         try:
             text: str = self.tokenizer.decode(list(ids))
         except BaseException as error:
-            if not raised(error):
+            if not is_library_error(error):
                 raise
             raise SourceError(
                 f"the model's tokenizer.json cannot decode: {error}",
@@ -127,17 +132,17 @@ class TextTokenizer:
         return text
 
 
-def load_tokenizer(model: Path, rows: int | None = None) -> TextTokenizer:
+def load_tokenizer(model: Path, embedding_rows: int | None = None) -> TextTokenizer:
     """Load ``tokenizer.json`` of a model directory.
 
     Args:
         model: the directory.
-        rows: of the model's embedding. An end-of-text token past them is ignored: the model can neither read nor write
-            it.
+        embedding_rows: rows of the model's embedding. An end-of-text token that exceeds them is ignored, because the
+            model can neither read nor write it.
 
     Raises:
-        SourceError: the file is missing or malformed, or ``tokenizer_config.json`` is; or the token that begins every
-            text is past the embedding.
+        SourceError: ``tokenizer.json`` is missing or malformed, ``tokenizer_config.json`` is malformed, or BOS exceeds
+            the embedding.
     """
     path = model / "tokenizer.json"
     if not path.is_file():
@@ -149,47 +154,49 @@ def load_tokenizer(model: Path, rows: int | None = None) -> TextTokenizer:
     data = FILES.read(path, TOKENIZER, model)
     FILES.check_json(data, path, TOKENIZER)
     try:
-        with quiet():
+        with silence_stderr():
             tokenizer = Tokenizer.from_buffer(data)
     except BaseException as error:
-        if not raised(error):
+        if not is_library_error(error):
             raise
         raise SourceError(
             f"{path} is not a tokenizer: {error}",
             "download the file again, or upgrade: pip install -U tokenizers",
         ) from error
-    tokenizer.no_truncation()  # the file may store both, for single prompts
+    tokenizer.no_truncation()  # the file may store settings for single prompts
     tokenizer.no_padding()
     config = read_tokenizer_config(model)
-    bos, eos = _bos_id(tokenizer, config), _token_id(tokenizer, config, "eos_token")
-    if eos is not None and rows is not None and eos >= rows:
-        eos = None
-    found = TextTokenizer(tokenizer, bos, eos, rows)
-    found.check([] if bos is None else [bos], f"{path}, the token that begins every text")
-    return found
+    bos_id, eos_id = _bos_id(tokenizer, config), _token_id(tokenizer, config, "eos_token")
+    if eos_id is not None and embedding_rows is not None and eos_id >= embedding_rows:
+        eos_id = None
+    text_tokenizer = TextTokenizer(tokenizer, bos_id, eos_id, embedding_rows)
+    text_tokenizer.check(
+        [] if bos_id is None else [bos_id], f"{path}, the token that begins every text"
+    )
+    return text_tokenizer
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what the library itself writes to standard error from the terminal: it may hold text of strangers."""
-    with _QUIET:
-        kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+def silence_stderr() -> Iterator[None]:
+    """Discard what compiled code writes to standard error, because it may contain confidential text."""
+    with _STDERR_LOCK:
+        saved_stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
         try:
-            os.dup2(nothing, 2)
+            os.dup2(null, 2)
             yield
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            os.close(nothing)
+            os.dup2(saved_stderr, 2)
+            os.close(saved_stderr)
+            os.close(null)
 
 
-def raised(error: BaseException) -> bool:
-    """Return whether a library raised this on bad data: any ``Exception``, or a panic of compiled code."""
+def is_library_error(error: BaseException) -> bool:
+    """Return whether the library raised an error on bad data: any ``Exception``, or a panic of compiled code."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def read_tokenizer_config(model: Path) -> Mapping[str, Any]:
-    """Return ``tokenizer_config.json`` of a model directory, empty when there is none.
+    """Return ``tokenizer_config.json`` of a model directory, empty if there is none.
 
     Raises:
         SourceError: it is not a JSON object.
@@ -201,41 +208,43 @@ def read_tokenizer_config(model: Path) -> Mapping[str, Any]:
 
 
 def token_text(config: Mapping[str, Any], name: str) -> str | None:
-    """Return a special token such as ``bos_token``: a string, or an object with ``content``."""
+    """Return a special token such as ``bos_token``, which may be a string or an object with ``content``."""
     value = config.get(name)
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else None
 
 
-def _encoded(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
-    found: list[list[int]] = []
+def _encode_with_timeout(tokenizer: Tokenizer, text: str, *, special: bool) -> list[int]:
+    """Encode a text on a thread of its own; raise `SourceError` if that fails or does not finish in time."""
+    results: list[list[int]] = []
     errors: list[BaseException] = []
 
     def encode() -> None:
         try:
-            # It gives up the interpreter's lock, and leaves out the offsets, a third of the time.
-            (one,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
-            found.append(one.ids)
-        except BaseException as error:  # see `raised`
+            # This method releases the GIL and omits the offsets, which saves a third of the time.
+            (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=special)
+            results.append(encoding.ids)
+        except BaseException as error:  # see `is_library_error`
             errors.append(error)
 
-    limit = SECONDS + len(text) / SPEED
+    timeout = TIMEOUT_SECONDS + len(text) / CHARACTERS_PER_SECOND
     thread = threading.Thread(target=encode, daemon=True)
-    with quiet():
+    with silence_stderr():
         thread.start()
-        thread.join(limit)
-    if found:
-        return found[0]
-    what = str(errors[0]) if errors else f"not done after {limit:.0f} s"
+        thread.join(timeout)
+    if results:
+        return results[0]
+    reason = str(errors[0]) if errors else f"not done after {timeout:.0f} s"
     raise SourceError(
-        f"the model's tokenizer.json cannot encode a text of {len(text)} characters: {what}",
+        f"the model's tokenizer.json cannot encode a text of {len(text)} characters: {reason}",
         "its pre_tokenizer holds a regular expression that takes for ever; take the file of the original model",
     )
 
 
 def _bos_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
-    plain = _encoded(tokenizer, "word", special=False)
-    processed = _encoded(tokenizer, "word", special=True)
+    """Return the id that the tokenizer puts at the beginning of a text, or None."""
+    plain = _encode_with_timeout(tokenizer, "word", special=False)
+    processed = _encode_with_timeout(tokenizer, "word", special=True)
     if len(processed) > len(plain):
         return processed[0] if processed[:1] != plain[:1] else None
     return (
@@ -244,6 +253,7 @@ def _bos_id(tokenizer: Tokenizer, config: Mapping[str, Any]) -> int | None:
 
 
 def _token_id(tokenizer: Tokenizer, config: Mapping[str, Any], name: str) -> int | None:
+    """Return the id of a special token named in the tokenizer's configuration, or None."""
     text = token_text(config, name)
-    found: int | None = tokenizer.token_to_id(text) if text else None
-    return found
+    token_id: int | None = tokenizer.token_to_id(text) if text else None
+    return token_id

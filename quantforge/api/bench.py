@@ -21,8 +21,8 @@ from quantforge.evaluation.bench_requests import (
     RequestStream,
     Slo,
     TimedRequest,
-    figures,
     read_trace,
+    summarize,
 )
 from quantforge.progress import phase, report_step, report_to
 from quantforge.runtime.speculation.options import DraftOptions
@@ -171,7 +171,7 @@ def _measure_model(
         raise RefusedError(
             error.message, "bench it in its engine: quantforge bench MODEL --url ..."
         ) from error
-    max_tokens = max(len(request.ids) + request.new_tokens for request in requests)
+    max_tokens = max(len(request.prompt_ids) + request.new_tokens for request in requests)
     engine_options = EngineOptions(
         rows=options.rows,
         tokens=min(max_tokens, decoder.positions),
@@ -181,10 +181,13 @@ def _measure_model(
     run = serve_in_process(
         decoder, requests, engine_options, _progress_callback(requests), speculative
     )
-    request_figures = figures(run.served, options.slo, options.price)
+    request_figures = summarize(run.served, options.slo, options.price)
     finished = {str(reason): count for reason, count in run.counters.finished.items()}
     return BenchRow(
-        name, request_figures, {**asdict(run.counters), "finished": finished}, run.wasted
+        name,
+        request_figures,
+        {**asdict(run.counters), "finished": finished},
+        run.unused_cache_fraction,
     )
 
 
@@ -195,7 +198,7 @@ def _measure_server(requests: Sequence[TimedRequest], options: BenchOptions) -> 
         served = send_to_server(
             options.url, options.served_name, requests, _progress_callback(requests)
         )
-    return BenchRow(options.url, figures(served, options.slo, options.price))
+    return BenchRow(options.url, summarize(served, options.slo, options.price))
 
 
 def _progress_callback(requests: Sequence[TimedRequest]) -> Callable[[int], None]:
@@ -216,7 +219,7 @@ def _requests(
         requests = read_trace(options.trace, ids, options.stream.seed)
     else:
         requests = options.stream.draw(ids)
-    max_tokens = max(len(request.ids) + request.new_tokens for request in requests)
+    max_tokens = max(len(request.prompt_ids) + request.new_tokens for request in requests)
     if max_tokens > processor.positions:
         raise InputError(
             f"a request has {max_tokens} tokens, old and new; the model has {processor.positions} positions",

@@ -112,14 +112,14 @@ def evaluate(
         import torch
 
         from quantforge.evaluation.compare_models import compare_models
-        from quantforge.evaluation.kept_rows import keep_rows
+        from quantforge.evaluation.saved_rows import resume_rows
         from quantforge.numerics.allocator import return_freed_memory
 
         evaluation_options = _evaluation_options(paths[0], options, tasks, settings)
         return_freed_memory()  # so that peaks of memory count only what is in use
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        with keep_rows(checkpoints, evaluation_options, settings) as saved_rows:
+        with resume_rows(checkpoints, evaluation_options, settings) as saved_rows:
             evaluation = compare_models(checkpoints, evaluation_options, settings, saved_rows)
             if card:
                 write_evaluation_card(

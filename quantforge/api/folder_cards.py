@@ -45,7 +45,7 @@ from quantforge.files.reader import Checkpoint
 from quantforge.formats import FORMATS, load_format
 from quantforge.formats.open_model import open_model, tokenizer_side_files
 from quantforge.planning.capacity import Load
-from quantforge_calibration.chat_templates import DEFAULT, choose
+from quantforge_calibration.chat_templates import DEFAULT, choose_templates
 from quantforge_files.roles import CARD as CARD_ROLE
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def write_evaluation_card(
     folder: Path, evaluation: Evaluation, source: Checkpoint, base: str
 ) -> None:
     """Write measured figures into the card of a folder; a folder of files gets its card made or renewed first."""
-    from quantforge.evaluation.card_section import index, section
+    from quantforge.evaluation.card_section import measured_section, model_index
 
     rows = {Path(row["path"]): row for row in evaluation.rows[1:]}
     if folder_files := _filter_folder_files(folder, rows):
@@ -123,7 +123,7 @@ def write_evaluation_card(
             for file_path in folder_files
         }
         write_folder_card(folder, divergence, source, base)
-    write_figures(folder, section(evaluation, folder), index(evaluation, folder))
+    write_figures(folder, measured_section(evaluation, folder), model_index(evaluation, folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,9 @@ def write_folder_card(
     shown = next(path for path in paths if path.name == name)
     plan, document = plans[shown][0], documents[shown]
     info = load_format(plan.format).INFO
-    has_template = DEFAULT in choose(tokenizer_side_files(open_model(shown)), shown).named
+    has_template = (
+        DEFAULT in choose_templates(tokenizer_side_files(open_model(shown)), shown).templates
+    )
     code = snippets(info, plan.engines, shown.name, chat=has_template, repository=repository)
     files_text = render_files_part(files, context, code)
     card_path = folder / CARD

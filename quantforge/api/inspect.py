@@ -29,7 +29,7 @@ from quantforge.formats.match_quantized import match_headers
 from quantforge.formats.open_model import open_model
 from quantforge.planning.notes import facts
 from quantforge.plans import DTYPE_BITS, FileTensorInfo
-from quantforge_calibration.chat_templates import TemplateSet, choose, read_templates
+from quantforge_calibration.chat_templates import TemplateSet, choose_templates, read_templates
 from quantforge_calibration.source_error import SourceError
 
 
@@ -139,13 +139,13 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     )
     templates = _chat_templates(checkpoint)
     notes = (*facts(checkpoint), *templates.notes)
-    return replace(inspected, notes=notes, chat_templates=tuple(templates.named))
+    return replace(inspected, notes=notes, chat_templates=tuple(templates.templates))
 
 
 def _chat_templates(checkpoint: Checkpoint) -> TemplateSet:
     try:
         if isinstance(checkpoint, GgufCheckpoint):
-            return choose(template_files(checkpoint.file), checkpoint.path)
+            return choose_templates(template_files(checkpoint.file), checkpoint.path)
         return read_templates(checkpoint.path)
     except (InputError, SourceError) as error:
         return TemplateSet({}, notes=(error.message,))

@@ -472,7 +472,7 @@ def _write_cards(
         write_folder_card(outs[0].parent, figures, source, card.base_model, outs, repository)
     if evaluation is None:
         return
-    from quantforge.evaluation.card_section import index, section
+    from quantforge.evaluation.card_section import measured_section, model_index
 
     failed = {str(variant.out) for variant in released if variant.out.is_file() and variant.failed}
     passed_rows = replace(
@@ -482,7 +482,9 @@ def _write_cards(
         variant.out for variant in released if variant.out.is_dir()
     ]
     for directory in dict.fromkeys(folders):
-        write_figures(directory, section(passed_rows, directory), index(passed_rows, directory))
+        write_figures(
+            directory, measured_section(passed_rows, directory), model_index(passed_rows, directory)
+        )
 
 
 def _checksum_list(planned: PlannedRelease, digests: Mapping[Path, str]) -> str:

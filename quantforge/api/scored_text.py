@@ -61,11 +61,11 @@ def check_text(reference: Path, source: str, length: int | None, *, offline: boo
         UsageError: as `read_text`.
         InputError: the text cannot be read, is too short, or the reference has no tokenizer.
     """
-    from quantforge.evaluation.text_windows import LENGTH, cut_windows
+    from quantforge.evaluation.text_windows import DEFAULT_LENGTH, cut_windows
     from quantforge.formats.open_model import open_model
     from quantforge.runtime.text_processing import load_model_tokenizer
 
-    tokens = LENGTH if length is None else length
+    tokens = DEFAULT_LENGTH if length is None else length
     text_name(source)
     text = read_text(source, MAX_BYTES_PER_TOKEN * tokens, offline=offline)
     cut_windows(load_model_tokenizer(open_model(reference)), text, 1, tokens)
@@ -118,7 +118,7 @@ def read_prompts(
             prompts = [template.render(talk) for talk in conversations]
     except SourceError as error:
         raise InputError(f"--generated: {error.message}", error.hint) from error
-    if message := unused.note():
+    if message := unused.describe():
         note(f"--generated: {message}")
     return prompts
 

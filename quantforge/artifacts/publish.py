@@ -206,6 +206,6 @@ def _write_provenance(stage: Stage, document: Mapping[str, Any], prefix: str) ->
 def has_chat_template(directory: Path) -> bool:
     """Return whether a directory has a default chat template."""
     try:
-        return DEFAULT in read_templates(directory).named
+        return DEFAULT in read_templates(directory).templates
     except SourceError:  # invalid templates are copied, but not used here
         return False

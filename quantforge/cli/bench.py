@@ -12,7 +12,7 @@ from quantforge.artifacts.number_text import significant
 from quantforge.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.evaluation.columns import ABSENT, Column, fitting, left_out
+from quantforge.evaluation.columns import ABSENT, Column, describe_omitted, select_columns
 from quantforge.planning import typed_quantities
 from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 from quantforge.settings import Settings
@@ -203,9 +203,9 @@ def bench(
 def _show(console: Console, rows: list[BenchRow], *, drafting: bool, wide: bool) -> None:
     """Print the table of figures, the errors of failed requests, and the counters of the engines."""
     columns = _columns(rows)
-    shown_columns = fitting(columns, console.width, wide=wide)
+    shown_columns = select_columns(columns, console.width, wide=wide)
     console.print_columns(shown_columns, "Latency (ms) and throughput")
-    if hidden_text := left_out(columns, shown_columns):
+    if hidden_text := describe_omitted(columns, shown_columns):
         console.print_wrapped(hidden_text)
     console.print_text()
     for row in rows:

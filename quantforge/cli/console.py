@@ -25,7 +25,7 @@ from quantforge.cli.path_arguments import (
 )
 from quantforge.cli.progress_bar import BarMeter, JsonLineMeter, LineMeter, Meter, SilentMeter
 from quantforge.errors import QuantForgeError
-from quantforge.evaluation.columns import GAP, Column, folded
+from quantforge.evaluation.columns import COLUMN_GAP, Column, wrap_cells
 from quantforge.progress import Progress
 
 _UNESCAPED = {"\t", "\u200c", "\u200d"}  # zero-width non-joiner and joiner
@@ -118,7 +118,7 @@ class Console:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="bold")
+        table = Table(box=None, pad_edge=False, padding=(0, COLUMN_GAP, 0, 0), header_style="bold")
         columns = [
             replace(
                 one,
@@ -127,14 +127,14 @@ class Console:
             )
             for one in columns
         ]
-        table_width = sum(column.width + GAP for column in columns)
+        table_width = sum(column.width + COLUMN_GAP for column in columns)
         aligned: list[Literal["left", "right"]] = [
             "right" if _is_numeric(column.cells) else "left" for column in columns
         ]
         if self.is_terminal and table_width > self.width:
-            columns = folded(columns, self.width)
+            columns = wrap_cells(columns, self.width)
         for column, alignment in zip(columns, aligned, strict=True):
-            table.add_column(Text(column.head), justify=alignment, overflow="fold")
+            table.add_column(Text(column.wrapped_header), justify=alignment, overflow="fold")
         for index, row in enumerate(zip(*(column.cells for column in columns), strict=True)):
             styles = ["bold" if index in column.best else "" for column in columns]
             table.add_row(*map(Text, row, styles))

@@ -12,7 +12,7 @@ from quantforge.cache_kinds import FORM, WORDS, completions
 from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError, UsageError
-from quantforge.evaluation.tasks import YAML
+from quantforge.evaluation.tasks import YAML_SUFFIXES
 from quantforge.files.disk import append, check_new, save
 from quantforge.settings import Settings
 
@@ -194,7 +194,7 @@ def evaluate(
             "name the models behind it: quantforge eval REFERENCE MODEL...",
         )
     names = None if tasks is None else [*filter(None, map(str.strip, tasks.split(",")))]
-    if allow_code and any(name.endswith(YAML) for name in names or ()):
+    if allow_code and any(name.endswith(YAML_SUFFIXES) for name in names or ()):
         console.note("--allow-code: the task files may run code as you")
     settings = Settings(
         device=device,
@@ -259,23 +259,29 @@ def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -
 
 def show_tables(console: Console, evaluation: Evaluation, *, wide: bool) -> None:
     """Print the tables, the verdict and the notes on the protocol."""
-    from quantforge.evaluation.text_tables import ON_FRONT, absent_columns, notes, tables, titles
+    from quantforge.evaluation.text_tables import (
+        PARETO_MARK,
+        build_tables,
+        column_headers,
+        describe_omitted_columns,
+        notes,
+    )
 
     verdict = evaluation.verdict
-    shown_tables = tables(evaluation, console.width, wide=wide)
+    shown_tables = build_tables(evaluation, console.width, wide=wide)
     for title, columns in shown_tables:
         console.print_columns(columns, title)
         console.print_text()
-    if hidden_text := absent_columns(evaluation, shown_tables):
+    if hidden_text := describe_omitted_columns(evaluation, shown_tables):
         console.print_wrapped(hidden_text)
         console.print_text()
     for sentence in verdict.sentences:
         console.print_wrapped(sentence)
     if verdict.front:
-        console.print_wrapped(f"{ON_FRONT} no other is as small and closer (Pareto front)")
+        console.print_wrapped(f"{PARETO_MARK} no other is as small and closer (Pareto front)")
     if verdict.sentences:
         console.print_text()
-    for line in notes(evaluation, titles(shown_tables)):
+    for line in notes(evaluation, column_headers(shown_tables)):
         console.print_wrapped(line)
 
 

@@ -9,7 +9,7 @@ from string import ascii_uppercase
 
 from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.evaluation.columns import GAP
+from quantforge.evaluation.columns import COLUMN_GAP
 from quantforge.formats import FORMATS, PLAIN, Compatibility, Verdict, load_format
 from quantforge.formats.convert import layer_scheme_in_format
 from quantforge.notation import parse_layer
@@ -121,7 +121,9 @@ def _show(
         lines.setdefault((cell.source, str(cell.scheme)), []).append(cell.word)
     words = [(*key, *line) for key, line in lines.items()]
     headers = ("from", "scheme", *FORMATS)
-    table_width = sum(max(map(len, column)) + GAP for column in zip(headers, *words, strict=True))
+    table_width = sum(
+        max(map(len, column)) + COLUMN_GAP for column in zip(headers, *words, strict=True)
+    )
     console.print_text()
     if table_width <= console.width:
         console.print_table(headers, words)

@@ -1,19 +1,19 @@
-"""Requests of a bench: a seeded stream or a trace, what each had to wait for, and the figures of all.
+"""Benchmark requests: seeded or recorded arrivals, the timing of each request, and latency and throughput figures.
 
-One token rate says little about serving. A person waits for the first token (TTFT), then for each further one (TPOT),
-and a machine is paid for by the hour; how these trade off shows only while requests come at their own times and
-compete. So a seeded stream of them is made once and sent the same way to whatever is measured.
+One token rate says little about serving. A user waits for the first token (TTFT), then for each further one (TPOT), and
+the machine is paid for by the hour. The trade-off between them shows only under load, when requests arrive at their own
+times and compete. So one seeded stream of requests is generated and sent in the same way to every model or server.
 
-Arrivals are a Poisson process, all at once, or read from a trace. Prompts are runs of one text, so that their tokens
-are those of language; a share of them begins with the same tokens, as after a common system prompt. The same options
-give the same stream on any machine.
+Arrivals are a Poisson process, all at once, or read from a trace. Prompts are cut from one text, so that their tokens
+are natural language; a fraction of them starts with the same tokens, as with a common system prompt. The same options
+yield the same stream on any machine.
 
-- TTFT: from the arrival of a request to its first token; queueing counts.
-- TPOT: the mean time of its further tokens, (last - first) / (tokens - 1); None for a single token.
+- TTFT: from the arrival of a request to its first token, including time in the queue.
+- TPOT: mean time per token after the first, (last - first) / (tokens - 1); None for a single token.
 - end to end: from arrival to the last token.
-- throughput: new tokens of all finished requests in a second, from the first arrival to the last token.
-- goodput: requests in a second that kept all limits (`Slo`), over the same time (DistServe, arXiv 2401.09670).
-- cost: price of an hour / tokens of an hour, for a million new tokens.
+- throughput: new tokens of all finished requests per second, from the first arrival to the last token.
+- goodput: requests per second that met all limits (`Slo`), over the same time (DistServe, arXiv 2401.09670).
+- cost: price per hour / tokens per hour, for a million new tokens.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from quantforge.errors import InputError, UsageError
 from quantforge.files.opener import FILES
 from quantforge_files.roles import TEXT
 
-MOST_REQUESTS = 100_000
-MOST_TOKENS = 1 << 20
-LATEST = 1e9  # seconds
-TRACE = 'a line for each request: {"at": 0.5, "prompt_tokens": 128, "new_tokens": 32}'
+MAX_REQUESTS = 100_000
+MAX_TOKENS = 1 << 20
+MAX_ARRIVAL_SECONDS = 1e9
+TRACE_HINT = 'a line for each request: {"at": 0.5, "prompt_tokens": 128, "new_tokens": 32}'
 PERCENTILES = (50, 90, 99)
-MILLION, HOUR = 1e6, 3600.0
+MILLION, SECONDS_PER_HOUR = 1e6, 3600.0
 
 
 @dataclass(frozen=True, slots=True)
 class LengthRange:
-    """Whole numbers drawn evenly from ``least`` to ``most``.
+    """Range of token counts, from which lengths are drawn uniformly, both ends included.
 
     Raises:
         UsageError: not 1 <= least <= most.
@@ -49,7 +49,7 @@ class LengthRange:
     most: int
 
     def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.most <= MOST_TOKENS:
+        if not 1 <= self.least <= self.most <= MAX_TOKENS:
             raise UsageError(
                 f"{self.least} to {self.most} tokens",
                 "two numbers from 1 on, the smaller one first",
@@ -59,8 +59,12 @@ class LengthRange:
     def parse(cls, text: str, option: str) -> LengthRange:
         """Parse ``128`` or ``16..256``.
 
+        Args:
+            text: the value of the option.
+            option: name of the option, for error messages.
+
         Raises:
-            UsageError: it is neither; ``option`` is named.
+            UsageError: the text is neither a number nor a range.
         """
         least, dots, most = text.partition("..")
         if not least.isdecimal() or (dots and not most.isdecimal()) or len(text) > 20:
@@ -70,33 +74,34 @@ class LengthRange:
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A request that comes at a time.
+    """A request to send at a given time.
 
     Attributes:
-        at: seconds after the begin.
-        ids: tokens of its prompt.
-        new_tokens: that are generated, whatever they are.
+        arrival: seconds after the start of the benchmark.
+        prompt_ids: token ids of the prompt.
+        new_tokens: number of tokens to generate; end-of-text tokens are ignored.
     """
 
-    at: float
-    ids: tuple[int, ...]
+    arrival: float
+    prompt_ids: tuple[int, ...]
     new_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStream:
-    """Options of a stream.
+    """Parameters of a random stream of requests.
 
     Attributes:
-        requests: how many.
-        rate: of them in a second, on average; None: all come at once.
-        prompt, new: tokens of prompts and answers.
-        shared: tokens at the begin of prompts that are the same.
-        share: of the requests that begin so; 0 to 1.
-        seed: of everything that is drawn.
+        requests: number of requests.
+        rate: mean arrivals per second; None sends all requests at once.
+        prompt: range of prompt lengths in tokens, without the shared prefix.
+        new: range of the number of tokens to generate.
+        shared: length of the shared prompt prefix in tokens.
+        share: fraction of the requests that start with the shared prefix, 0 to 1.
+        seed: seed of the random generator.
 
     Raises:
-        UsageError: a value out of its range.
+        UsageError: a value is out of its range.
     """
 
     requests: int = 32
@@ -108,109 +113,126 @@ class RequestStream:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.requests <= MOST_REQUESTS:
-            raise UsageError(f"{self.requests} requests", f"1 to {MOST_REQUESTS}")
+        if not 1 <= self.requests <= MAX_REQUESTS:
+            raise UsageError(f"{self.requests} requests", f"1 to {MAX_REQUESTS}")
         if self.rate is not None and not 0 < self.rate <= 1e6:
             raise UsageError(f"{self.rate:g} requests a second", "a number above 0")
-        if not 0 <= self.share <= 1 or not 0 <= self.shared <= MOST_TOKENS:
+        if not 0 <= self.share <= 1 or not 0 <= self.shared <= MAX_TOKENS:
             raise UsageError(
                 f"{self.shared} shared tokens of a share of {self.share:g}", "a share is 0 to 1"
             )
 
-    def draw(self, text: Sequence[int]) -> list[TimedRequest]:
-        """Return the requests in the order in which they come; prompts are runs of the tokens ``text``.
+    def draw(self, text_ids: Sequence[int]) -> list[TimedRequest]:
+        """Generate the requests in order of arrival, with prompts cut from the token ids of a text.
 
         Raises:
-            InputError: the text has no token.
+            InputError: the text has no tokens.
         """
-        draw = random.Random(self.seed)
-        common = _run(text, draw, self.shared) if self.shared else ()
-        at, found = 0.0, []
+        rng = random.Random(self.seed)
+        shared_prefix = _cut_prompt(text_ids, rng, self.shared) if self.shared else ()
+        arrival, requests = 0.0, []
         for _ in range(self.requests):
-            own = _run(text, draw, draw.randint(self.prompt.least, self.prompt.most))
-            ids = common + own if draw.random() < self.share else own
-            found.append(TimedRequest(at, ids, draw.randint(self.new.least, self.new.most)))
-            at += draw.expovariate(self.rate) if self.rate is not None else 0.0
-        return found
+            prompt_ids = _cut_prompt(
+                text_ids, rng, rng.randint(self.prompt.least, self.prompt.most)
+            )
+            if rng.random() < self.share:
+                prompt_ids = shared_prefix + prompt_ids
+            requests.append(
+                TimedRequest(arrival, prompt_ids, rng.randint(self.new.least, self.new.most))
+            )
+            arrival += rng.expovariate(self.rate) if self.rate is not None else 0.0
+        return requests
 
 
-def read_trace(path: Path, text: Sequence[int], seed: int = 0) -> list[TimedRequest]:
-    """Read a trace: lines of JSON with ``at`` (seconds), ``prompt_tokens`` and ``new_tokens``.
+def read_trace(path: Path, text_ids: Sequence[int], seed: int = 0) -> list[TimedRequest]:
+    """Read requests from a trace file: JSON lines with ``at`` (seconds), ``prompt_tokens`` and ``new_tokens``.
+
+    Args:
+        path: the trace file.
+        text_ids: token ids of the text from which prompts are cut.
+        seed: seed of the positions of the prompts in the text.
 
     Returns:
-        The requests in the order in which they come; prompts are runs of the tokens ``text``.
+        The requests in order of arrival.
 
     Raises:
-        InputError: the file is missing, or a line is malformed; the line is named.
+        InputError: the file is missing, or a line is malformed; the message names the line.
     """
     lines = FILES.text(path, TEXT, None).splitlines()
-    draw, found = random.Random(seed), []
+    rng, requests = random.Random(seed), []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            at, prompt, new = _parse_trace_line(line, f"{path}:{number}")
-            found.append(TimedRequest(at, _run(text, draw, prompt), new))
-    if not found:
-        raise InputError(f"--trace {path}: no request", TRACE)
-    return sorted(found, key=lambda one: one.at)
+            arrival, prompt_tokens, new_tokens = _parse_trace_line(line, f"{path}:{number}")
+            requests.append(
+                TimedRequest(arrival, _cut_prompt(text_ids, rng, prompt_tokens), new_tokens)
+            )
+    if not requests:
+        raise InputError(f"--trace {path}: no request", TRACE_HINT)
+    return sorted(requests, key=lambda request: request.arrival)
 
 
-def _parse_trace_line(line: str, where: str) -> tuple[float, int, int]:
-    """Return seconds, tokens of the prompt and new tokens."""
+def _parse_trace_line(line: str, line_name: str) -> tuple[float, int, int]:
+    """Parse one line of a trace; return the arrival in seconds, the prompt length and the number of new tokens."""
     try:
         entry = json.loads(line)
-        at, prompt, new = (entry[key] for key in ("at", "prompt_tokens", "new_tokens"))
+        arrival, prompt_tokens, new_tokens = (
+            entry[key] for key in ("at", "prompt_tokens", "new_tokens")
+        )
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise InputError(f"--trace {where}: {line:.60}", TRACE) from error
-    valid = type(at) in {int, float} and 0 <= at < LATEST
-    if not valid or any(type(n) is not int or not 1 <= n <= MOST_TOKENS for n in (prompt, new)):
-        raise InputError(f"--trace {where}: {line:.60}", TRACE)
-    return float(at), prompt, new
+        raise InputError(f"--trace {line_name}: {line:.60}", TRACE_HINT) from error
+    valid = type(arrival) in {int, float} and 0 <= arrival < MAX_ARRIVAL_SECONDS
+    if not valid or any(
+        type(count) is not int or not 1 <= count <= MAX_TOKENS
+        for count in (prompt_tokens, new_tokens)
+    ):
+        raise InputError(f"--trace {line_name}: {line:.60}", TRACE_HINT)
+    return float(arrival), prompt_tokens, new_tokens
 
 
-def _run(text: Sequence[int], draw: random.Random, tokens: int) -> tuple[int, ...]:
-    """Return so many tokens from some place of the text on, which begins again at its end."""
-    if not text:
+def _cut_prompt(text_ids: Sequence[int], rng: random.Random, count: int) -> tuple[int, ...]:
+    """Return ``count`` consecutive token ids from a random position of the text, wrapping around at its end."""
+    if not text_ids:
         raise InputError("the text of the prompts has no token", "give another --text")
-    first = draw.randrange(len(text))
-    return tuple(text[(first + place) % len(text)] for place in range(tokens))
+    start = rng.randrange(len(text_ids))
+    return tuple(text_ids[(start + index) % len(text_ids)] for index in range(count))
 
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request as it was served; times are seconds on one clock.
+    """Timing of one request; times are seconds on one clock.
 
     Attributes:
-        at: when it came.
-        times: when each of its tokens came.
-        prompt_tokens: of its prompt.
-        error: why it failed, or "".
+        arrival: when the request was due to be sent.
+        prompt_tokens: length of the prompt.
+        token_times: when each generated token was received.
+        error: why the request failed, or "".
     """
 
-    at: float
+    arrival: float
     prompt_tokens: int
-    times: list[float] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
     error: str = ""
 
     @property
     def ttft(self) -> float:
-        """Return the seconds to its first token."""
-        return self.times[0] - self.at
+        """Return the time to the first token in seconds."""
+        return self.token_times[0] - self.arrival
 
     @property
     def tpot(self) -> float | None:
-        """Return the mean seconds of its further tokens, None if there is none."""
-        steps = len(self.times) - 1
-        return (self.times[-1] - self.times[0]) / steps if steps else None
+        """Return the mean time per token after the first in seconds, or None for a single token."""
+        steps = len(self.token_times) - 1
+        return (self.token_times[-1] - self.token_times[0]) / steps if steps else None
 
     @property
     def end_to_end(self) -> float:
-        """Return the seconds to its last token."""
-        return self.times[-1] - self.at
+        """Return the time to the last token in seconds."""
+        return self.token_times[-1] - self.arrival
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits in seconds that a request has to keep; None is no limit."""
+    """Service-level objective: limits in seconds that a request must meet; None means no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
@@ -220,39 +242,53 @@ class Slo:
     def parse(cls, text: str, option: str) -> Slo:
         """Parse ``ttft=500ms,tpot=50ms``.
 
+        Args:
+            text: the value of the option.
+            option: name of the option, for error messages.
+
         Raises:
-            UsageError: no such figure, no time, or one twice; ``option`` is named.
+            UsageError: an unknown or repeated metric, or a value that is not a time.
         """
         hint = "ttft=500ms,tpot=50ms (also e2e; units ms and s)"
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for part in text.split(","):
             name, _, value = part.strip().partition("=")
-            if name not in cls.__slots__ or name in found:
+            if name not in cls.__slots__ or name in limits:
                 raise UsageError(f"{option} {text}: {name!r}", hint)
-            found[name] = _seconds(value, f"{option} {text}", hint)
-        return cls(**found)
+            limits[name] = _parse_seconds(value, f"{option} {text}", hint)
+        return cls(**limits)
 
-    def kept(self, one: ServedRequest) -> bool:
-        """Return whether a finished request kept every limit."""
-        pairs = ((self.ttft, one.ttft), (self.tpot, one.tpot), (self.e2e, one.end_to_end))
-        return all(most is None or took is None or took <= most for most, took in pairs)
+    def is_met(self, request: ServedRequest) -> bool:
+        """Return whether a finished request met every limit."""
+        limits = (
+            (self.ttft, request.ttft),
+            (self.tpot, request.tpot),
+            (self.e2e, request.end_to_end),
+        )
+        return all(
+            limit is None or seconds is None or seconds <= limit for limit, seconds in limits
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BenchFigures:
-    """Figures of a stream that was served; times are seconds.
+    """Latency, throughput and cost of a served stream of requests; times are seconds.
 
     Attributes:
-        requests, failed: that were sent, and that have no answer.
+        requests: number of requests sent.
+        failed: number of requests that failed.
         seconds: from the first arrival to the last token.
-        prompt_tokens, new_tokens: of the finished requests.
-        ttft, tpot, end_to_end: by percentile.
-        tokens_per_second: new tokens.
-        requests_per_second: that were finished.
-        goodput: requests in a second that kept the limits, None without any.
-        kept: share of the requests that kept the limits.
-        cost: of a million new tokens, None without a price.
-        errors: why requests failed, with counts.
+        prompt_tokens: prompt tokens of the finished requests.
+        new_tokens: generated tokens of the finished requests.
+        ttft: time to first token by percentile.
+        tpot: time per output token by percentile.
+        end_to_end: total latency by percentile.
+        tokens_per_second: generated tokens per second.
+        requests_per_second: finished requests per second.
+        goodput: requests per second that met all limits; None without limits.
+        kept: fraction of the requests that met all limits; None without limits.
+        cost: price of a million generated tokens; None without a price.
+        errors: number of failed requests by reason.
     """
 
     requests: int
@@ -271,55 +307,65 @@ class BenchFigures:
     errors: dict[str, int]
 
 
-def figures(served: Sequence[ServedRequest], slo: Slo | None, price: float | None) -> BenchFigures:
-    """Return the figures of a stream.
+def summarize(
+    served: Sequence[ServedRequest], slo: Slo | None, price_per_hour: float | None
+) -> BenchFigures:
+    """Compute latency, throughput and cost of a stream of requests.
 
     Args:
-        served: all of its requests.
-        slo: limits, for the goodput.
-        price: of an hour, in any currency.
+        served: all requests of the stream.
+        slo: limits for the goodput, or None.
+        price_per_hour: price of the machine per hour in any currency, or None.
     """
-    done = [one for one in served if one.times and not one.error]
-    seconds = max((one.times[-1] for one in done), default=0.0) - min(one.at for one in served)
-    tokens = sum(len(one.times) for one in done)
-    kept = [one for one in done if slo is not None and slo.kept(one)]
+    finished = [request for request in served if request.token_times and not request.error]
+    seconds = max((request.token_times[-1] for request in finished), default=0.0) - min(
+        request.arrival for request in served
+    )
+    new_tokens = sum(len(request.token_times) for request in finished)
+    within_limits = [request for request in finished if slo is not None and slo.is_met(request)]
     errors: dict[str, int] = {}
-    for one in served:
-        if one not in done:
-            why = one.error or "no token came"
-            errors[why] = errors.get(why, 0) + 1
+    for request in served:
+        if request not in finished:
+            reason = request.error or "no token came"
+            errors[reason] = errors.get(reason, 0) + 1
     return BenchFigures(
         requests=len(served),
-        failed=len(served) - len(done),
+        failed=len(served) - len(finished),
         seconds=max(0.0, seconds),
-        prompt_tokens=sum(one.prompt_tokens for one in done),
-        new_tokens=tokens,
-        ttft=_percentiles([one.ttft for one in done]),
-        tpot=_percentiles([one.tpot for one in done if one.tpot is not None]),
-        end_to_end=_percentiles([one.end_to_end for one in done]),
-        tokens_per_second=tokens / seconds if done else 0.0,
-        requests_per_second=len(done) / seconds if done else 0.0,
-        goodput=None if slo is None else len(kept) / seconds if done else 0.0,
-        kept=None if slo is None else len(kept) / len(served),
-        cost=None if price is None or not done else price / (tokens / seconds * HOUR) * MILLION,
+        prompt_tokens=sum(request.prompt_tokens for request in finished),
+        new_tokens=new_tokens,
+        ttft=_percentiles([request.ttft for request in finished]),
+        tpot=_percentiles([request.tpot for request in finished if request.tpot is not None]),
+        end_to_end=_percentiles([request.end_to_end for request in finished]),
+        tokens_per_second=new_tokens / seconds if finished else 0.0,
+        requests_per_second=len(finished) / seconds if finished else 0.0,
+        goodput=None if slo is None else len(within_limits) / seconds if finished else 0.0,
+        kept=None if slo is None else len(within_limits) / len(served),
+        cost=None
+        if price_per_hour is None or not finished
+        else price_per_hour / (new_tokens / seconds * SECONDS_PER_HOUR) * MILLION,
         errors=errors,
     )
 
 
 def _percentiles(values: Sequence[float]) -> dict[int, float]:
-    """Return percentiles by the nearest rank: each is a value that occurred."""
+    """Return percentiles by the nearest-rank method, so that each is a measured value."""
     ordered = sorted(values)
     if not ordered:
         return {}
-    return {one: ordered[max(0, math.ceil(one / 100 * len(ordered)) - 1)] for one in PERCENTILES}
+    return {
+        percent: ordered[max(0, math.ceil(percent / 100 * len(ordered)) - 1)]
+        for percent in PERCENTILES
+    }
 
 
-def _seconds(text: str, what: str, hint: str) -> float:
+def _parse_seconds(text: str, option: str, hint: str) -> float:
+    """Parse a time such as ``500ms`` or ``2s``; raise `UsageError` with ``hint`` for anything else."""
     unit = next((unit for unit in ("ms", "s") if text.endswith(unit)), "")
     try:
         value = float(text.removesuffix(unit)) * (1e-3 if unit == "ms" else 1)
     except ValueError:
         value = 0.0
     if not unit or not 0 < value < 1e6:
-        raise UsageError(f"{what}: {text!r} is no time", hint)
+        raise UsageError(f"{option}: {text!r} is no time", hint)
     return value

@@ -1,11 +1,11 @@
-"""Error of each decoder block in isolation: output error of a model's block given the reference's block input.
+"""Error of each decoder block in isolation: its output error when given the reference's block input.
 
     error of block l = ||f'_l(h) - f_l(h)|| / ||f_l(h) - h||
 
-where ``h`` is the input of the reference's block ``f_l``, ``f'_l`` is the same block of the model, and the norm is over
-all tokens. The error is relative to what the block adds to the residual stream. Errors of earlier blocks are excluded,
-so the largest value shows the block that lost most. Each model needs one forward pass over a few tokens; the hidden
-states between the reference's blocks are kept.
+where ``h`` is the input of block ``f_l`` of the reference, ``f'_l`` is the same block of the compared model, and the
+norm is over all tokens. The error is relative to what the block adds to the residual stream. Errors of earlier blocks
+do not count, so the largest value identifies the block that was damaged most. Each model needs one forward pass over a
+few tokens; the hidden states between the reference's blocks are kept in memory.
 """
 
 from __future__ import annotations
@@ -25,42 +25,42 @@ from quantforge.model.model_parts import base_model, block_list_name
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-TOKENS = 128
+MAX_TOKENS = 128
 DEFINITION = (
-    f"||f'(h) - f(h)|| / ||f(h) - h|| of each block over the first {TOKENS} tokens of the first window, "
+    f"||f'(h) - f(h)|| / ||f(h) - h|| of each block over the first {MAX_TOKENS} tokens of the first window, "
     "h being what the reference's block f reads; f' is the model's"
 )
-STATES = "hidden_states"
+HIDDEN_STATES = "hidden_states"
 
 
 @dataclass(frozen=True, slots=True)
 class BlockStates:
-    """Inputs and outputs of every block of the reference for ``ids``, float32 ``[1, tokens, hidden]`` on the CPU."""
+    """Inputs and outputs of the reference's blocks for token ``ids``: float32 ``[1, tokens, hidden]`` on the CPU."""
 
     ids: Tensor
-    before: tuple[Tensor, ...]
-    after: tuple[Tensor, ...]
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
 
 @torch.inference_mode()
 def block_states(model: PreTrainedModel, window: Tensor) -> BlockStates | None:
-    """Record the hidden states between the blocks of the reference; None if its blocks cannot be found.
+    """Record the input and output of every block of the reference; return None if its blocks cannot be found.
 
     Args:
         model: the reference.
-        window: token ids ``[length]``, of which the first `TOKENS` are used.
+        window: token ids ``[length]``, of which the first `MAX_TOKENS` are used.
     """
-    ids = window[None, :TOKENS]
-    before: list[Tensor] = []
-    after: list[Tensor] = []
+    ids = window[None, :MAX_TOKENS]
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
 
-    def record(_block: int, states: Tensor, output: Tensor) -> None:
-        before.append(states.float().cpu())
-        after.append(output.float().cpu())
+    def record(_index: int, block_input: Tensor, block_output: Tensor) -> None:
+        inputs.append(block_input.float().cpu())
+        outputs.append(block_output.float().cpu())
 
-    if not _run_blocks(model, ids, None, record) or not before:
+    if not _run_blocks(model, ids, None, record) or not inputs:
         return None
-    return BlockStates(ids, tuple(before), tuple(after))
+    return BlockStates(ids, tuple(inputs), tuple(outputs))
 
 
 @torch.inference_mode()
@@ -69,29 +69,41 @@ def block_errors(
 ) -> list[float | None] | None:
     """Return the error of each block of a model, or None if its blocks do not correspond to the reference's.
 
-    The entry of a block is None if the reference's block adds nothing, so that the relative error is undefined.
+    The entry of a block is None if the reference's block adds nothing to the residual stream, so that the relative
+    error is undefined.
     """
     if reference is None:
         return None
     errors: list[float | None] = []
 
-    def compare(block: int, _states: Tensor, output: Tensor) -> None:
-        before, after = reference.before[block], reference.after[block]
-        error, update = (output.float().cpu() - after).norm(), (after - before).norm()
-        value = float(error / update) if error else 0.0
-        errors.append(value if math.isfinite(value) else None)
+    def compare(index: int, _input: Tensor, output: Tensor) -> None:
+        block_input, reference_output = reference.inputs[index], reference.outputs[index]
+        error = (output.float().cpu() - reference_output).norm()
+        residual_update = (reference_output - block_input).norm()
+        relative_error = float(error / residual_update) if error else 0.0
+        errors.append(relative_error if math.isfinite(relative_error) else None)
 
-    complete = _run_blocks(model, reference.ids, reference.before, compare)
-    return errors if complete and len(errors) == len(reference.before) else None
+    complete = _run_blocks(model, reference.ids, reference.inputs, compare)
+    return errors if complete and len(errors) == len(reference.inputs) else None
 
 
 def _run_blocks(
     model: PreTrainedModel,
     ids: Tensor,
     inputs: tuple[Tensor, ...] | None,
-    report: Callable[[int, Tensor, Tensor], None],
+    on_block: Callable[[int, Tensor, Tensor], None],
 ) -> bool:
-    """Run a model; call ``report`` with input and output of each block. ``inputs``, if given, replace block inputs."""
+    """Run a model and call a function with the index, input and output of each block.
+
+    Args:
+        model: the model.
+        ids: token ids ``[1, tokens]``.
+        inputs: block inputs that replace those of the model's own forward pass, or None.
+        on_block: called after each block.
+
+    Returns:
+        Whether the model has blocks that could be run in this way.
+    """
     try:
         blocks: Any = model.get_submodule(block_list_name(model))
     except RefusedError:
@@ -100,39 +112,39 @@ def _run_blocks(
         return False
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            stack.callback(_install_hooks(block, index, inputs, report))
+            stack.callback(_install_hooks(block, index, inputs, on_block))
         try:
             base_model(model)(ids.to(model.device), use_cache=False)
-        except _OtherShapeError:
+        except _ShapeMismatchError:
             return False
     return True
 
 
-class _OtherShapeError(Exception):
-    """A block returned states of another shape than its input."""
+class _ShapeMismatchError(Exception):
+    """Raised when a block returns hidden states of a shape other than its input."""
 
 
 def _install_hooks(
     block: nn.Module,
     index: int,
     inputs: tuple[Tensor, ...] | None,
-    report: Callable[[int, Tensor, Tensor], None],
+    on_block: Callable[[int, Tensor, Tensor], None],
 ) -> Callable[[], None]:
-    """Install hooks on one block that report, and optionally replace, its input; return a function to remove them."""
+    """Install hooks that report, and optionally replace, the input of a block; return a function that removes them."""
     last_input: list[Tensor] = []
 
     def before_block(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        states = args[0] if args else kwargs[STATES]
+        hidden = args[0] if args else kwargs[HIDDEN_STATES]
         if inputs is not None:
-            states = inputs[index].to(states.device, states.dtype)
-        last_input[:] = [states]
-        return ((states, *args[1:]), kwargs) if args else (args, {**kwargs, STATES: states})
+            hidden = inputs[index].to(hidden.device, hidden.dtype)
+        last_input[:] = [hidden]
+        return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, HIDDEN_STATES: hidden})
 
     def after_block(_block: nn.Module, _args: object, output: Any) -> None:
-        states = output[0] if isinstance(output, tuple) else output
-        if not isinstance(states, Tensor) or states.shape != last_input[0].shape:
-            raise _OtherShapeError
-        report(index, last_input[0], states)
+        hidden = output[0] if isinstance(output, tuple) else output
+        if not isinstance(hidden, Tensor) or hidden.shape != last_input[0].shape:
+            raise _ShapeMismatchError
+        on_block(index, last_input[0], hidden)
 
     handles = (
         block.register_forward_pre_hook(before_block, with_kwargs=True),

@@ -1,8 +1,8 @@
-"""Columns of a table of text, and as many of them as a width holds.
+"""Columns of text tables, and the selection of those that fit into a given width.
 
-Columns stand in the order of reading, and have a rank: what a width does not hold is left out from the highest rank
-down. Those for experts come when they are asked for. What is still too wide is broken into lines where words, or parts
-of a name, end.
+Columns are in reading order and have a rank: if the width does not suffice, columns are omitted from the highest rank
+down. Columns for experts are shown only on request. What is still too wide is wrapped at the ends of words or of the
+parts of a name.
 """
 
 from __future__ import annotations
@@ -12,109 +12,130 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 ABSENT = "-"
-EXPERT = 99  # the rank of columns that only experts read
-GAP = 2  # between columns
-FOLDED = 32  # characters of a column that always stays; a terminal folds what is longer
-NAMED = 8  # columns that are left out, the most important first
-_PIECE = re.compile(r"[^\s.:/,|]*[\s.:/,|]+|[^\s.:/,|]+")  # a word with what ends it
+EXPERT_RANK = 99  # rank of columns for experts, shown on request
+COLUMN_GAP = 2  # between columns
+MAX_FIXED_WIDTH = 32  # width counted for a column of rank 0; longer cells are wrapped
+MAX_NAMED_COLUMNS = 8  # omitted columns to list, the most important first
+_PIECE = re.compile(r"[^\s.:/,|]*[\s.:/,|]+|[^\s.:/,|]+")  # a word with its separators
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column.
+    """A column of a text table.
 
     Attributes:
-        header: its title.
-        cells: one for each row.
-        rank: what has the highest is left out first; 0 always stays.
-        best: indices of the rows whose value is the best.
-        broken: characters of a line of the title, if it is drawn in several; 0 is one line.
+        header: title of the column.
+        cells: text of each row.
+        rank: priority; the columns with the highest rank are omitted first, those of rank 0 never.
+        best: indices of the rows with the best value.
+        header_width: characters per line of a wrapped header; 0 writes it in one line.
     """
 
     header: str
     cells: tuple[str, ...]
     rank: int = 0
     best: frozenset[int] = frozenset()
-    broken: int = 0
+    header_width: int = 0
 
     @property
-    def head(self) -> str:
-        """Return the title as it is drawn, with line breaks."""
-        return _lines(self.header, self.broken) if self.broken else self.header
+    def wrapped_header(self) -> str:
+        """Return the header with line breaks."""
+        return _lines(self.header, self.header_width) if self.header_width else self.header
 
     @property
     def width(self) -> int:
-        """Return the characters of its widest cell, or line of its title."""
-        return max(map(len, (*self.head.split("\n"), *self.cells)))
+        """Return the width of the widest cell or header line in characters."""
+        return max(map(len, (*self.wrapped_header.split("\n"), *self.cells)))
 
 
-def fitting(columns: Sequence[Column], width: int | None, *, wide: bool = False) -> list[Column]:
-    """Return the columns that a width holds, in their order.
+def select_columns(
+    columns: Sequence[Column], width: int | None, *, wide: bool = False
+) -> list[Column]:
+    """Return the columns that fit into a width, in reading order.
 
     Args:
-        columns: all of them; what has no figure at all is left out.
-        width: characters of a line; None is without limit.
-        wide: take the columns for experts too, and ignore the width.
+        columns: all columns; those without any value are omitted.
+        width: characters per line; None for no limit.
+        wide: include the columns for experts and ignore the width.
     """
     filled = [column for column in columns if {*column.cells} - {ABSENT, ""}]
     if wide:
         return filled
-    chosen: list[Column] = []
-    taken = -GAP
-    for column in sorted((one for one in filled if one.rank < EXPERT), key=lambda one: one.rank):
-        taken += GAP + (column.width if column.rank else min(column.width, FOLDED))
-        if width is not None and taken > width and column.rank:
+    selected: list[Column] = []
+    used_width = -COLUMN_GAP
+    for column in sorted(
+        (column for column in filled if column.rank < EXPERT_RANK), key=lambda column: column.rank
+    ):
+        used_width += COLUMN_GAP + (
+            column.width if column.rank else min(column.width, MAX_FIXED_WIDTH)
+        )
+        if width is not None and used_width > width and column.rank:
             break
-        chosen.append(column)
-    return [column for column in filled if column in chosen]
+        selected.append(column)
+    return [column for column in filled if column in selected]
 
 
-def left_out(everything: Sequence[Column], drawn: Sequence[Column]) -> str:
-    """Return a line on what a table lacks for want of width, or else for experts only; empty where nothing is."""
-    headers = {column.header for column in drawn}
-    missing = [one for one in fitting(everything, None, wide=True) if one.header not in headers]
-    cut = sorted((one for one in missing if one.rank < EXPERT), key=lambda one: one.rank)
-    named = [one.header for one in cut or missing]
-    more = len(named) - NAMED
-    names = ", ".join([*named[:NAMED], f"and {more} more"] if more > 1 else named)
+def describe_omitted(all_columns: Sequence[Column], shown: Sequence[Column]) -> str:
+    """Return a line that lists the columns omitted for lack of width, or else those for experts; "" if none."""
+    shown_headers = {column.header for column in shown}
+    omitted = [
+        column
+        for column in select_columns(all_columns, None, wide=True)
+        if column.header not in shown_headers
+    ]
+    too_wide = sorted(
+        (column for column in omitted if column.rank < EXPERT_RANK), key=lambda column: column.rank
+    )
+    headers = [column.header for column in too_wide or omitted]
+    unnamed = len(headers) - MAX_NAMED_COLUMNS
+    names = ", ".join(
+        [*headers[:MAX_NAMED_COLUMNS], f"and {unnamed} more"] if unnamed > 1 else headers
+    )
     if not names:
         return ""
-    return f"left out, too wide: {names} (--wide)" if cut else f"with --wide also: {names}"
+    return f"left out, too wide: {names} (--wide)" if too_wide else f"with --wide also: {names}"
 
 
-def folded(columns: Sequence[Column], width: int) -> list[Column]:
-    """Return columns whose cells have line breaks, so that a row takes ``width`` characters.
+def wrap_cells(columns: Sequence[Column], width: int) -> list[Column]:
+    """Wrap the cells of a table so that a row takes ``width`` characters, narrowing the widest columns first.
 
-    The widest column gives way first. No word is broken: a word that is longer than its column may be stays longer.
+    Words are never split: a word longer than its column stays whole.
     """
     widths = [column.width for column in columns]
-    least = [
-        max(len(piece.rstrip()) for text in (one.header, *one.cells) for piece in _pieces(text))
-        for one in columns
+    min_widths = [
+        max(
+            len(piece.rstrip())
+            for text in (column.header, *column.cells)
+            for piece in _pieces(text)
+        )
+        for column in columns
     ]
-    over = sum(widths) + GAP * (len(widths) - 1) - width
-    for _ in range(over):
-        place = max(range(len(widths)), key=lambda at: (widths[at] > least[at], widths[at]))
-        if widths[place] <= least[place]:
+    excess = sum(widths) + COLUMN_GAP * (len(widths) - 1) - width
+    for _ in range(excess):
+        widest = max(
+            range(len(widths)), key=lambda index: (widths[index] > min_widths[index], widths[index])
+        )
+        if widths[widest] <= min_widths[widest]:
             break
-        widths[place] -= 1
+        widths[widest] -= 1
     return [
         replace(
-            one,
-            header=_lines(one.header, most),
-            cells=tuple(_lines(cell, most) for cell in one.cells),
-            broken=0,
+            column,
+            header=_lines(column.header, max_width),
+            cells=tuple(_lines(cell, max_width) for cell in column.cells),
+            header_width=0,
         )
-        for one, most in zip(columns, widths, strict=True)
+        for column, max_width in zip(columns, widths, strict=True)
     ]
 
 
 def _pieces(text: str) -> list[str]:
+    """Split a text at the places where a line may be broken."""
     return _PIECE.findall(text) or [""]
 
 
 def _lines(text: str, width: int) -> str:
-    """Return a text with line breaks between its pieces, in lines of ``width`` characters."""
+    """Insert line breaks between the pieces of a text, so that lines have at most ``width`` characters."""
     lines = [""]
     for piece in _pieces(text):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:

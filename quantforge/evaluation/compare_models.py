@@ -1,6 +1,6 @@
 """The `eval` command: measure a reference model and models derived from it, one model in memory at a time.
 
-The reference is scored first and then unloaded; its final hidden states and output head are kept, so that every other
+The reference is scored first and then unloaded; its final hidden states and output head are saved, so that every other
 model is compared with it token by token (`divergence`). Quality is computed in float32, because rounded activations
 would hide the effect of quantized weights. Speed and memory are measured in bfloat16, as in deployment, in a separate
 pass (`speed`), so that data of the evaluation does not count as memory of the model. Each model yields one result row.
@@ -24,9 +24,12 @@ import torch
 from quantforge.architectures.configuration import max_positions
 from quantforge.artifacts import manifest
 from quantforge.evaluation.block_errors import block_errors, block_states
-from quantforge.evaluation.cache_quality import CacheTrial, trial_of, try_caches
+from quantforge.evaluation.cache_quality import (
+    CacheComparison,
+    compare_caches,
+    plan_cache_comparison,
+)
 from quantforge.evaluation.divergence import ModelScores, Reference, score, score_reference
-from quantforge.evaluation.kept_rows import KeptRows
 from quantforge.evaluation.llama_cpp import perplexity_in_engine
 from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.reference_text import (
@@ -34,6 +37,7 @@ from quantforge.evaluation.reference_text import (
     TokenizedPrompts,
     tokenize_prompts,
 )
+from quantforge.evaluation.saved_rows import SavedRows
 from quantforge.evaluation.speed import measure_as_deployed, read_bandwidth
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.tasks import run as run_tasks
@@ -59,7 +63,7 @@ SCHEMA = "quantforge.eval/1"
 QUALITY_DTYPE, SPEED_DTYPE = torch.float32, torch.bfloat16
 EPOCH = "SOURCE_DATE_EPOCH"  # https://reproducible-builds.org/specs/source-date-epoch/
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 0.999)
-FIGURES = (  # None where there is no figure: of the reference, or without speed
+FIGURES = (  # None if not measured, or not defined for the reference
     "perplexity", "perplexity_se", "perplexity_increase", "perplexity_increase_se", "nll",
     "kl_mean", "kl_se", "kl_median", "kl_p99", "kl_quantiles", "top1_agreement", "block_errors", "generated",
     "peak_bytes", "prefill_tokens_per_second", "decode_tokens_per_second", "ttft_seconds",
@@ -101,7 +105,7 @@ class Evaluation:
             "date": self.date,
             "versions": dict(self.versions),
             "protocol": self.protocol.to_json(),
-            "generated": None if (asked := self.options.prompts) is None else asked.to_json(),
+            "generated": None if (prompts := self.options.prompts) is None else prompts.to_json(),
             "caches": self.caches,
             "models": [dict(row) for row in self.rows],
             "verdict": self.verdict.to_json(),
@@ -113,7 +117,7 @@ def compare_models(
     models: Sequence[Checkpoint],
     options: EvaluationOptions,
     settings: Settings | None = None,
-    kept: KeptRows | None = None,
+    saved: SavedRows | None = None,
 ) -> Evaluation:
     """Measure a reference model and models derived from it.
 
@@ -122,7 +126,7 @@ def compare_models(
         options: what to measure.
         settings: device, adapter of the reference, storage of hidden states (memory or disk), and activation bits of
             the other models.
-        kept: rows of an interrupted run of this evaluation; new rows are added to it.
+        saved: rows of an interrupted run of this evaluation; new rows are added to it.
 
     Raises:
         InputError: a model, the text or a task cannot be used, tokenizers differ, or a result is NaN or infinite.
@@ -142,22 +146,26 @@ def compare_models(
     for model in models:
         check_comparable(model, models[0], options.text, windows)
     prompts = None if options.prompts is None else tokenize_prompts(models, options.prompts)
-    trial = None
+    cache_comparison = None
     if options.caches:
-        trial = trial_of(models, options.text, options.caches, options.windows * options.length)
+        cache_comparison = plan_cache_comparison(
+            models, options.text, options.caches, options.windows * options.length
+        )
     bandwidth = math.nan
     if options.speed:
         report_step("read bandwidth of this machine")
         bandwidth = read_bandwidth(settings.device)
-    kept = kept or KeptRows()
-    rows = [*kept.rows]
+    saved = saved or SavedRows()
+    rows = [*saved.rows]
     if len(rows) < len(models):
-        rows += _measure_models(models, windows, prompts, trial, options, settings, bandwidth, kept)
+        rows += _measure_models(
+            models, windows, prompts, cache_comparison, options, settings, bandwidth, saved
+        )
     return Evaluation(
         _protocol(windows, options, settings),
         tuple(rows),
         options,
-        None if trial is None else trial.to_json(),
+        None if cache_comparison is None else cache_comparison.to_json(),
     )
 
 
@@ -165,24 +173,24 @@ def _measure_models(
     models: Sequence[Checkpoint],
     windows: Windows,
     prompts: TokenizedPrompts | None,
-    trial: CacheTrial | None,
+    cache_comparison: CacheComparison | None,
     options: EvaluationOptions,
     settings: Settings,
     bandwidth: float,
-    kept: KeptRows,
+    saved: SavedRows,
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield a result row for each model without a kept row, with one model in memory at a time.
+    """Yield a result row for each model without a saved row, with one model in memory at a time.
 
-    The reference is scored even if its row is kept, because the other models are compared with it.
+    The reference is scored even if its row is saved, because the other models are compared with it.
     """
-    done = len(kept.rows)
-    shares = _shares(options, trial)
+    saved_count = len(saved.rows)
+    shares = _phase_shares(options, cache_comparison)
     baseline = _Baseline(windows, prompts, settings)
     try:
         for number, model in enumerate(models):
             name = model.path.name
-            is_reference, is_kept = number == 0, number < done
-            if is_kept and not is_reference:
+            is_reference, is_saved = number == 0, number < saved_count
+            if is_saved and not is_reference:
                 continue
             with phase("", 1 / len(models)):
                 with phase(f"loading {name}", shares["loading"]):
@@ -190,17 +198,17 @@ def _measure_models(
                 with phase(f"scoring {name}", shares["scoring"], "windows of the text"):
                     measure = baseline.score_reference if is_reference else baseline.compare
                     row = _new_row(loaded) | measure(loaded)
-                if is_kept:
+                if is_saved:
                     del loaded
                     continue
-                if trial is not None:
+                if cache_comparison is not None:
                     with phase(f"caches of {name}", shares["caches"]):
-                        row["caches"] = try_caches(loaded, trial)
+                        row["caches"] = compare_caches(loaded, cache_comparison)
                 if options.tasks is not None:
                     with phase(f"tasks on {name}", shares["tasks"]):
                         row["tasks"] = _task_scores(model, loaded, options.tasks)
-                del loaded  # before the next one comes in
-                # As an engine loads the files, and only now that what is loaded once and for all is there.
+                del loaded  # before the next model is loaded
+                # Measured last, so that libraries imported on first use do not count as memory of the model.
                 if options.speed and (is_reference or not options.correction):
                     with phase(f"speed of {name}", shares["speed"]):
                         row |= measure_as_deployed(
@@ -215,26 +223,28 @@ def _measure_models(
                 if options.engine and model.path.is_file():
                     row["llama_cpp_perplexity"] = perplexity_in_engine(model.path, windows)
             row = {key: _none_for_nan(value) for key, value in row.items()}
-            kept.keep(row)
+            saved.add(row)
             yield row
     finally:
         baseline.close()
 
 
-def _shares(options: EvaluationOptions, trial: CacheTrial | None) -> dict[str, float]:
+def _phase_shares(
+    options: EvaluationOptions, cache_comparison: CacheComparison | None
+) -> dict[str, float]:
     """Return the fraction of a model's progress bar for each phase, from typical durations."""
-    lengths = {"loading": 1, "scoring": 12}
-    if trial is not None:
-        lengths["caches"] = 15
+    durations = {"loading": 1, "scoring": 12}
+    if cache_comparison is not None:
+        durations["caches"] = 15
     if options.tasks is not None:
-        lengths["tasks"] = 20
+        durations["tasks"] = 20
     if options.speed:
-        lengths["speed"] = 5
-    return {name: length / sum(lengths.values()) for name, length in lengths.items()}
+        durations["speed"] = 5
+    return {name: duration / sum(durations.values()) for name, duration in durations.items()}
 
 
 class _Baseline:
-    """Data of the reference that is kept after unloading it: hidden states, head, block outputs and answers."""
+    """Data of the reference that is saved after unloading it: hidden states, head, block outputs and answers."""
 
     def __init__(
         self, windows: Windows, prompts: TokenizedPrompts | None, settings: Settings
@@ -246,26 +256,26 @@ class _Baseline:
     def score_reference(self, loaded: Loaded) -> dict[str, Any]:
         """Measure the reference and keep the data to compare other models with; return its quality columns."""
         self.reference = score_reference(loaded.model, self.windows, self.directory)
-        figures = _quality_figures(self.reference.scores)
+        columns = _quality_figures(self.reference.scores)
         report_step("error of each block")
         self.blocks = block_states(loaded.model, self.windows.ids[0])
         if self.prompts is not None:
             report_step("answers to the prompts")
             self.answers = ReferenceAnswers(self.prompts, loaded)
-            figures["generated"] = self.answers.to_json()
-        return figures
+            columns["generated"] = self.answers.to_json()
+        return columns
 
     def compare(self, loaded: Loaded) -> dict[str, Any]:
         """Measure another model against the reference; return its quality columns."""
         assert self.reference is not None, "the reference is scored first"
         scores = score(loaded.model, self.windows, self.reference)
-        figures = _quality_figures(scores, self.reference.scores)
+        columns = _quality_figures(scores, self.reference.scores)
         report_step("error of each block")
-        figures["block_errors"] = block_errors(loaded.model, self.blocks)
+        columns["block_errors"] = block_errors(loaded.model, self.blocks)
         if self.prompts is not None:
             report_step("answers to the prompts")
-            figures["generated"] = self.answers.compare(loaded)
-        return figures
+            columns["generated"] = self.answers.compare(loaded)
+        return columns
 
     def close(self) -> None:
         """Release the disk storage of the reference's hidden states."""
@@ -292,11 +302,12 @@ def _load(
 
 
 def _task_scores(model: Checkpoint, loaded: Loaded, tasks: Tasks) -> dict[str, dict[str, float]]:
+    """Run the lm-eval tasks on a loaded model and return ``{task: {metric: value}}``."""
     from quantforge.evaluation.task_model import TaskModel  # imports lm-eval
 
     positions = max_positions(model.config)
-    asked = TaskModel(loaded.model, load_model_tokenizer(model), positions, loaded.kv_scales)
-    return run_tasks(asked, tasks)
+    task_model = TaskModel(loaded.model, load_model_tokenizer(model), positions, loaded.kv_scales)
+    return run_tasks(task_model, tasks)
 
 
 def _new_row(loaded: Loaded) -> dict[str, Any]:
@@ -349,7 +360,7 @@ def _quality_figures(scores: ModelScores, reference: ModelScores | None = None) 
         "kl_se": divergence.mean.error,
         "kl_median": divergence.quantile(0.5),
         "kl_p99": divergence.quantile(0.99),
-        "kl_quantiles": {str(share): divergence.quantile(share) for share in QUANTILES},
+        "kl_quantiles": {str(fraction): divergence.quantile(fraction) for fraction in QUANTILES},
         "top1_agreement": divergence.agreement.mean,
     }
 
@@ -362,10 +373,12 @@ def _none_for_nan(value: object) -> object:
 def _protocol(
     windows: Windows, options: EvaluationOptions, settings: Settings
 ) -> EvaluationProtocol:
-    def named(adapter: Path | None) -> str:
+    """Describe everything besides the models that the results depend on."""
+
+    def adapter_name(adapter: Path | None) -> str:
         return "" if adapter is None else open_adapter(adapter).cited_name
 
-    def in_words(dtype: torch.dtype) -> str:
+    def dtype_name(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
     return EvaluationProtocol(
@@ -375,12 +388,12 @@ def _protocol(
         length=options.length,
         bos=windows.bos,
         tokens_scored=windows.targets.numel(),
-        dtype=in_words(QUALITY_DTYPE),
-        speed_dtype=in_words(SPEED_DTYPE) if options.speed else "",
+        dtype=dtype_name(QUALITY_DTYPE),
+        speed_dtype=dtype_name(SPEED_DTYPE) if options.speed else "",
         device=settings.device,
         threads=torch.get_num_threads(),
         windows_asked=options.windows,
-        adapter=named(settings.adapter),
-        correction=named(options.correction),
+        adapter=adapter_name(settings.adapter),
+        correction=adapter_name(options.correction),
         input_bits=settings.input_bits,
     )

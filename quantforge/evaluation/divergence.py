@@ -4,24 +4,22 @@ Perplexity is ``exp`` of the mean negative log-likelihood per token. The diverge
 
     KL(p || q) = sum_v p_v (log p_v - log q_v) = sum_v p_v (a_v - b_v) - log-sum-exp(a) + log-sum-exp(b)
 
-over the whole vocabulary, ``p`` the reference with logits ``a``, ``q`` the model with logits ``b``,
-ranks quantized models far better, since differences of perplexity change sign from noise on small models and texts.
+over the whole vocabulary (``p``: the reference with logits ``a``, ``q``: the model with logits ``b``) ranks quantized
+models far better, because the sign of a perplexity difference can be noise for small models and short texts.
 
 The model is transformers' own, with `runtime.linear.PackedLinear` in place of its quantized layers; everything is
-computed in float32. It runs up to its final norm; its head is applied part by part (`head`), through the model's
-own output layer, scaling and soft-capping. That this equals the model's own logits is checked on its
-first tokens, so that a family whose head does something else is refused rather than mismeasured.
+computed in float32. It runs up to its final norm; then its head is applied to slices of the vocabulary (`output_head`),
+through the model's own output layer, scaling and soft-capping. The result is checked against the model's own logits for
+the first tokens, so that an unsupported family is refused rather than measured incorrectly.
 
-Stored logits of the reference would take ``4 * vocabulary`` bytes per token. What is kept instead
-are its final hidden states (``4 * hidden`` bytes, 30 times less for a vocabulary of 128 k and a
-width of 4096) and its head; its logits are computed again, part by part, next to those of the model.
-That is exact, costs one more product with the head, and lets the reference itself
-leave memory before the model comes in.
+Storing the logits of the reference would take ``4 * vocabulary`` bytes per token. Instead its head and its final hidden
+states (``4 * hidden`` bytes, 30 times less for a vocabulary of 128 k and a width of 4096) are kept, and its logits are
+recomputed slice by slice next to those of the model. This is exact, costs one more matrix product with the head, and
+allows the reference to be unloaded before the model is loaded.
 
-The standard error is taken over windows, whose tokens are not independent: ``sd / sqrt(windows)``
-for the mean NLL, times the perplexity for the perplexity (the delta method). Two models that were
-scored on the same windows are compared pair by pair: the differences have a standard error ten
-times smaller than either perplexity.
+The standard error is computed over windows, because tokens within a window are not independent: ``sd / sqrt(windows)``
+for the mean NLL, times the perplexity for the perplexity (the delta method). Two models scored on the same windows are
+compared pairwise: the standard error of the differences is ten times smaller than that of either perplexity.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from torch import Tensor
 
 from quantforge.architectures import decoder_family
 from quantforge.errors import InputError
-from quantforge.evaluation.output_head import Head, checked_head, compare_predictions
+from quantforge.evaluation.output_head import OutputHead, checked_head, compare_predictions
 from quantforge.evaluation.text_windows import Windows
 from quantforge.model.hidden_states import HiddenStates, InMemory, OnDisk
 from quantforge.model.model_parts import base_model, block_list_name
@@ -49,12 +47,17 @@ from quantforge.runtime.linear import cache_decoded_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FORWARD_TOKENS = {"cpu": 512, "cuda": 4096}  # enough to keep the arithmetic busy
+MAX_FORWARD_TOKENS = {"cpu": 512, "cuda": 4096}  # enough to keep the arithmetic busy
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over windows with its standard error (NaN for a single window)."""
+    """Mean over windows with its standard error.
+
+    Attributes:
+        mean: the mean.
+        error: its standard error; NaN for a single window.
+    """
 
     mean: float
     error: float
@@ -67,14 +70,19 @@ class Estimate:
         return cls(windows.mean().item(), error)
 
     def exp(self) -> Estimate:
-        """Return ``exp`` of the estimate, by the delta method."""
+        """Return the estimate of ``exp`` of the quantity, by the delta method."""
         value = math.exp(self.mean)
         return Estimate(value, value * self.error)
 
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Per-token figures of a model against its reference, each ``[windows, length - 1]``: KL in nats, and agreement."""
+    """Per-token comparison of a model with its reference, each ``[windows, length - 1]``.
+
+    Attributes:
+        kl: KL divergence in nats.
+        agrees: whether both have the same most likely token.
+    """
 
     kl: Tensor
     agrees: Tensor
@@ -86,18 +94,23 @@ class Divergence:
 
     @property
     def agreement(self) -> Estimate:
-        """Return the share of tokens for which both give the same most likely next token."""
+        """Return the fraction of tokens for which both models predict the same most likely token."""
         return Estimate.of(self.agrees.double().mean(1))
 
-    def quantile(self, share: float) -> float:
-        """Return the KL divergence that ``share`` of the tokens do not exceed."""
+    def quantile(self, fraction: float) -> float:
+        """Return the KL divergence that ``fraction`` of the tokens do not exceed."""
         ordered = self.kl.flatten().sort().values
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))].item()
+        return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))].item()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelScores:
-    """Measurements of one model: NLL ``[windows, length - 1]`` in nats, divergence if there is one."""
+    """Scores of one model.
+
+    Attributes:
+        nll: negative log-likelihood in nats, ``[windows, length - 1]``.
+        divergence: comparison with the reference; None for the reference itself.
+    """
 
     nll: Tensor
     divergence: Divergence | None = None
@@ -120,44 +133,44 @@ class ModelScores:
 
 @dataclass(slots=True)
 class Reference:
-    """What is kept of the reference once it has been scored: final hidden states, head, scores."""
+    """Data of the scored reference that is needed to compare other models: final hidden states, head and scores."""
 
     states: HiddenStates
-    head: Head
+    head: OutputHead
     scores: ModelScores
 
     def close(self) -> None:
-        """Release the hidden states."""
+        """Release the storage of the hidden states."""
         self.states.close()
 
 
 def score_reference(
     model: PreTrainedModel, windows: Windows, directory: Path | None = None
 ) -> Reference:
-    """Score the reference, and keep its final hidden states.
+    """Score the reference and store its final hidden states.
 
     Args:
         model: the reference.
-        windows: what is scored.
-        directory: where the hidden states wait; in memory when left out.
+        windows: windows of token ids to score.
+        directory: directory to store the hidden states in; None stores them in memory.
 
     Raises:
         InputError: an NLL is NaN or infinite.
-        RefusedError: its head is not understood (see `checked_head`).
+        RefusedError: the output head is not supported (see `checked_head`).
     """
     head = checked_head(model, windows.ids)
     count, length = windows.targets.shape
-    size = count, length, int(model.config.get_text_config().hidden_size)
-    states = InMemory(*size) if directory is None else OnDisk(*size, directory)
-    return Reference(states, head, _score(model, head, windows, keep=states))
+    shape = count, length, int(model.config.get_text_config().hidden_size)
+    states = InMemory(*shape) if directory is None else OnDisk(*shape, directory)
+    return Reference(states, head, _score(model, head, windows, store=states))
 
 
 def score(model: PreTrainedModel, windows: Windows, reference: Reference) -> ModelScores:
     """Score a model on the windows of its reference.
 
     Raises:
-        InputError: its vocabulary is another, or an NLL or a KL divergence is NaN or infinite.
-        RefusedError: its head is not understood (see `checked_head`).
+        InputError: its vocabulary size differs, or an NLL or a KL divergence is NaN or infinite.
+        RefusedError: the output head is not supported (see `checked_head`).
     """
     head = checked_head(model, windows.ids)
     if head.vocabulary != reference.head.vocabulary:
@@ -171,62 +184,70 @@ def score(model: PreTrainedModel, windows: Windows, reference: Reference) -> Mod
 @torch.inference_mode()
 def _score(
     model: PreTrainedModel,
-    head: Head,
+    head: OutputHead,
     windows: Windows,
     reference: Reference | None = None,
-    keep: HiddenStates | None = None,
+    store: HiddenStates | None = None,
 ) -> ModelScores:
-    """Score a model: against a ``reference``, or as the reference, whose final hidden states go to ``keep``."""
+    """Score a model against ``reference``, or score the reference and write its final hidden states to ``store``."""
     targets = windows.targets
     nll, kl = torch.empty(targets.shape), torch.empty(targets.shape)
     agrees = torch.empty(targets.shape, dtype=torch.bool)
     for first, hidden in final_hidden(model, windows.ids):
-        last = first + len(hidden)
-        tokens, following = hidden.flatten(0, 1), targets[first:last].flatten()
-        if keep is not None:
-            keep.write(first, hidden.float())
+        end = first + len(hidden)
+        tokens, next_tokens = hidden.flatten(0, 1), targets[first:end].flatten()
+        if store is not None:
+            store.write(first, hidden.float())
         if reference is None:
-            nll[first:last] = head.nll(tokens, following).view(len(hidden), -1)
+            nll[first:end] = head.nll(tokens, next_tokens).view(len(hidden), -1)
         else:
-            kept = reference.states.read(first, last).flatten(0, 1)
-            figures = compare_predictions(head, tokens, reference.head, kept, following)
-            nll[first:last], kl[first:last], agrees[first:last] = (
+            reference_hidden = reference.states.read(first, end).flatten(0, 1)
+            figures = compare_predictions(
+                head, tokens, reference.head, reference_hidden, next_tokens
+            )
+            nll[first:end], kl[first:end], agrees[first:end] = (
                 values.view(len(hidden), -1) for values in figures
             )
-        report_step("windows of the text", last, len(nll))
+        report_step("windows of the text", end, len(nll))
     if reference is None:
-        return ModelScores(finite(nll, "the reference's NLL"))
-    return ModelScores(finite(nll, "NLL"), Divergence(finite(kl, "KL divergence"), agrees))
+        return ModelScores(check_finite(nll, "the reference's NLL"))
+    return ModelScores(
+        check_finite(nll, "NLL"), Divergence(check_finite(kl, "KL divergence"), agrees)
+    )
 
 
 def final_hidden(model: PreTrainedModel, ids: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Yield ``(first window, hidden states [windows, length - 1, hidden])`` per micro-batch.
 
-    The last token of a window predicts nothing that is scored, and is left out.
+    The last token of each window is left out, because its prediction is not scored.
     """
-    most, length = forward_tokens(model.device), ids.shape[1]
-    step = max(1, most // length)
-    with cache_decoded_weights(model), _split_mlps(model, most) if length > most else nullcontext():
-        for first in range(0, len(ids), step):
-            batch = ids[first : first + step].to(model.device)
+    max_tokens, length = max_forward_tokens(model.device), ids.shape[1]
+    windows_per_batch = max(1, max_tokens // length)
+    with (
+        cache_decoded_weights(model),
+        _split_mlps(model, max_tokens) if length > max_tokens else nullcontext(),
+    ):
+        for first in range(0, len(ids), windows_per_batch):
+            batch = ids[first : first + windows_per_batch].to(model.device)
             output = base_model(model)(batch, use_cache=False)
             yield first, output.last_hidden_state[:, :-1]
 
 
 @contextmanager
-def _split_mlps(model: PreTrainedModel, most: int) -> Iterator[None]:
-    """Run the MLPs, the widest part of a block, over at most ``most`` tokens of a window at a time.
+def _split_mlps(model: PreTrainedModel, max_tokens: int) -> Iterator[None]:
+    """Run the MLPs, the widest part of a block, on at most ``max_tokens`` tokens of a window at a time.
 
-    Those of families that our own decoder computes, whose blocks have one ``mlp``; others run as a whole.
+    This applies to families that QuantForge's decoder supports, whose blocks have a single ``mlp``; other families are
+    not split.
     """
-    known = decoder_family(model.config.model_type) is not None
-    blocks: Any = model.get_submodule(block_list_name(model)) if known else ()
+    is_supported = decoder_family(model.config.model_type) is not None
+    blocks: Any = model.get_submodule(block_list_name(model)) if is_supported else ()
 
-    def in_parts(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        return torch.cat([forward(part) for part in torch.split(x, most, dim=1)], dim=1)
+    def in_slices(forward: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        return torch.cat([forward(part) for part in torch.split(hidden, max_tokens, dim=1)], dim=1)
 
     for block in blocks:
-        block.mlp.forward = partial(in_parts, block.mlp.forward)
+        block.mlp.forward = partial(in_slices, block.mlp.forward)
     try:
         yield
     finally:
@@ -234,23 +255,23 @@ def _split_mlps(model: PreTrainedModel, most: int) -> Iterator[None]:
             del block.mlp.forward
 
 
-def forward_tokens(device: torch.device) -> int:
-    """Return how many tokens are computed at a time, which bounds the memory of activations."""
-    return FORWARD_TOKENS.get(device.type, FORWARD_TOKENS["cuda"])
+def max_forward_tokens(device: torch.device) -> int:
+    """Return the number of tokens per forward pass, which bounds the memory of activations."""
+    return MAX_FORWARD_TOKENS.get(device.type, MAX_FORWARD_TOKENS["cuda"])
 
 
-def finite(values: Tensor, what: str) -> Tensor:
-    """Return per-token ``values`` ``[windows, tokens]`` if all are numbers.
+def check_finite(values: Tensor, name: str) -> Tensor:
+    """Return per-token ``values`` ``[windows, tokens]`` if all of them are finite.
 
     Raises:
-        InputError: naming the first that is not; no mean is ever taken over a NaN.
+        InputError: a value is NaN or infinite, or there are no values; the message gives the position of the first one.
     """
     if not values.numel():
-        raise InputError(f"{what}: no token was scored", "give a longer text (--text)")
+        raise InputError(f"{name}: no token was scored", "give a longer text (--text)")
     if not bool(values.isfinite().all()):
         window, token = values.isfinite().logical_not().nonzero()[0].tolist()
         raise InputError(
-            f"{what} is {values[window, token].item()} at token {token + 1} of window {window}",
+            f"{name} is {values[window, token].item()} at token {token + 1} of window {window}",
             "the weights are damaged, or activations overflow the model's type: try a float32 copy,"
             " `quantforge export MODEL --format plain --type F32`",
         )

@@ -1,10 +1,10 @@
-"""A GGUF file in the engine that it is for: llama.cpp, through the ``xllamacpp`` wheel (optional).
+"""Measure the perplexity of a GGUF file in llama.cpp itself, through the optional ``xllamacpp`` wheel.
 
-The engine answers one question at a time: which token follows these, and with which log-probability. The probability of
-a *given* token is asked for by forcing it: a bias on its logit decides what is sampled, and the probabilities that are
-reported are those before any bias. Perplexity follows from one such question per token, with the prompt cached; it is
-slow, and it is the engine's own arithmetic (which quantizes activations), so that it stands beside our perplexity and
-does not replace it.
+The engine answers one question at a time: which token comes next, and with which log-probability. To get the
+probability of a *given* token, a bias on its logit forces the engine to sample it; the probabilities that the engine
+reports are those before the bias. Perplexity follows from one such request per token, with the prompt cached. This is
+slow, and uses the engine's own arithmetic (which quantizes activations), so it is reported in addition to QuantForge's
+own perplexity.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from quantforge.progress import report_step
 if TYPE_CHECKING:
     from quantforge.evaluation.text_windows import Windows
 
-_FORCING = 1000.0
-_EVERY = 1 << 20
+_FORCING_BIAS = 1000.0
+_ALL_TOKENS = 1 << 20
 
 
 class LlamaCpp:
-    """One loaded file.
+    """A GGUF file loaded in llama.cpp.
 
     Args:
-        path: the file (of numbered files the first).
-        length: tokens of the context.
-        threads: of the engine.
+        path: the file; for a split file, its first part.
+        length: context length in tokens.
+        threads: number of threads of the engine.
 
     Raises:
-        UsageError: the wheel is not installed.
-        InputError: the engine does not load the file.
+        UsageError: the ``xllamacpp`` wheel is not installed.
+        InputError: the engine cannot load the file.
     """
 
     def __init__(self, path: Path, length: int, threads: int = 1) -> None:
@@ -46,7 +46,7 @@ class LlamaCpp:
 
         settings = xllamacpp.CommonParams()
         settings.model.path = str(path)
-        settings.n_ctx = length + 8  # the engine stops a little before the context is full
+        settings.n_ctx = length + 8  # the engine stops slightly before the context is full
         settings.n_parallel = 1
         settings.cpuparams.n_threads = threads
         settings.warmup = False
@@ -57,72 +57,79 @@ class LlamaCpp:
             raise InputError(
                 f"{path}: llama.cpp does not load it: {error}", file=str(path)
             ) from error
-        self._letter = self.tokenize("a")[-1]  # a whole character: always reported
-        # Ended before its loop has begun, a server waits for that loop for ever: an answer shows that it has.
-        self._forced([self._letter], self._letter, 1)
+        self._probe_token = self.tokenize("a")[-1]  # a complete character, which is always reported
+        # A server that is stopped before its loop has started hangs; a first completion shows that it has started.
+        self._sample_forced([self._probe_token], self._probe_token, 1)
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids that the engine's own tokenizer gives a text."""
-        found: list[int] = self._post("/tokenize", {"content": text, "add_special": special})[
+        """Tokenize a text with the engine's own tokenizer."""
+        ids: list[int] = self._post("/tokenize", {"content": text, "add_special": special})[
             "tokens"
         ]
-        return found
+        return ids
 
     def top(self, ids: Sequence[int], count: int) -> dict[int, float]:
-        """Return the ``count`` likeliest next tokens with their log-probabilities, in nats."""
-        (answer,) = self._forced(ids, self._letter, count)
-        return {item["id"]: item["logprob"] for item in answer["top_logprobs"]}
+        """Return the ``count`` most likely next tokens with their log-probabilities in nats."""
+        (entry,) = self._sample_forced(ids, self._probe_token, count)
+        return {item["id"]: item["logprob"] for item in entry["top_logprobs"]}
 
     def nll(self, ids: Sequence[int]) -> list[float]:
-        """Return the negative log-likelihood of every token but the first, in nats.
+        """Return the negative log-likelihood of every token but the first in nats.
 
         Raises:
-            InputError: the engine refuses the tokens, or gives one no probability.
+            InputError: the engine rejects the tokens, or returns no probability for one.
         """
-        return [self._nll(ids[:place], ids[place]) for place in range(1, len(ids))]
+        return [self._nll(ids[:position], ids[position]) for position in range(1, len(ids))]
 
     def _nll(self, prompt: Sequence[int], token: int) -> float:
-        answers = self._forced(prompt, token, 1)
-        # What ends the text, or is part of a character, is not reported: it is among the others then.
-        found = answers[0]["logprob"] if answers else self.top(prompt, _EVERY).get(token, math.nan)
-        if not math.isfinite(found):
+        """Return the negative log-likelihood of a token after a prompt."""
+        reported = self._sample_forced(prompt, token, 1)
+        # End tokens and partial characters are not reported as sampled; look them up among all candidates.
+        log_probability = (
+            reported[0]["logprob"]
+            if reported
+            else self.top(prompt, _ALL_TOKENS).get(token, math.nan)
+        )
+        if not math.isfinite(log_probability):
             raise InputError(f"llama.cpp gives token {token} no probability", "the file is damaged")
-        return -float(found)
+        return -float(log_probability)
 
-    def _forced(self, prompt: Sequence[int], token: int, count: int) -> list[dict[str, Any]]:
-        """Return the answer to a prompt when the engine is forced to sample ``token``.
+    def _sample_forced(self, prompt: Sequence[int], token: int, count: int) -> list[dict[str, Any]]:
+        """Force the engine to sample ``token`` after a prompt, and return the sampled tokens with their probabilities.
 
-        It has the log-probabilities, as they are without the force, of that token and of the ``count`` likeliest.
+        Each entry has the log-probabilities without the bias: of the sampled token, and of the ``count`` most likely
+        ones.
         """
-        answer = self._server.handle_completions(
+        response = self._server.handle_completions(
             {
                 "prompt": list(prompt),
-                "logit_bias": [[token, _FORCING]],
+                "logit_bias": [[token, _FORCING_BIAS]],
                 "n_predict": 1,
                 "n_probs": count,
                 "temperature": 0,
                 "cache_prompt": True,
             }
         )
-        choices = answer.get("choices") if isinstance(answer, dict) else None
+        choices = response.get("choices") if isinstance(response, dict) else None
         if not choices:
-            raise InputError(f"llama.cpp refuses the tokens: {str(answer)[:200]}")
-        found: list[dict[str, Any]] = (choices[0].get("logprobs") or {}).get("content", [])
-        return found
+            raise InputError(f"llama.cpp refuses the tokens: {str(response)[:200]}")
+        content: list[dict[str, Any]] = (choices[0].get("logprobs") or {}).get("content", [])
+        return content
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send a JSON request to the engine's HTTP server and return its JSON response."""
         request = urllib.request.Request(
             self._server.listening_address + path,
             json.dumps(body).encode(),
             {"Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request) as response:
-            found: dict[str, Any] = json.loads(response.read())
-        return found
+            answer: dict[str, Any] = json.loads(response.read())
+        return answer
 
 
 def check_installed() -> None:
-    """Refuse to go on without the wheel; nothing of it is imported.
+    """Check that the ``xllamacpp`` wheel is installed, without importing it.
 
     Raises:
         UsageError: it is not installed.
@@ -135,12 +142,12 @@ def check_installed() -> None:
 
 
 def perplexity_in_engine(path: Path, windows: Windows) -> float:
-    """Return the perplexity of the same windows as llama.cpp computes it; errors as `LlamaCpp` and its `nll`."""
+    """Return the perplexity of the scored windows as computed by llama.cpp; raises as `LlamaCpp` and its `nll` do."""
     import torch
 
     engine = LlamaCpp(path, windows.ids.shape[1], torch.get_num_threads())
-    total = 0.0
+    total_nll = 0.0
     for number, window in enumerate(windows.ids.tolist()):
-        total += math.fsum(engine.nll(window))
+        total_nll += math.fsum(engine.nll(window))
         report_step("windows in llama.cpp", number + 1, len(windows.ids))
-    return math.exp(total / windows.targets.numel())
+    return math.exp(total_nll / windows.targets.numel())

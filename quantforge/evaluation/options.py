@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.tasks import Tasks
-from quantforge.evaluation.text_windows import LENGTH
+from quantforge.evaluation.text_windows import DEFAULT_LENGTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class EvaluationOptions:
     text: str = field(repr=False)
     text_name: str
     windows: int = 80
-    length: int = LENGTH
+    length: int = DEFAULT_LENGTH
     speed: bool = True
     caches: tuple[str, ...] = ()
     engine: str = ""

@@ -1,18 +1,18 @@
-"""The last step of a language model, a part of the vocabulary at a time: the logits never exist as a whole.
+"""Compute logits from final hidden states one slice of the vocabulary at a time, to bound memory.
 
-The logits of a window are the largest tensor of an evaluation (512 tokens of a vocabulary of 128 k
-are 260 MB in float32, and their softmax as much again). All that is needed of them are sums over the
-vocabulary, which can be added up part by part. With ``m`` the largest logit so far,
+The logits of a window are the largest tensor of an evaluation (512 tokens with a vocabulary of 128 k are 260 MB in
+float32, and their softmax as much again). Only sums over the vocabulary are needed, which can be accumulated slice by
+slice. With ``m`` the largest logit so far,
 
     S = sum_v exp(l_v - m),    log-sum-exp = m + log S,    nll = log-sum-exp - l_target
 
-and a part with a larger logit multiplies what was summed by ``exp(m - m')``. The divergence of two
-models needs one more such sum (`DivergenceSums`). The vocabulary is split rather than the hidden states,
-so that each weight of the head is read once for many tokens. Sums within a part are float32, sums
-over parts float64. Where a kernel keeps the rows of the head in another order, the hidden states are split.
+and a slice with a larger logit ``m'`` multiplies the earlier sums by ``exp(m - m')``. The KL divergence of two models
+needs one more such sum (`DivergenceSums`). The vocabulary is split rather than the hidden states, so that each weight
+of the head is read once for many tokens. Sums within a slice are float32, sums over slices float64. If a kernel stores
+the rows of the head in another order, the hidden states are split instead.
 
-The head of most families is one matrix, a scale and a cap. Where that does not give the model's own logits
-(`checked_head`), the model's own code makes them: see `ModelEnding`.
+The head of most families is one matrix, a scale and a soft cap. If these do not reproduce the model's own logits
+(`checked_head`), the model's own code computes them: see `NativeHead`.
 """
 
 from __future__ import annotations
@@ -34,44 +34,46 @@ from quantforge.runtime.linear import PackedLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # 8 MiB of float32 on a CPU
-MOST_TOKENS = 2048
-LEAST_TOKENS = 64  # fewer and the product with the head is bound by reading it
+MAX_CHUNK_LOGITS = {"cpu": 1 << 21, "cuda": 1 << 26}  # 8 MiB of float32 on a CPU
+MAX_CHUNK_TOKENS = 2048
+MIN_CHUNK_TOKENS = 64  # with fewer tokens, reading the weight dominates the matrix product
 CHECKED_TOKENS = 8
 
 
 @torch.inference_mode()
-def checked_head(model: PreTrainedModel, ids: Tensor) -> Head:
-    """Return the head of a model, whose logits equal the model's own on a few tokens.
+def checked_head(model: PreTrainedModel, ids: Tensor) -> OutputHead:
+    """Build the output head of a model and check it against the model's own logits for a few tokens.
 
-    A family may state a scale or a cap that its class for several modalities does not apply: what fits counts. Where
-    nothing does, there is more between the states and the output layer, and the model's own code computes it.
+    A configuration may declare a scale or a cap that the model class (e.g. of a multimodal model) does not apply, so
+    all combinations are tried. If none matches, there are other operations between the hidden states and the output
+    layer, and the model's own code is used.
 
     Args:
-        model: whose head it is.
+        model: the model.
         ids: token ids ``[windows, length]``, of which the first `CHECKED_TOKENS` are compared.
 
     Raises:
-        RefusedError: the logits differ by more than rounding in any case.
+        RefusedError: no variant reproduces the logits up to rounding errors.
     """
     ids = ids[:1, :CHECKED_TOKENS].to(model.device)
-    own = model(ids, use_cache=False).logits[0].float()
+    model_logits = model(ids, use_cache=False).logits[0].float()
     hidden = base_model(model)(ids, use_cache=False).last_hidden_state[0]
     tolerance = 1e-3 if model.dtype == torch.float32 else 0.05
 
-    def fits(head: Head) -> bool:
+    def matches_model(head: OutputHead) -> bool:
+        """Return whether a head reproduces the model's own logits."""
         logits = head.logits(hidden)
-        same_shape = own.shape == logits.shape
-        return same_shape and torch.allclose(own, logits, tolerance, tolerance, True)
+        same_shape = model_logits.shape == logits.shape
+        return same_shape and torch.allclose(model_logits, logits, tolerance, tolerance, True)
 
     for scaled, capped in ((True, True), (True, False), (False, True), (False, False)):
-        head = Head(model, scaled=scaled, capped=capped)
-        if fits(head):
+        head = OutputHead(model, scaled=scaled, capped=capped)
+        if matches_model(head):
             return head
-    # Errors of a class that asks its decoder for more than states.
+    # Raised by classes that use more of the decoder's output than hidden states.
     with suppress(AttributeError, TypeError, ValueError):
-        head = Head(model, ending=ModelEnding(model))
-        if fits(head):
+        head = OutputHead(model, native_head=NativeHead(model))
+        if matches_model(head):
             return head
     raise RefusedError(
         f"model_type {model.config.model_type!r}: its logits are not its output layer applied "
@@ -80,14 +82,18 @@ def checked_head(model: PreTrainedModel, ids: Tensor) -> Head:
     )
 
 
-class Head:
-    """Maker of logits from final hidden states; see `checked_head`.
+class OutputHead:
+    """Output head that computes logits from final hidden states; see `checked_head`.
 
     Args:
-        model: whose head it is; only the output layer is kept.
-        scaled: multiply the logits as the configuration says.
-        capped: cap them as the configuration says.
-        ending: makes the logits in place of the output layer, of the whole vocabulary at a time.
+        model: the model; only its output layer is kept.
+        scaled: apply the logit scale of the configuration.
+        capped: apply the logit soft cap of the configuration.
+        native_head: computes the logits instead of the output layer, for the whole vocabulary at once.
+
+    Attributes:
+        vocabulary: size of the vocabulary.
+        splits_vocabulary: whether logits can be computed for a slice of the vocabulary.
     """
 
     def __init__(
@@ -96,17 +102,17 @@ class Head:
         *,
         scaled: bool = True,
         capped: bool = True,
-        ending: ModelEnding | None = None,
+        native_head: NativeHead | None = None,
     ) -> None:
         config: Any = model.config.get_text_config()
-        output = output_layer(model)
-        if output is None:
+        output_layer_module = output_layer(model)
+        if output_layer_module is None:
             raise RefusedError(
                 f"model_type {model.config.model_type!r}: its class does not say which layer makes logits",
                 "this family cannot be evaluated yet",
             )
-        self._output: nn.Module = output
-        self._ending = ending
+        self._output: nn.Module = output_layer_module
+        self._native_head = native_head
         self._scale = 1.0
         if scaled:
             self._scale *= getattr(config, "logit_scale", None) or 1.0
@@ -115,81 +121,92 @@ class Head:
         caps = (getattr(config, key, None) for key in FINAL_SOFTCAP_KEYS if capped)
         self._cap: float | None = next(filter(None, caps), None)
         self._dtype: torch.dtype = model.dtype
-        self._most = CHUNK_LOGITS.get(model.device.type, CHUNK_LOGITS["cuda"])
+        self._max_logits = MAX_CHUNK_LOGITS.get(model.device.type, MAX_CHUNK_LOGITS["cuda"])
         self.vocabulary = int(config.vocab_size)
-        self.splits_vocabulary = ending is None and self._weight(slice(0, 1)) is not None
+        self.splits_vocabulary = native_head is None and self._weight_rows(slice(0, 1)) is not None
 
-    def logits(self, hidden: Tensor, part: slice | None = None) -> Tensor:
-        """Return logits ``[tokens, part]`` in float32 for hidden states ``[tokens, hidden]``.
+    def logits(self, hidden: Tensor, vocabulary_slice: slice | None = None) -> Tensor:
+        """Return logits in float32 for hidden states ``[tokens, hidden]``.
 
         Args:
             hidden: final hidden states.
-            part: of the vocabulary, one of `parts`; all of it when left out.
+            vocabulary_slice: one of `vocabulary_slices`; None for the whole vocabulary.
+
+        Returns:
+            Logits ``[tokens, slice]``.
         """
         hidden = hidden.to(self._dtype)
-        if self._ending is not None:
-            return self._ending.logits(hidden)
-        if part is None or part == slice(0, self.vocabulary):
+        if self._native_head is not None:
+            return self._native_head.logits(hidden)
+        if vocabulary_slice is None or vocabulary_slice == slice(0, self.vocabulary):
             logits: Tensor = self._output(hidden)
         else:
-            weight, bias = self._weight(part), getattr(self._output, "bias", None)
+            weight, bias = self._weight_rows(vocabulary_slice), getattr(self._output, "bias", None)
             assert weight is not None
-            logits = nn.functional.linear(hidden, weight, None if bias is None else bias[part])
+            logits = nn.functional.linear(
+                hidden, weight, None if bias is None else bias[vocabulary_slice]
+            )
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._cap is not None:
             logits = torch.tanh(logits / self._cap) * self._cap
         return logits.float()
 
-    def _weight(self, part: slice) -> Tensor | None:
-        """Return some rows of the weight, or None where they cannot be had."""
+    def _weight_rows(self, vocabulary_slice: slice) -> Tensor | None:
+        """Return the rows of the weight for a slice of the vocabulary, or None if they cannot be read separately."""
         if isinstance(self._output, PackedLinear):
-            return self._output.decoded_rows(part)
+            return self._output.decoded_rows(vocabulary_slice)
         weight = getattr(self._output, "weight", None)
-        return weight[part] if isinstance(weight, Tensor) else None
+        return weight[vocabulary_slice] if isinstance(weight, Tensor) else None
 
-    def chunks(self, tokens: int) -> Iterator[slice]:
-        """Split hidden states, so that the logits of a chunk and a part stay small."""
-        step = MOST_TOKENS
+    def token_slices(self, tokens: int) -> Iterator[slice]:
+        """Split ``tokens`` tokens into slices whose logits for one vocabulary slice fit into the memory limit."""
+        step = MAX_CHUNK_TOKENS
         if not self.splits_vocabulary:
-            step = min(MOST_TOKENS, max(LEAST_TOKENS, self._most // self.vocabulary))
+            step = min(MAX_CHUNK_TOKENS, max(MIN_CHUNK_TOKENS, self._max_logits // self.vocabulary))
         return (slice(first, min(first + step, tokens)) for first in range(0, tokens, step))
 
-    def parts(self, tokens: int) -> Iterator[slice]:
-        """Split the vocabulary, for a chunk of so many tokens."""
-        step = max(1, self._most // max(tokens, 1)) if self.splits_vocabulary else self.vocabulary
-        ends = range(0, self.vocabulary, step)
-        return (slice(first, min(first + step, self.vocabulary)) for first in ends)
+    def vocabulary_slices(self, tokens: int) -> Iterator[slice]:
+        """Split the vocabulary so that the logits of a slice for ``tokens`` tokens fit into the memory limit."""
+        step = (
+            max(1, self._max_logits // max(tokens, 1))
+            if self.splits_vocabulary
+            else self.vocabulary
+        )
+        starts = range(0, self.vocabulary, step)
+        return (slice(first, min(first + step, self.vocabulary)) for first in starts)
 
-    def sums(self, hidden: Tensor, targets: Tensor, *, find_best: bool = False) -> LogitSums:
-        """Return the sums over the vocabulary for hidden states ``[tokens, hidden]``, those of one of `chunks`."""
+    def sum_logits(self, hidden: Tensor, targets: Tensor, *, find_best: bool = False) -> LogitSums:
+        """Return sums over the vocabulary for hidden states ``[tokens, hidden]`` of one of the `token_slices`."""
         sums = LogitSums(targets, find_best=find_best)
-        for part in self.parts(len(hidden)):
-            sums.add(self.logits(hidden, part), part)
+        for vocabulary_slice in self.vocabulary_slices(len(hidden)):
+            sums.add(self.logits(hidden, vocabulary_slice), vocabulary_slice)
         return sums
 
     def nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the NLL of the tokens that follow, float32 ``[tokens]``.
+        """Return the negative log-likelihood of the target tokens, float32 ``[tokens]``.
 
         Args:
-            hidden: final hidden states ``[tokens, hidden]``, as many as there are.
-            targets: the tokens that follow, ``[tokens]``; on any device.
+            hidden: final hidden states ``[tokens, hidden]``, any number of tokens.
+            targets: ids of the tokens that follow, ``[tokens]``, on any device.
         """
         nll = torch.empty(len(hidden))
-        for chunk in self.chunks(len(hidden)):
-            nll[chunk] = self.sums(hidden[chunk], targets[chunk].to(hidden.device)).nll.float()
+        for chunk in self.token_slices(len(hidden)):
+            nll[chunk] = self.sum_logits(
+                hidden[chunk], targets[chunk].to(hidden.device)
+            ).nll.float()
         return nll
 
 
 class LogitSums:
-    """Sums over the vocabulary of one model's logits for some tokens; `add` the parts in turn.
+    """Sums over the vocabulary of one model's logits, accumulated slice by slice with `add`.
 
     Args:
-        targets: the tokens that follow, ``[tokens]``.
+        targets: ids of the tokens that follow, ``[tokens]``.
         find_best: also find the most likely tokens, which costs more.
 
     Attributes:
-        best: the most likely tokens ``[tokens]``, if they are asked for.
+        best: ids of the most likely tokens ``[tokens]``; valid with ``find_best`` only.
         total: sum of ``exp(logit - peak)``, float64 ``[tokens]``; ``peak`` is the largest logit so far.
     """
 
@@ -201,28 +218,32 @@ class LogitSums:
         self.total = self._peak.double().zero_()
         self.best = targets.clone()
 
-    def add(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """Add the logits ``[tokens, part]`` of a part, whose memory is used for the weights.
+    def add(self, logits: Tensor, vocabulary_slice: slice) -> tuple[Tensor, Tensor]:
+        """Add the logits ``[tokens, slice]`` of a vocabulary slice; their memory is overwritten.
 
         Returns:
-            The weights ``exp(logit - peak)`` of the part, and by what sums of earlier parts are multiplied, since
-            the peak may have risen: float64 ``[tokens]``.
+            ``exp(logit - peak)`` of the slice, and the factor by which sums of earlier slices must be multiplied,
+            because the peak may have risen: float64 ``[tokens]``.
         """
         if self._find_best:
-            high, place = logits.max(-1)
-            self.best = torch.where(high > self._peak, place + part.start, self.best)
+            slice_max, index = logits.max(-1)
+            self.best = torch.where(
+                slice_max > self._peak, index + vocabulary_slice.start, self.best
+            )
         else:
-            high = logits.amax(-1)
-        peak = torch.maximum(self._peak, high)  # NaN stays: a token with one has no figure
-        inside = (self._targets >= part.start) & (self._targets < part.stop)
-        at = (self._targets - part.start).clamp(0, logits.shape[1] - 1)
-        own = logits.gather(1, at[:, None])[:, 0]
-        self._target_logits = torch.where(inside, own, self._target_logits)
-        shrink = (self._peak - peak).double().exp()
-        weights = logits.sub_(peak[:, None]).exp_()
-        self.total = self.total * shrink + weights.sum(-1).double()
+            slice_max = logits.amax(-1)
+        peak = torch.maximum(self._peak, slice_max)  # propagates NaN, which the caller reports
+        in_slice = (self._targets >= vocabulary_slice.start) & (
+            self._targets < vocabulary_slice.stop
+        )
+        target_index = (self._targets - vocabulary_slice.start).clamp(0, logits.shape[1] - 1)
+        target_logits = logits.gather(1, target_index[:, None])[:, 0]
+        self._target_logits = torch.where(in_slice, target_logits, self._target_logits)
+        rescale = (self._peak - peak).double().exp()
+        exponentials = logits.sub_(peak[:, None]).exp_()
+        self.total = self.total * rescale + exponentials.sum(-1).double()
         self._peak = peak
-        return weights, shrink
+        return exponentials, rescale
 
     @property
     def log_sum(self) -> Tensor:
@@ -236,14 +257,14 @@ class LogitSums:
 
 
 class DivergenceSums:
-    """Sums over the vocabulary that give the KL divergence of a model from its reference; `add` the parts in turn.
+    """Sums over the vocabulary that yield the KL divergence of a model from its reference, accumulated with `add`.
 
     Args:
-        targets: the tokens that follow, ``[tokens]``.
+        targets: ids of the tokens that follow, ``[tokens]``.
 
     Attributes:
-        model: sums of the model.
-        reference: sums of the reference.
+        model: sums of the model's logits.
+        reference: sums of the reference's logits.
     """
 
     def __init__(self, targets: Tensor) -> None:
@@ -251,13 +272,13 @@ class DivergenceSums:
         self.reference = LogitSums(targets, find_best=True)
         self._difference = self.model.total.clone()  # sum of exp(a - peak) (a - b)
 
-    def add(self, logits: Tensor, reference_logits: Tensor, part: slice) -> None:
-        """Add the logits ``[tokens, part]`` of both for a part, whose memory is used for what is summed."""
+    def add(self, logits: Tensor, reference_logits: Tensor, vocabulary_slice: slice) -> None:
+        """Add the logits ``[tokens, slice]`` of both models for a vocabulary slice; their memory is overwritten."""
         difference = reference_logits - logits
-        self.model.add(logits, part)
-        weights, shrink = self.reference.add(reference_logits, part)
-        summed = difference.mul_(weights).sum(-1).double()
-        self._difference = self._difference * shrink + summed
+        self.model.add(logits, vocabulary_slice)
+        exponentials, rescale = self.reference.add(reference_logits, vocabulary_slice)
+        slice_sum = difference.mul_(exponentials).sum(-1).double()
+        self._difference = self._difference * rescale + slice_sum
 
     @property
     def kl(self) -> Tensor:
@@ -267,42 +288,50 @@ class DivergenceSums:
 
 
 def compare_predictions(
-    head: Head, hidden: Tensor, reference_head: Head, reference_hidden: Tensor, targets: Tensor
+    head: OutputHead,
+    hidden: Tensor,
+    reference_head: OutputHead,
+    reference_hidden: Tensor,
+    targets: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compare what a model predicts with what its reference predicts, token by token.
+    """Compare the next-token distributions of a model and its reference token by token.
 
     Args:
-        head: the model's.
-        hidden: its final hidden states ``[tokens, hidden]``, as many as there are.
-        reference_head: the reference's.
-        reference_hidden: likewise; on any device.
-        targets: the tokens that follow, ``[tokens]``; on any device.
+        head: output head of the model.
+        hidden: final hidden states of the model ``[tokens, hidden]``, any number of tokens.
+        reference_head: output head of the reference.
+        reference_hidden: final hidden states of the reference, on any device.
+        targets: ids of the tokens that follow, ``[tokens]``, on any device.
 
     Returns:
         NLL of the model and KL divergence, float32, and whether the most likely tokens agree, each ``[tokens]``.
     """
     nll, kl = torch.empty(len(hidden)), torch.empty(len(hidden))
     agrees = torch.empty(len(hidden), dtype=torch.bool)
-    narrower = reference_head if head.splits_vocabulary else head  # both are split as it can be
-    for chunk in narrower.chunks(len(hidden)):
-        own = hidden[chunk]
-        others = reference_hidden[chunk].to(own.device)
-        sums = DivergenceSums(targets[chunk].to(own.device))
-        for part in narrower.parts(len(own)):
-            sums.add(head.logits(own, part), reference_head.logits(others, part), part)
+    slicing_head = reference_head if head.splits_vocabulary else head  # both heads use its slices
+    for chunk in slicing_head.token_slices(len(hidden)):
+        states = hidden[chunk]
+        reference_states = reference_hidden[chunk].to(states.device)
+        sums = DivergenceSums(targets[chunk].to(states.device))
+        for vocabulary_slice in slicing_head.vocabulary_slices(len(states)):
+            sums.add(
+                head.logits(states, vocabulary_slice),
+                reference_head.logits(reference_states, vocabulary_slice),
+                vocabulary_slice,
+            )
         nll[chunk], kl[chunk] = sums.model.nll.float().cpu(), sums.kl.float().cpu()
         agrees[chunk] = (sums.model.best == sums.reference.best).cpu()
     return nll, kl, agrees
 
 
-class ModelEnding:
-    """Compute logits from final hidden states by the model's own code.
+class NativeHead:
+    """Compute logits from final hidden states with the model's own code.
 
-    The model is copied without its decoder, in whose place a module returns the states that it is given: what remains
-    is what follows the decoder, e.g. a layer before the output layer, or a factor that no configuration names.
+    The model is copied with its decoder replaced by a stub that returns given hidden states. What remains is everything
+    after the decoder, e.g. a layer before the output layer, or a factor that no configuration key declares.
 
     Raises:
-        ValueError: the decoder lies within another part of the model.
+        ValueError: the decoder is not a direct child of the model.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -310,24 +339,24 @@ class ModelEnding:
         name = next((name for name, module in model.named_children() if module is decoder), None)
         if name is None:
             raise ValueError("its decoder lies within another part")
-        self._place = _Given()
+        self._stub = _DecoderStub()
         self._model = copy(model)
-        vars(self._model).pop("forward", None)  # one that was put there is that of the model itself
-        self._model._modules = {**model._modules, name: self._place}
+        vars(self._model).pop("forward", None)  # an instance's forward would run the original model
+        self._model._modules = {**model._modules, name: self._stub}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits ``[tokens, vocab]`` in float32 for final hidden states ``[tokens, hidden]``."""
-        self._place.given = _States(hidden[None])
+        self._stub.output = _StubOutput(hidden[None])
         try:
             ids = hidden.new_zeros((1, len(hidden))).long()
             logits: Tensor = self._model(input_ids=ids, use_cache=False).logits[0]
         finally:
-            self._place.given = None
+            self._stub.output = None
         return logits.float()
 
 
-class _States:
-    """Output of a decoder: final hidden states, and nothing else."""
+class _StubOutput:
+    """Decoder output with final hidden states; every other attribute is None."""
 
     def __init__(self, states: Tensor) -> None:
         self.last_hidden_state = states
@@ -339,13 +368,13 @@ class _States:
         return (self.last_hidden_state,)[index]
 
 
-class _Given(nn.Module):
-    """Module in the place of a decoder: returns the states that it was given."""
+class _DecoderStub(nn.Module):
+    """Module that replaces a decoder and returns the hidden states assigned to it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.given: _States | None = None
+        self.output: _StubOutput | None = None
 
-    def forward(self, *_: Any, **__: Any) -> _States | None:
-        """Return the states; arguments are not looked at."""
-        return self.given
+    def forward(self, *_: Any, **__: Any) -> _StubOutput | None:
+        """Return the assigned hidden states and ignore all arguments."""
+        return self.output

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from quantforge.architectures.configuration import max_positions
 from quantforge.errors import InputError
-from quantforge.evaluation.divergence import Estimate, final_hidden, finite
+from quantforge.evaluation.divergence import Estimate, check_finite, final_hidden
 from quantforge.evaluation.output_head import checked_head, compare_predictions
 from quantforge.files.reader import Checkpoint
 from quantforge.runtime.decoding import create_engine, generate_tokens
@@ -153,10 +153,10 @@ class ReferenceAnswers:
         for prompt, answer, states in zip(
             self._prompts.ids, self._answers, self._states, strict=True
         ):
-            rows = _answer_states(loaded, prompt, answer)
+            answer_states = _answer_states(loaded, prompt, answer)
             targets = torch.tensor(answer.ids)
-            _, kl, agrees = compare_predictions(head, rows, self._head, states, targets)
-            means.append(finite(kl[None], "KL divergence of generated text").double().mean())
+            _, kl, agrees = compare_predictions(head, answer_states, self._head, states, targets)
+            means.append(check_finite(kl[None], "KL divergence of generated text").double().mean())
             agreeing.append(agrees)
         return summarize_answers(
             [answer.ids for answer in self._answers],

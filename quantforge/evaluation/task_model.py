@@ -1,12 +1,11 @@
-"""A model that answers the requests of lm-evaluation-harness through our runtime.
+"""Adapter that lets lm-evaluation-harness run its tasks on a model in QuantForge's runtime.
 
-Tokens are counted as other evaluations count them, so that figures compare. A continuation is what
-the tokens of ``context + continuation`` have beyond those of the context. Spaces at the end of a
-context belong to what follows. An empty context is the token that begins a text (BOS, or else the
-end-of-text token). Every text begins with BOS where the tokenizer puts one. What is too long loses its beginning.
+Tokens are counted as in other evaluations, so that results are comparable. The tokens of a continuation are those that
+``context + continuation`` has in addition to the context. Trailing spaces of a context belong to the continuation. An
+empty context is replaced by the BOS token, or else the end-of-text token. Every text starts with BOS if the tokenizer
+adds one. Sequences that are too long are truncated at their beginning.
 
-Logits of a continuation are computed from final hidden states, for its own tokens only: the head
-never sees the context.
+Logits are computed from the final hidden states of the continuation's tokens only, never for the context.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lm_eval.api.model import LM
 from torch import Tensor
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.divergence import forward_tokens
+from quantforge.evaluation.divergence import max_forward_tokens
 from quantforge.evaluation.output_head import CHECKED_TOKENS, checked_head
 from quantforge.evaluation.tasks import ModelError
 from quantforge.model.model_parts import base_model
@@ -37,13 +36,13 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """How a text is continued.
+class GenerationArguments:
+    """How to continue a text.
 
     Attributes:
-        stop: strings that end it; the result ends before the first of them.
-        new_tokens: at most this many.
-        sampling: how tokens are chosen.
+        stop: stop strings; the result ends before the first one that occurs.
+        new_tokens: maximum number of new tokens.
+        sampling: how tokens are sampled.
     """
 
     stop: tuple[str, ...] = ()
@@ -51,51 +50,55 @@ class Generation:
     sampling: Sampling = field(default_factory=Sampling)
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> Generation:
-        """Read the arguments of a request, in the library's names.
+    def from_request(cls, arguments: Mapping[str, Any]) -> GenerationArguments:
+        """Parse the generation arguments of an lm-eval request.
 
         Raises:
-            UsageError: one of them is not supported here, so that it would change nothing.
+            UsageError: an argument is not supported and would be ignored.
         """
-        given = dict(arguments)
-        stop = given.pop("until", [])
-        most = given.pop("max_gen_toks", None) or given.pop("max_new_tokens", None) or NEW_TOKENS
-        drawn = given.pop("do_sample", given.get("temperature", 0) > 0)
-        temperature = given.pop("temperature", 1.0)
-        sampling = Sampling(
-            temperature=float(temperature) if drawn else 0.0,
-            top_k=int(given.pop("top_k", 0)),
-            top_p=float(given.pop("top_p", 1.0)),
-            repetition_penalty=float(given.pop("repetition_penalty", 1.0)),
-            seed=int(given.pop("seed", 0)),
+        remaining = dict(arguments)
+        stop = remaining.pop("until", [])
+        max_tokens = (
+            remaining.pop("max_gen_toks", None)
+            or remaining.pop("max_new_tokens", None)
+            or NEW_TOKENS
         )
-        if given:
+        sampled = remaining.pop("do_sample", remaining.get("temperature", 0) > 0)
+        temperature = remaining.pop("temperature", 1.0)
+        sampling = Sampling(
+            temperature=float(temperature) if sampled else 0.0,
+            top_k=int(remaining.pop("top_k", 0)),
+            top_p=float(remaining.pop("top_p", 1.0)),
+            repetition_penalty=float(remaining.pop("repetition_penalty", 1.0)),
+            seed=int(remaining.pop("seed", 0)),
+        )
+        if remaining:
             raise UsageError(
-                f"generation arguments {', '.join(sorted(given))}", "leave them out of the task"
+                f"generation arguments {', '.join(sorted(remaining))}", "leave them out of the task"
             )
-        return cls((stop,) if isinstance(stop, str) else tuple(stop), int(most), sampling)
+        return cls((stop,) if isinstance(stop, str) else tuple(stop), int(max_tokens), sampling)
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """Tokens ``ids``, of which the last ``count`` are scored."""
+class ScoredSequence:
+    """Token ids of a sequence, of which the last ``count`` are scored."""
 
     ids: tuple[int, ...]
     count: int
 
 
 class TaskModel(LM):  # type: ignore[misc]
-    """A model as the library asks it.
+    """A model behind the interface that lm-evaluation-harness calls.
 
     Args:
-        model: loaded, in the type in which it is to be measured.
-        tokenizer: its tokenizer.
-        positions: tokens that it can see.
-        scales: of its KV cache, where they were measured.
+        model: the loaded model, in the dtype to measure.
+        tokenizer: tokenizer of the model.
+        positions: context length in tokens.
+        scales: scales of the KV cache, if the checkpoint has any.
 
     Raises:
-        InputError: the tokenizer has no token to begin with.
-        RefusedError: the model's head is not understood (see `checked_head`).
+        InputError: the tokenizer has neither a BOS nor an end-of-text token.
+        RefusedError: the output head is not supported (see `checked_head`).
     """
 
     def __init__(
@@ -106,114 +109,129 @@ class TaskModel(LM):  # type: ignore[misc]
         scales: LayerScales | None = None,
     ) -> None:
         super().__init__()
-        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        if begin is None:
+        start_token = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if start_token is None:
             raise InputError(
                 "the tokenizer has neither a token that begins a text nor one that ends it",
                 "set bos_token or eos_token in tokenizer_config.json",
             )
-        self._begin: int = begin
-        self._prefix = [] if tokenizer.bos_id is None else [begin]
+        self._start_token: int = start_token
+        self._prefix = [] if tokenizer.bos_id is None else [start_token]
         self._model = model
         self._tokenizer = tokenizer
         self._positions = positions
         self._scales = scales
-        self._head = checked_head(model, torch.full((1, min(CHECKED_TOKENS, positions)), begin))
+        self._head = checked_head(
+            model, torch.full((1, min(CHECKED_TOKENS, positions)), start_token)
+        )
         self._engine: DecodingEngine | None = None
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-        """Return what `continuations` does for requests of the library."""
-        return _own(self.continuations, [request.args for request in requests])
+        """Score lm-eval requests with `score_continuations`."""
+        return _mark_model_errors(self.score_continuations, [request.args for request in requests])
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Return what `texts` does for requests of the library."""
-        return _own(self.texts, [request.args[0] for request in requests])
+        """Score lm-eval requests with `score_texts`."""
+        return _mark_model_errors(self.score_texts, [request.args[0] for request in requests])
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Return what `generate` does for each request of the library."""
-        asked = [(request.args[0], Generation.of(request.args[1])) for request in requests]
-        return [_own(self.generate, *request) for request in asked]
+        """Answer lm-eval requests with `generate`."""
+        parsed = [
+            (request.args[0], GenerationArguments.from_request(request.args[1]))
+            for request in requests
+        ]
+        return [_mark_model_errors(self.generate, *request) for request in parsed]
 
-    def continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Return ``(log-likelihood in nats, is it the greedy one)`` of each ``(context, continuation)``."""
-        return self._score([self.split(*pair) for pair in pairs])
+    def score_continuations(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Return ``(log-likelihood in nats, whether it is the greedy one)`` for each ``(context, continuation)``."""
+        return self._score([self.encode_pair(*pair) for pair in pairs])
 
-    def texts(self, texts: Sequence[str]) -> list[float]:
-        """Return the log-likelihood of each whole text in nats; long ones are cut by `disjoint`."""
-        found = []
+    def score_texts(self, texts: Sequence[str]) -> list[float]:
+        """Return the log-likelihood of each whole text in nats; long texts are cut by `disjoint_windows`."""
+        log_likelihoods = []
         for text in texts:
-            parts = disjoint(self._tokenizer.encode(text), self._begin, self._positions)
-            found.append(sum(value for value, _ in self._score(parts)))
-        return found
+            windows = disjoint_windows(
+                self._tokenizer.encode(text), self._start_token, self._positions
+            )
+            log_likelihoods.append(sum(value for value, _ in self._score(windows)))
+        return log_likelihoods
 
-    def generate(self, context: str, wanted: Generation) -> str:
-        """Return the continuation of a text.
+    def generate(self, context: str, arguments: GenerationArguments) -> str:
+        """Generate the continuation of a text.
 
         Raises:
-            InputError: more new tokens than the model has positions, or logits that are NaN or infinite.
+            InputError: more new tokens than the context length allows, or logits that are NaN or infinite.
         """
-        room = self._positions - wanted.new_tokens
-        if room < 1:
+        max_prompt_tokens = self._positions - arguments.new_tokens
+        if max_prompt_tokens < 1:
             raise InputError(
-                f"{wanted.new_tokens} new tokens, the model has {self._positions} positions",
+                f"{arguments.new_tokens} new tokens, the model has {self._positions} positions",
                 "ask for fewer (max_gen_toks)",
             )
-        ids = (self._prefix + self._tokenizer.encode(context))[-room:] or [self._begin]
+        ids = (self._prefix + self._tokenizer.encode(context))[-max_prompt_tokens:] or [
+            self._start_token
+        ]
         if self._engine is None:
             self._engine = create_engine(self._model, scales=self._scales)[0]
-        found: list[int] = []
+        new_ids: list[int] = []
         text = ""
-        for token in generate_tokens(self._engine, ids, wanted.new_tokens, wanted.sampling):
+        for token in generate_tokens(self._engine, ids, arguments.new_tokens, arguments.sampling):
             if token == self._tokenizer.eos_id:
                 break
-            found.append(token)
-            text = self._tokenizer.decode(found)
-            if ends := [text.find(stop) for stop in wanted.stop if stop and stop in text]:
-                return text[: min(ends)]
+            new_ids.append(token)
+            text = self._tokenizer.decode(new_ids)
+            if stop_positions := [
+                text.find(stop) for stop in arguments.stop if stop and stop in text
+            ]:
+                return text[: min(stop_positions)]
         return text
 
-    def split(self, context: str, continuation: str) -> Scored:
-        """Return the tokens of a context and its continuation; those of the continuation are scored, at least one."""
+    def encode_pair(self, context: str, continuation: str) -> ScoredSequence:
+        """Tokenize a context with its continuation, whose tokens (at least one) are scored."""
         stripped = context.rstrip()
         context, continuation = stripped, context[len(stripped) :] + continuation
         if context:
-            before = self._prefix + self._tokenizer.encode(context)
+            context_ids = self._prefix + self._tokenizer.encode(context)
             ids = self._prefix + self._tokenizer.encode(context + continuation)
-            count = max(len(ids) - len(before), 1)
+            count = max(len(ids) - len(context_ids), 1)
         else:
-            ids = [self._begin, *self._tokenizer.encode(continuation)]
+            ids = [self._start_token, *self._tokenizer.encode(continuation)]
             count = len(ids) - 1
-        ids = ids[-(self._positions + 1) :]  # as many as the model sees, and one to begin with
-        return Scored(tuple(ids), min(count, len(ids) - 1))
+        ids = ids[-(self._positions + 1) :]  # context length plus the first, unscored token
+        return ScoredSequence(tuple(ids), min(count, len(ids) - 1))
 
-    def _score(self, items: Sequence[Scored]) -> list[tuple[float, bool]]:
-        found = [(0.0, True)] * len(items)  # what has no token to score is certain
-        most = forward_tokens(self._model.device)
-        asked = [place for place, item in enumerate(items) if item.count]
-        for batch in batches([len(items[place].ids) - 1 for place in asked], most):
-            places = [asked[index] for index in batch]
-            scores = self._batch([items[place] for place in places])
-            for place, values in zip(places, scores, strict=True):
-                found[place] = values
-        return found
+    def _score(self, sequences: Sequence[ScoredSequence]) -> list[tuple[float, bool]]:
+        """Return log-likelihood and greediness of each sequence, computed in batches of similar lengths."""
+        results = [(0.0, True)] * len(sequences)  # an empty continuation has probability 1
+        max_tokens = max_forward_tokens(self._model.device)
+        nonempty = [index for index, sequence in enumerate(sequences) if sequence.count]
+        for batch in batch_by_length(
+            [len(sequences[index].ids) - 1 for index in nonempty], max_tokens
+        ):
+            indices = [nonempty[position] for position in batch]
+            scores = self._score_batch([sequences[index] for index in indices])
+            for index, values in zip(indices, scores, strict=True):
+                results[index] = values
+        return results
 
     @torch.inference_mode()
-    def _batch(self, items: Sequence[Scored]) -> Iterator[tuple[float, bool]]:
-        """Score some texts together; shorter ones are padded after their end, which causal attention ignores."""
-        longest = max(len(item.ids) for item in items) - 1
-        ids = torch.full((len(items), longest), self._begin)
-        for row, item in zip(ids, items, strict=True):
-            row[: len(item.ids) - 1] = torch.tensor(item.ids[:-1])
+    def _score_batch(self, sequences: Sequence[ScoredSequence]) -> Iterator[tuple[float, bool]]:
+        """Score a batch of sequences, padded at the end, where causal attention ignores the padding."""
+        longest = max(len(sequence.ids) for sequence in sequences) - 1
+        ids = torch.full((len(sequences), longest), self._start_token)
+        for row, sequence in zip(ids, sequences, strict=True):
+            row[: len(sequence.ids) - 1] = torch.tensor(sequence.ids[:-1])
         output = base_model(self._model)(ids.to(self._model.device), use_cache=False)
-        for hidden, item in zip(output.last_hidden_state, items, strict=True):
-            last = len(item.ids) - 1
-            targets = torch.tensor(item.ids[-item.count :], device=hidden.device)
-            yield self._likelihood(hidden[last - item.count : last], targets)
+        for hidden, sequence in zip(output.last_hidden_state, sequences, strict=True):
+            end = len(sequence.ids) - 1
+            targets = torch.tensor(sequence.ids[-sequence.count :], device=hidden.device)
+            yield self._log_likelihood(hidden[end - sequence.count : end], targets)
 
-    def _likelihood(self, hidden: Tensor, targets: Tensor) -> tuple[float, bool]:
+    def _log_likelihood(self, hidden: Tensor, targets: Tensor) -> tuple[float, bool]:
+        """Return the summed log-likelihood of the targets, and whether each of them is the most likely token."""
         total, greedy = 0.0, True
-        for chunk in self._head.chunks(len(targets)):
-            sums = self._head.sums(hidden[chunk], targets[chunk], find_best=True)
+        for chunk in self._head.token_slices(len(targets)):
+            sums = self._head.sum_logits(hidden[chunk], targets[chunk], find_best=True)
             nll = sums.nll
             if not bool(nll.isfinite().all()):
                 raise InputError(
@@ -225,39 +243,39 @@ class TaskModel(LM):  # type: ignore[misc]
         return total, greedy
 
 
-def disjoint(ids: Sequence[int], begin: int, positions: int) -> list[Scored]:
-    """Cut a text so that each token is scored once, in windows of ``positions`` tokens; the first follows ``begin``.
+def disjoint_windows(ids: Sequence[int], start_token: int, positions: int) -> list[ScoredSequence]:
+    """Cut a text into windows of ``positions`` tokens so that each token is scored exactly once.
 
-    Every other window also has the token before it; the last one, which scores fewer, has as many
-    tokens before it as the model has positions left for.
+    The first window is preceded by ``start_token``, every other by the token before it. The last window, which scores
+    fewer tokens, is extended to the left to the full context length.
     """
-    found = []
+    windows = []
     for first in range(0, len(ids), positions):
-        last = min(first + positions, len(ids))
-        window = ids[max(0, last - positions - 1) : last] if first else (begin, *ids[:last])
-        found.append(Scored(tuple(window), last - first))
-    return found
+        end = min(first + positions, len(ids))
+        window = ids[max(0, end - positions - 1) : end] if first else (start_token, *ids[:end])
+        windows.append(ScoredSequence(tuple(window), end - first))
+    return windows
 
 
-def batches(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield indices of texts that are computed together: of similar lengths, at most ``most`` tokens with padding.
+def batch_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Yield batches of indices of sequences with similar lengths, at most ``max_tokens`` tokens with padding.
 
-    A text that is longer by itself is computed alone.
+    A longer sequence gets a batch of its own.
     """
-    order = sorted(range(len(lengths)), key=lambda place: -lengths[place])
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     batch: list[int] = []
-    for place in order:
-        if batch and (len(batch) + 1) * lengths[batch[0]] > most:
+    for index in order:
+        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
             yield batch
             batch = []
-        batch.append(place)
+        batch.append(index)
     if batch:
         yield batch
 
 
-def _own(call: Callable[..., _T], *arguments: Any) -> _T:
-    """Call a function of ours from the library, and mark its exceptions as ours."""
+def _mark_model_errors(function: Callable[..., _T], *arguments: Any) -> _T:
+    """Call a function, and wrap its exceptions in `ModelError` to distinguish them from errors of the library."""
     try:
-        return call(*arguments)
-    except Exception as error:  # any: `tasks.run` raises it again, after the library
+        return function(*arguments)
+    except Exception as error:  # any error: `tasks.run` re-raises it outside of the library
         raise ModelError(error) from error

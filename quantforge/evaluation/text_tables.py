@@ -1,7 +1,7 @@
-"""Evaluation as tables of text: quality, speed with memory, caches; with notes on what the figures mean.
+"""Text tables of an evaluation (quality, speed and memory, caches), with notes that explain the columns.
 
-Models on the Pareto front have a mark before their name. The best values of the descendants are marked in the
-columns; a perplexity has no best, since one below the reference is not a gain.
+Models on the Pareto front have a mark before their name. The best values of the compared models are marked in their
+columns; perplexity has no best value, because a perplexity below that of the reference is not an improvement.
 """
 
 from __future__ import annotations
@@ -12,117 +12,138 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from quantforge.artifacts.number_text import significant, size, value_and_error
-from quantforge.evaluation.columns import ABSENT, EXPERT, Column, fitting, left_out
-from quantforge.evaluation.tasks import TASK_ERROR
-from quantforge.evaluation.verdict import MARK, Verdict, displaced, pace, unsteady
+from quantforge.evaluation.columns import (
+    ABSENT,
+    EXPERT_RANK,
+    Column,
+    describe_omitted,
+    select_columns,
+)
+from quantforge.evaluation.tasks import STDERR_SUFFIX
+from quantforge.evaluation.verdict import (
+    UNRELIABLE_MARK,
+    Verdict,
+    format_speed,
+    is_unsteady,
+    was_slowed_down,
+)
 
 if TYPE_CHECKING:
     from quantforge.evaluation.compare_models import Evaluation
 
 Row = Mapping[str, Any]
-Table = tuple[str, list[Column]]  # with its title
-ON_FRONT = "*"
-PERPLEXITY, IN_ENGINE = "perplexity", "perplexity in llama.cpp"
-_OF_ENGINE = "llama_cpp_perplexity"
-_ASKED = 1  # the rank of columns that an option asks for: as that of the divergence, which stands before them
-FOREIGN = 100  # perplexity of a reference from which on the text is not of the kind that it was trained on
-ANSWERS = {  # columns on answers
+Table = tuple[str, list[Column]]  # title and columns
+PARETO_MARK = "*"
+PERPLEXITY_HEADER, LLAMA_CPP_HEADER = "perplexity", "perplexity in llama.cpp"
+_LLAMA_CPP_KEY = "llama_cpp_perplexity"
+_REQUESTED_RANK = 1  # rank of columns that an option requests, the same as that of the divergence
+UNFAMILIAR_PERPLEXITY = 100  # above it, the reference was not trained on text of this kind
+ANSWER_COLUMNS = {  # headers of columns about answers, with explanations
     "KL of answers": "as KL, along these answers, ± over prompts",
     "parts after": "mean tokens for which a model's own answer is the reference's",
     "length": "of a model's own answers, 1 is as long as the reference's",
 }
-FIRST_RANK = 2  # of columns of caches by position or distance: the farthest stays longest
+CACHE_COLUMN_RANK = 2  # rank of cache columns by position; the farthest position has the lowest
 
 
-def tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[Table]:
-    """Return the tables with their titles: quality, and speed and caches where they were measured; see `fitting`."""
+def build_tables(evaluation: Evaluation, width: int | None, *, wide: bool = False) -> list[Table]:
+    """Return the tables with their titles: quality, and speed and caches if measured; see `select_columns`."""
     return [
-        (title, fitting(columns, width, wide=wide)) for title, columns in _all_tables(evaluation)
+        (title, select_columns(columns, width, wide=wide))
+        for title, columns in _all_tables(evaluation)
     ]
 
 
 def _all_tables(evaluation: Evaluation) -> list[Table]:
+    """Return all tables with all their columns."""
     rows, verdict = evaluation.rows, evaluation.verdict
     against = f", against {verdict.names[0]} (the reference)" if len(rows) > 1 else ""
-    drawn = [(f"Quality{against}", quality_columns(rows, verdict))]
+    tables = [(f"Quality{against}", quality_columns(rows, verdict))]
     if evaluation.protocol.speed_dtype:
-        drawn.append(("Speed and memory", speed_columns(rows, verdict)))
-    return drawn + cache_tables(rows, verdict.names)
+        tables.append(("Speed and memory", speed_columns(rows, verdict)))
+    return tables + cache_tables(rows, verdict.names)
 
 
-def absent_columns(evaluation: Evaluation, drawn: Sequence[Table]) -> str:
-    """Return a line on the columns that the tables of `tables` lack, see `left_out`."""
-    everything = [column for _, columns in _all_tables(evaluation) for column in columns]
-    return left_out(everything, [column for _, columns in drawn for column in columns])
+def describe_omitted_columns(evaluation: Evaluation, shown_tables: Sequence[Table]) -> str:
+    """Return a line that lists the columns missing from the shown tables; see `describe_omitted`."""
+    all_columns = [column for _, columns in _all_tables(evaluation) for column in columns]
+    return describe_omitted(
+        all_columns, [column for _, columns in shown_tables for column in columns]
+    )
 
 
-def titles(drawn: Sequence[Table]) -> frozenset[str]:
-    """Return the titles of all columns of some tables."""
-    return frozenset(column.header for _, columns in drawn for column in columns)
+def column_headers(tables: Sequence[Table]) -> frozenset[str]:
+    """Return the headers of all columns of some tables."""
+    return frozenset(column.header for _, columns in tables for column in columns)
 
 
-def notes(evaluation: Evaluation, shown: Collection[str]) -> tuple[str, ...]:
-    """Return the notes under the tables: the protocol, and what the figures mean.
+def notes(evaluation: Evaluation, headers: Collection[str]) -> tuple[str, ...]:
+    """Return the notes below the tables: the protocol, and explanations of the columns.
 
     Args:
-        evaluation: whose they are.
-        shown: titles of the columns that are drawn; notes on others are left out.
+        evaluation: the evaluation.
+        headers: headers of the shown columns; notes on other columns are omitted.
     """
     protocol = evaluation.protocol
-    error, meanings = "± is one standard error over windows", []
-    if "KL" in shown:
-        meanings.append("KL: exact, reference against model, whole vocabulary, nats per token")
-        error += ", of differences paired by window"
-    if {"KL", "perplexity"} & {*shown}:
-        meanings.append(error)
-    if "bits" in shown:
-        meanings.append("bits: of a quantized weight, head and embedding included where they are")
-    lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
-    lines += ["; ".join(meanings)] if meanings else []
-    if IN_ENGINE in shown:
-        lines.append(
-            f"{IN_ENGINE}: of the same tokens, by the engine's own arithmetic, which also quantizes activations; all"
-            " other figures are by QuantForge's own runtime"
+    error_text, explanations = "± is one standard error over windows", []
+    if "KL" in headers:
+        explanations.append("KL: exact, reference against model, whole vocabulary, nats per token")
+        error_text += ", of differences paired by window"
+    if {"KL", "perplexity"} & {*headers}:
+        explanations.append(error_text)
+    if "bits" in headers:
+        explanations.append(
+            "bits: of a quantized weight, head and embedding included where they are"
         )
-    lines += _of_answers(evaluation, shown)
+    lines = [f"protocol: {protocol}; token ids sha256 {protocol.tokens_sha256[:16]}"]
+    lines += ["; ".join(explanations)] if explanations else []
+    if LLAMA_CPP_HEADER in headers:
+        lines.append(
+            f"{LLAMA_CPP_HEADER}: of the same tokens, by the engine's own arithmetic, which also quantizes activations;"
+            " all other figures are by QuantForge's own runtime"
+        )
+    lines += _answers_note(evaluation, headers)
     reference = evaluation.rows[0]["perplexity"]
-    if "perplexity" in shown and reference is not None and reference > FOREIGN:
+    if "perplexity" in headers and reference is not None and reference > UNFAMILIAR_PERPLEXITY:
         lines.append(
             f"perplexity {significant(reference)} of the reference: it was not trained on text of this kind (or is"
             " damaged), and perplexity says little then; KL compares with it on any text; --text FILE scores another"
         )
-    lines += _of_caches(evaluation.caches)
+    lines += _caches_note(evaluation.caches)
     if protocol.speed_dtype:
-        lines.append(_of_speed(evaluation, shown))
+        lines.append(_speed_note(evaluation, headers))
     return tuple(lines)
 
 
-def _of_answers(evaluation: Evaluation, shown: Collection[str]) -> list[str]:
-    """Return the line on prompts and answers, none where there are none or no figure of them is shown."""
-    asked = evaluation.options.prompts
-    explained = [f"{one}: {ANSWERS[one]}" for one in ANSWERS if one in shown]
-    if asked is None or not explained:
+def _answers_note(evaluation: Evaluation, headers: Collection[str]) -> list[str]:
+    """Return the line that explains prompts and answers; [] if no column about answers is shown."""
+    prompts = evaluation.options.prompts
+    explained = [
+        f"{header}: {text}" for header, text in ANSWER_COLUMNS.items() if header in headers
+    ]
+    if prompts is None or not explained:
         return []
     answers = evaluation.rows[0]["generated"]["answers"]
-    count, tokens = len(answers), sum(one["tokens"] for one in answers)
-    prompts = f"{count} prompt{'s' * (count > 1)} ({asked.name})"
-    text = f"answers: the reference's, always its most likely token, to {prompts}"
-    text += f", {tokens} tokens in all, at most {asked.new_tokens} each"
+    count, tokens = len(answers), sum(answer["tokens"] for answer in answers)
+    prompts_text = f"{count} prompt{'s' * (count > 1)} ({prompts.name})"
+    text = f"answers: the reference's, always its most likely token, to {prompts_text}"
+    text += f", {tokens} tokens in all, at most {prompts.new_tokens} each"
     return ["; ".join([text, *explained])]
 
 
-def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
+def _speed_note(evaluation: Evaluation, headers: Collection[str]) -> str:
+    """Return the line that explains the conditions of the speed measurement."""
     protocol = evaluation.protocol
     text = f"speed and memory: one sequence where no batch is named, {protocol.speed_dtype}"
     if protocol.device == "cpu":
         text += ", 1 thread" if protocol.threads == 1 else f", {protocol.threads} threads"
-    used = {row["decoder"] for row in evaluation.rows if row["decoder"]}
-    if len(used) > 1:
-        named = "" if "decoder" in shown else " (--wide names them)"
-        text += f"; decoders differ{named}, and their figures do not compare"
+    decoders = {row["decoder"] for row in evaluation.rows if row["decoder"]}
+    if len(decoders) > 1:
+        hint = "" if "decoder" in headers else " (--wide names them)"
+        text += f"; decoders differ{hint}, and their figures do not compare"
     names = zip(evaluation.verdict.names, evaluation.rows, strict=True)
-    if marked := [name for name, row in names if unsteady(row)]:
-        text += f"; {MARK}: unsteady, as on a machine with other work: {', '.join(marked)}"
+    if unsteady_models := [name for name, row in names if is_unsteady(row)]:
+        text += f"; {UNRELIABLE_MARK}: unsteady, as on a machine with other work: {', '.join(unsteady_models)}"
     shares = [
         row["processor_share"] for row in evaluation.rows if row["processor_share"] is not None
     ]
@@ -130,113 +151,144 @@ def _of_speed(evaluation: Evaluation, shown: Collection[str]) -> str:
         text += (
             f"; the threads got {min(shares):.0%} or more of the processor time that they asked for"
         )
-    if "bandwidth %" in shown:
+    if "bandwidth %" in headers:
         text += "; bandwidth: share of the measured read bandwidth"
     return text
 
 
-def _of_caches(trial: Mapping[str, Any] | None) -> list[str]:
-    """Return the line on how caches were tried."""
-    if trial is None:
+def _caches_note(protocol: Mapping[str, Any] | None) -> list[str]:
+    """Return the line that explains the comparison of caches."""
+    if protocol is None:
         return []
-    windows = (
-        f"{trial['windows']} window{'s' * (trial['windows'] != 1)} of {trial['length']:,} tokens"
-    )
-    text = f"caches: {windows}, float32 from keys and values in 16 bits; requests: of {trial['length']:,} tokens"
-    text += f" in the memory that {trial['requests']} take with a cache of 16 bits, by pages"
-    if trial["keys"]:
+    windows = f"{protocol['windows']} window{'s' * (protocol['windows'] != 1)} of {protocol['length']:,} tokens"
+    text = f"caches: {windows}, float32 from keys and values in 16 bits; requests: of {protocol['length']:,} tokens"
+    text += f" in the memory that {protocol['requests']} take with a cache of 16 bits, by pages"
+    if protocol["keys"]:
         text += (
-            f"; keys: {trial['key_tokens']} random tokens of the text behind a cue of {trial['cue_tokens']}, planted"
-            f" once, then the cue again ({trial['keys']} prompts); gain: of a token's log-probability against another"
-            " key's having been planted; where it is near 0 with 16 bits, the model does not look so far back"
+            f"; keys: {protocol['key_tokens']} random tokens of the text behind a cue of {protocol['cue_tokens']},"
+            f" planted once, then the cue again ({protocol['keys']} prompts); gain: of a token's log-probability"
+            " against another key's having been planted; where it is near 0 with 16 bits, the model does not look so"
+            " far back"
         )
     return [text]
 
 
 @dataclass(frozen=True, slots=True)
-class _Figure:
-    """A column to be: how a row is written, and by which figure (``key``) what is best is found."""
+class _ColumnSpec:
+    """Specification of a table column.
+
+    Attributes:
+        header: title of the column.
+        rank: priority of the column, see `Column`.
+        format_cell: formats the cell of a row.
+        best_key: key of the figure that determines the best rows; "" marks no best.
+        higher_is_better: whether the largest value is the best.
+        header_width: width of a wrapped header, see `Column`.
+        is_speed: whether the figure is a speed, which is not compared if other programs slowed it down.
+    """
 
     header: str
     rank: int
-    write: Callable[[Row], str]
-    key: str = ""
-    largest: bool = False
-    broken: int = 0
-    timed: bool = False  # a speed, which is not compared where other programs slowed it down
+    format_cell: Callable[[Row], str]
+    best_key: str = ""
+    higher_is_better: bool = False
+    header_width: int = 0
+    is_speed: bool = False
 
 
 def quality_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
-    """Return what a model is, how much it holds, and how far it is from the reference."""
-    front = tuple(ON_FRONT if index in verdict.front else "" for index in range(len(rows)))
+    """Return the columns on format, size and quality of the models."""
+    front = tuple(PARETO_MARK if index in verdict.front else "" for index in range(len(rows)))
     return [
         Column("", front),
         Column("model", verdict.names),
-        *_columns((*_quality(rows), *_tasks(rows), *_FILES), rows),
+        *_build_columns((*_quality_specs(rows), *_task_specs(rows), *_FILE_COLUMNS), rows),
     ]
 
 
 def speed_columns(rows: Sequence[Row], verdict: Verdict) -> list[Column]:
-    """Return how fast a model is, and the memory that it takes; no column has a figure without a measurement."""
-    return [Column("model", verdict.names), *_columns(_SPEED, rows)]
+    """Return the columns on speed and memory; cells without a measurement show a dash."""
+    return [Column("model", verdict.names), *_build_columns(_SPEED_COLUMNS, rows)]
 
 
-def _quality(rows: Sequence[Row]) -> Iterator[_Figure]:
-    """Yield the columns; beside the perplexity of an engine that was asked for, ours was asked for too."""
-    asked = any(row[_OF_ENGINE] is not None for row in rows)
-    for figure in _QUALITY:
-        yield replace(figure, rank=_ASKED) if asked and figure.header == PERPLEXITY else figure
+def _quality_specs(rows: Sequence[Row]) -> Iterator[_ColumnSpec]:
+    """Yield the quality columns; if llama.cpp's perplexity was requested, ours gets the same priority."""
+    is_requested = any(row[_LLAMA_CPP_KEY] is not None for row in rows)
+    for spec in _QUALITY_COLUMNS:
+        yield (
+            replace(spec, rank=_REQUESTED_RANK)
+            if is_requested and spec.header == PERPLEXITY_HEADER
+            else spec
+        )
 
 
-def _columns(figures: Sequence[_Figure], rows: Sequence[Row]) -> Iterator[Column]:
-    for figure in figures:
-        cells = tuple(_cell(figure, row) for row in rows)
-        yield Column(figure.header, cells, figure.rank, _best(figure, rows), figure.broken)
+def _build_columns(specs: Sequence[_ColumnSpec], rows: Sequence[Row]) -> Iterator[Column]:
+    """Build the columns of a table from their specifications."""
+    for spec in specs:
+        cells = tuple(_cell(spec, row) for row in rows)
+        yield Column(spec.header, cells, spec.rank, _best_rows(spec, rows), spec.header_width)
 
 
-def _cell(figure: _Figure, row: Row) -> str:
-    text = figure.write(row)
-    marked = text == ABSENT or text.startswith(MARK) or not (figure.timed and displaced(row))
-    return text if marked else f"{MARK}{text}"
+def _cell(spec: _ColumnSpec, row: Row) -> str:
+    """Format one cell; an unreliable speed gets a mark."""
+    text = spec.format_cell(row)
+    needs_no_mark = (
+        text == ABSENT
+        or text.startswith(UNRELIABLE_MARK)
+        or not (spec.is_speed and was_slowed_down(row))
+    )
+    return text if needs_no_mark else f"{UNRELIABLE_MARK}{text}"
 
 
-def _best(figure: _Figure, rows: Sequence[Row]) -> frozenset[int]:
-    """Return the descendants with the best value, where there are several values."""
+def _best_rows(spec: _ColumnSpec, rows: Sequence[Row]) -> frozenset[int]:
+    """Return the indices of the compared models with the best value; none if all values are equal."""
     values = {
-        index: row[figure.key]
+        index: row[spec.best_key]
         for index, row in enumerate(rows)
-        if figure.key
+        if spec.best_key
         and index
-        and row[figure.key] is not None
-        and not (figure.timed and displaced(row))
+        and row[spec.best_key] is not None
+        and not (spec.is_speed and was_slowed_down(row))
     }
     if len({*values.values()}) < 2:
         return frozenset()
-    best = (max if figure.largest else min)(values.values())
+    best = (max if spec.higher_is_better else min)(values.values())
     return frozenset(index for index, value in values.items() if value == best)
 
 
-def _number(
+def _number_formatter(
     key: str, scale: float = 1.0, *, error: str = "", sign: bool = False
 ) -> Callable[[Row], str]:
-    """Write a figure with three significant digits, and its standard error where there is one."""
+    """Return a function that formats a figure with three significant digits.
+
+    Args:
+        key: key of the figure in a row.
+        scale: factor to multiply the figure with.
+        error: key of its standard error, or "".
+        sign: whether to write a plus sign.
+    """
 
     def write(row: Row) -> str:
         if row[key] is None:
             return ABSENT
         if error:
-            known = row[error]
-            return value_and_error(row[key] * scale, None if known is None else known * scale)
+            standard_error = row[error]
+            return value_and_error(
+                row[key] * scale, None if standard_error is None else standard_error * scale
+            )
         return significant(row[key] * scale, sign=sign)
 
     return write
 
 
-def _bytes(key: str) -> Callable[[Row], str]:
+def _size_formatter(key: str) -> Callable[[Row], str]:
+    """Return a function that formats a size in bytes."""
     return lambda row: ABSENT if row[key] is None else size(row[key])
 
 
-def _duration(key: str) -> Callable[[Row], str]:
+def _duration_formatter(key: str) -> Callable[[Row], str]:
+    """Return a function that formats a duration in seconds."""
+
     def write(row: Row) -> str:
         seconds = row[key]
         if seconds is None:
@@ -246,16 +298,19 @@ def _duration(key: str) -> Callable[[Row], str]:
     return write
 
 
-def _pace(row: Row) -> str:
-    return ABSENT if row["decode_tokens_per_second"] is None else pace(row)
+def _decoding_speed(row: Row) -> str:
+    """Format the decoding speed of one sequence."""
+    return ABSENT if row["decode_tokens_per_second"] is None else format_speed(row)
 
 
-def _at_batch(batch: int, row: Row) -> str:
+def _speed_at_batch(batch: int, row: Row) -> str:
+    """Format the decoding speed at a batch size."""
     figures = row["decode_by_batch"]
     return ABSENT if figures is None else significant(figures[str(batch)])
 
 
-def _by_prompt(row: Row) -> str:
+def _ttft_by_prompt(row: Row) -> str:
+    """Format the times to first token by prompt length."""
     figures = row["ttft_by_prompt"]
     if figures is None:
         return ABSENT
@@ -263,161 +318,194 @@ def _by_prompt(row: Row) -> str:
 
 
 def _kernels(row: Row) -> str:
+    """Format the kernels of a model with the share of the weights that each computes."""
     return ", ".join(f"{name} {share:.0%}" for name, share in row["kernels"].items())
 
 
-def _tasks(rows: Sequence[Row]) -> list[_Figure]:
-    """Return one column per task and metric; standard errors stand beside their figure."""
+def _task_specs(rows: Sequence[Row]) -> list[_ColumnSpec]:
+    """Return one column per task and metric, with standard errors next to the scores."""
     return [
-        _Figure(f"{task} {metric}", _ASKED, partial(_task, task, metric))
-        for task, metric in metrics_of(rows)
+        _ColumnSpec(f"{task} {metric}", _REQUESTED_RANK, partial(_task_score, task, metric))
+        for task, metric in task_metrics(rows)
     ]
 
 
-def metrics_of(rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Return the tasks with their metrics, in the order of the rows; standard errors are not among them."""
+def task_metrics(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """Return the pairs of task and metric that occur in the rows, in order, without standard errors."""
     metrics = dict.fromkeys(
         (task, metric)
         for row in rows
         for task, figures in (row["tasks"] or {}).items()
         for metric in figures
-        if not metric.endswith(TASK_ERROR)
+        if not metric.endswith(STDERR_SUFFIX)
     )
     return [*metrics]
 
 
-def _task(task: str, metric: str, row: Row) -> str:
+def _task_score(task: str, metric: str, row: Row) -> str:
+    """Format the score of a model in a task, with its standard error."""
     figures = (row["tasks"] or {}).get(task, {})
     if metric not in figures:
         return ABSENT
-    return value_and_error(figures[metric], figures.get(metric + TASK_ERROR))
+    return value_and_error(figures[metric], figures.get(metric + STDERR_SUFFIX))
 
 
-def _generated(key: str, row: Row) -> str:
-    """Write a figure of the answers to prompts, which the reference has not."""
+def _answer_figure(key: str, row: Row) -> str:
+    """Format a figure about generated answers; the reference has none."""
     answers = (row["generated"] or {}).get(key)
     return ABSENT if answers is None else significant(answers)
 
 
-def _answers(row: Row) -> str:
+def _answer_divergence(row: Row) -> str:
+    """Format the KL divergence along the reference's answers, with its standard error."""
     answers = row["generated"]
     if answers is None or answers.get("kl_mean") is None:
         return ABSENT
     return value_and_error(answers["kl_mean"], answers.get("kl_se"))
 
 
-_QUALITY = (
-    _Figure("weights", 2, _bytes("weight_bytes"), "weight_bytes"),
-    _Figure("bits", 2, _number("bits_per_weight")),
-    _Figure("KL", 1, _number("kl_mean", error="kl_se"), "kl_mean"),
-    _Figure("KL of answers", _ASKED, _answers),
-    _Figure("KL p99", 4, _number("kl_p99"), "kl_p99"),
-    _Figure("top-1 %", 3, _number("top1_agreement", 100), "top1_agreement", largest=True),
-    _Figure(PERPLEXITY, 3, _number("perplexity", error="perplexity_se")),
-    _Figure(IN_ENGINE, _ASKED, _number(_OF_ENGINE), broken=len("in llama.cpp")),
-    _Figure("rise %", 5, _number("perplexity_increase", 100, sign=True)),
-    _Figure("parts after", 4, partial(_generated, "same_tokens")),
-    _Figure("length", 6, partial(_generated, "length_ratio")),
-    _Figure("KL median", 7, _number("kl_median"), "kl_median"),
+_QUALITY_COLUMNS = (
+    _ColumnSpec("weights", 2, _size_formatter("weight_bytes"), "weight_bytes"),
+    _ColumnSpec("bits", 2, _number_formatter("bits_per_weight")),
+    _ColumnSpec("KL", 1, _number_formatter("kl_mean", error="kl_se"), "kl_mean"),
+    _ColumnSpec("KL of answers", _REQUESTED_RANK, _answer_divergence),
+    _ColumnSpec("KL p99", 4, _number_formatter("kl_p99"), "kl_p99"),
+    _ColumnSpec(
+        "top-1 %",
+        3,
+        _number_formatter("top1_agreement", 100),
+        "top1_agreement",
+        higher_is_better=True,
+    ),
+    _ColumnSpec(PERPLEXITY_HEADER, 3, _number_formatter("perplexity", error="perplexity_se")),
+    _ColumnSpec(
+        LLAMA_CPP_HEADER,
+        _REQUESTED_RANK,
+        _number_formatter(_LLAMA_CPP_KEY),
+        header_width=len("in llama.cpp"),
+    ),
+    _ColumnSpec("rise %", 5, _number_formatter("perplexity_increase", 100, sign=True)),
+    _ColumnSpec("parts after", 4, partial(_answer_figure, "same_tokens")),
+    _ColumnSpec("length", 6, partial(_answer_figure, "length_ratio")),
+    _ColumnSpec("KL median", 7, _number_formatter("kl_median"), "kl_median"),
 )
-_FILES = (
-    _Figure("format", 6, lambda row: str(row["format"])),
-    _Figure("scheme", 6, lambda row: str(row["scheme"])),
-    _Figure("bits of all", EXPERT, _number("bits_per_weight_total")),
-    _Figure(
-        "KV cache", EXPERT, lambda row: ABSENT if row["kv_cache"] == "none" else row["kv_cache"]
+_FILE_COLUMNS = (
+    _ColumnSpec("format", 6, lambda row: str(row["format"])),
+    _ColumnSpec("scheme", 6, lambda row: str(row["scheme"])),
+    _ColumnSpec("bits of all", EXPERT_RANK, _number_formatter("bits_per_weight_total")),
+    _ColumnSpec(
+        "KV cache",
+        EXPERT_RANK,
+        lambda row: ABSENT if row["kv_cache"] == "none" else row["kv_cache"],
     ),
 )
-_SPEED = (
-    _Figure("tokens/s", 1, _pace, "decode_tokens_per_second", largest=True, timed=True),
-    _Figure("batch 4", 3, partial(_at_batch, 4), timed=True),
-    _Figure("batch 16", 4, partial(_at_batch, 16), timed=True),
-    _Figure(
-        "prompt tokens/s", 2, _number("prefill_tokens_per_second"), "prefill_tokens_per_second",
-        largest=True, timed=True,
+_SPEED_COLUMNS = (
+    _ColumnSpec("tokens/s", 1, _decoding_speed, "decode_tokens_per_second", higher_is_better=True, is_speed=True),
+    _ColumnSpec("batch 4", 3, partial(_speed_at_batch, 4), is_speed=True),
+    _ColumnSpec("batch 16", 4, partial(_speed_at_batch, 16), is_speed=True),
+    _ColumnSpec(
+        "prompt tokens/s", 2, _number_formatter("prefill_tokens_per_second"), "prefill_tokens_per_second",
+        higher_is_better=True, is_speed=True,
     ),
-    _Figure("first token", 3, _duration("ttft_seconds"), "ttft_seconds", timed=True),
-    _Figure("peak memory", 2, _bytes("peak_bytes"), "peak_bytes"),
-    _Figure("read/token", 5, _bytes("read_bytes_per_token"), "read_bytes_per_token"),
-    _Figure("cache/token", 6, _bytes("kv_bytes_per_token")),
-    _Figure("processor %", 5, _number("processor_share", 100)),
-    _Figure("decoder", 6, lambda row: row["decoder"] or ABSENT),
-    _Figure("kernels", 7, _kernels),
-    _Figure("bandwidth %", EXPERT, _number("bandwidth_use", 100)),
-    _Figure("first token by prompt", EXPERT, _by_prompt, timed=True),
+    _ColumnSpec("first token", 3, _duration_formatter("ttft_seconds"), "ttft_seconds", is_speed=True),
+    _ColumnSpec("peak memory", 2, _size_formatter("peak_bytes"), "peak_bytes"),
+    _ColumnSpec("read/token", 5, _size_formatter("read_bytes_per_token"), "read_bytes_per_token"),
+    _ColumnSpec("cache/token", 6, _size_formatter("kv_bytes_per_token")),
+    _ColumnSpec("processor %", 5, _number_formatter("processor_share", 100)),
+    _ColumnSpec("decoder", 6, lambda row: row["decoder"] or ABSENT),
+    _ColumnSpec("kernels", 7, _kernels),
+    _ColumnSpec("bandwidth %", EXPERT_RANK, _number_formatter("bandwidth_use", 100)),
+    _ColumnSpec("first token by prompt", EXPERT_RANK, _ttft_by_prompt, is_speed=True),
 )  # fmt: skip
 
 
 def cache_tables(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[str, list[Column]]]:
-    """Return the tables with their titles; none without caches.
+    """Return the tables about caches with their titles; [] if no caches were compared.
 
     Args:
-        rows: of the models.
-        names: theirs.
+        rows: rows of the models.
+        names: names of the models.
     """
-    labelled = [*_labelled_caches(rows, names)]
-    if not labelled:
+    labeled = [*_labeled_caches(rows, names)]
+    if not labeled:
         return []
-    label = Column("cache", tuple(name for name, _ in labelled))
-    caches = [cache for _, cache in labelled]
+    label = Column("cache", tuple(name for name, _ in labeled))
+    caches = [cache for _, cache in labeled]
     tables = [
-        ("Caches, each against one of 16 bits", [label, *_summary_of_caches(caches)]),
+        ("Caches, each against one of 16 bits", [label, *_cache_summary_columns(caches)]),
         (
             "KL by position: tokens attended to, up to",
-            [label, *_columns_by_place(caches, "by_position", "last", _divergence)],
+            [label, *_columns_by_position(caches, "by_position", "last", _kl_cell)],
         ),
         (
             "Nats that a planted key gains, by how far back it is",
-            [label, *_columns_by_place(caches, "by_distance", "distance", _gain)],
+            [label, *_columns_by_position(caches, "by_distance", "distance", _key_gain_cell)],
         ),
     ]
     return [(title, columns) for title, columns in tables if len(columns) > 1]
 
 
-def _labelled_caches(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, Row]]:
-    """Yield every cache of every model with its label: its name alone where there is one model."""
+def _labeled_caches(rows: Sequence[Row], names: Sequence[str]) -> Iterator[tuple[str, Row]]:
+    """Yield every cache row with its label: the cache kind, preceded by the model name if there are several models."""
     for name, row in zip(names, rows, strict=True):
         for cache in row["caches"] or ():
             yield (cache["kind"] if len(rows) == 1 else f"{name} {cache['kind']}"), cache
 
 
-def _summary_of_caches(caches: Sequence[Row]) -> Iterator[Column]:
-    def column(header: str, rank: int, write: Callable[[Row], str]) -> Column:
-        return Column(header, tuple(write(cache) for cache in caches), rank)
+def _cache_summary_columns(caches: Sequence[Row]) -> Iterator[Column]:
+    """Yield the columns of the summary table of caches."""
+
+    def column(header: str, rank: int, format_cell: Callable[[Row], str]) -> Column:
+        return Column(header, tuple(format_cell(cache) for cache in caches), rank)
 
     yield column("bytes/token", 2, lambda cache: f"{cache['token_bytes']:,}")
     yield column("requests", 2, lambda cache: f"{cache['requests']:,}")
-    yield column("KL", 1, lambda cache: _with_error(cache, "kl_mean", "kl_se"))
-    yield column("key gain", 2, _gain)
-    yield column("change of it", 3, lambda cache: _with_error(cache, "key_change", "key_change_se"))
-    yield column("keys %", 4, _share_of_keys)
+    yield column("KL", 1, lambda cache: _cell_with_error(cache, "kl_mean", "kl_se"))
+    yield column("key gain", 2, _key_gain_cell)
+    yield column(
+        "change of it", 3, lambda cache: _cell_with_error(cache, "key_change", "key_change_se")
+    )
+    yield column("keys %", 4, _key_hit_cell)
 
 
-def _columns_by_place(
-    caches: Sequence[Row], key: str, name: str, write: Callable[[Row], str]
+def _columns_by_position(
+    caches: Sequence[Row], list_key: str, position_key: str, format_cell: Callable[[Row], str]
 ) -> Iterator[Column]:
-    """Yield one column for every position, or distance."""
-    places = list(dict.fromkeys(one[name] for cache in caches for one in cache[key]))
-    for number, place in enumerate(places):
+    """Yield one column per position or distance."""
+    positions = list(
+        dict.fromkeys(figures[position_key] for cache in caches for figures in cache[list_key])
+    )
+    for number, position in enumerate(positions):
         cells = tuple(
-            next((write(one) for one in cache[key] if one[name] == place), ABSENT)
+            next(
+                (
+                    format_cell(figures)
+                    for figures in cache[list_key]
+                    if figures[position_key] == position
+                ),
+                ABSENT,
+            )
             for cache in caches
         )
-        yield Column(f"{place:,}", cells, FIRST_RANK + len(places) - number)
+        yield Column(f"{position:,}", cells, CACHE_COLUMN_RANK + len(positions) - number)
 
 
-def _divergence(figures: Row) -> str:
+def _kl_cell(figures: Row) -> str:
+    """Format the mean KL divergence."""
     return significant(figures["kl_mean"])
 
 
-def _gain(figures: Row) -> str:
+def _key_gain_cell(figures: Row) -> str:
+    """Format the gain in log-probability of a planted key."""
     return ABSENT if figures["key_gain"] is None else significant(figures["key_gain"])
 
 
-def _share_of_keys(figures: Row) -> str:
+def _key_hit_cell(figures: Row) -> str:
+    """Format the percentage of key tokens that are ranked first."""
     share = figures["keys_found"]
     return ABSENT if share is None else significant(100 * share)
 
 
-def _with_error(figures: Row, mean: str, error: str) -> str:
+def _cell_with_error(figures: Row, mean: str, error: str) -> str:
+    """Format a figure with its standard error."""
     return ABSENT if figures[mean] is None else value_and_error(figures[mean], figures[error])

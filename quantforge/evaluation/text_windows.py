@@ -1,4 +1,4 @@
-"""The scored text: one document cut into windows of tokens, and the evaluation protocol.
+"""Text windows: the text to score, cut into windows of tokens, and the protocol of an evaluation.
 
 Perplexities under different protocols are not comparable (the same model has 5.1, 5.5 or 8.7 on "wikitext"), so every
 result includes its `EvaluationProtocol`. The text is tokenized as one document and cut into windows of ``length``
@@ -25,7 +25,7 @@ from quantforge.runtime.text_processing import as_input_errors, load_model_token
 from quantforge_calibration.tokenizer import TextTokenizer
 from quantforge_files.roles import SETTINGS, TOKENIZER
 
-LENGTH = 512  # tokens of a window, by default
+DEFAULT_LENGTH = 512  # tokens per window
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +75,21 @@ class EvaluationProtocol:
         }
 
     def __str__(self) -> str:
-        asked = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
-        bos = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
-        merged = f", the adapter {self.adapter} merged into the reference" if self.adapter else ""
-        put = f", the adapter {self.correction} put on the model" if self.correction else ""
-        rounded = f", inputs of packed weights in {self.input_bits} bits but for the reference's"
+        of_requested = f" of {self.windows_asked}" if self.windows_asked > self.windows else ""
+        bos_text = "no BOS" if self.bos is None else f"BOS {self.bos} per window"
+        adapter_text = (
+            f", the adapter {self.adapter} merged into the reference" if self.adapter else ""
+        )
+        correction_text = (
+            f", the adapter {self.correction} put on the model" if self.correction else ""
+        )
+        rounding_text = (
+            f", inputs of packed weights in {self.input_bits} bits but for the reference's"
+        )
         return (
-            f"{self.text}, {self.windows}{asked} windows of {self.length} tokens, no overlap, {bos}, "
-            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{merged}{put}"
-            f"{rounded if self.input_bits < 16 else ''}"
+            f"{self.text}, {self.windows}{of_requested} windows of {self.length} tokens, no overlap, {bos_text}, "
+            f"{self.tokens_scored} tokens scored, {self.dtype} on {self.device}{adapter_text}{correction_text}"
+            f"{rounding_text if self.input_bits < 16 else ''}"
         )
 
 
@@ -105,8 +111,8 @@ class Windows:
         return hashlib.sha256(self.ids.to(torch.int32).numpy().astype("<i4").tobytes()).hexdigest()
 
 
-def cut_windows(tokenizer: TextTokenizer, text: str, windows: int, length: int) -> Windows:
-    """Tokenize a text and cut at most ``windows`` windows of ``length`` tokens from its beginning.
+def cut_windows(tokenizer: TextTokenizer, text: str, max_windows: int, length: int) -> Windows:
+    """Tokenize a text and cut at most ``max_windows`` windows of ``length`` tokens from its beginning.
 
     Raises:
         InputError: the text has fewer tokens than one window, ``length`` is less than 2, the text cannot be encoded, or
@@ -115,14 +121,14 @@ def cut_windows(tokenizer: TextTokenizer, text: str, windows: int, length: int) 
     bos = tokenizer.bos_id
     with as_input_errors():
         ids = tokenizer.encode(text, "the text that is scored")
-    step = length if bos is None else length - 1
-    count = min(windows, len(ids) // step)
+    text_tokens = length if bos is None else length - 1
+    count = min(max_windows, len(ids) // text_tokens)
     if length < 2 or count < 1:
         raise InputError(
-            f"nothing to score: the text has {len(ids)} tokens, one window takes {max(step, 2)}",
+            f"nothing to score: the text has {len(ids)} tokens, one window takes {max(text_tokens, 2)}",
             "give a longer text (text), or fewer tokens in a window (length)",
         )
-    rows = torch.tensor(ids[: count * step]).view(count, step)
+    rows = torch.tensor(ids[: count * text_tokens]).view(count, text_tokens)
     if bos is not None:
         rows = torch.cat((torch.full((count, 1), bos), rows), dim=1)
     return Windows(rows, bos)
@@ -151,6 +157,7 @@ def check_comparable(model: Checkpoint, reference: Checkpoint, text: str, window
 
 
 def _tokenizer_files(path: Path) -> list[bytes]:
+    """Return the contents of the tokenizer files of a model directory; [] for a single file."""
     if path.is_file():
         return []
     files = ((path / "tokenizer.json", TOKENIZER), (path / "tokenizer_config.json", SETTINGS))

@@ -1,11 +1,11 @@
-"""Verdict on an evaluation: which models nothing beats, who wins by what, and the same in words.
+"""Verdict on an evaluation: the Pareto front, the best models by size, quality and speed, and conclusions in sentences.
 
-The rows of an evaluation are figures. What they mean is decided here once, for the text of the command line, the
-report, the JSON document and a program alike. A model is on the Pareto front of size against divergence if no other is
-at most as large (within half a percent) and at most as far from the reference, and better in one of the two. In words,
-models differ in divergence only where the difference is larger than twice its standard error, and in speed only where
-it is larger than the spread of the steps of both, and than one part in twenty. Speeds that were measured while other
-programs took processor time from the threads (`FULL_SHARE`) are marked, and compared with nothing.
+The verdict is computed once from the rows of an evaluation, for the command line, the report, the JSON document and the
+Python API alike. A model is on the Pareto front of size and divergence if no other model is at most as large (within
+half a percent) and at most as far from the reference, and better in one of the two. The sentences call a difference in
+divergence significant only if it exceeds twice its standard error, and a difference in speed only if it exceeds both
+the spread of the decoding steps and 5 %. Speeds measured while other programs used the processor (`FULL_SHARE`) are
+marked and not compared.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from quantforge.artifacts.number_text import significant, size
 from quantforge.numerics.shared_processors import FULL_SHARE
 
 Row = Mapping[str, Any]
-SAME_BYTES = 0.005  # of the size: what headers and side tensors may differ by
-COMPARABLE = 1.25  # times the size: a larger model is no rival
-SURE = 2.0  # standard errors
-SAME_PACE = 0.05  # of a speed: below this, two runs on one machine cannot be distinguished
-UNSTEADY = 1.0  # interquartile range of the steps of a run over their median, from which on a speed is no figure
-MARK = "~"  # before such a speed
+SIZE_TOLERANCE = 0.005  # relative; headers and small tensors may differ by this much
+MAX_RIVAL_SIZE = 1.25  # times the size of a model; larger models are not compared with it
+SIGNIFICANT_ERRORS = 2.0  # standard errors that make a difference significant
+SPEED_TOLERANCE = 0.05  # relative; smaller differences are within the noise between runs
+MAX_STEADY_SPREAD = (
+    1.0  # interquartile range of the step times of a reliable speed over their median
+)
+UNRELIABLE_MARK = "~"  # precedes an unreliable speed
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The best descendant by one aspect.
+    """The best of the compared models in one aspect.
 
     Attributes:
         aspect: ``size``, ``quality`` (KL divergence) or ``speed`` (tokens per second of one sequence).
-        row: its index in the rows of the evaluation.
-        model: its name.
-        figure: its figure in words, e.g. ``weights 3.72 MB, 2.25 times smaller than demo``.
+        row: index of its row in the evaluation.
+        model: name of the model.
+        figure: its value in words, e.g. ``weights 3.72 MB, 2.25 times smaller than demo``.
     """
 
     aspect: str
@@ -50,10 +52,10 @@ class Verdict:
     """Conclusions of an evaluation.
 
     Attributes:
-        names: of all models, the shortest that tell them apart; the reference first.
-        front: rows on the Pareto front of size against KL divergence, from small to large.
-        winners: by aspect; an aspect that was not measured is left out.
-        sentences: the same in words, what matters most first.
+        names: shortest distinguishable names of all models, the reference first.
+        front: indices of the rows on the Pareto front of size and KL divergence, by increasing size.
+        winners: the best model in each aspect that was measured.
+        sentences: the conclusions in words, the most important first.
     """
 
     names: tuple[str, ...]
@@ -67,20 +69,20 @@ class Verdict:
 
 
 def judge(rows: Sequence[Row]) -> Verdict:
-    """Return the verdict on the rows of an evaluation, the reference first."""
+    """Compute the verdict from the rows of an evaluation, the reference first."""
     names = short_names([str(row["path"]) for row in rows])
     front = pareto_front(rows)
     winners = tuple(_winners(rows, names))
     sentences = [
-        *_beaten(rows, names, front),
-        *_in_words(winners, rows),
-        *_not_compared(rows, names),
+        *_rival_sentences(rows, names, front),
+        *_winner_sentences(winners, rows),
+        *_excluded_speed_sentences(rows, names),
     ]
     return Verdict(tuple(names), front, winners, tuple(sentences))
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Return the last part of each path, or as many parts as tell them apart; never where all of them lie."""
+    """Return the last component of each path, or as many components as are needed to make the names differ."""
     parts = [Path(path).absolute().parts[1:] for path in paths]
     different = len(set(parts))
     for count in range(1, max(map(len, parts), default=0) + 1):
@@ -91,153 +93,169 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def pareto_front(rows: Sequence[Row]) -> tuple[int, ...]:
-    """Return the indices of the descendants that none beats in size and KL divergence, from small to large."""
-    found = _descendants(rows)
+    """Return the indices of the models on the Pareto front of size and KL divergence, by increasing size."""
+    compared = _compared_models(rows)
     points: dict[int, tuple[int, float]] = {
-        index: (rows[index]["weight_bytes"], rows[index]["kl_mean"]) for index in found
+        index: (rows[index]["weight_bytes"], rows[index]["kl_mean"]) for index in compared
     }
 
     def beats(other: int, index: int) -> bool:
-        (size_there, kl_there), (size_here, kl_here) = points[other], points[index]
-        if size_there > size_here * (1 + SAME_BYTES):
+        """Return whether a model dominates another one: not larger, and closer to the reference (or smaller)."""
+        (other_size, other_kl), (own_size, own_kl) = points[other], points[index]
+        if other_size > own_size * (1 + SIZE_TOLERANCE):
             return False
-        return kl_there < kl_here or (
-            kl_there == kl_here and size_there < size_here * (1 - SAME_BYTES)
+        return other_kl < own_kl or (
+            other_kl == own_kl and other_size < own_size * (1 - SIZE_TOLERANCE)
         )
 
-    front = [index for index in found if not any(beats(other, index) for other in found)]
+    front = [index for index in compared if not any(beats(other, index) for other in compared)]
     return tuple(sorted(front, key=points.__getitem__))
 
 
-def _descendants(rows: Sequence[Row]) -> list[int]:
+def _compared_models(rows: Sequence[Row]) -> list[int]:
+    """Return the indices of the models that were compared with the reference."""
     return [index for index, row in enumerate(rows) if row["kl_mean"] is not None]
 
 
 def _winners(rows: Sequence[Row], names: Sequence[str]) -> list[Winner]:
-    """Return the winner by each aspect that was measured; of equals the one with less divergence."""
-    found = _descendants(rows)
-    if not found:
+    """Return the best model in each measured aspect; ties are resolved by the smaller divergence."""
+    compared = _compared_models(rows)
+    if not compared:
         return []
     reference = rows[0]
 
-    def against(key: str, index: int, more: str, less: str) -> str:
-        """Say how many times more or less a figure is than that of the reference."""
+    def ratio_text(key: str, index: int, larger_word: str, smaller_word: str) -> str:
+        """Describe the ratio of a figure to that of the reference; "" if they are equal."""
         ratio = rows[index][key] / reference[key] if reference[key] else math.nan
-        if not 0 < ratio < math.inf or abs(ratio - 1) < SAME_BYTES:
+        if not 0 < ratio < math.inf or abs(ratio - 1) < SIZE_TOLERANCE:
             return ""
-        times, word = (ratio, more) if ratio > 1 else (1 / ratio, less)
-        return f", {significant(times)} times {word} than {names[0]}"
+        factor, word = (ratio, larger_word) if ratio > 1 else (1 / ratio, smaller_word)
+        return f", {significant(factor)} times {word} than {names[0]}"
 
-    def best(key: Callable[[Row], float]) -> int:
-        return min(found, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
+    def best_row(key: Callable[[Row], float]) -> int:
+        """Return the index of the row with the smallest key."""
+        return min(compared, key=lambda index: (key(rows[index]), rows[index]["kl_mean"]))
 
-    def equals(
+    def ties_text(
         first: int,
-        same: Callable[[Row, Row], bool],
+        is_same: Callable[[Row, Row], bool],
         others: Sequence[int],
-        words: str = "not told apart",
+        label: str = "not told apart",
     ) -> str:
-        """Say which models have the figure of the first."""
-        equal = [names[at] for at in others if at != first and same(rows[first], rows[at])]
-        return f"; {words}: {', '.join(equal)}" if equal else ""
+        """List the models whose figure is the same as that of the first; "" if there are none."""
+        ties = [
+            names[index] for index in others if index != first and is_same(rows[first], rows[index])
+        ]
+        return f"; {label}: {', '.join(ties)}" if ties else ""
 
-    small = best(lambda row: row["weight_bytes"])
-    text = _weights(rows[small]) + against("weight_bytes", small, "larger", "smaller")
+    smallest = best_row(lambda row: row["weight_bytes"])
+    text = _format_weights(rows[smallest]) + ratio_text(
+        "weight_bytes", smallest, "larger", "smaller"
+    )
     winners = [
-        Winner("size", small, names[small], text + equals(small, _same_bytes, found, "as small"))
+        Winner(
+            "size",
+            smallest,
+            names[smallest],
+            text + ties_text(smallest, _same_bytes, compared, "as small"),
+        )
     ]
-    near = best(lambda row: row["kl_mean"])
-    text = f"KL {significant(rows[near]['kl_mean'])}, {_weights(rows[near])}"
-    winners.append(Winner("quality", near, names[near], text + equals(near, _same_kl, found)))
+    closest = best_row(lambda row: row["kl_mean"])
+    text = f"KL {significant(rows[closest]['kl_mean'])}, {_format_weights(rows[closest])}"
+    winners.append(
+        Winner("quality", closest, names[closest], text + ties_text(closest, _same_kl, compared))
+    )
     key = "decode_tokens_per_second"
-    paced = [index for index in found if rows[index][key] and not displaced(rows[index])]
-    known = reference[key] and not displaced(reference)
-    if paced:
-        fast = max(paced, key=lambda index: rows[index][key])
-        text = f"{pace(rows[fast])} tokens/s"
-        if known and not _same_pace(rows[fast], reference):
-            text += against(key, fast, "faster", "slower")
-            equal = equals(fast, _same_pace, paced)
+    timed = [index for index in compared if rows[index][key] and not was_slowed_down(rows[index])]
+    reference_timed = reference[key] and not was_slowed_down(reference)
+    if timed:
+        fastest = max(timed, key=lambda index: rows[index][key])
+        text = f"{format_speed(rows[fastest])} tokens/s"
+        if reference_timed and not _same_speed(rows[fastest], reference):
+            text += ratio_text(key, fastest, "faster", "slower")
+            ties = ties_text(fastest, _same_speed, timed)
         else:
-            equal = equals(fast, _same_pace, [*([0] if known else []), *paced])
-        winners.append(Winner("speed", fast, names[fast], text + equal))
+            ties = ties_text(fastest, _same_speed, [*([0] if reference_timed else []), *timed])
+        winners.append(Winner("speed", fastest, names[fastest], text + ties))
     return winners
 
 
-def unsteady(row: Row) -> bool:
-    """Return whether a speed was measured whose steps differ too much among themselves."""
-    return (row.get("tpot_spread") or 0.0) > UNSTEADY
+def is_unsteady(row: Row) -> bool:
+    """Return whether the step times of a speed measurement vary too much for a reliable result."""
+    return (row.get("tpot_spread") or 0.0) > MAX_STEADY_SPREAD
 
 
-def displaced(row: Row) -> bool:
-    """Return whether other programs took processor time from the threads while the speed was measured."""
+def was_slowed_down(row: Row) -> bool:
+    """Return whether other programs took processor time from the threads during the speed measurement."""
     share = row.get("processor_share")
     return share is not None and share < FULL_SHARE
 
 
-def pace(row: Row) -> str:
-    """Return the tokens per second of a row that has them, marked where they are unsteady or its threads displaced."""
-    mark = MARK if unsteady(row) or displaced(row) else ""
+def format_speed(row: Row) -> str:
+    """Format the tokens per second of a row, with a mark if the measurement is unreliable."""
+    mark = UNRELIABLE_MARK if is_unsteady(row) or was_slowed_down(row) else ""
     return f"{mark}{significant(row['decode_tokens_per_second'])}"
 
 
-def _weights(row: Row) -> str:
+def _format_weights(row: Row) -> str:
+    """Describe the size of the weights of a row."""
     return f"weights {size(row['weight_bytes'])}"
 
 
-def _same_bytes(one: Row, other: Row) -> bool:
+def _same_bytes(row: Row, other: Row) -> bool:
+    """Return whether two models have the same size within the tolerance."""
     return bool(
-        abs(one["weight_bytes"] - other["weight_bytes"]) <= SAME_BYTES * one["weight_bytes"]
+        abs(row["weight_bytes"] - other["weight_bytes"]) <= SIZE_TOLERANCE * row["weight_bytes"]
     )
 
 
-def _same_kl(one: Row, other: Row) -> bool:
-    """Return whether two divergences differ by less than their errors allow to say."""
-    errors = [row["kl_se"] or 0.0 for row in (one, other)]
-    difference: float = abs(one["kl_mean"] - other["kl_mean"])
-    return difference == 0 or difference < SURE * math.hypot(*errors)
+def _same_kl(row: Row, other: Row) -> bool:
+    """Return whether the difference of two divergences is not significant."""
+    errors = [model_row["kl_se"] or 0.0 for model_row in (row, other)]
+    difference: float = abs(row["kl_mean"] - other["kl_mean"])
+    return difference == 0 or difference < SIGNIFICANT_ERRORS * math.hypot(*errors)
 
 
-def _same_pace(one: Row, other: Row) -> bool:
-    """Return whether two speeds differ by less than the steps of a run do among themselves."""
-    slow, fast = sorted(row["decode_tokens_per_second"] for row in (one, other))
-    spreads = [row.get("tpot_spread") or 0.0 for row in (one, other)]
-    return bool(fast / slow - 1 <= max(SAME_PACE, math.hypot(*spreads)))
+def _same_speed(row: Row, other: Row) -> bool:
+    """Return whether two speeds differ by less than the tolerance or the spread of the step times."""
+    slower, faster = sorted(model_row["decode_tokens_per_second"] for model_row in (row, other))
+    spreads = [model_row.get("tpot_spread") or 0.0 for model_row in (row, other)]
+    return bool(faster / slower - 1 <= max(SPEED_TOLERANCE, math.hypot(*spreads)))
 
 
-def _beaten(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> list[str]:
-    """Return a sentence for each model of the front that beats a rival: one of about its size, or larger."""
-    found = []
+def _rival_sentences(rows: Sequence[Row], names: Sequence[str], front: Sequence[int]) -> list[str]:
+    """Return a sentence for each model on the front that is better than a rival of about its size or larger."""
+    sentences = []
     for index in front:
-        own, kl = rows[index]["weight_bytes"], rows[index]["kl_mean"]
+        size_here, kl = rows[index]["weight_bytes"], rows[index]["kl_mean"]
         rivals = [
             other
-            for other in _descendants(rows)
-            if own * (1 - SAME_BYTES) <= rows[other]["weight_bytes"] <= own * COMPARABLE
+            for other in _compared_models(rows)
+            if size_here * (1 - SIZE_TOLERANCE)
+            <= rows[other]["weight_bytes"]
+            <= size_here * MAX_RIVAL_SIZE
             and rows[other]["kl_mean"] > kl
         ]
         if not rivals:
             continue
         rival = min(rivals, key=lambda other: rows[other]["kl_mean"])
-        share = 1 - own / rows[rival]["weight_bytes"]
-        where = "the same bytes" if share <= SAME_BYTES else f"{share:.0%} fewer bytes"
-        theirs = rows[rival]["kl_mean"]
+        saving = 1 - size_here / rows[rival]["weight_bytes"]
+        size_text = "the same bytes" if saving <= SIZE_TOLERANCE else f"{saving:.0%} fewer bytes"
+        rival_kl = rows[rival]["kl_mean"]
         better = f"{names[index]}: KL {significant(kl)}"
         if _same_kl(rows[index], rows[rival]):
-            text = (
-                f"{better}, not told apart from {names[rival]} ({significant(theirs)}) in {where}"
-            )
+            text = f"{better}, not told apart from {names[rival]} ({significant(rival_kl)}) in {size_text}"
         elif kl <= 0:
-            than = "as" if share <= SAME_BYTES else "than"
-            text = f"{better} in {where} {than} {names[rival]}, which has KL {significant(theirs)}"
+            than = "as" if saving <= SIZE_TOLERANCE else "than"
+            text = f"{better} in {size_text} {than} {names[rival]}, which has KL {significant(rival_kl)}"
         else:
-            text = f"{better}, {significant(theirs / kl)} times less than {names[rival]} in {where}"
-        found.append(text)
-    return found
+            text = f"{better}, {significant(rival_kl / kl)} times less than {names[rival]} in {size_text}"
+        sentences.append(text)
+    return sentences
 
 
-def _in_words(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
-    """Return a sentence for each winner; where the reference is smaller or faster, it says that this one comes next."""
+def _winner_sentences(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
+    """Return a sentence for each winner; it says so if the reference itself is smaller or faster."""
     words = {"size": "smallest", "quality": "closest", "speed": "fastest"}
     return [
         f"{words[winner.aspect]}{_after_reference(winner, rows)}: {winner.model} ({winner.figure})"
@@ -245,23 +263,25 @@ def _in_words(winners: Sequence[Winner], rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _not_compared(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
-    """Return a sentence on the speeds that other programs have slowed down, if there are any."""
-    found = [(name, row) for name, row in zip(names, rows, strict=True) if displaced(row)]
-    if not found:
+def _excluded_speed_sentences(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """Return a sentence that names the speeds excluded because other programs were running, if any."""
+    excluded = [(name, row) for name, row in zip(names, rows, strict=True) if was_slowed_down(row)]
+    if not excluded:
         return []
-    least = min(row["processor_share"] for _, row in found)
-    which = (
-        "speeds" if len(found) == len(rows) else f"speeds of {', '.join(name for name, _ in found)}"
+    smallest_share = min(row["processor_share"] for _, row in excluded)
+    subject = (
+        "speeds"
+        if len(excluded) == len(rows)
+        else f"speeds of {', '.join(name for name, _ in excluded)}"
     )
     return [
-        f"{which} are not compared: other programs were running, and the threads got {least:.0%} of the processor time"
-        " that they asked for"
+        f"{subject} are not compared: other programs were running, and the threads got {smallest_share:.0%} of the"
+        " processor time that they asked for"
     ]
 
 
 def _after_reference(winner: Winner, rows: Sequence[Row]) -> str:
-    """Return what follows the word of a winner that the reference itself beats."""
+    """Return " after the reference" if the reference itself is better than the winner, else ""."""
     reference, best = rows[0], rows[winner.row]
     if winner.aspect == "size":
         beaten = reference["weight_bytes"] < best["weight_bytes"]
@@ -271,7 +291,7 @@ def _after_reference(winner: Winner, rows: Sequence[Row]) -> str:
         beaten = (
             winner.aspect == "speed"
             and (reference[key] or 0) > best[key]
-            and not displaced(reference)
+            and not was_slowed_down(reference)
         )
-        beaten = beaten and not _same_pace(best, reference)
+        beaten = beaten and not _same_speed(best, reference)
     return " after the reference" if beaten else ""

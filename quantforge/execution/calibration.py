@@ -33,8 +33,8 @@ from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
-from quantforge_calibration.citation import titles
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.citation import cited_names
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.sampler import Sample, tokens_per_column_warning
 from quantforge_calibration.tokenizer import load_tokenizer
@@ -58,7 +58,9 @@ class CalibrationData:
         """Return the calibration report as plain data for the manifest."""
         images = self.sample.images
         image_fields = (
-            {} if images is None else {"images": images.count, "filler_tokens": images.filled}
+            {}
+            if images is None
+            else {"images": images.count, "filler_tokens": images.filler_tokens}
         )
         unused_fields = {"unused_columns": self.unused} if self.unused else {}
         return {
@@ -116,7 +118,7 @@ def calibrate(
         InputError: the source is missing, malformed or too short; the message says what is needed.
     """
     source = local_source or options.source
-    request = Request(
+    request = RowRequest(
         source=source, rows=options.samples, length=options.length, seed=options.seed,
         offline=offline, random=options.random_share or 0.0,
     )  # fmt: skip
@@ -126,16 +128,21 @@ def calibrate(
             tokenizer = load_tokenizer(folder, vocabulary)
             chat = load_chat_template(folder) if options.chat_template else None
             sample = draw(
-                request, tokenizer, chat=chat, own_rows=sample_own_rows, model=folder, unused=unused
+                request,
+                tokenizer,
+                chat=chat,
+                generate_rows=sample_own_rows,
+                model=folder,
+                unused=unused,
             )
-        names = titles(source, options.sha256)
+        names = cited_names(source, options.sha256)
     except SourceError as error:
         raise InputError(f"calibration: {error.message}", error.hint) from error
-    notes = (*(chat.notes if chat else ()), *([unused.note()] if unused.found else []))
+    notes = (*(chat.notes if chat else ()), *([unused.describe()] if unused.by_file else []))
     return CalibrationData(
         sample, tuple(_events(sample, plan, options)), names,
         notes=tuple(f"calibration: {note}" for note in notes),
-        unused={file: sorted(columns) for file, columns in sorted(unused.found.items())},
+        unused={file: sorted(columns) for file, columns in sorted(unused.by_file.items())},
     )  # fmt: skip
 
 

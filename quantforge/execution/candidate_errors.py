@@ -74,7 +74,7 @@ def candidate_errors(
         for linears in targets
     ]
     gradient_rows = slice(None, None, max(1, len(sample.ids) // GRADIENT_ROWS))
-    gradient_sample = sample.part(gradient_rows)
+    gradient_sample = sample.select(gradient_rows)
     units = [f"block {index}" for index in range(first.model_layout.blocks)]
     if all(unit in journal.done for unit in units):
         return _joined(journal.done[unit] for unit in units)

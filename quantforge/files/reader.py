@@ -29,7 +29,7 @@ from quantforge.files.hub import models_within
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.safetensors import TORCH_NAMES, TensorEntry, read_header
 from quantforge.plans import FileTensorInfo, StoredTensor
-from quantforge_calibration.chat_templates import FOLDER
+from quantforge_calibration.chat_templates import TEMPLATE_FOLDER
 from quantforge_files import roles
 from quantforge_files.roles import FileRole
 
@@ -184,8 +184,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _side_files(root: Path, names: list[str]) -> Iterator[Path]:
-    if FOLDER in names:
-        names = names + [f"{FOLDER}/{name}" for name in FILES.listing(root / FOLDER, root)]
+    if TEMPLATE_FOLDER in names:
+        names = names + [
+            f"{TEMPLATE_FOLDER}/{name}" for name in FILES.listing(root / TEMPLATE_FOLDER, root)
+        ]
     for name in sorted(names):
         role = role_of(name)
         if role is None:

@@ -40,12 +40,12 @@ def strip_local_paths(recipe: Recipe, settings: Settings) -> tuple[Recipe, Setti
     if source in _SOURCES_WITHOUT_FILES and not options.sha256:
         return replace(recipe, calibration=replace(options, source=source)), settings
     from quantforge_calibration import SourceError
-    from quantforge_calibration.citation import cite, same
+    from quantforge_calibration.citation import cite, matches_citation
 
     settings = replace(settings, calibration=source)
     try:
         if options.sha256:
-            if not same(source, options.source, options.sha256):
+            if not matches_citation(source, options.source, options.sha256):
                 raise _content_mismatch(f"calibration {source}", options)
             return recipe, settings
         citation = cite(source)

@@ -22,7 +22,7 @@ from quantforge.files.without_experts import DROPPED_HEADS
 from quantforge.formats import GGUF
 from quantforge.plans import Action, Note, NoteKind
 from quantforge.recipe import Recipe
-from quantforge_calibration.chat_templates import FOLDER
+from quantforge_calibration.chat_templates import TEMPLATE_FOLDER
 
 if TYPE_CHECKING:
     from quantforge.planning.draft import PartialPlan
@@ -121,7 +121,14 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
     if not checkpoint.path.is_dir():
         return ()
     names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]
-    known = {CONFIG, CARD, INDEX, FOLDER, MANIFEST, *(path.name for path in checkpoint.shards)}
+    known = {
+        CONFIG,
+        CARD,
+        INDEX,
+        TEMPLATE_FOLDER,
+        MANIFEST,
+        *(path.name for path in checkpoint.shards),
+    }
     known |= {path.name for path in checkpoint.side_files}
     messages = []
     if keys := sorted(_code_keys(checkpoint.config)):

@@ -135,7 +135,7 @@ class TextModel:
         else:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             with as_input_errors(RAW_HINT):
-                text = template.render(Conversation(messages), answer=True)
+                text = template.render(Conversation(messages), add_generation_prompt=True)
             with as_input_errors():
                 ids = tokenizer.encode_all(text, "the prompt in the model's chat template")
         if not ids:

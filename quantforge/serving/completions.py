@@ -231,7 +231,7 @@ def _encode(side: TextProcessor, prompt: Prompt, place: str) -> Sequence[int]:
                 code="no_chat_template",
             )
         with refusing("messages", "chat_template", "/v1/completions takes a text as it is"):
-            text = side.template.render(prompt, answer=True)
+            text = side.template.render(prompt, add_generation_prompt=True)
         with refusing("messages"):
             return tokenizer.encode_all(text, "messages, in the model's chat template")
     with refusing("prompt"):

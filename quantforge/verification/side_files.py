@@ -40,7 +40,7 @@ from quantforge.verification.json_diff import ABSENT, Change, iterate_changes, s
 from quantforge.verification.opening import Artifact, SourceModel
 from quantforge_calibration import chat_templates
 from quantforge_calibration.source_error import SourceError
-from quantforge_calibration.tokenizer import quiet, raised
+from quantforge_calibration.tokenizer import is_library_error, silence_stderr
 from quantforge_files.roles import SETTINGS as SETTINGS_ROLE
 from quantforge_files.roles import TOKENIZER as TOKENIZER_ROLE
 
@@ -224,16 +224,16 @@ def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
 def _templates_by_name(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[str, Any]]:
     """Return the file and the text of each chat template of a layout, by default of the one that transformers takes."""
     if layout:
-        pages = layout == chat_templates.FILE
+        pages = layout == chat_templates.TEMPLATE_FILE
         files = {
             name: data
             for name, data in files.items()
             if name == layout or (pages and chat_templates.is_template(name))
         }
-    chosen, found = chat_templates.choose(files, ""), {}
-    for name, text in chosen.named.items():
-        place = f"{chat_templates.FOLDER}/{name}{chat_templates.SUFFIX}"
-        place = place if place in files else chosen.place
+    chosen, found = chat_templates.choose_templates(files, ""), {}
+    for name, text in chosen.templates.items():
+        place = f"{chat_templates.TEMPLATE_FOLDER}/{name}{chat_templates.TEMPLATE_SUFFIX}"
+        place = place if place in files else chosen.source_file
         found[template_key(name)] = (place, text.removesuffix("\n") or ABSENT)
     return found
 
@@ -378,7 +378,7 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
     try:
         known = kind in CONFIG_MAPPING
         family = CONFIG_MAPPING[kind] if known else PretrainedConfig
-        with quiet():
+        with silence_stderr():
             text = family.from_dict(_without_code(config)).to_json_string(use_diff=False)
         found: dict[str, Any] = json.loads(text)
     except Exception:  # transformers documents no errors here
@@ -464,7 +464,7 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
     tables[SETTINGS] = json.dumps(_without_code(settings)).encode()
     tables[CONFIG] = json.dumps(model).encode()
     try:
-        with TemporaryDirectory() as folder, quiet():
+        with TemporaryDirectory() as folder, silence_stderr():
             for name, data in tables.items():
                 save(Path(folder, name), data)
             loaded = AutoTokenizer.from_pretrained(
@@ -472,7 +472,7 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
             )
         tree = normalize_tokenizer(json.loads(loaded.backend_tokenizer.to_str()))
     except BaseException as error:  # tokenizers documents no errors, and its compiled code panics
-        if not raised(error):
+        if not is_library_error(error):
             raise
         raise InputError(f"transformers cannot load it: {shorten(str(error))}") from error
     names = (

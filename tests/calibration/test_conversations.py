@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quantforge_calibration.chat import load_chat_template
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.readers import UnusedColumns
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.calibration.support import TALK, read, refused, write_model
@@ -156,14 +156,14 @@ def test_columns_that_nothing_uses_are_listed_once(tmp_path, chatting):
     (tmp_path / "c.jsonl").write_text(json.dumps({"text": "t", "messages": None, "tools": TOOLS}))
     unused = UnusedColumns()
     read(str(tmp_path), chat=template, unused=unused)
-    assert unused.note() == (
+    assert unused.describe() == (
         "columns that are not used: add_generation_prompt, documents, id, source, unknown in a.jsonl"
         " and 1 more files; tools in c.jsonl"
     )
     unused = UnusedColumns()
     read(f"{tmp_path / 'c.jsonl'}:text", unused=unused)
-    assert unused.note() == "columns that are not used: tools in c.jsonl"
-    assert UnusedColumns().note() == ""
+    assert unused.describe() == "columns that are not used: tools in c.jsonl"
+    assert UnusedColumns().describe() == ""
 
 
 def test_columns_of_a_table_that_are_not_read_are_listed(tmp_path):
@@ -173,7 +173,7 @@ def test_columns_of_a_table_that_are_not_read_are_listed(tmp_path):
     parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), tmp_path / "a.parquet")
     unused = UnusedColumns()
     read(str(tmp_path / "a.parquet"), unused=unused)
-    assert unused.found == {"a.parquet": {"n"}}
+    assert unused.by_file == {"a.parquet": {"n"}}
 
 
 def test_rows_with_tools_make_other_ids_than_rows_without(tmp_path, chatting):
@@ -182,6 +182,6 @@ def test_rows_with_tools_make_other_ids_than_rows_without(tmp_path, chatting):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(f"{json.dumps({'messages': TALK, **extra})}\n" * 9)
         chat = load_chat_template(chatting)
-        sample = draw(Request(str(path), rows=2, length=32), load_tokenizer(chatting), chat=chat)
+        sample = draw(RowRequest(str(path), rows=2, length=32), load_tokenizer(chatting), chat=chat)
         digests.add(sample.report.digest)
     assert len(digests) == 2

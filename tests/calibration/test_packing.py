@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from quantforge_calibration import SourceError
 from quantforge_calibration.row_count import share_rows
 from quantforge_calibration.sampler import (
-    combine,
+    concatenate_samples,
     digest,
-    given_rows,
     pack_rows,
     tokens_per_column_warning,
+    wrap_rows,
 )
 from tests.calibration.support import refused
 
@@ -141,14 +141,14 @@ def test_shares_of_known_cases():
 
 def test_given_rows_and_their_combination():
     ids = torch.arange(12).view(3, 4)
-    sample = given_rows(ids)
-    both = combine([sample, pack_rows([range(12)], 3, 4, source="a.txt")])
+    sample = wrap_rows(ids)
+    both = concatenate_samples([sample, pack_rows([range(12)], 3, 4, source="a.txt")])
     assert both.report.sources == ("self", "a.txt")
     assert both.report.duplicated_rows == 3
     assert both.report.rows == both.report.rows_requested == 6
     assert both.report.digest == digest(torch.cat([ids, ids]))
     for bad in (ids.float(), ids[0], ids[:0]):
-        refused(lambda bad=bad: given_rows(bad), "int64 [rows, length]")
+        refused(lambda bad=bad: wrap_rows(bad), "int64 [rows, length]")
 
 
 def test_tokens_per_column_warning():

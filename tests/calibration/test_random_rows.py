@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.image_rows import ImageRow, ImageRows
-from quantforge_calibration.sampler import Sample, digest, given_rows, with_random_rows
+from quantforge_calibration.sampler import Sample, digest, with_random_rows, wrap_rows
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 from tests.calibration.support import bos_template, write_model
 
@@ -30,13 +30,13 @@ def replaced(sample: Sample, changed: Sample) -> list[int]:
 
 
 def rows_of_text(rows: int, length: int = 64) -> Sample:
-    return given_rows(torch.full((rows, length), TEXT))
+    return wrap_rows(torch.full((rows, length), TEXT))
 
 
 def test_a_share_of_the_rows_is_drawn_from_ordinary_tokens(tmp_path):
     sample = rows_of_text(32, 512)
     sample.ids[1, 0] = 6  # rows do not begin alike
-    words = replace(tokenizer(tmp_path), rows=200)
+    words = replace(tokenizer(tmp_path), embedding_rows=200)
     found = with_random_rows(sample, 1 / 16, words, 0)
     assert replaced(sample, found) == [7, 23]
     drawn = found.ids[[7, 23]]
@@ -66,14 +66,14 @@ def test_no_share_changes_nothing(tmp_path):
     assert with_random_rows(sample, 0.0, words, 0) is sample
     assert with_random_rows(sample, 1 / 16, words, 0) is sample  # less than a row
     assert (
-        with_random_rows(sample, 1.0, replace(words, rows=2), 0) is sample
+        with_random_rows(sample, 1.0, replace(words, embedding_rows=2), 0) is sample
     )  # a model of special tokens alone
 
 
 def test_the_token_that_begins_rows_stays(tmp_path):
     words = tokenizer(tmp_path, bos_template())
     assert words.bos_id == 0
-    request = Request(rows=16, length=32)
+    request = RowRequest(rows=16, length=32)
     plain, found = draw(request, words), draw(replace(request, random=0.25), words)
     assert len(replaced(plain, found)) == 4
     assert (found.ids[:, 0] == 0).all()

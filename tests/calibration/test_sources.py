@@ -265,5 +265,5 @@ def test_sources_need_neither_torch_nor_tokenizers():
 
 
 def test_rows_of_chats_are_answered_with_the_option_that_renders_them():
-    said = readers._no_text("chats.jsonl, line 1", ["messages"], "text")
+    said = readers._missing_text_error("chats.jsonl, line 1", ["messages"], "text")
     assert "--chat-template, or chat_template = true" in str(said.hint)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import processors
 
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.tokenizer import load_tokenizer
 from tests.calibration.support import (
     CHATML,
@@ -78,7 +78,7 @@ def test_a_panic_of_the_library_is_an_error_like_others_and_silent(model, capfd)
     [(r"(a+)+$", 60, "retry-limit"), (r"(?:a*a*(?<=b))", 0.5, "not done after 1 s")],
 )
 def test_a_pattern_that_takes_for_ever_is_given_up(model, monkeypatch, pattern, seconds, part):
-    monkeypatch.setattr("quantforge_calibration.tokenizer.SECONDS", seconds)
+    monkeypatch.setattr("quantforge_calibration.tokenizer.TIMEOUT_SECONDS", seconds)
     data = json.loads((model / "tokenizer.json").read_text())
     split = {
         "type": "Split",
@@ -128,7 +128,7 @@ def test_hostile_templates_are_stopped(text, part):
 
 
 def test_draw_builtin_gives_fewer_rows_and_says_so(model):
-    sample = draw(Request(rows=4000, length=64), load_tokenizer(model))
+    sample = draw(RowRequest(rows=4000, length=64), load_tokenizer(model))
     assert sample.report.rows < sample.report.rows_requested == 4000
     assert sample.report.rows == len(sample.ids)
     assert sample.report.sources == ("builtin",)
@@ -138,7 +138,8 @@ def test_draw_builtin_gives_fewer_rows_and_says_so(model):
 def test_draw_is_repeatable_and_follows_the_seed(model):
     tokenizer = load_tokenizer(model)
     first, again, other = (
-        draw(Request(rows=8, length=32, seed=seed), tokenizer).report.digest for seed in (0, 0, 1)
+        draw(RowRequest(rows=8, length=32, seed=seed), tokenizer).report.digest
+        for seed in (0, 0, 1)
     )
     assert first == again != other
 
@@ -146,17 +147,21 @@ def test_draw_is_repeatable_and_follows_the_seed(model):
 def test_draw_a_user_file_that_is_too_short_is_an_error(tmp_path, model):
     path = tmp_path / "short.txt"
     path.write_text("only a little")
-    refused(lambda: draw(Request(str(path), 4, 32), load_tokenizer(model)), "13 tokens", "need 128")
-    sample = draw(Request(str(path), 4, 6, allow_fewer=True), load_tokenizer(model))
+    refused(
+        lambda: draw(RowRequest(str(path), 4, 32), load_tokenizer(model)), "13 tokens", "need 128"
+    )
+    sample = draw(RowRequest(str(path), 4, 6, allow_fewer=True), load_tokenizer(model))
     assert (sample.report.rows, sample.report.tokens_truncated) == (2, 1)
 
 
 def test_draw_a_mixture_with_rows_of_the_model(tmp_path, model):
     path = tmp_path / "a.txt"
     path.write_text("abcdefgh" * 100)
-    request = Request(f"{path}=2,builtin=1,self=1", rows=8, length=16)
+    request = RowRequest(f"{path}=2,builtin=1,self=1", rows=8, length=16)
     own = torch.full((2, 16), 5)
-    sample = draw(request, load_tokenizer(model), own_rows=lambda rows, length: own[:rows, :length])
+    sample = draw(
+        request, load_tokenizer(model), generate_rows=lambda rows, length: own[:rows, :length]
+    )
     assert sample.ids.shape == (8, 16)
     assert sample.report.sources == (str(path), "builtin", "self")
     assert torch.equal(sample.ids[-2:], own)
@@ -169,7 +174,7 @@ def test_draw_renders_messages_only_when_asked(tmp_path, model):
     rows = [{"messages": TALK}, {"text": "plain"}]
     path.write_text("\n".join(map(json.dumps, rows)))
     tokenizer = load_tokenizer(model)
-    request = Request(str(path), rows=1, length=70, choose="first")
+    request = RowRequest(str(path), rows=1, length=70, choose="first")
     refused(lambda: draw(request, tokenizer), "chat_template = true")
     sample = draw(request, tokenizer, chat=chat_template(CHATML, {}))
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\n"

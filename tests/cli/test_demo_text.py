@@ -12,7 +12,7 @@ import pytest
 from quantforge.api import demo
 from quantforge.api.demo_text import evaluation_text
 from quantforge.api.scored_text import BUILTIN, REFERENCE_TEXT, find_reference_text
-from quantforge.evaluation.text_tables import FOREIGN
+from quantforge.evaluation.text_tables import UNFAMILIAR_PERPLEXITY
 from tests.runs import command
 
 FEW = ("--windows", "2", "--length", "128", "--no-speed", "--json")
@@ -31,11 +31,11 @@ def test_the_text_beside_a_reference_is_scored_and_said(
         found["protocol"]["text"]
         == f"{REFERENCE_TEXT} (SHA-256 {hashlib.sha256(text).hexdigest()})"
     )
-    assert found["models"][0]["perplexity"] < FOREIGN / 2
+    assert found["models"][0]["perplexity"] < UNFAMILIAR_PERPLEXITY / 2
     assert f"--text demo/{REFERENCE_TEXT}: the text that lies beside the reference" in ended.err
     named = json.loads(command(capsys, "eval", "demo", *FEW, "--text", "builtin").out)
     assert named["protocol"]["text"] == "builtin evaluation text"
-    assert named["models"][0]["perplexity"] > FOREIGN
+    assert named["models"][0]["perplexity"] > UNFAMILIAR_PERPLEXITY
 
 
 def test_without_a_text_beside_it_the_built_in_one_is_scored(

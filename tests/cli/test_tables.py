@@ -15,7 +15,13 @@ import pytest
 
 from quantforge.cli.console import Console
 from quantforge.cli.evaluate import show_tables
-from quantforge.evaluation.columns import EXPERT, Column, fitting, folded, left_out
+from quantforge.evaluation.columns import (
+    EXPERT_RANK,
+    Column,
+    describe_omitted,
+    select_columns,
+    wrap_cells,
+)
 from quantforge.evaluation.compare_models import FIGURES, Evaluation
 from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.reference_text import Prompts
@@ -135,13 +141,15 @@ def test_formats_fit(width, monkeypatch, capsys):
 def test_columns_are_left_out_from_the_highest_rank_down():
     columns = [
         Column("model", ("a",)), Column("third", ("3",), 3), Column("first", ("1",), 1), Column("none", ("-",), 1),
-        Column("expert", ("9",), EXPERT),
+        Column("expert", ("9",), EXPERT_RANK),
     ]  # fmt: skip
-    headers = [[one.header for one in fitting(columns, width)] for width in (None, 19, 18, 5, 1)]
+    headers = [
+        [one.header for one in select_columns(columns, width)] for width in (None, 19, 18, 5, 1)
+    ]
     assert headers == [
         ["model", "third", "first"], ["model", "third", "first"], ["model", "first"], ["model"], ["model"],
     ]  # fmt: skip
-    assert [one.header for one in fitting(columns, 5, wide=True)] == [
+    assert [one.header for one in select_columns(columns, 5, wide=True)] == [
         "model",
         "third",
         "first",
@@ -194,12 +202,12 @@ def test_what_is_too_wide_is_broken_where_words_end():
         Column("layers", ("layers.*.self_attn.k_proj", "norm")),
         Column("why", ("a reason to wait",)),
     ]
-    assert folded(columns, 43) == columns
-    assert [one.cells for one in folded(columns, 30)] == [
+    assert wrap_cells(columns, 43) == columns
+    assert [one.cells for one in wrap_cells(columns, 30)] == [
         ("layers.*.\nself_attn.\nk_proj", "norm"),
         ("a reason to\nwait",),
     ]
-    assert [one.cells[0] for one in folded(columns, 3)] == [
+    assert [one.cells[0] for one in wrap_cells(columns, 3)] == [
         "layers.*.\nself_attn.\nk_proj",
         "a\nreason\nto\nwait",
     ]
@@ -264,16 +272,19 @@ def test_what_was_measured_of_answers_is_told(found, monkeypatch, capsys):
 def test_columns_that_are_left_out_are_told_by_their_ranks():
     columns = [
         Column("model", ("a",)), Column("third", ("3",), 3), Column("second", ("2",), 2), Column("none", ("-",), 1),
-        Column("expert", ("9",), EXPERT),
+        Column("expert", ("9",), EXPERT_RANK),
     ]  # fmt: skip
-    assert left_out(columns, fitting(columns, 5)) == "left out, too wide: second, third (--wide)"
-    assert left_out(columns, fitting(columns, None)) == "with --wide also: expert"
+    assert (
+        describe_omitted(columns, select_columns(columns, 5))
+        == "left out, too wide: second, third (--wide)"
+    )
+    assert describe_omitted(columns, select_columns(columns, None)) == "with --wide also: expert"
     for count, end in ((9, "i (--wide)"), (10, "h, and 2 more (--wide)")):
         many = [
             Column("model", ("a",)),
             *(Column("abcdefghij"[i], ("1" * 9,), i + 1) for i in range(count)),
         ]
-        assert left_out(many, fitting(many, 5)).endswith(end)
-    assert left_out(columns, fitting(columns, None, wide=True)) == ""
+        assert describe_omitted(many, select_columns(many, 5)).endswith(end)
+    assert describe_omitted(columns, select_columns(columns, None, wide=True)) == ""
     many = [Column(str(number), ("1",), number) for number in range(1, 12)]
-    assert left_out(many, many[:1]).endswith("8, 9, and 2 more (--wide)")
+    assert describe_omitted(many, many[:1]).endswith("8, 9, and 2 more (--wide)")

@@ -19,7 +19,7 @@ from quantforge.model.stream import ModelStream
 from quantforge.recipe import CalibrationOptions
 from quantforge_calibration import SourceError
 from quantforge_calibration.chat import load_chat_template
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.image_documents import read_image
 from quantforge_calibration.row_processor import IDS, load_processor
 from quantforge_calibration.tokenizer import load_tokenizer
@@ -68,7 +68,7 @@ def test_files_reach_the_blocks_as_transformers_hands_them_over(
     family: str, model: Path, tmp_path: Path
 ) -> None:
     file = rows_file(tmp_path, family)
-    request = Request(source=str(file), rows=2, length=LENGTH)
+    request = RowRequest(source=str(file), rows=2, length=LENGTH)
     sample = draw(request, load_tokenizer(model), chat=load_chat_template(model), model=model)
     assert sample.images is not None
     assert sample.ids.shape == (2, LENGTH)
@@ -248,4 +248,4 @@ def test_texts_beside_images_have_rows_of_their_own(tmp_path: Path) -> None:
     wanted = replace(options(file), source=source)
     quantize(model, tmp_path / "q", recipe("gptq", calibration=wanted, scheme=SCHEME))
     with pytest.raises(SourceError, match=r"line 5 holds chat messages .*"):
-        draw(Request(source=source, rows=8, length=LENGTH), load_tokenizer(model), model=model)
+        draw(RowRequest(source=source, rows=8, length=LENGTH), load_tokenizer(model), model=model)

@@ -20,9 +20,9 @@ from quantforge.api import evaluate
 from quantforge.cli.app import Stopped
 from quantforge.errors import InputError, ResourceError
 from quantforge.evaluation import compare_models as evaluation
-from quantforge.evaluation import kept_rows
-from quantforge.evaluation.kept_rows import keep_rows
+from quantforge.evaluation import saved_rows
 from quantforge.evaluation.options import EvaluationOptions
+from quantforge.evaluation.saved_rows import resume_rows
 from quantforge.evaluation.tasks import Tasks
 from quantforge.formats.open_model import open_model
 from quantforge.settings import Settings
@@ -126,7 +126,7 @@ def test_nothing_is_taken_that_may_have_changed(
         text.write_text("Another text about nothing at all, said twice. " * 40)
     elif change == "version":
         monkeypatch.setattr(
-            kept_rows.manifest, "versions", lambda: {"quantforge": f"{__version__}x"}
+            saved_rows.manifest, "versions", lambda: {"quantforge": f"{__version__}x"}
         )
     elif change == "shape":
         place.write_text(json.dumps({"rows": [[0.5], None]}))
@@ -162,7 +162,7 @@ def test_every_file_of_a_numbered_one_counts(model, tmp_path, changed):
     options, plain = EvaluationOptions("text", "name"), Settings()
 
     def key(options=options, settings=plain):
-        return kept_rows._cache_key([open_model(first)], options, settings)
+        return saved_rows._cache_key([open_model(first)], options, settings)
 
     before = key()
     assert key() == before
@@ -191,9 +191,9 @@ def test_nothing_is_kept_of_what_depends_on_other_programs(model, models, cache,
     options = EvaluationOptions("text", "name", **chosen)
     with (
         suppress(StopError),
-        keep_rows([open_model(path) for path in (model, *models)], options, settings) as kept,
+        resume_rows([open_model(path) for path in (model, *models)], options, settings) as kept,
     ):
-        kept.keep({"perplexity": 1.0})
+        kept.add({"perplexity": 1.0})
         raise StopError
     assert bool([*cache.glob("*")]) == (not others)
 

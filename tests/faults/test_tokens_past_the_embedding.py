@@ -90,7 +90,7 @@ def evaluate_tasks(model, pairs):
     from quantforge.runtime.text_processing import as_input_errors
 
     with as_input_errors():  # as `evaluate`
-        return TaskModel(load(model).model, tokenizer_at(model), 64).continuations(pairs)
+        return TaskModel(load(model).model, tokenizer_at(model), 64).score_continuations(pairs)
 
 
 @pytest.mark.parametrize("name", ENTRANCES)

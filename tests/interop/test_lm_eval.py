@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from quantforge.cli.app import app
 from quantforge.errors import InputError, RefusedError
 from quantforge.evaluation import tasks as task_library
-from quantforge.evaluation.task_model import TaskModel, disjoint
+from quantforge.evaluation.task_model import TaskModel, disjoint_windows
 from quantforge.evaluation.tasks import Tasks, check, run
 from quantforge.runtime.load import load
 from tests.evaluations import tokenizer_at
@@ -101,11 +101,13 @@ def test_local_tasks(tiny, tasks):
     choices = [" model", " grid", " row"]
     right = 0
     for row in rows:
-        values = [v for v, _ in answers.continuations([(row["question"], c) for c in choices])]
+        values = [
+            v for v, _ in answers.score_continuations([(row["question"], c) for c in choices])
+        ]
         right += values.index(max(values)) == row["answer"]
     assert found["local_choice"]["acc"] == pytest.approx(right / len(rows))
     words = sum(len(row["question"].split()) for row in rows)
-    total = sum(answers.texts([row["question"] for row in rows]))
+    total = sum(answers.score_texts([row["question"] for row in rows]))
     from math import exp
 
     assert found["local_texts"]["word_perplexity"] == pytest.approx(exp(-total / words))
@@ -124,7 +126,7 @@ def test_a_misspelled_name_is_refused(tasks, name, hint):
 
 @pytest.mark.usefixtures("indexed")
 def test_a_pattern_that_means_thousands_of_tasks_is_refused(tasks, monkeypatch):
-    monkeypatch.setattr(task_library, "MOST_TASKS", 2)
+    monkeypatch.setattr(task_library, "MAX_TASKS", 2)
     with pytest.raises(InputError, match="means more than 2 tasks"):
         check(Tasks((*tasks[0], "local_*")))
 
@@ -214,7 +216,7 @@ def test_a_group_means_tasks_of_other_files_and_of_the_library(tiny, tasks, tmp_
     check(wanted)
     model = TaskModel(load(tiny("llama")).model, tokenizer_at(tiny("llama")), 64)
     assert {"my task", "ours"} <= run(model, wanted).keys()
-    assert len(task_library._found(wanted)[0].all_tasks) > 1000
+    assert len(task_library._resolve_tasks(wanted)[0].all_tasks) > 1000
 
 
 def test_other_files_beside_a_task_file_are_not_read(tasks, tmp_path):
@@ -262,7 +264,7 @@ def test_our_own_errors_are_not_those_of_a_task(tiny, tasks, monkeypatch):
     def broken(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(TaskModel, "continuations", broken)
+    monkeypatch.setattr(TaskModel, "score_continuations", broken)
     with pytest.raises(ZeroDivisionError):
         run(answers, Tasks((tasks[0][0],)))
 
@@ -281,7 +283,7 @@ def test_windows_are_those_of_the_library():
                 ),
             )
         ]
-        assert [(part.ids, part.count) for part in disjoint(ids, 7, 16)] == theirs
+        assert [(part.ids, part.count) for part in disjoint_windows(ids, 7, 16)] == theirs
 
 
 @pytest.mark.usefixtures("indexed")
@@ -313,7 +315,7 @@ def test_code_is_kept_from_running_wherever_the_library_finds_it(tiny, tasks, tm
     with pytest.raises(RefusedError, match="!function"):
         run(answers, Tasks((str(coded),)))
     assert not (tmp_path / "ran").exists()
-    run(answers, Tasks((str(coded),), code=True))
+    run(answers, Tasks((str(coded),), allow_code=True))
     assert (tmp_path / "ran").exists()
     script = tmp_path / "script.py"
     script.write_text(ran)

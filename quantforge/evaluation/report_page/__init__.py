@@ -1,7 +1,7 @@
-"""The report of an evaluation as one page that needs nothing else: no network, no other file.
+"""HTML report of an evaluation: one self-contained page that loads nothing from the network or other files.
 
 In this folder:
 
-    charts  The charts of a report: specifications of Vega-Lite
-    page    The page of an evaluation, put together from its sections; a section without figures is left out
+    charts  Charts of the HTML report: Vega-Lite specifications
+    page    The HTML report of an evaluation, rendered from its sections; sections without data are omitted
 """

@@ -299,7 +299,7 @@ def chat_templates(root: Path) -> tuple[dict[str, str], list[str]]:
         raise InputError(error.message, error.hint) from error
     found: dict[str, str] = {}
     notes = list(stated.notes)
-    for name, text in stated.named.items():
+    for name, text in stated.templates.items():
         called = "" if name == DEFAULT else template_key(name)
         if not text:
             notes.append(f"{name} is empty and is not written")

@@ -22,7 +22,7 @@ from quantforge.formats.gguf.vocabulary import (
     check_lengths,
     pre_tokenizer_steps,
 )
-from quantforge_calibration.chat_templates import DEFAULT, file_of
+from quantforge_calibration.chat_templates import DEFAULT, template_file_name
 
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
@@ -81,7 +81,7 @@ def template_files(file: GgufFile) -> dict[str, bytes]:
         if key == TEMPLATE_KEY or key.startswith(f"{TEMPLATE_KEY}."):
             name = key.removeprefix(TEMPLATE_KEY).removeprefix(".") or DEFAULT
             try:
-                place = file_of(name)
+                place = template_file_name(name)
             except ValueError as error:
                 raise InputError(
                     f"the chat template {name!a:.60} has no name for a file",

@@ -13,14 +13,14 @@ import torch
 from quantforge.api.evaluate import check_measurement_options
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.evaluation.cache_quality import (
-    BEFORE,
-    CUE,
-    KEY,
-    REQUESTS,
+    BASELINE_REQUESTS,
+    CUE_TOKENS,
+    KEY_TOKENS,
+    LEAD_IN_TOKENS,
     _by_position,
+    compare_caches,
+    plan_cache_comparison,
     plant_keys,
-    trial_of,
-    try_caches,
 )
 from quantforge.evaluation.text_windows import Windows
 from quantforge.formats.open_model import open_model
@@ -42,21 +42,23 @@ def source(tiny):
 
 @pytest.fixture(scope="module")
 def trial(source):
-    return trial_of([open_model(source)], TEXT * 4, KINDS, 400)
+    return plan_cache_comparison([open_model(source)], TEXT * 4, KINDS, 400)
 
 
 @pytest.fixture(scope="module")
 def rows(source, trial):
-    return try_caches(load(source, dtype=torch.float32), trial)
+    return compare_caches(load(source, dtype=torch.float32), trial)
 
 
 def test_scales_of_a_file_are_those_that_it_is_tried_with(source):
     """A file that states scales of its cache has no others when it is served in fp8."""
-    found = trial_of([open_model(source)], TEXT * 2, ("fp8",), 200)
+    found = plan_cache_comparison([open_model(source)], TEXT * 2, ("fp8",), 200)
     loaded = load(source, dtype=torch.float32)
     coarse = torch.full((1,), 2.0**8)  # most of what a head holds is below its smallest numbers
     scales = dict.fromkeys(range(loaded.model.config.num_hidden_layers), (coarse, coarse))
-    own, stated = (try_caches(one, found)[1] for one in (loaded, replace(loaded, kv_scales=scales)))
+    own, stated = (
+        compare_caches(one, found)[1] for one in (loaded, replace(loaded, kv_scales=scales))
+    )
     assert stated["kl_mean"] > 2 * own["kl_mean"] > 0
 
 
@@ -65,16 +67,16 @@ def test_windows_are_as_long_as_the_positions(source, trial):
 
 
 def test_a_text_that_has_fewer_tokens_gives_shorter_windows(source):
-    found = trial_of([open_model(source)], TEXT[:240], ("16bit",), 400)
+    found = plan_cache_comparison([open_model(source)], TEXT[:240], ("16bit",), 400)
     assert 2 <= found.windows.ids.shape[1] < 128
     assert found.kinds == ()
     with pytest.raises(InputError, match="nothing to score"):
-        trial_of([open_model(source)], "", ("int8",), 400)
+        plan_cache_comparison([open_model(source)], "", ("int8",), 400)
 
 
 def test_contexts_end_at_8k_and_ranges_at_powers_of_two(tmp_path):
     model = make_tiny("llama", tmp_path / "long", max_position_embeddings=1 << 14)
-    found = trial_of([open_model(model)], TEXT * 200, ("int8",), 400)
+    found = plan_cache_comparison([open_model(model)], TEXT * 200, ("int8",), 400)
     assert found.windows.ids.shape == (1, 8192)
     assert [one.distance for one in found.keys] == [32 << n for n in range(8)]
     ranges = [*_by_position(torch.ones(2, 8191))]
@@ -102,7 +104,7 @@ def test_divergence_is_that_of_its_definition(source, trial, rows):
         return torch.stack(found).log_softmax(-1).double()
 
     whole = logits("16bit")
-    single = try_caches(
+    single = compare_caches(
         load(source, dtype=torch.float32),
         type(trial)(KINDS, Windows(trial.windows.ids[:1], None), ()),
     )
@@ -136,11 +138,11 @@ def test_requests_are_those_whose_pages_fit(trial, rows):
         held = PagedCache(shape, 1, length, torch.device("cpu"))
         return sum(part.nbytes for pair in held.layers for one in pair for part in one.tensors())
 
-    memory = REQUESTS * request("16bit")
+    memory = BASELINE_REQUESTS * request("16bit")
     for row in rows:
         assert row["requests"] == memory // request(row["kind"])
         assert row["token_bytes"] * PAGE_SIZE * -(-length // PAGE_SIZE) == request(row["kind"])
-    assert rows[1]["requests"] > 1.7 * REQUESTS
+    assert rows[1]["requests"] > 1.7 * BASELINE_REQUESTS
 
 
 def test_keys_are_planted_where_they_are_said_to_be():
@@ -148,14 +150,16 @@ def test_keys_are_planted_where_they_are_said_to_be():
     found = plant_keys(windows)
     assert [one.distance for one in found] == [32, 64, 128, 256]
     for planted in found:
-        for ids, others in zip(planted.ids, planted.others, strict=True):
-            cue, key = ids[-CUE - KEY : -KEY], ids[-KEY:]
-            assert torch.equal(ids[BEFORE:][: CUE + KEY], torch.cat((cue, key)))
-            assert torch.equal(others[-CUE - KEY :], ids[-CUE - KEY :])
-            assert len(ids) == BEFORE + planted.distance + 2 * (CUE + KEY)
+        for ids, others in zip(planted.ids, planted.control_ids, strict=True):
+            cue, key = ids[-CUE_TOKENS - KEY_TOKENS : -KEY_TOKENS], ids[-KEY_TOKENS:]
+            assert torch.equal(
+                ids[LEAD_IN_TOKENS:][: CUE_TOKENS + KEY_TOKENS], torch.cat((cue, key))
+            )
+            assert torch.equal(others[-CUE_TOKENS - KEY_TOKENS :], ids[-CUE_TOKENS - KEY_TOKENS :])
+            assert len(ids) == LEAD_IN_TOKENS + planted.distance + 2 * (CUE_TOKENS + KEY_TOKENS)
             changed = (ids != others).nonzero()[:, 0]
-            assert changed.min() >= BEFORE + CUE
-            assert changed.max() < BEFORE + CUE + KEY
+            assert changed.min() >= LEAD_IN_TOKENS + CUE_TOKENS
+            assert changed.max() < LEAD_IN_TOKENS + CUE_TOKENS + KEY_TOKENS
     assert plant_keys(Windows(torch.arange(60)[None], None)) == ()
 
 
@@ -164,7 +168,7 @@ def test_what_a_key_is_given_is_its_log_probability(source, trial, rows):
     planted = trial.keys[0]
     with torch.inference_mode():
         nats = model(planted.ids).logits[:, :-1].log_softmax(-1)
-    wanted = nats[:, -KEY:].gather(2, planted.ids[:, -KEY:, None]).mean().item()
+    wanted = nats[:, -KEY_TOKENS:].gather(2, planted.ids[:, -KEY_TOKENS:, None]).mean().item()
     found = rows[0]["by_distance"][0]
     assert found["distance"] == planted.distance == 32
     assert found["key_nats"] == pytest.approx(wanted, abs=2e-3)  # keys and values in bfloat16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quantforge.evaluation.cache_quality import trial_of
+from quantforge.evaluation.cache_quality import plan_cache_comparison
 from quantforge.formats.open_model import open_model
 from tests.conftest import make_tiny
 from tests.evaluations import tokenizer_at
@@ -13,4 +13,4 @@ def test_a_text_of_one_shortest_window_is_enough_whatever_the_positions(tmp_path
     tokenizer = tokenizer_at(path)
     text = "ab"
     assert len(tokenizer.encode(text)) + (tokenizer.bos_id is not None) == 2
-    assert trial_of([open_model(path)], text, ["int8"], 2).windows.ids.shape == (1, 2)
+    assert plan_cache_comparison([open_model(path)], text, ["int8"], 2).windows.ids.shape == (1, 2)

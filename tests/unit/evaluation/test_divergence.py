@@ -18,7 +18,7 @@ from quantforge.evaluation.divergence import (
     score,
     score_reference,
 )
-from quantforge.evaluation.output_head import Head
+from quantforge.evaluation.output_head import OutputHead
 from quantforge.model.hidden_states import InMemory, OnDisk
 from quantforge.progress import Progress, report_to
 from quantforge.recipe import Recipe
@@ -61,16 +61,16 @@ def test_divergence_is_that_of_full_logits_in_float64(tiny, tmp_path, family):
 def test_logits_are_made_in_chunks(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows).scores
-    logits, sizes = Head.logits, []
+    logits, sizes = OutputHead.logits, []
 
     def noted(*arguments):
         found = logits(*arguments)
         sizes.append(found.shape)
         return found
 
-    monkeypatch.setitem(output_head.CHUNK_LOGITS, "cpu", 200)
-    monkeypatch.setattr(output_head, "MOST_TOKENS", 5)
-    monkeypatch.setattr(Head, "logits", noted)
+    monkeypatch.setitem(output_head.MAX_CHUNK_LOGITS, "cpu", 200)
+    monkeypatch.setattr(output_head, "MAX_CHUNK_TOKENS", 5)
+    monkeypatch.setattr(OutputHead, "logits", noted)
     chunked = score_reference(model, windows)
     assert max(sizes[1:]) == (5, 40)  # the first checks the head
     torch.testing.assert_close(chunked.scores.nll, whole.nll, rtol=1e-5, atol=1e-5)
@@ -88,7 +88,7 @@ def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monk
     seen = []
     mlp = model.base_model.layers[1].mlp
     mlp.down_proj.register_forward_hook(lambda _, x, y: seen.append(y.shape[1]))
-    monkeypatch.setitem(divergence.FORWARD_TOKENS, "cpu", 7)
+    monkeypatch.setitem(divergence.MAX_FORWARD_TOKENS, "cpu", 7)
     with torch.inference_mode():
         cut = [hidden for _, hidden in final_hidden(model, windows.ids)]
     assert max(seen) == 7
@@ -100,10 +100,10 @@ def test_the_widest_part_of_a_block_takes_few_tokens_of_a_long_window(tiny, monk
 def test_a_head_that_cannot_be_split_takes_few_tokens_at_a_time(tiny, monkeypatch):
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
-    monkeypatch.setattr(Head, "_weight", lambda *_: None)
-    monkeypatch.setattr(output_head, "LEAST_TOKENS", 5)
-    monkeypatch.setitem(output_head.CHUNK_LOGITS, "cpu", 1)
-    assert list(Head(model).chunks(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
+    monkeypatch.setattr(OutputHead, "_weight_rows", lambda *_: None)
+    monkeypatch.setattr(output_head, "MIN_CHUNK_TOKENS", 5)
+    monkeypatch.setitem(output_head.MAX_CHUNK_LOGITS, "cpu", 1)
+    assert list(OutputHead(model).token_slices(12)) == [slice(0, 5), slice(5, 10), slice(10, 12)]
     found = score(model, windows, whole)  # of which the reference's can
     torch.testing.assert_close(found.nll, whole.scores.nll, rtol=1e-5, atol=1e-5)
     assert float(found.divergence.kl.abs().max()) < 1e-6
@@ -111,19 +111,19 @@ def test_a_head_that_cannot_be_split_takes_few_tokens_at_a_time(tiny, monkeypatc
 
 @pytest.mark.parametrize("whose", ["the model's", "the reference's"])
 def test_parts_are_split_as_both_heads_can_be(tiny, monkeypatch, whose):
-    class Uncut(Head):
-        def _weight(self, part):
+    class Uncut(OutputHead):
+        def _weight_rows(self, part):
             return None
 
     monkeypatch.setitem(
-        output_head.CHUNK_LOGITS, "cpu", 200
+        output_head.MAX_CHUNK_LOGITS, "cpu", 200
     )  # parts of a few words for a head that can
     model, windows = load(tiny("llama-tied")).model, windows_of(tiny("llama-tied"))
     whole = score_reference(model, windows)
-    assert Head(model).splits_vocabulary
+    assert OutputHead(model).splits_vocabulary
     assert not Uncut(model).splits_vocabulary
     if whose == "the model's":
-        monkeypatch.setattr(output_head, "Head", Uncut)
+        monkeypatch.setattr(output_head, "OutputHead", Uncut)
     else:
         whole.head = Uncut(model)
     found = score(model, windows, whole)

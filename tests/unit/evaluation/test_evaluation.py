@@ -167,7 +167,7 @@ def test_a_model_that_gives_no_numbers_has_no_figure(tiny):
     with pytest.raises(InputError, match="is nan at token"):
         score_reference(model, windows)
     with pytest.raises(InputError, match="no token was scored"):
-        divergence.finite(torch.empty(0, 4), "NLL")
+        divergence.check_finite(torch.empty(0, 4), "NLL")
 
 
 def test_another_tokenizer_is_refused(tiny, tmp_path):
@@ -356,4 +356,4 @@ def test_figures_of_tasks_are_finite_numbers():
         "acc_stderr,none": math.nan,
         "perplexity,none": math.inf,
     }
-    assert tasks._figures(given) == {"acc": 0.5}
+    assert tasks._metric_values(given) == {"acc": 0.5}

@@ -151,7 +151,7 @@ def test_the_error_of_a_block_is_its_own(models):
     assert found[0] == found[2] == 0  # the third block reads what the reference's second returned
     with torch.inference_mode():
         states = reference(window[None], output_hidden_states=True).hidden_states
-        assert torch.equal(kept.before[1], states[1])
+        assert torch.equal(kept.inputs[1], states[1])
         changed = other(window[None], output_hidden_states=True).hidden_states[2]
         added = states[2] - states[1]
         assert found[1] == pytest.approx(
@@ -166,7 +166,7 @@ def test_a_block_that_differs_from_one_that_adds_nothing_has_no_error(models):
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight.zero_()
     kept = block_states(reference, windows_of(source).ids[0])
-    assert torch.equal(kept.before[1], kept.after[1])
+    assert torch.equal(kept.inputs[1], kept.outputs[1])
     assert block_errors(other, kept) == [0, 0, 0]
     other.model.layers[1].mlp.down_proj.weight.add_(0.1)
     assert block_errors(other, kept) == [0, None, 0]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantforge.evaluation.output_head import Head, checked_head
+from quantforge.evaluation.output_head import OutputHead, checked_head
 from quantforge.model.model_parts import base_model, block_list_name
 from quantforge.runtime.load import load
 from scripts import tiny_families
@@ -22,11 +22,11 @@ def test_a_layer_before_the_output_layer_is_computed_by_the_models_own_code(
     with torch.inference_mode():
         hidden = base_model(model)(IDS).last_hidden_state[0]
         own = model(IDS).logits[0]
-        assert not torch.allclose(Head(model).logits(hidden), own, atol=1e-2)
+        assert not torch.allclose(OutputHead(model).logits(hidden), own, atol=1e-2)
         head = checked_head(model, IDS)
         torch.testing.assert_close(head.logits(hidden), own)
         assert torch.equal(model(IDS).logits[0], own)  # the model itself is as it was
-    assert list(head.parts(5)) == [slice(0, head.vocabulary)]
+    assert list(head.vocabulary_slices(5)) == [slice(0, head.vocabulary)]
 
 
 def test_a_head_that_is_one_matrix_is_still_cut() -> None:

@@ -19,14 +19,14 @@ from quantforge.evaluation.options import EvaluationOptions
 from quantforge.evaluation.reference_text import Prompts
 from quantforge.evaluation.report import render
 from quantforge.evaluation.report_page.charts import (
-    APART,
+    LABEL_SPACING,
     front_chart,
-    quantiles,
-    series,
-    shortened,
-    spread,
+    quantile_chart,
+    series_chart,
+    shorten,
+    spread_labels,
 )
-from quantforge.evaluation.report_page.page import marked, sort_key
+from quantforge.evaluation.report_page.page import mark_differences, sort_key
 from quantforge.evaluation.tasks import Tasks
 from quantforge.evaluation.text_tables import notes
 from quantforge.evaluation.text_windows import EvaluationProtocol
@@ -104,7 +104,7 @@ def evaluation() -> Evaluation:
         adapter="lora (SHA-256 00)",
     )
     prompts = Prompts("builtin prompts", ("What\nis <it>?",), 16)
-    tasks = Tasks(("a_task", "./where/own.yaml"), 8, code=True)
+    tasks = Tasks(("a_task", "./where/own.yaml"), 8, allow_code=True)
     options = EvaluationOptions(
         "",
         "a test",
@@ -217,8 +217,8 @@ def test_every_axis_has_three_labels_whatever_its_range(base, ratio):
     """Of figures on logarithmic axes, and of the sizes beside them; what covers another is not drawn."""
     values = [base, base * ratio**0.4, base * ratio]
     drawn = [
-        series("t", "n", "w", {f"m{at}": {"1": one / 1e5} for at, one in enumerate(values)}),
-        quantiles("t", "n", {
+        series_chart("t", "n", "w", {f"m{at}": {"1": one / 1e5} for at, one in enumerate(values)}),
+        quantile_chart("t", "n", {
             f"m{at}": dict.fromkeys(map(str, QUANTILES), one / 1e12) for at, one in enumerate(values)
         }),
         front_chart(
@@ -276,18 +276,18 @@ def test_the_document_follows_its_published_schema(evaluation):
 
 def test_names_beside_the_plot_do_not_meet():
     for wanted in ([5, 5, 5], [100, 101, 102, 300], [290, 291, 299], [6, 150, 294]):
-        places = spread(wanted, APART, 6, 294)
-        assert all(later - first >= APART for first, later in pairwise(places))
+        places = spread_labels(wanted, LABEL_SPACING, 6, 294)
+        assert all(later - first >= LABEL_SPACING for first, later in pairwise(places))
         assert places[0] >= 6
         assert places[-1] <= 294
-    assert shortened("demo-gptq-int4-g64", 11) == "demo-…4-g64"
-    assert shortened("demo", 11) == "demo"
+    assert shorten("demo-gptq-int4-g64", 11) == "demo-…4-g64"
+    assert shorten("demo", 11) == "demo"
 
 
 def test_words_that_differ_are_marked():
-    assert marked("a b x d", "a b c d") == [("a b ", False), ("x", True), (" d", False)]
-    assert marked("a b", "a b") == [("a b", False)]
-    assert marked("", "a") == []
+    assert mark_differences("a b x d", "a b c d") == [("a b ", False), ("x", True), (" d", False)]
+    assert mark_differences("a b", "a b") == [("a b", False)]
+    assert mark_differences("", "a") == []
 
 
 def test_cells_sort_by_their_figure_whatever_the_unit():

@@ -17,10 +17,10 @@ from quantforge.evaluation.bench_requests import (
     ServedRequest,
     Slo,
     TimedRequest,
-    figures,
     read_trace,
+    summarize,
 )
-from quantforge.evaluation.bench_senders import send_to_server, serve_in_process, spread
+from quantforge.evaluation.bench_senders import send_to_server, serve_in_process, spread_over_tokens
 from quantforge.runtime.batching.engine import EngineOptions
 from tests.fake_decoder import FakeDecoder
 
@@ -32,22 +32,22 @@ def test_same_seed_same_stream():
     one, two = options.draw(TEXT), options.draw(TEXT)
     assert one == two
     assert one != RequestStream(20, rate=5, shared=8, share=0.5, seed=4).draw(TEXT)
-    assert [item.at for item in one] == sorted(item.at for item in one)
+    assert [item.arrival for item in one] == sorted(item.arrival for item in one)
     assert all(16 <= item.new_tokens <= 64 for item in one)
 
 
 def test_arrivals_are_as_frequent_as_asked():
     found = RequestStream(4000, rate=20, seed=1).draw(TEXT)
-    assert 3999 / found[-1].at == pytest.approx(20, rel=0.05)
+    assert 3999 / found[-1].arrival == pytest.approx(20, rel=0.05)
 
 
 def test_share_begins_alike():
     found = RequestStream(1000, shared=10, share=0.3, prompt=LengthRange(12, 12), seed=0).draw(TEXT)
-    long = [one for one in found if len(one.ids) == 22]
-    assert len(long) + sum(len(one.ids) == 12 for one in found) == 1000
+    long = [one for one in found if len(one.prompt_ids) == 22]
+    assert len(long) + sum(len(one.prompt_ids) == 12 for one in found) == 1000
     assert 0.25 < len(long) / 1000 < 0.35
-    assert len({one.ids[:10] for one in long}) == 1
-    assert len({one.ids[10:] for one in long}) > 1
+    assert len({one.prompt_ids[:10] for one in long}) == 1
+    assert len({one.prompt_ids[10:] for one in long}) > 1
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,10 @@ def test_trace_in_order_of_arrival(tmp_path):
         '{"at": 2, "prompt_tokens": 3, "new_tokens": 4}\n\n{"at": 0.5, "prompt_tokens": 60, "new_tokens": 1}\n'
     )
     found = read_trace(path, TEXT)
-    assert [(one.at, len(one.ids), one.new_tokens) for one in found] == [(0.5, 60, 1), (2.0, 3, 4)]
+    assert [(one.arrival, len(one.prompt_ids), one.new_tokens) for one in found] == [
+        (0.5, 60, 1),
+        (2.0, 3, 4),
+    ]
 
 
 def test_figures_by_hand():
@@ -95,7 +98,7 @@ def test_figures_by_hand():
         ServedRequest(1.0, 5, [], "status 500"),
         ServedRequest(2.0, 30, [4.0, 5.0]),
     ]
-    found = figures(served, Slo(ttft=1.5, tpot=0.6), price=3.6)
+    found = summarize(served, Slo(ttft=1.5, tpot=0.6), price_per_hour=3.6)
     assert (found.requests, found.failed, found.seconds, found.new_tokens) == (4, 1, 5.0, 6)
     assert found.prompt_tokens == 60
     assert found.ttft == {50: 1.0, 90: 2.0, 99: 2.0}
@@ -111,18 +114,18 @@ def test_figures_by_hand():
 
 def test_published_cost():
     """2 an hour at 2000 tokens a second are 0.28 for a million."""
-    found = figures([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
+    found = summarize([ServedRequest(0.0, 1, [1.0] * 2000)], None, 2.0)
     assert found.cost == pytest.approx(0.2778, abs=1e-4)
 
 
 def test_nothing_came():
-    found = figures([ServedRequest(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
+    found = summarize([ServedRequest(0.0, 1, [], "gone")], Slo(ttft=1), 1.0)
     assert (found.tokens_per_second, found.goodput, found.cost, found.failed) == (0.0, 0.0, None, 1)
 
 
 @given(st.lists(st.floats(0, 10), max_size=8), st.integers(0, 40))
 def test_every_token_has_a_time(pieces, tokens):
-    found = spread(sorted(pieces), tokens)
+    found = spread_over_tokens(sorted(pieces), tokens)
     assert len(found) == (max(tokens, len(pieces)) if pieces else 0)
     assert set(found) == set(pieces)
     assert found == sorted(found)
@@ -134,11 +137,14 @@ def test_stream_on_an_engine():
     run = serve_in_process(
         FakeDecoder(), requests, EngineOptions(rows=4, token_budget=16), told.append
     )
-    assert [len(one.times) for one in run.served] == [one.new_tokens for one in requests]
-    assert all(one.times[0] >= one.at and one.times == sorted(one.times) for one in run.served)
+    assert [len(one.token_times) for one in run.served] == [one.new_tokens for one in requests]
+    assert all(
+        one.token_times[0] >= one.arrival and one.token_times == sorted(one.token_times)
+        for one in run.served
+    )
     assert told == list(range(1, 13))
     assert run.counters.new_tokens == sum(one.new_tokens for one in requests)
-    assert 0 < run.wasted < 1
+    assert 0 < run.unused_cache_fraction < 1
 
 
 class Server:
@@ -219,7 +225,7 @@ def test_stream_to_a_server(piece):
         served = send_to_server(url, "", requests)
     assert sum(bool(one.error) for one in served) == 1
     assert "503" in next(one.error for one in served if one.error)
-    assert [len(one.times) for one in served if not one.error] == [5] * 7
+    assert [len(one.token_times) for one in served if not one.error] == [5] * 7
     assert {body["model"] for body in server.bodies} == {"fake"}
     assert [body["prompt"][1] for body in server.bodies] == [2] * 9
 
@@ -232,8 +238,8 @@ def test_tokens_without_a_text_are_tokens(text, noted):
     with Server(text=text, noted=noted) as url:
         (waited,) = send_to_server(url, "", [TimedRequest(0.0, (1, 2), 5)])
     assert not waited.error
-    assert len(waited.times) == 5
-    assert waited.times[0] < waited.times[-1]
+    assert len(waited.token_times) == 5
+    assert waited.token_times[0] < waited.token_times[-1]
 
 
 def test_a_server_may_close_a_connection_that_it_has_kept():
@@ -242,7 +248,7 @@ def test_a_server_may_close_a_connection_that_it_has_kept():
         served = send_to_server(
             url, "", [TimedRequest(0.1 * place, (1, 2), 5) for place in range(3)]
         )
-    assert [(one.error, len(one.times)) for one in served] == [("", 5)] * 3
+    assert [(one.error, len(one.token_times)) for one in served] == [("", 5)] * 3
 
 
 def test_servers_that_are_none():

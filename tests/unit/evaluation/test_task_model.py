@@ -10,7 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantforge.errors import InputError, UsageError
-from quantforge.evaluation.task_model import Generation, TaskModel, batches, disjoint
+from quantforge.evaluation.task_model import (
+    GenerationArguments,
+    TaskModel,
+    batch_by_length,
+    disjoint_windows,
+)
 from quantforge.evaluation.tasks import Tasks, check
 from quantforge.runtime.generation_options import Sampling
 from quantforge.runtime.load import load
@@ -46,9 +51,9 @@ def by_hand(answers: TaskModel, ids: list[int], count: int) -> tuple[float, bool
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_continuations_have_the_likelihood_of_their_tokens(made, family):
     answers = made(family)
-    found = answers.continuations(PAIRS)
+    found = answers.score_continuations(PAIRS)
     for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
-        scored = answers.split(context, continuation)
+        scored = answers.encode_pair(context, continuation)
         wanted, best = by_hand(answers, list(scored.ids), scored.count)
         assert value == pytest.approx(wanted, abs=1e-4)
         assert greedy == best
@@ -58,10 +63,10 @@ def test_continuations_have_the_likelihood_of_their_tokens(made, family):
 def test_a_continuation_without_a_token_is_certain(made, family):
     """Beside others too, and where the context is a single token that nothing precedes."""
     answers = made(family)
-    answers_of_x = answers.continuations([("x", "y")])
-    assert answers.continuations([("", ""), ("x", "y")]) == [(0.0, True), *answers_of_x]
-    assert answers.continuations([("", "")]) == [(0.0, True)]
-    (value, _) = answers.continuations([("x", "")])[0]
+    answers_of_x = answers.score_continuations([("x", "y")])
+    assert answers.score_continuations([("", ""), ("x", "y")]) == [(0.0, True), *answers_of_x]
+    assert answers.score_continuations([("", "")]) == [(0.0, True)]
+    (value, _) = answers.score_continuations([("x", "")])[0]
     assert value <= 0
 
 
@@ -69,10 +74,10 @@ def test_a_continuation_without_a_token_is_certain(made, family):
 def test_what_the_model_would_say_is_greedy(made):
     answers, seen = made(), 0
     for context in ("the", "1 + 1", "def f", "row by row,", "the nearest point", "weights of"):
-        said = answers.generate(context, Generation(new_tokens=1))
+        said = answers.generate(context, GenerationArguments(new_tokens=1))
         whole = answers._tokenizer.encode(context + said)
         if len(whole) == len(answers._tokenizer.encode(context)) + 1:  # it is one token again
-            assert answers.continuations([(context, said)])[0][1]
+            assert answers.score_continuations([(context, said)])[0][1]
             seen += 1
     assert seen
 
@@ -81,23 +86,23 @@ def test_tokens_of_a_continuation(made):
     answers = made()
     encode = answers._tokenizer.encode
     # Spaces at the end of a context belong to what follows.
-    assert answers.split("the model ", "are") == answers.split("the model", " are")
-    alone = answers.split("", "the grid")
+    assert answers.encode_pair("the model ", "are") == answers.encode_pair("the model", " are")
+    alone = answers.encode_pair("", "the grid")
     assert list(alone.ids[1:]) == encode("the grid")
-    assert alone.ids[0] == answers._begin
+    assert alone.ids[0] == answers._start_token
     assert alone.count == len(alone.ids) - 1
 
 
 def test_what_is_too_long_loses_its_beginning(made):
     answers = made("llama", 8)
-    scored = answers.split(
+    scored = answers.encode_pair(
         "the weights of the model are rounded to the nearest", " point of the grid"
     )
     whole = answers._tokenizer.encode(
         "the weights of the model are rounded to the nearest point of the grid"
     )
     assert list(scored.ids) == whole[-9:]
-    long = answers.split(
+    long = answers.encode_pair(
         "the", " weights of the model are rounded to the nearest point of the grid"
     )
     assert long.count == 8  # of nine tokens the first is only seen
@@ -106,7 +111,7 @@ def test_what_is_too_long_loses_its_beginning(made):
 @given(st.lists(st.integers(0, 99), min_size=1, max_size=60), st.integers(1, 20))
 @settings(max_examples=100, deadline=None)
 def test_every_token_of_a_text_is_scored_once(ids, positions):
-    parts = disjoint(ids, 7, positions)
+    parts = disjoint_windows(ids, 7, positions)
     assert [token for part in parts for token in part.ids[-part.count :]] == ids
     assert parts[0].ids[0] == 7
     assert all(len(part.ids) - 1 <= positions for part in parts)
@@ -117,14 +122,14 @@ def test_a_text_is_the_sum_of_its_windows(made):
     answers = made("llama", 16)
     text = "the weights of the model are rounded to the nearest point of the grid, row by row; " * 3
     ids = answers._tokenizer.encode(text)
-    parts = disjoint(ids, answers._begin, 16)
+    parts = disjoint_windows(ids, answers._start_token, 16)
     assert len(parts) > 2
     wanted = sum(by_hand(answers, list(part.ids), part.count)[0] for part in parts)
-    assert answers.texts([text, ""]) == [pytest.approx(wanted, abs=1e-3), 0]
+    assert answers.score_texts([text, ""]) == [pytest.approx(wanted, abs=1e-3), 0]
 
 
 def test_batches_are_of_similar_lengths():
-    found = list(batches([3, 10, 1, 9, 30, 5], 20))
+    found = list(batch_by_length([3, 10, 1, 9, 30, 5], 20))
     assert found == [[4], [1, 3], [5, 0, 2]]
 
 
@@ -140,16 +145,18 @@ def test_going_on_is_greedy_generation(made, family):
         eos_token_id=tokenizer.eos_id,
     )  # fmt: skip
     text = tokenizer.tokenizer.decode(wanted[0, len(ids) :].tolist())
-    assert answers.generate(context, Generation(new_tokens=8)) == text
+    assert answers.generate(context, GenerationArguments(new_tokens=8)) == text
     if len(text) > 3:
         stop = text[2:4]
         for stops in ((stop,), ("", "\0", text[3:], stop)):
-            assert answers.generate(context, Generation(stops, 8)) == text[: text.find(stop)]
+            assert (
+                answers.generate(context, GenerationArguments(stops, 8)) == text[: text.find(stop)]
+            )
 
 
 def test_more_tokens_than_positions_are_refused(made):
     with pytest.raises(InputError, match="64 new tokens"):
-        made().generate("the", Generation(new_tokens=64))
+        made().generate("the", GenerationArguments(new_tokens=64))
 
 
 def test_a_likelihood_that_is_no_number_is_an_error(tiny):
@@ -158,19 +165,24 @@ def test_a_likelihood_that_is_no_number_is_an_error(tiny):
     with torch.no_grad():
         model.get_output_embeddings().weight[3] = float("nan")
     with pytest.raises(InputError, match="NaN or infinite"):
-        answers.continuations([("the", " model")])
+        answers.score_continuations([("the", " model")])
 
 
 def test_arguments_of_generation():
-    assert Generation.of({"until": ["\n"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}) == (
-        Generation(("\n",), 7)
-    )  # fmt: skip
-    assert Generation.of({"until": "x"}).stop == ("x",)
-    drawn = Generation.of({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 3})
+    parsed = GenerationArguments.from_request(
+        {"until": ["\n"], "max_gen_toks": 7, "do_sample": False, "temperature": 0.0}
+    )
+    assert parsed == GenerationArguments(("\n",), 7)
+    assert GenerationArguments.from_request({"until": "x"}).stop == ("x",)
+    drawn = GenerationArguments.from_request(
+        {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "seed": 3}
+    )
     assert drawn.sampling == Sampling(temperature=0.7, top_p=0.9, seed=3)
-    assert Generation.of({"do_sample": False, "temperature": 0.7}).sampling.greedy
+    assert GenerationArguments.from_request(
+        {"do_sample": False, "temperature": 0.7}
+    ).sampling.greedy
     with pytest.raises(UsageError, match="num_beams"):
-        Generation.of({"num_beams": 4})
+        GenerationArguments.from_request({"num_beams": 4})
 
 
 def test_what_cannot_be_run_is_refused_before_work(tmp_path, monkeypatch):

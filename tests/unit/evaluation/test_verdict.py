@@ -4,7 +4,7 @@ import pytest
 
 from quantforge.artifacts.number_text import significant, size, value_and_error
 from quantforge.evaluation.text_tables import speed_columns
-from quantforge.evaluation.verdict import judge, pace, pareto_front
+from quantforge.evaluation.verdict import format_speed, judge, pareto_front
 
 
 def row(name, nbytes=4_000_000, kl=None, pace=None, **changes):
@@ -144,7 +144,7 @@ def test_speeds_that_other_programs_slowed_down_are_not_compared(monkeypatch):
     verdict = judge(rows)
     assert [one.aspect for one in verdict.winners] == ["size", "quality"]
     assert verdict.sentences[-1] == f"speeds are not compared: {why}"
-    assert [pace(one) for one in rows] == ["~1000", "~3330", "~2000"]
+    assert [format_speed(one) for one in rows] == ["~1000", "~3330", "~2000"]
     (tokens,) = [
         one
         for one in speed_columns([TIMED | one for one in rows], verdict)

@@ -19,7 +19,7 @@ from quantforge.planning.planner import make_plan
 from quantforge.recipe import CalibrationOptions, Recipe
 from quantforge.settings import Settings
 from quantforge_calibration import SourceError
-from quantforge_calibration.draw import Request, draw
+from quantforge_calibration.draw import RowRequest, draw
 from quantforge_calibration.row_count import builtin_rows, check_rows
 from quantforge_calibration.tokenizer import TextTokenizer, load_tokenizer
 
@@ -107,7 +107,7 @@ def test_counting_and_drawing_agree_on_which_rows_there_are(source, tmp_path):
     typed = typed.replace("c.jsonl", f"{tmp_path}/c.jsonl")
 
     def drawn(rows):
-        return refusal(lambda: draw(Request(typed, rows=rows, length=16), tokenizer))
+        return refusal(lambda: draw(RowRequest(typed, rows=rows, length=16), tokenizer))
 
     asked = range(3, 2048)
     beyond = asked[bisect_left(asked, True, key=lambda rows: bool(drawn(rows)))]

@@ -1,6 +1,6 @@
-"""Resume interrupted evaluations: finished rows are kept in the user's cache until the evaluation completes.
+"""Resume interrupted evaluations: finished rows are stored in the user's cache until the evaluation completes.
 
-One file holds the rows of the models measured so far. Its name is a hash of everything that the results depend on:
+One file stores the rows of the models measured so far. Its name is a hash of everything that the results depend on:
 options, text, versions, machine, threads, and sizes and times of all model files. If any of these change, so does the
 name.
 """
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 MAX_AGE_SECONDS = 14 * 24 * 3600  # older files are deleted
 
 
-class KeptRows:
-    """Rows of the models measured so far, stored in a file; with ``path`` None, nothing is stored."""
+class SavedRows:
+    """Rows of the models measured so far, stored in a file; if ``path`` is None, nothing is stored."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
         self.rows: list[Mapping[str, Any]] = []
-        # A damaged file counts as none.
+        # A damaged file is ignored.
         with suppress(QuantForgeError, OSError, KeyError, TypeError):
             rows = read_object(path, MANIFEST, None)["rows"] if path else []
             self.rows = [*rows] if all(row and isinstance(row, dict) for row in rows) else []
 
-    def keep(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Store the row of the next model; if the cache is not writable, stop storing rows."""
         if self.path is None:
             return
@@ -59,9 +59,9 @@ class KeptRows:
 
 
 @contextmanager
-def keep_rows(
+def resume_rows(
     models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings
-) -> Iterator[KeptRows]:
+) -> Iterator[SavedRows]:
     """Context manager that stores rows while an evaluation runs, and deletes them when it completes.
 
     Nothing is stored if the results depend on more than the key covers: tasks, another engine, or an adapter.
@@ -71,29 +71,34 @@ def keep_rows(
         options: options of the evaluation.
         settings: settings of the run.
     """
-    kept = KeptRows()
+    saved = SavedRows()
     if not (options.tasks or options.engine or options.correction or settings.adapter):
-        kept = KeptRows(
+        saved = SavedRows(
             user_cache() / "evaluations" / f"{_cache_key(models, options, settings)}.json"
         )
-    if count := len(kept.rows):
+    if count := len(saved.rows):
         settings.note(f"{count} of {len(models)} models were measured before the interruption")
     try:
-        yield kept
+        yield saved
     except BaseException as error:
-        if count := len(kept.rows):
-            what = "measures the others" if count < len(models) else "writes what is missing"
-            error.add_note(f"{count} of {len(models)} models are kept: the same command {what}")
+        if count := len(saved.rows):
+            continuation = (
+                "measures the others" if count < len(models) else "writes what is missing"
+            )
+            error.add_note(
+                f"{count} of {len(models)} models are kept: the same command {continuation}"
+            )
         raise
-    if kept.path is not None:
+    if saved.path is not None:
         with suppress(OSError):
-            kept.path.unlink(missing_ok=True)
-            for other in kept.path.parent.iterdir():
-                if time.time() - other.stat().st_mtime > MAX_AGE_SECONDS:
-                    other.unlink()
+            saved.path.unlink(missing_ok=True)
+            for old_file in saved.path.parent.iterdir():
+                if time.time() - old_file.stat().st_mtime > MAX_AGE_SECONDS:
+                    old_file.unlink()
 
 
 def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings) -> str:
+    """Return a hash of everything that the results depend on."""
     files: list[Path] = []
     for path, shards in ((model.path, model.opened.shards) for model in models):
         parts = [*shards, manifest.manifest_path(path)] if path.is_file() else []
@@ -113,7 +118,7 @@ def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, setting
 
 
 def _file_state(file: Path) -> list[int]:
-    """Return size and times of a file; nothing for a directory or a card, into which figures are written."""
+    """Return size and times of a file; [] for a directory, or for a model card, which evaluations modify."""
     if not file.is_file() or file.name == CARD:
         return []
     state = file.stat()
