@@ -1,19 +1,19 @@
-"""Verification of a finished artifact, ours or anyone's, none of it trusted: files, structure, tensors, logits.
+"""Verify finished artifacts of any origin without trusting them: files, structure, tensors, logits.
 
 In this folder:
 
-    consistency    What the files of one model say against each other and against its tensors; no source is needed
-    difference     Differences between two models, whatever formats they are in: what was done, tensors, values, files
-    files          Check files without looking inside: digests against the manifest, the signature
-    findings       What a verification reports: findings, each with a check, a place and a severity
-    folded_scales  Factors that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)``
-    forward        One forward pass over a few hundred tokens, in up to four models at once, block by block
-    gguf_keys      The keys of a GGUF file against those that follow from the source, in both directions
-    json_diff      Two JSON trees, compared place by place: what differs, and how it is shown to people
+    consistency    Check the files of one model against each other and against its tensors, without a source
+    difference     Compare two models of any formats: how they were made, their tensors, values and side files
+    files          Check files as a whole: digests against the manifest, the signature, and the recorded source
+    findings       Results of a verification: findings (check, place, severity), and which checks were skipped
+    folded_scales  Find per-channel scales that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)``
+    forward        Run a forward pass over a few hundred tokens in up to four models at once, block by block
+    gguf_keys      Compare the metadata keys of a GGUF file with those derived from the source, in both directions
+    json_diff      Compare two JSON trees value by value, and format the differences for people
     opening        Open an artifact and the source it was made from, so that they can be compared tensor by tensor
-    rounding       How far a quantized matrix is from the source's
-    side_files     Files beside the weights: configuration, tokenizer
-    structure      Check the headers of the tensors, the configuration and the tokenizer against each other
-    tensors        Every tensor of an artifact: readable, finite, and with a source at hand the source's
-    verify         Verify an artifact: files, structure, tensors, logits, in this order, as far as it can be read
+    rounding       Measure the error of a quantized matrix, relative to the error of rounding the same matrix to nearest
+    side_files     Compare configuration, tokenizer, chat templates and generation settings with the source's
+    structure      Check tensor headers, configuration and tokenizer against each other, without reading values
+    tensors        Check every tensor of an artifact: readable, finite, and equal to the source's up to rounding
+    verify         Verify an artifact: files, structure, tensors and logits, in this order, as far as it can be read
 """

@@ -1,8 +1,8 @@
-"""What the files of one model say against each other and against its tensors; no source is needed.
+"""Check the files of one model against each other and against its tensors, without a source.
 
-Readers of the formats refuse a configuration that does not fit the headers of the tensors. Here is the rest: what only
-some loaders refuse or read differently, flags that only the values of the tensors deny, and files that repeat what
-another one says.
+The readers of the formats already refuse a configuration that does not fit the headers of the tensors. This module
+checks the rest: settings that only some loaders refuse or read differently, flags that only the values of the tensors
+contradict, and files that repeat the content of another one.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from quantforge.verification.side_files import (
     token_ids,
 )
 
-# What decides how codes are read, and what loaders assume if a description leaves it out (`ABSENT`: it may be left
-# out). GPTQModel reads quantize_config.json before config.json, vLLM and transformers read config.json.
+# Settings that determine how codes are read, with the default that loaders assume (`ABSENT`: it may be missing).
+# GPTQModel reads quantize_config.json before config.json, vLLM and transformers read config.json.
 _DECODING_SETTINGS: Mapping[str, Any] = {
     "bits": None, "group_size": None, "sym": True, "zero_point": True, "desc_act": False, "lm_head": False,
     "dynamic": {}, "extra_config": {}, "format": ABSENT, "checkpoint_format": ABSENT, "quant_method": ABSENT,
 }  # fmt: skip
 _ALIASES = {"w_bit": "bits", "q_group_size": "group_size"}
-# Keys that vLLM or transformers cannot do without, by format.
+# Keys that vLLM or transformers require, by format.
 _REQUIRED_KEYS = {
     "gptq": "desc_act sym", "gptq_v2": "desc_act sym checkpoint_format", "awq": "zero_point", "mlx": "bits group_size",
     "bnb": "load_in_4bit load_in_8bit", "compressed-tensors": "quantization_status",
 }  # fmt: skip
-# Keys of a compressed-tensors group; arguments that are assumed if they are left out; those that decide nothing.
+# Keys of a compressed-tensors group; defaults of its arguments; arguments without influence on loading.
 _GROUP_KEYS = {"targets", "weights", "input_activations", "format"}
 _DEFAULT_ARGUMENTS: Mapping[str, Any] = {
     "num_bits": 8,
@@ -69,7 +69,7 @@ _KNOWN_ACT_ORDERS = (None, False, True, "group", "weight", "dynamic", "static")
 
 
 def check_consistency(report: Report, artifact: Artifact) -> None:
-    """Report files of one directory that are damaged or contradict each other or the tensors."""
+    """Report files of a directory that are damaged or contradict each other or the tensors."""
     if not report.path.is_dir():
         return
     try:
@@ -93,7 +93,13 @@ def check_consistency(report: Report, artifact: Artifact) -> None:
 
 
 def find_contradictions(report: Report, own: SideFiles, rows: int) -> None:
-    """Report files that are damaged or contradict each other; ``rows`` are those of the embedding, 0 if not known."""
+    """Report files that are damaged or contradict each other.
+
+    Args:
+        report: gets the findings.
+        own: the side files.
+        rows: number of rows of the embedding, 0 if unknown.
+    """
     for name, text in own.damaged.items():
         report.add("settings", name, f"is damaged: {text}")
     for name, text in (*_conflicting_descriptions(own), *_description_conflicts(own)):
@@ -111,7 +117,7 @@ def _quantization_description(own: SideFiles) -> Mapping[str, Any]:
 
 
 def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
-    """Yield the file and a message where the quantization is described a second time, and differently."""
+    """Yield file and message for every second description of the quantization that differs from the first."""
     found = _quantization_description(own)
     for name in sorted(QUANTIZATION_FILES & own.documents.keys()):
         first, second = (
@@ -135,7 +141,7 @@ def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
 
 
 def _description_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
-    """Yield what ``quantization_config`` says against itself, and what it would do to sound weights."""
+    """Yield contradictions within ``quantization_config``, and settings that would damage valid weights."""
     found = _quantization_description(own)
     groups, form = found.get("config_groups"), found.get("format") or MIXED_PRECISION
     parts = [*groups.values()] if isinstance(groups, Mapping) else []
@@ -156,18 +162,18 @@ def _description_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
 
 
 def _doubtful_settings(artifact: Artifact) -> Iterator[str]:
-    """Yield what only some loaders refuse or assume, and flags that the values of the tensors deny.
+    """Yield settings that only some loaders refuse or assume, and flags that the tensors contradict.
 
     Raises:
         InputError, IntegrityError: a tensor cannot be read.
     """
     config = artifact.checkpoint.config
-    stated = config.get("quantization_config") or config.get("quantization")
-    if not artifact.layouts or not isinstance(stated, Mapping):
+    description = config.get("quantization_config") or config.get("quantization")
+    if not artifact.layouts or not isinstance(description, Mapping):
         return
-    if "packing_format" not in stated:  # AutoRound has keys of its own
+    if "packing_format" not in description:  # AutoRound has keys of its own
         for key in _REQUIRED_KEYS.get(artifact.format.KEY, "").split():
-            if key not in stated:
+            if key not in description:
                 yield f"{key} is missing: loaders refuse the file, or assume what its tensors deny"
     found = quantization_config(config)
     if found.get("quant_method") == "compressed-tensors":
@@ -177,39 +183,42 @@ def _doubtful_settings(artifact: Artifact) -> Iterator[str]:
 
 
 def _doubtful_group_settings(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what groups of compressed-tensors say beside what our own files would say of the same schemes."""
+    """Yield settings of compressed-tensors groups that QuantForge would not write for the same schemes."""
     groups, config = found["config_groups"], artifact.checkpoint.config
     if "group_0" not in groups:
         yield "config_groups has no group_0, the only group that TensorRT-LLM reads"
     if (status := found.get("quantization_status")) not in (None, "compressed"):
         yield f"quantization_status = {format_value(status)}: loaders expect weights that are not packed"
     modules = [name for module in artifact.layouts for name in name_variants(module, config)]
-    for name, stated in groups.items():
-        group, place = parse_group(stated, found), f"config_groups.{shorten(name)}"
+    for name, group_settings in groups.items():
+        group, place = parse_group(group_settings, found), f"config_groups.{shorten(name)}"
         if not any(group.match_rank(module) is not None for module in modules):
-            yield f"{place}.targets = {format_value(stated.get('targets'))} name no quantized layer"
-        for key in stated.keys() - _GROUP_KEYS:
-            if stated[key] is not None:
-                yield f"{place}.{shorten(key)} = {format_value(stated[key])}: loaders refuse or ignore it"
+            yield f"{place}.targets = {format_value(group_settings.get('targets'))} name no quantized layer"
+        for key in group_settings.keys() - _GROUP_KEYS:
+            if group_settings[key] is not None:
+                yield f"{place}.{shorten(key)} = {format_value(group_settings[key])}: loaders refuse or ignore it"
         for key, expected in (
             ("weights", weight_arguments(group.layer.weight)),
             ("input_activations", input_arguments(group.layer.input) or {}),
         ):
-            own, usual = _normalized_arguments(stated.get(key)), _normalized_arguments(expected)
-            if own.get("scale_dtype") is None:  # it follows from the format
-                usual.pop("scale_dtype", None)
-            for change in iterate_changes(own, usual, (place, key)):
+            arguments, expected_arguments = (
+                _normalized_arguments(group_settings.get(key)),
+                _normalized_arguments(expected),
+            )
+            if arguments.get("scale_dtype") is None:  # it follows from the format
+                expected_arguments.pop("scale_dtype", None)
+            for change in iterate_changes(arguments, expected_arguments, (place, key)):
                 text = f"{place}.{key}.{shorten(change.path[-1])} = {format_value(change.value)}"
                 yield f"{text}, the tensors and the rest of config.json ask for {format_value(change.source_value)}"
 
 
-def _normalized_arguments(stated: Any) -> dict[str, Any]:
-    """Return arguments as compressed-tensors reads them, without those that decide nothing."""
-    if not isinstance(stated, Mapping) or not stated:
+def _normalized_arguments(arguments: Any) -> dict[str, Any]:
+    """Return arguments with the defaults of compressed-tensors, without those that have no influence."""
+    if not isinstance(arguments, Mapping) or not arguments:
         return {}
     given = {
         key: value
-        for key, value in stated.items()
+        for key, value in arguments.items()
         if value is not None and key not in _IGNORED_ARGUMENTS
     }
     if given.get("actorder") in _KNOWN_ACT_ORDERS:
@@ -220,7 +229,7 @@ def _normalized_arguments(stated: Any) -> dict[str, Any]:
 
 
 def _doubtful_flags(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield flags of GPTQ and AWQ files that all tensors deny: scattered columns, zero points."""
+    """Yield flags of GPTQ and AWQ files that all tensors contradict: act-order and zero points."""
     checkpoint, layouts = artifact.checkpoint, artifact.layouts.values()
     grouped = [one.module for one in layouts if one.scheme.weight.groups(one.shape[1]) > 1]
     meta = found.get("meta")
@@ -242,7 +251,7 @@ def _doubtful_flags(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[st
 
 
 def _token_id_conflicts(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
-    """Yield the file and a message for every id of a token that the embedding does not have."""
+    """Yield file and message for every token id that the embedding does not have."""
     documents = {CONFIG: text_config(own.config), GENERATION: own.document(GENERATION)}
     for name, document in documents.items():
         for key, number in _values_of_keys(document, "_token_id", int):
@@ -251,7 +260,7 @@ def _token_id_conflicts(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
 
 
 def _token_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
-    """Yield the file and a message for tokens that ``tokenizer.json`` does not have, or has under another id."""
+    """Yield file and message for tokens that ``tokenizer.json`` does not have, or has under another id."""
     try:
         tokens = token_ids(own.document(TOKENIZER))
         merges = normalize_tokenizer(own.document(TOKENIZER))["model"]["merges"]
@@ -276,10 +285,15 @@ def _token_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
                 yield name, f"{key} = {format_value(text)} is not that of {SETTINGS}"
 
 
-def _values_of_keys(document: Mapping[str, Any], end: str, kind: type) -> Iterator[tuple[str, Any]]:
-    """Yield key and value of every key that ends so; tokens may be lists, and tables with their text."""
+def _values_of_keys(
+    document: Mapping[str, Any], suffix: str, kind: type
+) -> Iterator[tuple[str, Any]]:
+    """Yield the shortened key and the value of every entry whose key has a suffix and whose value has a type.
+
+    Values may be lists, or tables with the value under ``content``.
+    """
     for key, value in document.items():
         for item in value if isinstance(value, list) else [value]:
             content = item.get("content") if isinstance(item, Mapping) else item
-            if key.endswith(end) and isinstance(content, kind):
+            if key.endswith(suffix) and isinstance(content, kind):
                 yield shorten(key), content

@@ -1,11 +1,12 @@
-"""Differences between two models, whatever formats they are in: what was done, tensors, values, files.
+"""Compare two models of any formats: how they were made, their tensors, values and side files.
 
-Files are those beside the weights that a model carries, and ``config.json`` by its entries, all but how weights are
-stored; two GGUF files are compared byte for byte. The card, which figures are written into later, is left out. Between
-a directory and a GGUF file, which holds a tokenizer in keys of its own, the chat template alone is compared.
+Side files are those besides the weights; ``config.json`` is compared entry by entry, except for entries on how weights
+are stored. Two GGUF files are compared byte for byte. The model card, to which figures may be added later, is ignored.
+Between a directory and a GGUF file, which stores the tokenizer in its own keys, only the chat template is compared.
 
-Quantized tensors are decoded. Two tensors of one type and shape are compared value by value; where they differ, and for
-all others, the signal-to-noise ratio of the second against the first is given. A folded factor is a difference here.
+Quantized tensors are decoded. Two tensors of the same type and shape are compared value by value; if they differ, and
+for all others, the signal-to-noise ratio of the second relative to the first is computed. A folded scale counts as a
+difference.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from quantforge.verification.side_files import STORAGE_KEYS
 
 SCHEMA = "quantforge.diff/1"
 CONFIG, TEMPLATE_FILE = "config.json", "chat_template.jinja"
-# Entries of a configuration on how weights are stored, of which the tensors themselves tell.
+# Entries of a configuration on how weights are stored; the tensors show this themselves.
 STORAGE_ENTRIES = STORAGE_KEYS | {"dtype", "torch_dtype"}
 _MANIFEST_KEYS = (
     "method",
@@ -47,16 +48,16 @@ class Difference:
     """Differences between two models.
 
     Attributes:
-        first, second: the models.
-        stated: entries of the configurations and manifests, ``{key: [first, second]}``.
-        only: names of tensors that one of them has, ``{"first": [...], "second": [...]}``.
-        tensors: signal-to-noise ratio in decibels of the tensors that differ (infinite: stored differently, equal in
-            value; -infinite: the first is zero, or a value is not finite; NaN: of another shape).
-        files: names of files beside the weights that differ or that one has.
-        alone: those of them that one has, ``{"first": [...], "second": [...]}``.
-        unstated: which of ``manifest`` and ``recipe`` a model has none of, likewise.
-        compared: number of tensors that both have.
-        uncompared: names of files beside the weights that only one container holds as files.
+        first, second: paths of the models.
+        stated: differing entries of the configurations, manifests and recipes, ``{key: [first, second]}``.
+        only: names of tensors that only one model has, ``{"first": [...], "second": [...]}``.
+        tensors: signal-to-noise ratio in decibels of the tensors that differ (infinite: stored differently but equal in
+            value; -infinite: the first is zero, or a value is not finite; NaN: the shapes differ).
+        files: names of side files that differ or that only one model has.
+        compared: number of tensors that both models have.
+        alone: side files that only one model has, ``{"first": [...], "second": [...]}``.
+        unstated: which of ``manifest`` and ``recipe`` each model lacks, in the same form.
+        uncompared: names of side files that only one container stores as files.
     """
 
     first: Path
@@ -72,7 +73,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Return whether values and files are the same; how they came about, and how they are stored, may differ."""
+        """Return whether values and files are equal, regardless of how they were made and are stored."""
         changed = any(value != math.inf for value in self.tensors.values())
         return not changed and not self.files and not any(self.only.values())
 
@@ -103,7 +104,7 @@ class Difference:
 
 @torch.no_grad()
 def difference(first: Path, second: Path) -> Difference:
-    """Compare two models of any format that is read; errors as `open_source`."""
+    """Compare two models of any readable format; errors as `open_source`."""
     one, other = open_source(first, one_by_one=True), open_source(second, one_by_one=True)
     names = [model.model_layout.by_name.keys() for model in (one, other)]
     common = sorted(names[0] & names[1])
@@ -142,7 +143,7 @@ def _exclusive_names(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
 
 
 def _tensors_equal(one: SourceModel, other: SourceModel, name: str) -> bool:
-    """Return whether a tensor, decoded, has the same type, shape and values in both."""
+    """Return whether a tensor, after decoding, has the same type, shape and values in both models."""
     tensors = [(model, model.model_layout.by_name[name].header) for model in (one, other)]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
@@ -151,12 +152,12 @@ def _tensors_equal(one: SourceModel, other: SourceModel, name: str) -> bool:
 
 
 def _raw_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor: NaN is not equal to itself, its bytes are."""
+    """Return the bytes of a tensor; unlike values, they compare equal for NaN."""
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
 def _snr_db(first: Tensor | None, second: Tensor | None) -> float:
-    """Return the ratio of the first to its difference from the second, in decibels; see `Difference.tensors`."""
+    """Return the signal-to-noise ratio in decibels of the second tensor, see `Difference.tensors`."""
     assert first is not None
     assert second is not None  # both models have a tensor of this name
     if first.shape != second.shape:
@@ -173,7 +174,7 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
 
 
 def _differing_model_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
-    """Yield the names of files that are a model's own and differ: the configuration, or GGUF files as a whole."""
+    """Yield the names of differing model files: the configuration, or whole GGUF files."""
     folders = [model.path.is_dir() for model in (one, other)]
     if all(folders):
         first, second = (
@@ -188,7 +189,7 @@ def _differing_model_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
 
 
 def _differing_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the entries of the configuration, the manifest and the recipe that differ."""
+    """Return the entries of configuration, manifest and recipe that differ."""
     pairs = {key: [one.get(key), other.get(key)] for key in sorted(one.keys() | other.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 

@@ -1,9 +1,9 @@
-"""Check files without looking inside: digests against the manifest, the signature, and which source was named.
+"""Check files as a whole: digests against the manifest, the signature, and the recorded source.
 
-``README.md`` may differ from the manifest: evaluations write figures into it later.
+``README.md`` may differ from the manifest, because evaluations add figures to it later.
 
-A manifest records digests of files, not of tensors. If the same tensors are split into other files, digests cannot
-tell whether the source is the recorded one; that is a warning, and the tensors are compared all the same.
+A manifest records digests of files, not of tensors. If the same tensors are split into other files, digests cannot tell
+whether the source is the recorded one; that is a warning, and the tensors are compared anyway.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quantforge.verification.findings import CHECKS, COMPARED, FILE_CHECKS, Repo
 from quantforge.verification.opening import Artifact
 
 _WEIGHT_SUFFIXES = (".safetensors", ".gguf")
-_DIGEST_DIGITS = 12  # of a digest in a message
-# The headers of the same tensors, split into other files, take at most this many times the bytes.
+_DIGEST_DIGITS = 12  # digits of a digest in messages
+# Largest ratio of header bytes between two ways to split the same tensors into files.
 _MAX_HEADER_RATIO = 4
 
 
 def check_manifest(report: Report) -> dict[str, Any] | None:
-    """Compare every file with the manifest; return the manifest, or None if there is none that can be read."""
+    """Compare every file with the manifest; return the manifest, None if there is no readable one."""
     path = report.path
     place = manifest.manifest_path(path)
     if not place.exists():
@@ -62,7 +62,7 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
 
 
 def verify_signature(report: Report, key: Path | None) -> None:
-    """Check the signature with a public key; skip this without one.
+    """Verify the signature with a public key; skip the check if there is no key.
 
     Raises:
         UsageError, InputError: as `check_signature`.
@@ -100,7 +100,7 @@ def _compare_with_manifest(
 
 
 def _matches_entry(file: Path, entry: Mapping[str, Any], root: Path) -> bool:
-    """Return whether a file has the size and digest of an entry; False if it is not a file inside of ``root``."""
+    """Return whether a file has the size and digest of its manifest entry; False outside of ``root``."""
     if entry["bytes"] != file.stat().st_size:  # no need to read what may be a terabyte of zeros
         return False
     try:
@@ -119,7 +119,7 @@ class SourceMatch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _RecordedSource:
-    """A source in a manifest: its name, the sizes of its files by SHA-256, and the sorted sizes of its weight files."""
+    """A source in a manifest: its name, file sizes by SHA-256, and sorted sizes of its weight files."""
 
     name: str
     files: Mapping[str, int]
@@ -207,7 +207,10 @@ def _recorded_sources(document: Mapping[str, Any] | None) -> list[_RecordedSourc
 
 
 def _is_one_of(model: Checkpoint, recorded: Sequence[_RecordedSource]) -> bool:
-    """Return whether one record has all weight files of a model; they are digested only if their sizes agree."""
+    """Return whether one of the recorded sources has all weight files of a model.
+
+    Files are digested only if their sizes match.
+    """
     sizes = {path.stat().st_size for path in model.shards}
     alike = [one for one in recorded if sizes <= {*one.files.values()}]
     root = model.path.parent if model.path.is_file() else model.path
@@ -216,7 +219,7 @@ def _is_one_of(model: Checkpoint, recorded: Sequence[_RecordedSource]) -> bool:
 
 
 def _split_differently(model: Checkpoint, recorded: _RecordedSource) -> bool:
-    """Return whether a model may hold the recorded tensors in other files: as many bytes, apart from headers."""
+    """Return whether a model may contain the recorded tensors in other files: equal bytes except for headers."""
     sizes = sorted(path.stat().st_size for path in model.shards)
     tensors = sum(tensor.nbytes for tensor in model.held())
     headers = sum(recorded.weights) - tensors

@@ -1,6 +1,7 @@
-"""What a verification reports: findings, each with a check, a place and a severity, and the checks that were skipped.
+"""Results of a verification: findings (check, place, severity), and which checks were skipped.
 
-Every check is made, made in part, or skipped with a reason, so that a missing finding never means that nobody looked.
+Every check is either made, made in part, or skipped with a reason, so a missing finding never means that nothing was
+checked.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ WITHOUT_SOURCE: Mapping[str, str] = {
 
 
 class Severity(StrEnum):
-    """How certain it is that the artifact is broken."""
+    """Severity of a finding: how certain it is that the artifact is broken."""
 
     ERROR = "error"  # proven
     WARNING = "warning"  # unusual: worth a look, and a failure with --strict
@@ -58,13 +59,13 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong or unusual.
+    """A defect, or something unusual, that a check found.
 
     Attributes:
         check: a key of `CHECKS`.
         where: the file or tensor.
         detail: what is wrong with it.
-        severity: whether it is proven.
+        severity: an error if it is proven, else a warning.
     """
 
     check: str
@@ -79,21 +80,21 @@ class Finding:
 
 @dataclass(slots=True)
 class Report:
-    """Result of a verification.
+    """Report of a verification.
 
     Attributes:
         path: the artifact.
         source: the model that it was compared with.
         format: key of its format, "" if that could not be read.
         model_type: its family, "" if that could not be read.
-        findings: in the order in which they were found.
-        skipped: the reason by check, for checks that were not made.
-        partial: what was looked at by check, for checks that were made in part because there is no source.
-        notes: for information only.
-        unsigned: files that the checked signature does not cover.
-        tensors: figures of each quantized tensor.
-        figures: of the forward pass.
-        unrecorded_factors: modules whose factors cancel out and are in no manifest, for information only.
+        findings: findings in the order of their discovery.
+        skipped: reasons by check, for checks that were not made.
+        partial: what was covered by check, for checks that were made in part because there is no source.
+        notes: information without influence on the result.
+        unsigned: files that the verified signature does not cover.
+        tensors: error figures of each quantized tensor.
+        figures: figures of the forward pass.
+        unrecorded_factors: modules with folded scales that cancel out but that no manifest records.
         unsupported: why artifacts of this kind cannot be verified; "" if they can.
     """
 
@@ -112,16 +113,16 @@ class Report:
     unsupported: str = ""
 
     def add(self, check: str, where: str, detail: str, severity: Severity = Severity.ERROR) -> None:
-        """Record a finding; unprintable characters, which a hostile file may contain, are escaped."""
+        """Record a finding; unprintable characters, which a malicious file may contain, are escaped."""
         self.skipped.pop(check, None)
         self.findings.append(Finding(check, _escape(where), _escape(detail), severity))
 
     def warn(self, check: str, where: str, detail: str) -> None:
-        """Record a warning, as `add`."""
+        """Record a warning, see `add`."""
         self.add(check, where, detail, Severity.WARNING)
 
     def skip(self, reason: str, *checks: str) -> None:
-        """Record that checks are not made, all but those that found something before."""
+        """Record that checks are not made, except those that already have findings."""
         found = {item.check for item in self.findings}
         self.skipped |= {check: _escape(reason) for check in checks if check not in found}
 
@@ -135,7 +136,7 @@ class Report:
 
     @property
     def structure_only(self) -> bool:
-        """Return whether there was nothing to compare the values with: no manifest, signature or source."""
+        """Return whether values were compared with nothing: there was no manifest, signature or source."""
         return {"manifest", "signature", "noise"} <= self.skipped.keys()
 
     def document(self, *, strict: bool = False) -> dict[str, Any]:

@@ -1,17 +1,18 @@
-"""Factors that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)``, ``r`` and ``c`` unknown.
+"""Find per-channel scales that were moved between tensors before rounding: ``W_q ~ diag(r) W diag(c)``.
 
-AWQ and SmoothQuant move a factor per channel between a producer and the layers that read it. The model computes what it
-did, every weight has changed, and nothing in the files says which factors these were. They are found again by least
-squares: the factor of a row is ``<w_i, q_i> / <w_i, w_i>``, that of a column likewise.
+AWQ and SmoothQuant move a scale per channel between a producer and the layers that read it. The model computes the same
+function, every weight has changed, and no file records the scales ``r`` and ``c``. They are recovered by least squares:
+the scale of a row is ``<w_i, q_i> / <w_i, w_i>``, and that of a column is computed in the same way.
 
-* Where a norm took the factor, it is the quotient of the two gains; the columns of its readers must agree with it. They
-  may differ by as much as tuning changes a gain afterwards.
-* Where a linear took it (v for o, up for down), the rows of the one and the columns of the other vary against each
-  other, ``log r ~ -log c``. Otherwise nothing was moved.
+* If a norm absorbed the scale, it is the ratio of the two norm weights, and the columns of its readers must agree with
+it. They may differ by as much as tuning changes a norm weight afterwards. * If a linear absorbed it (v for o, up for
+down), the rows of one and the columns of the other are inversely related, ``log r ~ -log c``. Otherwise nothing was
+moved.
 
-A search of scales clips outliers in channels that hardly count. Their fitted factors are then too small, by more than
-the noise, because clipping errs in one direction. A wrong factor changes all weights of a channel, clipping only those
-at the ends of their groups: factors are reported only where they do not cancel among the other weights either.
+A search of quantization scales clips outliers in channels with little influence. The scales fitted there are too small
+by more than the noise, because clipping always shrinks weights. A wrong channel scale changes all weights of the
+channel, clipping only the largest of each group: mismatches are reported only if they remain without the clipped
+weights.
 """
 
 from __future__ import annotations
@@ -27,39 +28,40 @@ from quantforge.architectures import FoldKind, SharedInput
 from quantforge.architectures.match import ModelLayout, require_declarations
 from quantforge.model.scale_folding import expand_heads
 
-MIN_SPREAD = 0.02  # standard deviation of log factors from which they are more than noise
-MIN_SPREAD_ALONE = 4 * MIN_SPREAD  # the same where only one side can be read
-MAX_CORRELATION = -0.5  # of the two sides of a fold
+MIN_SPREAD = 0.02  # standard deviation of log scales above which they are more than noise
+MIN_SPREAD_ALONE = 4 * MIN_SPREAD  # the same if only one side can be read
+MAX_CORRELATION = -0.5  # correlation of the two sides of a fold
 # Log ratio of a gain and the fitted scale of its readers that storing both in 16 bits explains.
 MAX_GAIN_MISMATCH = 0.01
 # Largest relative change of a gain that may come from tuning if no manifest tells.
 MAX_TUNING_CHANGE = 0.25
-MAX_CAST_ERROR = (
-    2.0**-7
-)  # relative: what rounding to 16 bits may change, once for a value and once for its factor
-MIN_COSINE = 0.5  # cosine below which one tensor is not made from the other, and a factor between them means nothing
-NOISE_FACTOR = 5.0  # times the noise over the signal of a column: what its fitted factor may be off
-MIN_MISMATCH = 0.1  # log of the product of two factors that is more than rounding,
-SPREAD_FACTOR = 8.0  # and than so many robust standard deviations of all channels
-MIN_ROWS = 2  # with one, the factor of a column fits anything
+# Largest relative error of rounding a value and its scale to 16 bits.
+MAX_CAST_ERROR = 2.0**-7
+MIN_COSINE = 0.5  # below this cosine similarity, one tensor was not made from the other
+NOISE_FACTOR = 5.0  # allowed error of a fitted scale, as a multiple of noise over signal
+MIN_MISMATCH = 0.1  # log of the product of two scales that rounding does not explain,
+SPREAD_FACTOR = 8.0  # nor this many robust standard deviations of all channels
+MIN_ROWS = 2  # with one row, a column scale fits anything
 MIN_NOISE = 1e-6  # noise over signal below which neither side is better than the other
 
-WeightLoader = Callable[
-    [str], Tensor | None
-]  # canonical name to float32 values, linears as [out, in]
-WeightPair = tuple[Tensor, Tensor]  # a weight of the source and the artifact's, of one shape
-PairLoader = Callable[[str], WeightPair | None]  # canonical module name to its weights
+# Returns a float32 weight by canonical name, linears as [out, in].
+WeightLoader = Callable[[str], Tensor | None]
+# A weight of the source and of the artifact, with equal shapes.
+WeightPair = tuple[Tensor, Tensor]
+# Returns both weights of a module by canonical name.
+PairLoader = Callable[[str], WeightPair | None]
 
 
 @dataclass(slots=True)
 class FoldedScales:
-    """Factors of the linears of one block, by canonical module name.
+    """Folded scales of the linears and norms of one block, by canonical module name.
 
     Attributes:
-        row_scales, column_scales: ``[out]`` and ``[in]``, where they are not all one.
-        norm_scales: what the gain and bias of a norm are multiplied by.
-        fitted_modules: modules whose factors are fitted and not known exactly.
-        problems: modules whose factors do not cancel, with a description.
+        row_scales: scales of rows ``[out]``, unless all are one.
+        column_scales: scales of columns ``[in]``, unless all are one.
+        norm_scales: factors by which the weight and bias of a norm were multiplied.
+        fitted_modules: modules whose scales are fitted instead of known exactly.
+        problems: descriptions by module, for modules whose scales do not cancel.
     """
 
     row_scales: dict[str, Tensor] = field(default_factory=dict)
@@ -69,19 +71,19 @@ class FoldedScales:
     problems: dict[str, str] = field(default_factory=dict)
 
     def apply(self, module: str, weight: Tensor) -> Tensor:
-        """Return the source's weight ``[out, in]`` times its factors: what was rounded."""
+        """Apply the scales of a module to a source weight ``[out, in]``; the result is what was rounded."""
         if module in self.column_scales:
             weight = weight * self.column_scales[module]
         return weight * self.row_scales[module][:, None] if module in self.row_scales else weight
 
     def remove(self, module: str, weight: Tensor) -> Tensor:
-        """Return a weight ``[out, in]`` without its factors."""
+        """Remove the scales of a module from a weight ``[out, in]``."""
         if module in self.column_scales:
             weight = weight / self.column_scales[module]
         return weight / self.row_scales[module][:, None] if module in self.row_scales else weight
 
     def has_scale(self, module: str) -> bool:
-        """Return whether a module has any factor other than one."""
+        """Return whether a module has any scale other than one."""
         return module in self.row_scales or module in self.column_scales
 
 
@@ -93,15 +95,15 @@ def find_folded_scales(
     clipping_mask: WeightLoader,
     max_tuning: float = MAX_TUNING_CHANGE,
 ) -> FoldedScales:
-    """Find the factors of one block.
+    """Find the folded scales of one block.
 
     Args:
-        model_layout: says which linears read what, and what can take a factor.
-        index: of the block.
-        source_weight: weights of the source.
-        artifact_weight: weights of the artifact, decoded.
-        clipping_mask: marks the weights that may have been clipped; None where a weight is not quantized.
-        max_tuning: the largest relative change of a gain that is taken for tuning.
+        model_layout: the model, whose declarations list shared inputs and scale folds.
+        index: index of the block.
+        source_weight: returns a weight of the source.
+        artifact_weight: returns a decoded weight of the artifact.
+        clipping_mask: marks the weights that may have been clipped; None for a weight that is not quantized.
+        max_tuning: largest relative change of a norm weight that is attributed to tuning.
     """
 
     def pair(module: str) -> WeightPair | None:
@@ -118,15 +120,15 @@ def find_folded_scales(
 
     folds, block = FoldedScales(), model_layout.block_name(index)
     for norm, shared in foldable_norms(model_layout, index):
-        _find_norm_factors(folds, norm, shared, block, pair, max_tuning)
+        _find_norm_scales(folds, norm, shared, block, pair, max_tuning)
     for shared in model_layout.layers[index].inputs:
         if shared.scale_fold is not None and shared.scale_fold.kind is FoldKind.ROWS:
-            _find_row_factors(folds, model_layout, shared, block, pair, unclipped)
+            _find_row_scales(folds, model_layout, shared, block, pair, unclipped)
     return folds
 
 
 def foldable_norms(model_layout: ModelLayout, index: int) -> list[tuple[str, SharedInput]]:
-    """Return the norms of a block that can take a factor, each with an input that it makes."""
+    """Return the norms of a block into which a scale can be folded, each with a shared input that it produces."""
     if not 0 <= index < len(model_layout.layers):
         return []
     return [
@@ -136,7 +138,7 @@ def foldable_norms(model_layout: ModelLayout, index: int) -> list[tuple[str, Sha
     ]
 
 
-def _find_norm_factors(
+def _find_norm_scales(
     folds: FoldedScales,
     norm: str,
     shared: SharedInput,
@@ -144,7 +146,7 @@ def _find_norm_factors(
     pair: PairLoader,
     max_tuning: float,
 ) -> None:
-    """Compare the gains of a norm, and check that the columns of its readers agree with the quotient."""
+    """Compare the weights of a norm, and check that the columns of its readers agree with the ratio."""
     assert shared.scale_fold is not None
     if (gains := pair(norm)) is None:
         return
@@ -187,7 +189,7 @@ def _find_norm_factors(
     folds.column_scales.update(dict.fromkeys(linears, columns))
 
 
-def _find_row_factors(
+def _find_row_scales(
     folds: FoldedScales,
     model_layout: ModelLayout,
     shared: SharedInput,
@@ -195,7 +197,7 @@ def _find_row_factors(
     pair: PairLoader,
     unclipped: PairLoader,
 ) -> None:
-    """Fit both sides of a factor between a linear and its reader, and check that they cancel."""
+    """Fit both sides of a scale between a linear and its reader, and check that they cancel."""
     assert shared.scale_fold is not None
     architecture, dimensions = require_declarations(model_layout)
     producer, reader = f"{block}.{shared.scale_fold.module}", f"{block}.{shared.key}"
@@ -252,7 +254,7 @@ def _find_row_factors(
 
 @dataclass(frozen=True, slots=True)
 class _ScaleFit:
-    """Least-squares factors of channels, and the cosines with which they fit; NaN where a channel is zero."""
+    """Least-squares scales of channels, with the cosine similarity of each fit; NaN for a zero channel."""
 
     factor: Tensor
     cosine: Tensor
@@ -263,14 +265,14 @@ class _ScaleFit:
 
     @property
     def noise(self) -> Tensor:
-        """Return squared error over squared signal of each channel, once its factor is taken out."""
+        """Return the ratio of squared error to squared signal per channel after fitting its scale."""
         return self.cosine.nan_to_num(0.0).square().clamp(min=1e-6).reciprocal() - 1
 
 
 def fit_column_scales(
     source: Tensor, stored: Tensor, expected: Tensor, max_tuning: float
 ) -> Tensor:
-    """Return the factors of the columns of an unrounded weight, no further from ``expected`` than tuning goes."""
+    """Fit the column scales of an unquantized weight, limited to what tuning may change from ``expected``."""
     if len(source) < MIN_ROWS:
         return expected
     scale = _fit_scales(source, stored, dim=0).factor
@@ -280,7 +282,7 @@ def fit_column_scales(
 
 
 def _fit_scales(source: Tensor, stored: Tensor, dim: int) -> _ScaleFit:
-    """Fit the positive factor of each row (``dim`` 1) or column (0)."""
+    """Fit the positive scale of each row (``dim`` 1) or column (``dim`` 0) of a weight."""
     product = (source * stored).sum(dim)
     energy, other = source.square().sum(dim), stored.square().sum(dim)
     factor = torch.where(energy > 0, product / energy.clamp(min=1e-30), 1.0)
@@ -289,10 +291,10 @@ def _fit_scales(source: Tensor, stored: Tensor, dim: int) -> _ScaleFit:
 
 
 def _combine_fits(producer_fit: _ScaleFit | None, reader_fit: _ScaleFit | None) -> Tensor | None:
-    """Return the factor of each channel, as both sides tell it, or None where nothing was moved.
+    """Return the scale of each channel from both fits, or None if nothing was moved.
 
-    The side with less noise counts more: a column that was made small beside the others of its row has lost its factor,
-    and the row that was made large has it exactly. Where one side is damaged, the other still tells.
+    The side with less noise counts more: a column that became small relative to the others of its rows has lost
+    precision, but the row that became large has it exactly. If one side is damaged, the other one is used.
     """
     usable = [
         fit

@@ -1,20 +1,20 @@
-"""One forward pass over a few hundred tokens, in up to four models at once, block by block.
+"""Run a forward pass over a few hundred tokens in up to four models at once, block by block.
 
-* the source: what its layers read weighs the errors of their weights, and its logits are what others are compared with;
-* the artifact: its own decoded weights under its own configuration;
-* the same weights under the *source's* configuration: where their logits differ from the artifact's, its configuration
-  says something else than the source's, which is an error;
-* the source rounded plainly to the artifact's schemes: an artifact whose divergence from the source is larger than
-  this gets a warning.
+* The source: the inputs of its layers weight the errors of the artifact's weights, and its logits are the reference. *
+The artifact: its own decoded weights with its own configuration. * The same weights with the *source's* configuration:
+if their logits differ from the artifact's, the two configurations differ in meaning, which is an error. * The source
+rounded to nearest in the artifact's schemes: if the artifact diverges more from the source than this, there is a
+warning.
 
-Weights alone are rounded: inputs and the cache stay in float32. One block of each model is in memory at a time. The
-text ships with the program and is cut by the source's tokenizer; without a source, or where its tokenizer cannot be
-read, tokens are spread over the vocabulary, so that no tokenizer of a stranger has to run. No window is longer than the
-sliding window of the source's attention, which a GGUF file may not hold.
+Only weights are rounded: inputs and the KV cache stay in float32. One block of each model is in memory at a time. The
+text is included in the package and tokenized with the source's tokenizer; without a source, or if its tokenizer cannot
+be read, token ids are spread over the vocabulary, so that no untrusted tokenizer has to run. No window is longer than
+the source's sliding attention window, which a GGUF file may not record.
 
-What the source's layers read also shows whether ranges fit that calibration measured, of static inputs and of an fp8 KV
-cache. They cannot be checked from the weights alone. Calibration saw other text, and observers may cut tails off, so a
-range is only unusual where it is far from what was seen and rounds that badly.
+The inputs of the source's layers also show whether ranges measured during calibration are plausible: those of static
+input quantization and of an fp8 KV cache. The weights alone cannot show this. Calibration used other text, and
+observers may cut off tails, so a range is only unusual if it is far from the observed one and causes a large rounding
+error.
 """
 
 from __future__ import annotations
@@ -50,14 +50,18 @@ from quantforge.verification.opening import Artifact, SourceModel
 from quantforge_calibration.sources import builtin
 
 NUM_WINDOWS, WINDOW_LENGTH = 8, 64
-TEXT_CHARACTERS = 64 * NUM_WINDOWS * WINDOW_LENGTH  # of text: far more than the tokens take
-SAMPLE_TOKENS = 256  # tokens whose inputs weigh the errors of weights
-MAX_LOGIT_DIFFERENCE = 1e-3  # relative: how far logits of the same weights may differ
-MAX_DIVERGENCE_RATIO = 1.6  # times the divergence of plain rounding,
-STANDARD_ERRORS = 3.0  # so many standard errors over windows more,
-MIN_DIVERGENCE = 1e-4  # and so many nats per token: less is arithmetic in another order
-# Ranges that are usual, of the range that was seen: of inputs (other text may have tokens several times as large), and
-# of the cache, where e4m3 has room below and none above.
+TEXT_CHARACTERS = (
+    64 * NUM_WINDOWS * WINDOW_LENGTH
+)  # characters of text: far more than the tokens need
+SAMPLE_TOKENS = 256  # sampled tokens whose inputs weight the errors
+MAX_LOGIT_DIFFERENCE = 1e-3  # relative difference of logits with equal weights
+# A divergence is unusual if it exceeds this multiple of that of rounding to nearest by this many standard errors over
+# windows, and by this many nats per token; less comes from another order of additions.
+MAX_DIVERGENCE_RATIO = 1.6
+STANDARD_ERRORS = 3.0
+MIN_DIVERGENCE = 1e-4
+# Usual ratios of a range to the observed one: for inputs (other text may have several times larger values), and for the
+# cache, where e4m3 tolerates a too large range but not a too small one.
 USUAL_INPUT_RANGES, USUAL_CACHE_RANGES = (0.1, 4.0), (0.45, 512.0)
 CANDIDATE_RANGES = (
     0.25,
@@ -67,15 +71,15 @@ CANDIDATE_RANGES = (
     1.0,
     1.5,
 )  # ranges that are tried, of the range that was seen
-MAX_ERROR_RATIO = 3.0  # of an unusual range, over that of the best candidate
-MAX_SCALE_RATIO = 1.1  # quotient of the scales of two linears that read the same
+MAX_ERROR_RATIO = 3.0  # error of an unusual range, relative to the best candidate
+MAX_SCALE_RATIO = 1.1  # ratio of the scales of two linears with the same input
 
 # Keys of a configuration that have no influence on what a model computes in float32.
 _NON_NUMERIC_KEYS = {
     "quantization_config", "quantization", "gguf_types", "dtype", "torch_dtype", "transformers_version",
     "_name_or_path",
 }  # fmt: skip
-# Models that are run beside the artifact and the source, as a note names one that cannot be.
+# Descriptions of additional models, for notes on those that cannot run.
 _MODEL_DESCRIPTIONS = {
     "decoded": "the artifact's weights under the source's configuration",
     "rounded": "the source's weights, rounded plainly",
@@ -88,12 +92,12 @@ WeightLoader = Callable[
 
 @dataclass(slots=True)
 class LayerInputs:
-    """What the source's layers read.
+    """Observed inputs of the source's layers.
 
     Attributes:
-        statistics: by canonical name of the first linear that reads an input.
-        input_names: to each linear, that name.
-        cache_peaks: by block, the largest magnitudes of keys and values.
+        statistics: statistics by canonical name of the first linear that reads an input.
+        input_names: that name for every linear.
+        cache_peaks: largest magnitudes of keys and values, by block.
     """
 
     statistics: dict[str, Statistics] = field(default_factory=dict)
@@ -101,24 +105,24 @@ class LayerInputs:
     cache_peaks: dict[int, CachePeaks] = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Let go of what layers read; the caches stay."""
+        """Drop the inputs of layers; the peaks of caches stay."""
         self.statistics.clear()
         self.input_names.clear()
 
     def normalized(self, module: str) -> Tensor | None:
-        """Return inputs ``[tokens, in]`` of a linear, each with a root mean square of 1; None where none were seen."""
+        """Return inputs ``[tokens, in]`` of a linear, each with a root mean square of 1; None if none were observed."""
         x = self.raw(module)
         if x is None:
             return None
         return x / x.square().mean(1, keepdim=True).sqrt_().clamp_(min=1e-30)
 
     def raw(self, module: str) -> Tensor | None:
-        """Return inputs of a linear as they were."""
+        """Return the inputs of a linear without normalization."""
         found = self._statistics_of(module)
         return found.sample if found else None
 
     def peaks(self, module: str) -> Tensor | None:
-        """Return the largest magnitude of each column that a linear read, ``[in]``."""
+        """Return the largest magnitude ``[in]`` of each input channel of a linear."""
         found = self._statistics_of(module)
         return found.peaks if found else None
 
@@ -127,12 +131,12 @@ class LayerInputs:
 
 
 class PatchedCheckpoint:
-    """A checkpoint some of whose tensors are taken from elsewhere, as a `ModelStream` reads it."""
+    """A checkpoint in which some tensors are replaced, for reading by a `ModelStream`."""
 
     def __init__(
         self, checkpoint: Checkpoint, model_layout: ModelLayout, values: WeightLoader
     ) -> None:
-        """Take what ``values`` returns; where it returns None the checkpoint is read."""
+        """Replace the tensors for which ``values`` returns a weight instead of None."""
         self.config: Mapping[str, Any] = checkpoint.config
         self._checkpoint, self._values = checkpoint, values
         self._tensors = {tensor.header.name: tensor for tensor in model_layout.tensors}
@@ -143,7 +147,7 @@ class PatchedCheckpoint:
         return self._checkpoint.read(name) if value is None else value
 
     def read_rows(self, name: str, first: int, last: int) -> Tensor:
-        """Return rows ``first:last`` of a tensor."""
+        """Return rows ``first`` to ``last`` (exclusive) of a tensor."""
         value = self._patched_value(name)
         return self._checkpoint.read_rows(name, first, last) if value is None else value[first:last]
 
@@ -156,7 +160,7 @@ class PatchedCheckpoint:
 
 
 class ForwardPass:
-    """The forward pass of an artifact, and of its source where there is one."""
+    """The forward pass of an artifact, and of its source if there is one."""
 
     def __init__(
         self,
@@ -169,16 +173,16 @@ class ForwardPass:
         *,
         run: bool = True,
     ) -> None:
-        """Prepare the models; one that cannot be run is left out, with the reason in the report.
+        """Prepare the models; one that cannot run is left out, with the reason in the report.
 
         Args:
-            report: gets findings, and the reason why the check is skipped.
-            artifact: whose logits are looked at.
-            source: what they are compared with.
-            stored: weights of the artifact.
-            plain: weights of the source, rounded plainly; None for one that is not rounded.
+            report: gets findings, and the reason if the check is skipped.
+            artifact: the artifact whose logits are checked.
+            source: the model that it is compared with.
+            stored: returns a weight of the artifact.
+            plain: returns a weight of the source, rounded to nearest; None for one that is not quantized.
             device: where the models run.
-            run: False: run nothing.
+            run: whether to run anything at all.
         """
         self.inputs = LayerInputs()
         self._report, self._artifact, self._source = report, artifact, source
@@ -217,7 +221,7 @@ class ForwardPass:
             self._run_or_drop(name, ModelStream.embed)
 
     def run_source_block(self, index: int) -> None:
-        """Run a block of the source and note what its layers read, in place of what the block before read."""
+        """Run a block of the source and record the inputs of its layers, replacing those of the previous block."""
         self.inputs.clear()
         self._run_or_drop("source", lambda stream: self._observe_block(stream, index))
 
@@ -262,14 +266,18 @@ class ForwardPass:
             self._check_divergence(found, window_divergence(reference, plain))
 
     def _artifact_weight(self, name: str) -> Tensor | None:
-        """Return a weight of the artifact: its head in place of the embedding where only the source ties the two."""
+        """Return a weight of the artifact for a model with the source's configuration.
+
+        If only the source ties embedding and head, the artifact's head is returned for the embedding when logits are
+        computed.
+        """
         own, family = self._artifact.model_layout, self._artifact.model_layout.architecture
         if self._at_head and family and not own.tied and name == f"{family.embedding}.weight":
             name = f"{family.head}.weight"
         return self._load_weight(name)
 
     def close(self) -> None:
-        """Release what the models hold."""
+        """Release the memory of all models."""
         for stream in self._streams.values():
             stream.close()
 
@@ -312,7 +320,7 @@ class ForwardPass:
             self._record_failure(name, error)
 
     def _run_or_drop(self, name: str, run: Callable[[ModelStream], Any]) -> Any:
-        """Run one model a step further; leave it out from then on where it cannot be run."""
+        """Run one step of a model; drop the model if it cannot run."""
         if name not in self._streams:
             return None
         try:
@@ -323,7 +331,7 @@ class ForwardPass:
             return None
 
     def _record_failure(self, name: str, error: InputError | RefusedError) -> None:
-        """Report why a model cannot be run; one whose source cannot be run either is only skipped."""
+        """Report why a model cannot run; skip the check if its source cannot run either."""
         not_runnable = isinstance(error, NotRunnableError)
         if name == "source":
             self._source_not_runnable = not_runnable
@@ -389,7 +397,7 @@ class ForwardPass:
 
 
 def _check_cache_class(config: Mapping[str, Any]) -> None:
-    """Raise InputError where transformers makes no cache for a configuration, which this pass does without."""
+    """Raise InputError if transformers cannot create a cache for a configuration."""
     from transformers import DynamicCache
 
     try:
@@ -410,7 +418,7 @@ def window_divergence(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 def choose_token_ids(source: SourceModel) -> Tensor:
-    """Return token ids ``[windows, length]`` of the text, or spread ones where the tokenizer gives none that fit."""
+    """Return token ids ``[windows, length]`` of the text, or spread ones if the tokenizer gives none that fit."""
     model_layout = source.model_layout
     ids = spread_token_ids(model_layout)
     count, length = ids.shape
@@ -423,14 +431,14 @@ def choose_token_ids(source: SourceModel) -> Tensor:
 
 
 def spread_token_ids(model_layout: ModelLayout) -> Tensor:
-    """Return token ids ``[windows, length]`` spread evenly over the vocabulary, in an order that mixes them."""
+    """Return token ids ``[windows, length]`` spread evenly over the vocabulary, in a mixed order."""
     length = WINDOW_LENGTH
-    slides = model_layout.config.get("sliding_window")
-    if isinstance(slides, int) and 2 <= slides < length:
-        length = slides
+    window = model_layout.config.get("sliding_window")
+    if isinstance(window, int) and 2 <= window < length:
+        length = window
     count = NUM_WINDOWS * WINDOW_LENGTH // length
-    steps = torch.arange(count * length) * 2654435761 % 4294967296
-    return (steps * _vocabulary_size(model_layout) // 4294967296).view(count, length)
+    positions = torch.arange(count * length) * 2654435761 % 4294967296
+    return (positions * _vocabulary_size(model_layout) // 4294967296).view(count, length)
 
 
 def _vocabulary_size(model_layout: ModelLayout) -> int:
@@ -467,15 +475,15 @@ def check_input_scale(
     columns: Tensor | None,
     others: dict[str, float],
 ) -> None:
-    """Check the range of a static input.
+    """Check the scale of a statically quantized input.
 
     Args:
         report: gets the findings.
-        module: the linear, by its canonical name.
+        module: canonical name of the linear.
         found: its weight, with the scale of its input.
-        inputs: what the source's linears read.
-        columns: factors that were moved into the weight's columns, out of the input.
-        others: scales of shared inputs that were met, by their names; added to.
+        inputs: observed inputs of the source's linears.
+        columns: scales that were moved from the input into the columns of the weight.
+        others: input scales seen so far, by name of the shared input; updated.
     """
     scale, activation = found.parameters["input_scale"], found.input
     assert activation is not None
@@ -509,9 +517,14 @@ def check_input_scale(
 def check_cache_scales(
     report: Report, checkpoint: Checkpoint, caches: Mapping[int, CachePeaks]
 ) -> None:
-    """Check the scales of an fp8 cache: positive numbers, and near the ranges that the source shows.
+    """Check the scales of an fp8 KV cache: positive, and near the ranges that the source shows.
 
-    `kv_scales.find_scales` checks that all are there. ``caches``: what the source puts into the cache, by block.
+    `kv_scales.find_scales` checks that all are present.
+
+    Args:
+        report: gets the findings.
+        checkpoint: the artifact.
+        caches: observed peaks of the source's keys and values, by block.
     """
     headers = checkpoint.headers()
     found = kv_scales.find_scales(checkpoint.config, headers)
@@ -530,7 +543,10 @@ def check_cache_scales(
 def unusual_cache_scales(
     scales: tuple[Tensor, Tensor], seen: CachePeaks
 ) -> Iterator[tuple[int, str]]:
-    """Yield 0 for keys or 1 for values, and what is unusual about their scales, of one element or ``[kv_heads]``."""
+    """Yield 0 for keys or 1 for values, with a message, for scales that do not fit the observed peaks.
+
+    Scales have one element or ``[kv_heads]``.
+    """
     for which, (peaks, scale) in enumerate(zip((seen.keys, seen.values), scales, strict=True)):
         if peaks is None:
             continue

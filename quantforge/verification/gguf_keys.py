@@ -1,8 +1,8 @@
-"""The keys of a GGUF file against those that follow from the source, in both directions.
+"""Compare the metadata keys of a GGUF file with those derived from the source, in both directions.
 
-The expected keys are derived as when a file is written (`translate_parameters`, `vocabulary`). Other converters omit
-what llama.cpp assumes anyway, or write it down: `llama_cpp_defaults` has these values. A key of another value is an
-error; a key that follows from nothing in the source and that llama.cpp is not known to obey is a warning.
+The expected keys are derived as for writing a file (`translate_parameters`, `vocabulary`). Other converters omit keys
+that equal llama.cpp's defaults, or write them explicitly; `llama_cpp_defaults` has these values. A key with another
+value is an error. A key that cannot be derived from the source and that llama.cpp is not known to read is a warning.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from quantforge.verification.opening import Artifact, SourceModel
 
 TOKENS_KEY, TOKEN_TYPES_KEY = "tokenizer.ggml.tokens", "tokenizer.ggml.token_type"
 SCORES_KEY, PRE_TOKENIZER_KEY = "tokenizer.ggml.scores", "tokenizer.ggml.pre"
-# Read by people, or checked by the reader of the file.
+# Keys for people, or checked by the reader of the file.
 _IGNORED_KEYS = re.compile(
     r"general\.(name|author|version|organization|finetune|basename|description|quantized_by|size_label|license.*|url|doi"
     r"|uuid|repo_url|source\..*|base_model\..*|dataset\..*|tags|languages|file_type|quantization_version|alignment)"
     r"|split\..*|quantize\.imatrix\..*|quantforge\..*"
 )
-# Roles of tokens that text generation does not use: a file may name them or not.
+# Token roles that text generation does not use; a file may or may not have them.
 _OPTIONAL_KEYS = {
     f"tokenizer.ggml.{role}_token_id" for role in ("unknown", "padding", "seperator", "mask", "eot")
 }
@@ -50,7 +50,7 @@ _EQUIVALENT_PRE_TOKENIZERS = (
     ("llama-bpe", "llama3", "llama-v3"), ("gpt-2", "phi-2"), ("qwen2", "deepseek-r1-qwen"), ("gpt-4o", "llama4"),
     ("default", ""),
 )  # fmt: skip
-# Keys of an architecture that are 0 where a file leaves them out.
+# Keys of an architecture whose default is 0.
 _ZERO_DEFAULT_KEYS = (
     "expert_count expert_used_count attention.sliding_window pooling_type attention.scale logit_scale residual_scale"
     " embedding_scale attn_logit_softcapping final_logit_softcapping expert_weights_scale"
@@ -59,12 +59,12 @@ _LOOKS_SPECIAL = re.compile(r"<.*>|\[.*\]|\uff5c.*")
 
 
 def affects_model(key: str) -> bool:
-    """Return whether llama.cpp, or what reads a file before it, goes by a key."""
+    """Return whether llama.cpp, or a program that reads the file before it, uses a key."""
     return not _IGNORED_KEYS.fullmatch(key)
 
 
 def llama_cpp_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what llama.cpp assumes for keys that a file with these ``keys`` leaves out."""
+    """Return the values that llama.cpp assumes for keys missing in a file with these ``keys``."""
     arch, kind = keys.get("general.architecture"), str(keys.get("tokenizer.ggml.model"))
     model = {key.removeprefix(f"{arch}."): value for key, value in keys.items()}
     heads, width = model.get("attention.head_count"), model.get("embedding_length")
@@ -95,7 +95,7 @@ def llama_cpp_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> None:
-    """Report every key of a GGUF file that says something else than the source, and the tower beside it."""
+    """Report keys of a GGUF file that contradict the source, and check the vision tower file next to it."""
     checkpoint = artifact.checkpoint
     if report.path.is_dir():
         report.skip("only a GGUF file has them", "keys")
@@ -119,7 +119,7 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> 
 def expected_keys(
     file: GgufFile, source: SourceModel
 ) -> tuple[dict[str, Any], HyperParameters | None]:
-    """Return the keys that follow from the source, and what is computed from its configuration.
+    """Return the keys derived from the source, and the hyperparameters computed from its configuration.
 
     Raises:
         InputError, RefusedError: as `translate_parameters` and `vocabulary`.
@@ -144,7 +144,7 @@ def expected_keys(
 def key_differences(
     own: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> Iterator[tuple[str, Severity]]:
-    """Yield a message and its severity for every key that makes llama.cpp read something else."""
+    """Yield a message and its severity for every key that changes what llama.cpp computes."""
     assumed = llama_cpp_defaults({**expected, **own})
     for key in filter(affects_model, {**expected, **own}):
         default, name = assumed.get(key, ABSENT), shorten(key)
@@ -166,7 +166,7 @@ def key_differences(
 
 
 def _describe_difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
-    """Describe how a key differs, "" if both values mean the same to llama.cpp."""
+    """Describe how a key differs from the expected value; "" if both mean the same to llama.cpp."""
     own = keys[key]
     if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
         if key == SCORES_KEY:  # they rank the pieces that are joined
@@ -197,7 +197,7 @@ def _describe_difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
 
 
 def _merge_order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
-    """Return the ordinary pieces of more than one character, from the highest score to the lowest."""
+    """Return the indices of ordinary multi-character pieces, from the highest score to the lowest."""
     pieces = zip(scores, keys.get(TOKENS_KEY, []), keys.get(TOKEN_TYPES_KEY, []), strict=False)
     numbers = {
         n: score if isinstance(score, float) else -math.inf
@@ -208,7 +208,7 @@ def _merge_order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
 
 
 def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -> None:
-    """Check tables of rotary frequencies: those that follow from the configuration, and no others."""
+    """Check that the file has exactly the tables of rotary frequencies that the configuration requires."""
     expected = {
         tensor.name: memoryview(tensor.fixed or b"").cast("f").tolist() for tensor in found.computed
     }
@@ -225,7 +225,7 @@ def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -
 
 
 def check_tower_file(report: Report, source: SourceModel) -> None:
-    """Compare the file of a vision tower beside a GGUF file with the source, if there is one: keys and tensors."""
+    """Compare the vision tower file next to a GGUF file, if there is one, with the source: keys and tensors."""
     place = report.path.with_name(projector_name(report.path))
     if not place.is_file():
         return

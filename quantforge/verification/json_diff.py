@@ -1,4 +1,4 @@
-"""Two JSON trees, compared place by place: what differs, and how it is shown to people."""
+"""Compare two JSON trees value by value, and format the differences for people."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ABSENT: Final = _Absent()
 
 
 class Change(NamedTuple):
-    """A place where the artifact's tree is not the source's.
+    """A place where the artifact's JSON tree differs from the source's.
 
     Attributes:
-        path: the file, then the keys to the place.
-        value: the artifact's value, `ABSENT` if it has nothing there.
-        source_value: the source's value, likewise.
+        path: the file name, then the keys to the place.
+        value: the artifact's value, `ABSENT` if it has none.
+        source_value: the source's value, `ABSENT` if it has none.
     """
 
     path: tuple[str, ...]
@@ -32,12 +32,12 @@ class Change(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the place as text: ``text_config.rope_parameters.factor``."""
+        """Return the path without the file name: ``text_config.rope_parameters.factor``."""
         return ".".join(self.path[1:])
 
     @property
     def added(self) -> bool:
-        """Return whether the source has nothing, or a null."""
+        """Return whether the source has no value, or null."""
         return self.source_value is ABSENT or self.source_value is None
 
     def __str__(self) -> str:
@@ -45,9 +45,9 @@ class Change(NamedTuple):
 
 
 def iterate_changes(own: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
-    """Yield every place that differs; a table or list that only one side has is one place.
+    """Yield every place where two trees differ; a table or list that only one side has is one place.
 
-    Values differ if their kinds do. Real numbers are compared in single precision.
+    Values of different types differ. Real numbers are compared in single precision.
     """
     if isinstance(own, Mapping) and isinstance(other, Mapping):
         for key in {**other, **own}:
@@ -72,12 +72,12 @@ def _values_equal(first: Any, second: Any) -> bool:
 
 
 def trees_equal(first: Any, second: Any) -> bool:
-    """Return whether two trees have no `iterate_changes`."""
+    """Return whether two trees have no differences, see `iterate_changes`."""
     return next(iterate_changes(first, second), None) is None
 
 
 def format_difference(own: Any, other: Any) -> str:
-    """Return both values for people, shortened; of long texts the part that begins where they differ."""
+    """Format both values, shortened; for long texts, show the part that begins where they differ."""
     if (
         isinstance(own, str)
         and isinstance(other, str)
@@ -92,10 +92,10 @@ def format_difference(own: Any, other: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Return a value for people, shortened."""
+    """Format a value, shortened."""
     return shorten(repr(value))
 
 
 def shorten(text: str) -> str:
-    """Return the beginning of a text."""
+    """Return a text, truncated with an ellipsis if it is long."""
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."

@@ -3,7 +3,7 @@
 Only headers are read here. An artifact is a checkpoint in some format: its layouts say which stored tensors form a
 quantized weight, and its tensors are matched with the names that the model's family uses.
 
-The source may have been changed as a whole before it was quantized: factors or rotations folded in, experts or draft
+The source may have been changed as a whole before it was quantized: scales or rotations folded in, experts or draft
 heads removed, an adapter merged. The manifest of the result declares that, or an earlier manifest that it includes
 (``lineage``), if the result was made from another result. `open_source` applies the same changes.
 """
@@ -40,7 +40,7 @@ from quantforge.plans import StoredTensor
 from quantforge.quantizers import METHODS, MethodKind, apply_source_transforms, source_transforms
 from quantforge.verification.findings import CHECKS, FILE_CHECKS, Report
 
-# Ends of the names of codes or scales in formats that are read.
+# Name suffixes of codes or scales in supported formats.
 _CODE_SUFFIXES = (".qweight", ".weight_packed", ".weight_scale_inv", ".SCB", ".weight.absmax")
 
 
@@ -51,8 +51,8 @@ class DeclaredChanges:
     Attributes:
         transforms: names of the transforms that were applied, in order.
         removed_experts: experts that were removed, by layer; None if all were kept.
-        drops_draft_heads: draft heads were dropped.
-        uses_running_layout: tensors are stored in the shapes that transformers' modules hold.
+        drops_draft_heads: whether draft heads were dropped.
+        uses_running_layout: whether tensors are stored in the shapes that transformers' modules use.
     """
 
     transforms: tuple[str, ...] = ()
@@ -91,10 +91,10 @@ class Artifact:
 
     Attributes:
         checkpoint: the tensors as stored.
-        format: the format.
-        layouts: the quantized weights, by module name as stored.
-        model_layout: the tensors by the names of the family, quantized weights as if they were plain.
-        uses_running_layout: by its manifest, tensors are stored in the shapes that transformers' modules hold.
+        format: module of the format.
+        layouts: layouts of the quantized weights, by module name as stored.
+        model_layout: the tensors by the names of the family, with quantized weights as if they were not quantized.
+        uses_running_layout: whether, by its manifest, tensors are stored in the shapes that transformers' modules use.
     """
 
     checkpoint: Checkpoint
@@ -121,7 +121,7 @@ class SourceModel:
     model_layout: ModelLayout
 
     def weight(self, name: str) -> Tensor | None:
-        """Return a weight by its name in the family, float32, linears as ``[out, in]``; None if there is none."""
+        """Return a float32 weight by its name in the family, linears as ``[out, in]``; None if it is missing."""
         family = self.model_layout.architecture
         head, embedding = (
             (family.head, family.embedding) if family else ("lm_head", "model.embed_tokens")
@@ -138,11 +138,11 @@ class SourceModel:
 def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
     """Open the artifact of a report.
 
-    If it cannot be opened, a finding says why, the remaining checks are skipped, and None is returned.
+    If it cannot be opened, record a finding with the reason, skip the remaining checks, and return None.
 
     Args:
-        report: names the artifact; gets its format and family.
-        derive: see `open_source`; always done for experts that are stored one by one.
+        report: the report, which names the artifact and receives its format and family.
+        derive: see `open_source`; always true for experts that are stored one by one.
     """
     path, checkpoint = report.path, None
     try:
@@ -178,14 +178,15 @@ def open_source(
 ) -> SourceModel:
     """Open a source, and change it as the result's manifest declares.
 
-    A source that is itself a result already had the changes that its own manifest declares: those are not repeated.
+    A source that is itself a result already contains the changes that its own manifest declares; these are not
+    repeated.
 
     Args:
         path: the source.
         declared: changes that the result's manifest declares.
         adapter: directory of the adapter to merge.
-        one_by_one: present stacked experts one by one.
-        derive: for a family that is not declared, derive which tensors share inputs and factors from its modules.
+        one_by_one: whether to present stacked experts one by one.
+        derive: whether to derive declarations of an undeclared family by running its modules.
 
     Raises:
         InputError: as `open_model` and `match_quantized`.
@@ -211,7 +212,7 @@ def open_source(
 
 
 def folds_scales(document: Mapping[str, Any] | None) -> bool:
-    """Return whether a method that a manifest or its lineage names folds factors into weights (AWQ, SmoothQuant)."""
+    """Return whether a method in a manifest or its lineage folds scales into weights (AWQ, SmoothQuant)."""
     words = [
         word
         for item in manifest.iterate_lineage(document)
@@ -259,7 +260,7 @@ def _headers(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], dict[str,
 
 
 def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | None) -> None:
-    """Record that no reader supports this kind of artifact, so that only its headers were checked.
+    """Record that this kind of artifact is not supported, so that only its headers were checked.
 
     ``opened`` is the checkpoint of a directory; None for a GGUF file.
     """
@@ -282,7 +283,7 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
 
 
 def _report_unopenable(report: Report, check: str, error: InputError) -> None:
-    """Report why the artifact cannot be opened, and skip everything that needs it opened."""
+    """Report why the artifact cannot be opened, and skip all checks that need it."""
     file = Path(error.file or report.path.name)
     named = file.relative_to(report.path) if report.path in file.parents else file
     where = CONFIG if error.subject == CONFIG else str(named)

@@ -1,24 +1,23 @@
-"""How far a quantized matrix is from the source's, in units of what plain rounding of the same matrix loses.
+"""Measure the error of a quantized matrix, relative to the error of rounding the same matrix to nearest.
 
-A limit in decibels would say little: what a scheme loses depends on the matrix, its outliers and its groups. So the
+A limit in decibels would say little: the loss of a scheme depends on the matrix, its outliers and its groups. So the
 source's matrix ``T`` is rounded once more, to nearest, with scales that cover its range: ``P``. The error ``e = Q - T``
-of the stored matrix ``Q`` is then divided by the error ``b = P - T``. Both are measured by what they do to the outputs
-of the layer, over inputs ``x`` that the source itself shows:
+of the stored matrix ``Q`` is divided by the error ``b = P - T``. Both are measured by their effect on the outputs of
+the layer, over inputs ``x`` observed in the source:
 
-* column by column, ``sum h e^2`` with ``h`` the mean square of what a column is multiplied with;
-* at the outputs, ``mean (x . e)^2``: GPTQ and its like let weights wander, and keep the outputs near instead.
+* per column, ``sum h e^2``, with ``h`` the mean square of the column's input;
+* at the outputs, ``mean (x . e)^2``: GPTQ and similar methods move weights further but keep the outputs close.
 
-Of a row and of the whole matrix the smaller of the two counts. Whatever sound method made the matrix, the ratio is near
-1 or below. A single group may have a hundred times the error of plain rounding and be healthy: a search of scales
-sacrifices one weight to the others of its group, and GPTQ lets a group wander that others make up for.
+For a row and for the whole matrix, the smaller of the two counts. For any sound method, the ratio is near 1 or below. A
+single group may have a hundred times the error of rounding to nearest and be fine: a search of scales sacrifices one
+weight to the others of its group, and GPTQ compensates the error of one group in others.
 
-The matrix may lie on the grid already, so that plain rounding loses nothing and every other method "infinitely" more.
-The error that is divided by is therefore never smaller than that of random weights under the stored step,
-``step^2 / 12``, than half the tensor's usual error for weights of this size, and than what storing values or scales
-loses.
+The matrix may already lie on the grid, so that rounding to nearest loses nothing and the ratio of any other method is
+infinite. Therefore the divisor is at least the error of random weights with the stored step, ``step^2 / 12``, half the
+tensor's usual error for weights of this size, and the loss from storing values or scales.
 
-`unusual_errors` says which errors are larger than plain rounding explains. `find_damaged_part` finds a part that is
-wrong where all the rest is exactly the source's, rounded to nearest.
+`unusual_errors` describes errors that rounding to nearest does not explain. `find_damaged_part` finds a part that is
+wrong while the rest is exactly the source's, rounded to nearest.
 """
 
 from __future__ import annotations
@@ -37,49 +36,48 @@ from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.scheme import Scheme
 
-MAX_PANEL_WEIGHTS = 1 << 22  # weights that are compared at a time
+MAX_PANEL_WEIGHTS = 1 << 22  # weights per panel of rows
 MIN_GROUP_WIDTH = 16  # columns of a group: the error of a smaller group is mostly noise
-# Relative: what storing a scale loses, in 16 bits and in 8.
+# Relative errors of scales stored in 16 bits and in 8 bits.
 SCALE_STORAGE_ERROR, E4M3_STORAGE_ERROR = 2.0**-9, 2.0**-4
-# Plain rounding may be exact by chance. What is divided by is at least this part of the tensor's usual error for
-# weights of the same size, and this part of the mean error of a group on top: some numbers are missing in float16.
+# Rounding to nearest may be exact by chance, so the divisor of an error is at least this share of the tensor's usual
+# error for weights of the same size, plus this share of the mean error of a group (float16 lacks some numbers).
 USUAL_ERROR_SHARE, MEAN_ERROR_SHARE = 0.5, 1e-2
-# Largest usual errors, in units of plain rounding of the same tensor: of a whole tensor, of a row, and the share of the
-# tensor's error that one column may cause. Without inputs they are UNSEEN times as large: GPTQ moves weights further
-# than it moves outputs.
+# Largest usual errors, relative to rounding to nearest: of a whole tensor, of a row, and the share that one column may
+# contribute. Without observed inputs they are multiplied: GPTQ moves weights further than it moves outputs.
 MAX_TENSOR_ERROR, MAX_ROW_ERROR, MAX_COLUMN_SHARE = 2.5, 16.0, 0.5
 WITHOUT_INPUTS_FACTOR = 3.0
-# By how much the scale of the median group may be too large, by bit width, and at 4 bits and more; and by how much too
-# small: a search sacrifices outliers to the other weights of a group.
+# By how much the median scale may be too large, by bit width and for 4 bits or more, and by how much too small: a
+# search of scales sacrifices outliers to the other weights of a group.
 MAX_SCALE_EXCESS, MAX_SCALE_EXCESS_FROM_4_BITS = {1: 0.1, 2: 0.08, 3: 0.05}, 0.03
 MAX_SCALE_DEFICIT = 0.08
-# Steps of the grid by which the median group is off where zero points or codes are off by one, and where weights were
-# rounded down and not to nearest. No healthy artifact was seen above 0.1.
+# Shift of the median group in grid steps if zero points or codes are off by one, and if weights were rounded down
+# instead of to nearest. Intact artifacts stay below 0.1.
 OFF_BY_ONE_SHIFT, ROUNDED_DOWN_SHIFT = 0.7, 0.3
-# A tensor was rounded to nearest where in most of its groups nearly all codes are the nearest to the source's weights;
-# then a group in which few are, and whose error is so many times that of plain rounding, is damaged, unless the rest of
-# its row makes up for it, as GPTQ sees to.
+# A tensor counts as rounded to nearest if in most groups nearly all codes are nearest to the source's weights. Then a
+# group with few such codes and a large error is damaged, unless the rest of its row compensates the error, as in GPTQ.
 MIN_NEAREST_SHARE, MIN_NEAREST_GROUPS, MAX_DAMAGED_SHARE = 0.98, 0.75, 0.5
 MIN_DAMAGED_GROUP_ERROR, MIN_DAMAGED_ROW_ERROR = 4.0, 1.5
-# Of its squared error, what another scale leaves where only the scale is wrong; no method chooses one that is so many
-# times too large.
+# If only the scale of a group is wrong: share of the squared error that another scale leaves at most, and the largest
+# factor between a chosen and the best scale.
 MAX_RESCALED_ERROR, MAX_SCALE_FACTOR = 0.25, 4.0
 
 
 @dataclass(frozen=True, slots=True)
 class RoundingError:
-    """Errors of one matrix ``[out, in]`` in units of plain rounding.
+    """Errors of one matrix ``[out, in]``, relative to rounding to nearest.
 
     Attributes:
-        whole: of the matrix.
-        rows: ``[out]``.
-        groups: ``[out, groups]`` of `group_width` columns each.
-        columns: ``[in]``, what the error at the outputs owes to each column alone, as a share of the error of plain
-            rounding of the whole; negative where a column makes up for others.
-        shift: the mean error of the median group, in steps of the grid; 0 where there are none.
-        scale_high, scale_low: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, over that of ``P`` where
-            that is above 1. Rounding usually lowers both; too large scales raise the first, too small ones the second.
-        cosine: of ``Q`` and ``T``; 1 where both are zero.
+        whole: error of the whole matrix.
+        rows: errors of rows, ``[out]``.
+        groups: errors of groups, ``[out, groups]``, with `group_width` columns each.
+        columns: ``[in]``, contribution of each column to the error at the outputs, as a share of the error of rounding
+            the whole matrix to nearest; negative for a column that compensates others.
+        shift: mean error of the median group, in grid steps; 0 if there are no steps.
+        scale_high, scale_low: ``<T,Q> / <T,T>`` and ``<T,Q> / <Q,Q>`` of the median group, relative to those of ``P``
+            if these are above 1. Rounding usually lowers both; too large scales raise the first, too small ones the
+            second.
+        cosine: cosine similarity of ``Q`` and ``T``; 1 if both are zero.
         squared: squared error of the weights.
         size: squared weights of the source.
     """
@@ -111,10 +109,10 @@ class RoundingError:
 
 
 def effective_scheme(found: QuantizedTensor) -> Scheme:
-    """Return the scheme that a tensor was rounded by: with longer groups, where its own repeat their parameters.
+    """Return the scheme with which a tensor was rounded: with longer groups, if its groups repeat their parameters.
 
-    An export states one scale of a row, or of a long group, as equal scales of all groups that its format has. Columns
-    whose groups are scattered (act-order) are one group.
+    An export expresses one scale per row, or per long group, as equal scales of all groups of its format. Columns with
+    scattered groups (act-order) are one group.
     """
     if found.scheme.granularity == PerGroup(1):
         return replace(found.scheme, granularity=Row())
@@ -136,7 +134,10 @@ def effective_scheme(found: QuantizedTensor) -> Scheme:
 
 
 def group_width(scheme: Scheme, columns: int) -> int:
-    """Return how many columns are compared together: a group's, or more where groups are small or do not fill a row."""
+    """Return how many columns are compared together.
+
+    It is the size of a group, or more if groups are small or do not divide a row.
+    """
     size = scheme.block.group if scheme.block else scheme.group_size(columns)
     if size < MIN_GROUP_WIDTH or columns % size:
         return next((wide for wide in (128, 64, 32) if columns % wide == 0), columns)
@@ -146,7 +147,12 @@ def group_width(scheme: Scheme, columns: int) -> int:
 def round_to_nearest(target: Tensor, scheme: Scheme, outliers: Tensor | None = None) -> Tensor:
     """Round ``target`` ``[out, in]`` (float32) to nearest, with scales that cover its range.
 
-    An unrounded copy is returned where the scheme cannot represent the matrix. ``outliers``: columns kept in 16 bits.
+    Return an unrounded copy if the scheme cannot represent the matrix.
+
+    Args:
+        target: the matrix.
+        scheme: the scheme.
+        outliers: columns that are kept in 16 bits.
     """
     packer = get_packer(scheme)
     try:
@@ -160,9 +166,9 @@ def round_to_nearest(target: Tensor, scheme: Scheme, outliers: Tensor | None = N
 
 
 def group_steps(tensor: QuantizedTensor, width: int) -> Tensor | None:
-    """Return the distance of neighboring codes in each group of ``width`` columns, ``[out or 1, groups]``.
+    """Return the grid step of each group of ``width`` columns, ``[out or 1, groups]``.
 
-    None for floats, whose codes have no common distance, and for code vectors.
+    None for floats, which have no constant step, and for code vectors.
     """
     scheme, (_, columns) = tensor.scheme, tensor.shape
     if GRIDS[scheme.grid].weights_per_code > 1 or not isinstance(
@@ -185,15 +191,15 @@ def measure_rounding(
     inputs: Tensor | None = None,
     scheme: Scheme | None = None,
 ) -> RoundingError:
-    """Measure a matrix against the source's.
+    """Measure the error of a stored matrix relative to the source's.
 
     Args:
-        target: the source's, float32 ``[out, in]``.
-        decoded: the stored one, likewise.
-        plain: ``target``, rounded plainly.
-        tensor: what was decoded.
-        inputs: what the matrix is multiplied with, ``[tokens, in]``; None counts all columns alike.
-        scheme: the groups that it was rounded in, where that is not the scheme of ``tensor``.
+        target: the source's matrix, float32 ``[out, in]``.
+        decoded: the stored matrix, decoded, float32 ``[out, in]``.
+        plain: ``target``, rounded to nearest.
+        tensor: the stored tensor.
+        inputs: observed inputs, ``[tokens, in]``; None weights all columns equally.
+        scheme: the scheme with which it was rounded, if that is not the scheme of ``tensor``.
     """
     width = group_width(scheme or tensor.scheme, target.shape[1])
     step = group_steps(tensor, width)
@@ -238,12 +244,12 @@ def _panel_sums(
     inputs: Tensor | None,
     width: int,
 ) -> dict[str, Tensor]:
-    """Sum over the groups of a panel of rows, ``[rows, groups]`` where nothing else is said.
+    """Sum errors over the groups of a panel of rows; sums are ``[rows, groups]`` unless noted.
 
     Returns:
-        ``errors``, the ``least`` that they are divided by, and ``sizes``, float64, weighted by the inputs; ``shifts``,
-        mean errors in steps; ``outputs`` and ``least_outputs``, float64 ``[rows]``, errors at the outputs; ``columns``,
-        float64 ``[1, in]``; products of source, stored and plain rounding, ``tt`` to ``tp``.
+        ``errors``, their divisor ``least``, and ``sizes``, float64, weighted by the inputs; ``shifts``, mean errors in
+        steps; ``outputs`` and ``least_outputs``, float64 ``[rows]``, errors at the outputs; ``columns``, float64 ``[1,
+        in]``; products of source, stored and rounded weights, ``tt`` to ``tp``.
     """
     e, b = q - t, p - t
     weights = t.new_ones(t.shape[1]) if inputs is None else inputs.square().mean(0)
@@ -287,25 +293,25 @@ def _panel_sums(
 def _column_contributions(
     error: Tensor, outputs: Tensor, weights: Tensor, inputs: Tensor
 ) -> Tensor:
-    """Return ``[in]``: what the squared error of the outputs loses without each column of ``error`` ``[rows, in]``."""
+    """Return ``[in]``: the decrease of the squared output error without each column of ``error`` ``[rows, in]``."""
     alone = error.square().sum(0) * weights
     return 2 * (inputs * (outputs @ error)).mean(0) - alone
 
 
 def _median_ratio(products: Tensor, squares: Tensor) -> float:
-    """Return the median quotient of the groups that are not zero; 1 where all are."""
+    """Return the median ratio of the groups that are not zero; 1 if all are."""
     ratios = products / torch.where(squares > 0, squares, torch.nan)
     return float(ratios.nanmedian().nan_to_num(1.0))
 
 
 def _ratio(error: Tensor, least: Tensor) -> Tensor:
-    """Return the quotient; 0 where there is no error, infinite where there is one and nothing may be lost."""
+    """Return ``error / least``; 0 for no error, infinite for an error if ``least`` is zero."""
     ratio = error / torch.where(least > 0, least, 1.0)
     return torch.where(least > 0, ratio, torch.where(error > 0, torch.inf, 0.0))
 
 
 def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
-    """Yield what is larger than plain rounding explains; limits of errors are ``more`` times wider."""
+    """Yield descriptions of errors that rounding does not explain; ``more`` multiplies the limits."""
     if error.whole > MAX_TENSOR_ERROR * more:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
     scale_high = MAX_SCALE_EXCESS.get(scheme.weight_bits, MAX_SCALE_EXCESS_FROM_4_BITS)
@@ -335,13 +341,13 @@ def _and_more(places: Tensor) -> str:
 def find_damaged_part(
     target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
 ) -> tuple[str, bool] | None:
-    """Say which part of a tensor is not the source's, where all the rest is the source's rounded to nearest.
+    """Describe a part of a tensor that is wrong while the rest is the source's, rounded to nearest.
 
-    With the stored scales given, the code nearest to every weight of the source is known. A wrong scale is not proven:
-    a method may give up a group for one important weight, as ggml does.
+    With the stored scales, the nearest code to every weight of the source is known. A wrong scale is not proven: a
+    method may sacrifice a group to one important weight, as ggml does.
 
     Returns:
-        A description, and whether codes are wrong and not only scales; None where no part is damaged.
+        A description, and whether codes are wrong and not only scales; None if no part is damaged.
     """
     packer, scheme = get_packer(found.scheme), found.scheme
     if GRIDS[scheme.grid].weights_per_code > 1:

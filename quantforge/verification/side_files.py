@@ -1,17 +1,17 @@
-"""Files beside the weights: configuration, tokenizer, chat templates and generation settings against the source's.
+"""Compare configuration, tokenizer, chat templates and generation settings with the source's.
 
-Our own results carry these files byte for byte. Other tools write them anew through transformers, which writes out
-defaults, leaves them out, and renames keys. So every file goes the same way:
+QuantForge's own results contain these files unchanged. Other tools rewrite them with transformers, which adds or omits
+defaults and renames keys. So every file is compared in the same way:
 
-1. Both sides are read as transformers reads them (`read_config`, `load_tokenizer`), after which spellings and
-   defaults no longer count. No code of a model is run: keys that load code are left out of what transformers gets.
+1. Both sides are read as transformers reads them (`read_config`, `load_tokenizer`), so that spellings and defaults no
+   longer matter. No code of a model is run: keys that load code are removed from what transformers receives.
 2. `iterate_changes` compares the two trees, key by key and in both directions.
-3. The first row of `RULES` that fits a change says why it is allowed or unusual. A change that no row fits is an error:
-   a loader reads something else than the source says.
+3. The first matching row of `RULES` decides why a change is allowed or unusual. A change without a matching row is an
+   error: a loader reads something else than the source declares.
 
-Every other name below the artifact is looked at too (`check_extra_files`). It is part of the model (weights, index,
-configuration), or a row of `LOADED` says which loader would run it or read it instead of the model's own; nobody is
-known to read anything else. A file that the source has too, byte for byte, is at most a warning.
+All other file names in the artifact are checked too (`check_extra_files`). A file is part of the model (weights, index,
+configuration), or a row of `LOADED` tells which loader would run it or read it instead of the model's own; no loader is
+known to read any other file. A file that equals the source's, byte for byte, is at most a warning.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from quantforge_files.roles import TOKENIZER as TOKENIZER_ROLE
 
 GENERATION, TOKENIZER = "generation_config.json", "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-# They say again what tokenizer.json or the configuration says, and have to agree with it.
+# They repeat content of tokenizer.json or the configuration, and have to agree with it.
 REDUNDANT_FILES = frozenset(
     {"special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"}
 )
@@ -66,16 +66,16 @@ KNOWN_ATTENTION_KERNELS = (
     "flash_attention_3",
     "flex_attention",
 )
-# Sizes of lists that transformers would build.
+# Numbers that could make transformers build huge lists.
 _LARGE_NUMBER = re.compile(r"(?<![.\d])(?:[2-9]\d{6}|\d{8,})")
-_MAX_LISTED_CHANGES = 12  # changes of one file that are reported one by one
+_MAX_LISTED_CHANGES = 12  # changes of one file that are reported separately
 
 
-# The checks.
+# Checks.
 
 
 def check_side_files(report: Report, artifact: Artifact, source: SourceModel) -> None:
-    """Compare the files beside the weights of a directory with the source's; those of a GGUF file are its keys."""
+    """Compare the side files of a directory with the source's; those of a GGUF file are its keys."""
     if not report.path.is_dir():
         report.skip("a GGUF file holds them as keys", "side-files")
         return
@@ -95,7 +95,7 @@ def check_side_files(report: Report, artifact: Artifact, source: SourceModel) ->
 
 
 def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
-    """Compare all files of two directories."""
+    """Compare all side files of two directories."""
     both = own.documents.keys() & other.documents.keys()
     plain = both - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
     found = chain(
@@ -125,7 +125,7 @@ def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
 def report_changes(
     report: Report, found: Iterable[Change], own: SideFiles, other: SideFiles
 ) -> None:
-    """Report the changes that are not allowed, errors first; of many, the first and the number of the others."""
+    """Report the changes that are not allowed, errors first; of many, list the first and count the rest."""
     files: dict[str, list[tuple[Severity, str]]] = {}
     for change in found:
         severity, why = judge_change(change, own, other)
@@ -141,11 +141,11 @@ def report_changes(
             report.add(check, name, f"{len(rest)} more places differ", rest[0][0])
 
 
-# What differs, file by file.
+# Differences, file by file.
 
 
 def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield the changes of ``config.json``, by meaning if transformers reads both sides."""
+    """Yield the changes of ``config.json``, by meaning if transformers can read both sides."""
     inner = other.get("text_config")
     if isinstance(inner, Mapping) and "text_config" not in own:  # of its language model alone
         other = {**{key: other[key] for key in ("dtype", "torch_dtype") if key in other}, **inner}
@@ -167,9 +167,9 @@ def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
 
 
 def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
-    """Yield the changes of ``tokenizer.json``, part by part, and of what transformers makes of all files together.
+    """Yield the changes of ``tokenizer.json``, part by part, and of what transformers derives from all files.
 
-    A part of ``tokenizer.json`` may also be what transformers makes of the source's.
+    A part of ``tokenizer.json`` may also equal what transformers saves for the source.
 
     Raises:
         InputError: the artifact's tokenizer cannot be read.
@@ -201,28 +201,30 @@ def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
 
 
 def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
-    """Yield the chat templates that differ: those that transformers takes, and those of every place of the artifact.
+    """Yield the chat templates that differ: the one that transformers uses, and those of all locations.
 
-    A template that a place of the source does not have may also be the one that transformers takes of the source.
-    Names count as a key of a GGUF file has them.
+    A template in a location that the source does not use may also equal the one that transformers uses for the source.
+    Templates are matched by their key in a GGUF file.
 
     Raises:
         SourceError: templates of one side cannot be read.
     """
-    taken, told = _templates_by_name(other.files), set[str]()
+    used_by_transformers, reported = _templates_by_name(other.files), set[str]()
     for layout in ("", *chat_templates.LAYOUTS):
         mine, theirs = (_templates_by_name(side.files, layout) for side in (own, other))
         for name in {**mine, **theirs} if not layout else mine:
             place, text = mine.get(name, ("", ABSENT))
-            allowed = [one[name] for one in (theirs, taken) if name in one] or [("", ABSENT)]
-            if name not in told and text not in [expected for _, expected in allowed]:
-                told.add(name)
+            allowed = [one[name] for one in (theirs, used_by_transformers) if name in one] or [
+                ("", ABSENT)
+            ]
+            if name not in reported and text not in [expected for _, expected in allowed]:
+                reported.add(name)
                 where, expected = allowed[0]
                 yield Change((place or where, f"chat template {name}"), text, expected)
 
 
 def _templates_by_name(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[str, Any]]:
-    """Return the file and the text of each chat template of a layout, by default of the one that transformers takes."""
+    """Return file and text of each chat template of a layout, by default of the one that transformers uses."""
     if layout:
         pages = layout == chat_templates.TEMPLATE_FILE
         files = {
@@ -238,18 +240,18 @@ def _templates_by_name(files: Mapping[str, bytes], layout: str = "") -> dict[str
     return found
 
 
-# What may differ, and why.
+# Allowed differences, and the reasons.
 
 
 class Rule(NamedTuple):
-    """A row of `RULES`.
+    """A rule of `RULES`: which changes it matches, and how severe they are.
 
     Attributes:
-        file: a pattern.
-        keys: patterns of places, separated by spaces; ``*dtype`` is also ``text_config.dtype``.
-        severity: None if the change is allowed.
+        file: pattern of file names.
+        keys: patterns of keys, separated by spaces; ``*dtype`` also matches ``text_config.dtype``.
+        severity: severity of the change; None if it is allowed.
         reason: the reason.
-        applies: a further condition on the change and the files of the artifact and the source.
+        applies: a further condition on the change and on the side files of artifact and source.
     """
 
     file: str
@@ -303,7 +305,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def judge_change(change: Change, own: SideFiles, other: SideFiles) -> tuple[Severity | None, str]:
-    """Return how bad a change is, None if it is allowed, and why."""
+    """Return the severity of a change, None if it is allowed, and the reason."""
     for rule in RULES:
         fits = any(fnmatchcase(change.key, key) for key in rule.keys.split())
         if fits and fnmatchcase(change.path[0], rule.file) and rule.applies(change, own, other):
@@ -316,14 +318,14 @@ def judge_change(change: Change, own: SideFiles, other: SideFiles) -> tuple[Seve
 
 @dataclass
 class SideFiles:
-    """What a model has beside its weights.
+    """Side files of a model: everything besides its weights.
 
     Attributes:
         config: the configuration.
         files: contents of the other files by name.
-        tensors: the types of the stored tensors by name.
-        documents: the files that are JSON objects, parsed.
-        damaged: what is wrong with those that should be.
+        tensors: types of the stored tensors by name.
+        documents: parsed JSON objects by file name.
+        damaged: errors by file name, for JSON files that cannot be parsed.
     """
 
     config: Mapping[str, Any]
@@ -341,12 +343,12 @@ class SideFiles:
                 self.damaged[name] = error.message
 
     def document(self, name: str) -> dict[str, Any]:
-        """Return a parsed file, {} if there is none or it is damaged."""
+        """Return a parsed file, {} if it is missing or damaged."""
         return self.documents.get(name, {})
 
 
 def read_side_files(model: Artifact | SourceModel) -> SideFiles:
-    """Read what lies beside the weights of a model; of a GGUF file what its keys say.
+    """Read the side files of a model; for a GGUF file, those that its keys describe.
 
     Raises:
         InputError: a file cannot be read.
@@ -361,12 +363,12 @@ def read_side_files(model: Artifact | SourceModel) -> SideFiles:
 
 
 def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as its class in transformers reads it: with defaults, in today's spelling.
+    """Read a configuration with its class in transformers: with defaults and current key names.
 
-    No code of a model is run. Keys that load code are left as they are.
+    No code of a model is run. Keys that load code are kept unchanged.
 
     Returns:
-        The configuration, {} if transformers cannot read it, or if it has a large number that ``source`` lacks.
+        The configuration; {} if transformers cannot read it, or if it has a large number that ``source`` lacks.
     """
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -394,32 +396,35 @@ def _without_code(value: Any) -> Any:
 
 
 def read_generation_settings(side: SideFiles) -> dict[str, Any]:
-    """Return the settings of generation that do something; those of ``config.json`` if there is no file."""
+    """Return the generation settings that have an effect; those of ``config.json`` if there is no file."""
     from transformers import GenerationConfig
 
-    stated, idle = side.document(GENERATION), GenerationConfig._get_default_generation_params()
+    settings, defaults = (
+        side.document(GENERATION),
+        GenerationConfig._get_default_generation_params(),
+    )
     if GENERATION not in side.files:
         known = generation_keys() - {"use_cache", "transformers_version"}
         parts = (text_config(side.config), side.config)
-        stated = {key: part[key] for part in parts for key in known & part.keys()}
+        settings = {key: part[key] for part in parts for key in known & part.keys()}
     return {
         key: [value] if key.endswith("_token_id") and type(value) is int else value
-        for key, value in stated.items()
-        if value is not None and not trees_equal(value, idle.get(key, False))
+        for key, value in settings.items()
+        if value is not None and not trees_equal(value, defaults.get(key, False))
     }
 
 
 def generation_keys() -> frozenset[str]:
-    """Return the settings of generation that transformers knows."""
+    """Return the names of the generation settings of transformers."""
     from transformers import GenerationConfig
 
     return frozenset(GenerationConfig().to_dict())
 
 
 def normalize_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``tokenizer.json`` with merges as text, added tokens by id, and without what does nothing.
+    """Return ``tokenizer.json`` with merges as text, added tokens by id, and without settings that have no effect.
 
-    That is nulls, flags that are off, a template that adds no token, and what a byte-level decoder does not read.
+    These are nulls, flags that are off, a template that adds no token, and settings that a byte-level decoder ignores.
 
     Raises:
         InputError: it is not a tokenizer.
@@ -448,12 +453,12 @@ def normalize_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of a tokenizer that transformers loads, and its ``tokenizer.json`` as it would save it.
+    """Load a tokenizer with transformers; return its settings, and the ``tokenizer.json`` that it would save.
 
     No code of the model is run: only copies of its tables are loaded.
 
     Raises:
-        InputError: transformers cannot load it so.
+        InputError: transformers cannot load it.
     """
     from transformers import AutoTokenizer
 
@@ -511,7 +516,13 @@ def token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
 
 
 class LoadedFile(NamedTuple):
-    """What a loader does with files of some names, and how bad that is if no source is known."""
+    """Files that some loader reads or runs.
+
+    Attributes:
+        effect: what loaders do with them, for messages.
+        severity_without_source: severity if there is no source to compare with; None for no finding.
+        patterns: patterns of their names, separated by spaces.
+    """
 
     effect: str
     severity_without_source: Severity | None
@@ -572,14 +583,14 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
 
 
 def find_loaded_file(name: str) -> LoadedFile | None:
-    """Return the first row of `LOADED` with a pattern that fits a name or its last part."""
+    """Return the first row of `LOADED` with a pattern that matches a name or its last component."""
     parts = (name.lower(), name.lower().rpartition("/")[2])
     fits = ((row, pattern) for row in LOADED for pattern in row.patterns.split())
     return next((row for row, pat in fits if any(fnmatchcase(part, pat) for part in parts)), None)
 
 
 def _files_equal(own: Path, other: Path, name: str) -> bool:
-    """Return whether two directories have the same bytes under a name."""
+    """Return whether a file has the same bytes in two directories."""
     try:
         return manifest.sha256(own / name, own) == manifest.sha256(other / name, other)
     except (InputError, OSError):

@@ -1,6 +1,6 @@
-"""Check the headers of the tensors, the configuration and the tokenizer against each other; no values are read.
+"""Check tensor headers, configuration and tokenizer against each other, without reading values.
 
-A contradiction is an error if no loader can get the model right, and a warning if some loaders do.
+A contradiction is an error if no loader can load the model correctly, and a warning if some loaders do.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quantforge.verification.side_files import TOKENIZER as TOKENIZER_FILE
 from quantforge.verification.side_files import token_ids
 from quantforge_files.roles import TOKENIZER
 
-MAX_SHOWN_NAMES = 6  # names in a finding
+MAX_SHOWN_NAMES = 6  # names listed in a finding
 
 
 def check_structure(
@@ -51,7 +51,7 @@ def check_structure(
 
 
 def _check_quantized(report: Report, artifact: Artifact) -> None:
-    """Check that exactly the layers are quantized that the configuration declares as quantized."""
+    """Check that the quantized layers are exactly those that the configuration declares."""
     config = artifact.checkpoint.config
     stated = quantization_config(config)
     only_cache = not artifact.layouts and stated.get("kv_cache_scheme") is not None
@@ -88,7 +88,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
 
 
 def _quantized_by_module(artifact: Artifact) -> dict[str, bool | None]:
-    """Return whether each linear is quantized, by module as stored; None for a tied head, which has no tensor."""
+    """Return whether each linear is quantized, by stored module name; None for a tied head without tensor."""
     found: dict[str, bool | None] = {}
     head = head_module(artifact.checkpoint.config)
     for tensor in artifact.model_layout.tensors:
@@ -99,7 +99,10 @@ def _quantized_by_module(artifact: Artifact) -> dict[str, bool | None]:
 
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
-    """Check that matrices that engines join have one scheme: transformers does not join them, others do."""
+    """Check that matrices that engines join have the same scheme.
+
+    Transformers does not join them, other engines do.
+    """
     if not artifact.format.INFO.fuses_shared_inputs:
         report.skip("engines of the format load every matrix separately", "siblings")
         return
@@ -120,8 +123,8 @@ def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> N
 def _check_vocabulary(report: Report, artifact: Artifact) -> None:
     """Check that every token has a row in the embedding.
 
-    Models are published with added tokens beyond it, which no text contains unless it names them: a warning. A piece of
-    the vocabulary beyond it is an error: the tokenizer belongs to another model.
+    Some models are published with added tokens beyond the embedding, which no ordinary text contains: a warning. A
+    vocabulary piece beyond it is an error: the tokenizer belongs to another model.
     """
     path = artifact.checkpoint.path
     file = path / TOKENIZER_FILE
@@ -160,7 +163,7 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
 
 
 def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> None:
-    """Check that an engine loads the artifact, by the rules of its format; for transformers, by its own loader too."""
+    """Check that an engine loads the artifact, by the rules of its format, or with transformers' own loader."""
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
@@ -183,9 +186,9 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
 
 
 def _check_towers(report: Report, artifact: Artifact, source: SourceModel | None) -> None:
-    """Check that other towers are there whole or not at all, and likewise a head for further tokens.
+    """Check that other towers, and a draft head, are complete or missing as a whole.
 
-    Their tensors are those of the source; without a source, those that transformers expects.
+    Their expected tensors are those of the source; without a source, those that transformers expects.
     """
     foreign = artifact.model_layout.foreign_tensors
     whole = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
@@ -221,7 +224,7 @@ def _check_towers(report: Report, artifact: Artifact, source: SourceModel | None
 
 
 def _without_model_prefix(name: str) -> str:
-    """Return the name of a tensor without the prefix that some files leave out."""
+    """Return the name of a tensor without the prefix that some files omit."""
     return name.removeprefix("model.")
 
 
@@ -230,7 +233,7 @@ def _tower_name(name: str) -> str:
 
 
 def _decoded_headers(artifact: Artifact) -> list[StoredTensor]:
-    """Return the headers of the tensors, quantized weights as if they were plain."""
+    """Return the headers of the tensors after decoding, as if no weight were quantized."""
     return [entry.header() for entry in decode_checkpoint(artifact.checkpoint).entries.values()]
 
 

@@ -1,17 +1,17 @@
-"""Every tensor of an artifact: readable, finite, and with a source at hand the source's, as far as rounding leaves it.
+"""Check every tensor of an artifact: readable, finite, and equal to the source's up to rounding.
 
-A difference is an *error* where it is proven that nobody meant it: the tensor is another tensor of the source, or its
-own with rows in another order, transposed, off by one code or multiplied by a number; or one part of it is wrong while
-all the rest is exactly what rounding the source gives. Everything else that is unusual is a *warning*: more error than
-plain rounding of the same tensor loses, in the whole tensor, a row or a column (`quantforge.verification.rounding`).
-Nothing is divided by the size of what is compared: a tensor of zeros may stay one.
+A difference is an *error* if it is proven to be unintended: the tensor is another tensor of the source, or has its rows
+in another order, is transposed, off by one code or multiplied by a number; or one part of it is wrong while all the
+rest is exactly the rounded source. Anything else that is unusual is a *warning*: a larger error than that of rounding
+the same tensor to nearest, in the whole tensor, a row or a column (`quantforge.verification.rounding`). Nothing is
+divided by the size of what is compared, so a tensor of zeros may stay zero.
 
-Without a source, tensors are looked at by themselves (`anomalies`), and nothing is proven. Trained weights are centered
-on zero, no row or column of them is one number, groups are of comparable size, two matrices are never equal, and the
-gains of a norm change slowly from block to block. Blocks may have been copied on purpose, though, and a network may
-have learned anything.
+Without a source, tensors are checked on their own (`anomalies`), and nothing is proven. Trained weights are centered on
+zero, no row or column has one constant value, groups have comparable sizes, two matrices are never equal, and norm
+weights change slowly from block to block. But blocks may have been copied on purpose, and a network may have learned
+anything.
 
-One block of the artifact and of the source is in memory at a time, of experts one matrix.
+One block of the artifact and of the source is in memory at a time; for experts, one matrix.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from quantforge.verification.rounding import (
     unusual_errors,
 )
 
-# Cosine from which a tensor is the one that it resembles, and by how much more than its own: see also RELATED.
+# Cosine similarity above which a tensor is another tensor of the source, and its minimal excess over that of its own.
 MIN_MATCH_COSINE, MIN_COSINE_GAIN = 0.8, 0.1
-# Tensors that resemble nothing, after which no other tensors are tried: it is another model.
+# After this many tensors that resemble nothing, no more are compared with others: it is another model.
 MAX_UNRELATED = 8
-# What is stored unquantized may differ by this: of a tensor with a fitted factor, squared and relative, also where the
-# scales that it was fitted to were tuned; absolutely, what a gain loses that some files store less 1.
+# Allowed errors of unquantized tensors: relative and squared for fitted scales, the same after tuning, and absolute for
+# norm weights that some files store minus 1.
 MAX_FITTED_ERROR, MAX_TUNED_ERROR, MAX_ABSOLUTE_ERROR = 1e-3, 0.1, 2.0**-23
-# Share of further zeros from which a tensor was made sparse, and by how much SparseGPT makes the rest of a row longer.
+# Share of additional zeros that makes a tensor sparse, and the largest growth of a row norm by SparseGPT.
 MIN_SPARSITY, MAX_NORM_GROWTH = 0.2, 2.0
-# Of tensors by themselves.
-MIN_CODES = 32  # with fewer, equal codes are chance
-MAX_PEAK_RATIO = 2.0**14  # of the largest weight of a group, over that of the median group
-MAX_MEAN_RATIO = 0.15  # of the mean of the median group, over the mean magnitude of the weights
-# How far from one the difference of two gains may be, where a family stores them less one.
+# Limits for tensors without a source.
+MIN_CODES = 32  # with fewer codes, equality is chance
+MAX_PEAK_RATIO = 2.0**14  # largest weight of a group relative to that of the median group
+MAX_MEAN_RATIO = 0.15  # mean of the median group relative to the mean magnitude of weights
+# Tolerance of a difference of one between norm weights, which some families store minus one.
 OFF_BY_ONE_TOLERANCE = 0.3
 
 
@@ -75,8 +75,8 @@ class TensorChecks:
     """Checks of the tensors of one artifact, block by block.
 
     Attributes:
-        scaled_modules: norms and linears that carry factors which cancel.
-        sparse_tensors: tensors of which a sparsifier made weights zero, by their stored names.
+        scaled_modules: norms and linears with folded scales that cancel.
+        sparse_tensors: stored names of tensors in which a sparsifier set weights to zero.
     """
 
     def __init__(
@@ -92,18 +92,18 @@ class TensorChecks:
         tuned: bool = False,
         sparsifier: str = "",
     ) -> None:
-        """Check ``artifact``.
+        """Prepare the checks.
 
         Args:
             report: gets the findings.
-            artifact: whose tensors are looked at.
-            source: what they are compared with.
-            device: where the models run.
-            forward: run them.
+            artifact: the artifact to check.
+            source: the model that it is compared with.
+            device: where the models of the forward pass run.
+            forward: whether to run the forward pass.
             rounded_to_nearest: whether the manifest records rounding to nearest with absmax scales.
-            may_be_folded: factors may have been moved between tensors.
-            tuned: the manifest says that gains of norms were learned.
-            sparsifier: the method that made weights zero by the manifest, "" where nobody says.
+            may_be_folded: whether scales may have been folded between tensors.
+            tuned: whether the manifest records that norm weights were learned.
+            sparsifier: the method that set weights to zero according to the manifest, "" if unknown.
         """
         self._report, self._artifact, self._source = report, artifact, source
         self._rounded_to_nearest, self._may_fold = rounded_to_nearest, may_be_folded
@@ -120,9 +120,11 @@ class TensorChecks:
         self._folded_scales = FoldedScales()
         self._unreadable: set[str] = set()  # stored names
         self._modules_by_digest: dict[tuple[str, str], str] = {}
-        self._norm_gains: dict[str, float] = {}  # the median gain of each norm, by its stored name
+        self._norm_gains: dict[str, float] = {}  # median weight of each norm, by its stored name
         self._input_scales: dict[str, float] = {}
-        self._unrelated: list[str] = []  # stored names of tensors that resemble nothing
+        self._unrelated: list[
+            str
+        ] = []  # stored names of tensors that resemble no tensor of the source
         self._approximate_matrices: dict[
             str, str
         ] = {}  # unquantized matrices near the source's, what differs
@@ -166,7 +168,7 @@ class TensorChecks:
         self._forward_pass.close()
 
     def artifact_weight(self, name: str) -> Tensor | None:
-        """Return a weight of the artifact in float32 by canonical name, linears as ``[out, in]``; None without it."""
+        """Return a float32 weight of the artifact by canonical name, linears as ``[out, in]``; None if missing."""
         if name in self._decoded:
             return self._decoded[name]
         tensor = self._artifact.model_layout.by_name.get(name)
@@ -183,7 +185,7 @@ class TensorChecks:
         return value
 
     def rounded_source_weight(self, name: str) -> Tensor | None:
-        """Return a weight of the source, rounded plainly as the artifact's is; None where it is stored as it is."""
+        """Return a weight of the source, rounded to nearest in the artifact's scheme; None if it is not quantized."""
         if name in self._rounded_source:
             return self._rounded_source[name]
         tensor = self._artifact.model_layout.by_name.get(name)
@@ -195,7 +197,7 @@ class TensorChecks:
         return self._folded_scales.remove(name.removesuffix(".weight"), value)
 
     def _quantized_tensor(self, tensor: MatchedTensor) -> QuantizedTensor | None:
-        """Return a quantized weight, None for one that is stored as it is."""
+        """Return a quantized weight, None for one that is not quantized."""
         if tensor.name in self._quantized:
             return self._quantized[tensor.name]
         layout = self._artifact.layout(tensor)
@@ -205,7 +207,7 @@ class TensorChecks:
         return found
 
     def _clipping_mask(self, name: str) -> Tensor | None:
-        """Mark the weights at the ends of their groups, which may have been clipped; None where it is not quantized."""
+        """Mark the extreme weights of each group, which may have been clipped; None if it is not quantized."""
         value, found = self.artifact_weight(name), self._quantized.get(name)
         if value is None or found is None:
             return None
@@ -218,7 +220,7 @@ class TensorChecks:
             kept.clear()
 
     def _scaled_source_weight(self, name: str) -> Tensor | None:
-        """Return the source's weight with the factors that were moved into it."""
+        """Return a weight of the source with the scales that were folded into it."""
         value = None if self._source is None else self._source.weight(name)
         module, _, leaf = name.rpartition(".")
         if value is not None and leaf == "bias":
@@ -231,7 +233,7 @@ class TensorChecks:
         return self._folded_scales.apply(module, value)
 
     def _check_tensors(self, tensors: list[MatchedTensor], block: int) -> None:
-        """Check tensors of one block (-1: of none) by themselves, then against the source's."""
+        """Check tensors of one block (-1: outside of blocks) on their own, then against the source's."""
         for tensor in tensors:
             self._check_tensor_alone(tensor)
         if self._source is None:
@@ -253,7 +255,7 @@ class TensorChecks:
             if tensor.header.name not in self._unreadable:
                 self._compare_tensor(tensor, self._source)
 
-    # checks without a source
+    # Checks without a source.
 
     def _check_tensor_alone(self, tensor: MatchedTensor) -> None:
         """Check that a tensor is readable and finite, and looks like trained weights."""
@@ -285,7 +287,7 @@ class TensorChecks:
                 say("swapped", layout.module, f"its {part} are those of {other}, bit for bit")
 
     def _are_similar(self, module: str, other: str) -> bool:
-        """Return whether two linears of the source are alike, as in copied blocks, so that their codes may be equal."""
+        """Return whether two linears of the source are similar, as in copied blocks, so that codes may be equal."""
         names = {t.header.name: t.name for t in self._artifact.model_layout.tensors}
         first, second = (
             self._source.weight(names.get(f"{one}.weight", "")) if self._source else None
@@ -295,10 +297,10 @@ class TensorChecks:
             return False
         return abs(_cosine(first, second)) > MIN_MATCH_COSINE
 
-    # comparisons with the source
+    # Comparisons with the source.
 
     def _compare_tensor(self, tensor: MatchedTensor, source: SourceModel) -> None:
-        """Compare a tensor with the source's in the way that its form and shape ask for."""
+        """Compare a tensor with the source's, depending on whether it is quantized."""
         name, module = tensor.header.name, tensor.name.removesuffix(".weight")
         target, layout = self._scaled_source_weight(tensor.name), self._artifact.layout(tensor)
         if target is None:
@@ -325,7 +327,7 @@ class TensorChecks:
     def _compare_quantized(
         self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor
     ) -> None:
-        """Compare a quantized weight with the source's: first for what is proven, then for what is unusual."""
+        """Compare a quantized weight with the source's: first for proven defects, then for unusual errors."""
         name, module = tensor.header.name, tensor.name.removesuffix(".weight")
         value = self.artifact_weight(tensor.name)
         assert value is not None
@@ -377,7 +379,7 @@ class TensorChecks:
     def _explain_matrix(
         self, tensor: MatchedTensor, value: Tensor, target: Tensor, error: RoundingError
     ) -> str | None:
-        """Say what a matrix is instead of the source's, None where nothing explains it."""
+        """Describe what a matrix contains instead of the source's weights; None if there is no explanation."""
         if error.cosine < MIN_MATCH_COSINE and len(self._unrelated) < MAX_UNRELATED:
             least = max(MIN_MATCH_COSINE, error.cosine + MIN_COSINE_GAIN)
             other = self._find_equal_tensor(
@@ -402,7 +404,8 @@ class TensorChecks:
     ) -> str | None:
         """Return the stored name of another tensor of the source that ``equals`` accepts.
 
-        Those that may have been swapped are tried: of the same block first, then the same one of other blocks.
+        Candidates are tensors that may have been swapped: of the same block first, then the same tensor of other
+        blocks.
         """
         assert self._source is not None
         alike = [t for t in self._artifact.model_layout.tensors if t.role is tensor.role]
@@ -418,7 +421,7 @@ class TensorChecks:
     def _compare_unquantized(
         self, tensor: MatchedTensor, target: Tensor, source: SourceModel
     ) -> None:
-        """Compare a tensor that is stored as it is: it is the source's in its own type, with its factors."""
+        """Compare an unquantized tensor: it must equal the source's in its own type, with folded scales applied."""
         name, (module, _, leaf) = tensor.header.name, tensor.name.rpartition(".")
         if module in self._folded_scales.norm_scales and leaf == "weight":
             return  # the layers that read it are compared with its factor
@@ -468,7 +471,7 @@ class TensorChecks:
             self._report.warn("kept-changed", name, text)
 
     def _may_be_tuned(self, tensor: MatchedTensor, value: Tensor, target: Tensor) -> bool:
-        """Return whether gains of a norm, or its bias, differ by no more than tuning changes gains."""
+        """Return whether a norm weight or bias differs by no more than tuning changes it."""
         model_layout, (module, _, leaf) = self._artifact.model_layout, tensor.name.rpartition(".")
         norms = [norm for norm, _ in foldable_norms(model_layout, tensor.block)]
         if module not in self._folded_scales.norm_scales and (
@@ -480,7 +483,7 @@ class TensorChecks:
         return bool(((value.float() - target).abs() <= most).all())
 
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
-        """Compare what a sparsifier has left of a tensor: it is the source's, or moved a little by SparseGPT."""
+        """Compare the nonzero weights of a sparse tensor: equal to the source's, or adjusted by SparseGPT."""
         left = value != 0
         wrong = left & ~_is_cast(value, target)
         own, source = value.float(), target.masked_fill(~left, 0.0)
@@ -498,10 +501,10 @@ class TensorChecks:
         proven = not self._may_change_values or 2 * int(wrong.sum()) <= int(left.sum())
         (self._report.add if proven else self._report.warn)("kept-changed", name, text)
 
-    # the whole model
+    # Findings about the whole model.
 
     def _report_unrelated(self) -> None:
-        """Report tensors that resemble neither the source's nor others: once where they are most of the model."""
+        """Report tensors that resemble no tensor of the source: only once if they are most of the model."""
         linears = sum(t.role is Role.LINEAR for t in self._artifact.model_layout.tensors)
         if 2 * len(self._unrelated) > linears:
             text = (
@@ -514,7 +517,7 @@ class TensorChecks:
             self._report.warn("swapped", name, "does not resemble the source's tensor of this name")
 
     def _report_approximate(self) -> None:
-        """Report unquantized matrices that differ everywhere: once where nearly all do, as in a decoded result."""
+        """Report unquantized matrices that differ everywhere: only once if nearly all do, as in a decoded model."""
         linears = sum(t.role is Role.LINEAR for t in self._artifact.model_layout.tensors)
         first, count = next(iter(self._approximate_matrices), ""), len(self._approximate_matrices)
         if count > max(1, 0.9 * linears):
@@ -527,7 +530,7 @@ class TensorChecks:
             self._report.warn("kept-changed", name, text)
 
     def _report_missing(self, source: SourceModel) -> None:
-        """Report tensors of the source that the artifact does not have."""
+        """Report tensors of the source that the artifact lacks."""
         model_layout = self._artifact.model_layout
         head = (
             f"{model_layout.architecture.head if model_layout.architecture else 'lm_head'}.weight"
@@ -542,11 +545,14 @@ class TensorChecks:
                 self._report.add("incomplete", name, "the source has it, the artifact does not")
 
 
-# Tensors by themselves.
+# Checks of single tensors.
 
 
 def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str]]:
-    """Yield checks and descriptions of what is unusual about a matrix, ``value`` ``[out, in]`` when it is decoded."""
+    """Yield checks and descriptions of what is unusual about a matrix on its own.
+
+    ``value`` is the decoded matrix, ``[out, in]``.
+    """
     width = group_width(tensor.scheme, value.shape[1])
     peaks = value.abs().view(len(value), -1, width).amax(-1)
     peaks = peaks[peaks > 0]  # scales of groups of zeros mean nothing
@@ -573,7 +579,7 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
 
 
 def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:
-    """Yield "codes" and "scales" with the digest of each, where two matrices have the same by no chance."""
+    """Yield "codes" and "scales" with a digest of each, unless equality with another matrix could be chance."""
     for part, value in (("codes", tensor.codes), ("scales", tensor.parameters.get("scales"))):
         if value is None or value.numel() < MIN_CODES:
             continue
@@ -583,10 +589,10 @@ def fingerprints(tensor: QuantizedTensor) -> Iterator[tuple[str, str]]:
 
 
 def gains_off_by_one(gains: dict[str, float]) -> Iterator[tuple[str, str]]:
-    """Yield the names of norms whose gains are one off those of the same norm in other blocks, with a description.
+    """Yield names and descriptions of norms whose weights are off by one relative to the same norm in other blocks.
 
     Args:
-        gains: the median gain of each norm by its stored name, in the order of blocks.
+        gains: the median weight of each norm by its stored name, in the order of blocks.
     """
     series: dict[str, list[str]] = {}
     for name in gains:
@@ -603,9 +609,9 @@ def gains_off_by_one(gains: dict[str, float]) -> Iterator[tuple[str, str]]:
 
 
 def off_by_one(gains: Sequence[float], index: int) -> float:
-    """Return how far one of ``gains``, in the order of blocks, is off the others; 0 where that is not about one.
+    """Return how far one of ``gains``, in the order of blocks, is off the others; 0 if that is not about one.
 
-    Gains may grow with depth: each is compared with those beside it, and only where the others agree in that way.
+    Norm weights may grow with depth, so each is compared with its neighbors, and only if the others agree with theirs.
     """
     others = [*gains[:index], *gains[index + 1 :]]
     if len(others) < 3:
@@ -616,18 +622,18 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
 
 
 def _gain_difference(gains: Sequence[float], index: int) -> float:
-    """Return what one gain is above the mean of those beside it, the first and last above one or the line of two."""
+    """Return the difference of one gain from its neighbors: from their mean, or from an extrapolation at the ends."""
     if 0 < index < len(gains) - 1:
         return gains[index] - (gains[index - 1] + gains[index + 1]) / 2
     near, far = (gains[1], gains[2]) if index == 0 else (gains[-2], gains[-3])
     return min(gains[index] - near, gains[index] - (2 * near - far), key=abs)
 
 
-# What a tensor is instead of the source's.
+# Explanations of what a tensor contains.
 
 
 def _describe_rearrangement(value: Tensor, target: Tensor) -> str | None:
-    """Say how a matrix is the source's in another arrangement, None where it is not."""
+    """Describe how a matrix is a rearrangement of the source's; None if it is not."""
     if _cosine(-value, target) > MIN_MATCH_COSINE:
         return "all weights have the wrong sign"
     if value.shape[0] == value.shape[1] and _cosine(value.T, target) > MIN_MATCH_COSINE:
@@ -643,7 +649,7 @@ def _describe_rearrangement(value: Tensor, target: Tensor) -> str | None:
 
 
 def _unit_rows(matrix: Tensor) -> Tensor:
-    """Return rows of length 1, of at most 2048 columns."""
+    """Return the rows, normalized to length 1, of at most 2048 columns."""
     return torch.nn.functional.normalize(matrix[:, :2048], dim=1)
 
 
@@ -653,7 +659,7 @@ def _cosine(first: Tensor, second: Tensor) -> float:
 
 
 def _is_cast(found: Tensor, target: Tensor) -> Tensor:
-    """Mark where ``found`` is ``target`` in its own type, perhaps by way of another type of 16 bits."""
+    """Mark where ``found`` equals ``target`` after a cast to its type, possibly through another 16-bit type."""
     equal = found == target.to(found.dtype)
     for dtype in (torch.bfloat16, torch.float16):
         equal |= found == target.to(dtype).to(found.dtype)
@@ -661,6 +667,6 @@ def _is_cast(found: Tensor, target: Tensor) -> Tensor:
 
 
 def _has_values_of(found: Tensor, weight: Tensor) -> bool:
-    """Return whether ``found`` is ``weight`` in its own type; a constant may be so by chance."""
+    """Return whether ``found`` equals ``weight`` after a cast to its type; constants do not count."""
     constant = bool((weight == weight.flatten()[0]).all())
     return not constant and bool(_is_cast(found, weight).all())

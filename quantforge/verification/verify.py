@@ -1,4 +1,4 @@
-"""Verify an artifact: files, structure, tensors, logits, in this order, as far as it can be read."""
+"""Verify an artifact: files, structure, tensors and logits, in this order, as far as it can be read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from quantforge.verification.side_files import check_extra_files, check_side_fil
 from quantforge.verification.structure import check_structure
 from quantforge.verification.tensors import TensorChecks
 
-# Checks whose errors keep the model from being run.
+# Checks whose errors prevent the forward pass.
 _FORWARD_BLOCKERS = {"unreadable", "incomplete", "ignore-list"}
 
 
@@ -54,21 +54,21 @@ def verify(
     key: Path | None = None,
     adapter: Path | None = None,
 ) -> Report:
-    """Verify an artifact of any format that is read; what is wrong with it is in the report.
+    """Verify an artifact of any readable format; defects are recorded in the report.
 
     Args:
         path: the artifact.
         source: the model that it was made from.
-        engine: the inference engine that must load it, as ``quantforge formats`` names it.
-        forward: run the model once.
+        engine: the inference engine that must load it, as named by ``quantforge formats``.
+        forward: whether to run the model once.
         device: where it runs.
-        key: the public key of whoever signed it.
-        adapter: what was merged into the source.
+        key: the public key of the signer.
+        adapter: the adapter that was merged into the source.
 
     Raises:
-        InputError: there is nothing at ``path``, the source or the key cannot be read, or an adapter is missing.
-        IntegrityError: the adapter is not the one that the manifest states, or it states none.
-        UsageError: an adapter without a source, an engine that nobody knows, or no library for signatures.
+        InputError: nothing exists at ``path``, the source or the key cannot be read, or an adapter is missing.
+        IntegrityError: the adapter is not the one that the manifest records, or it records none.
+        UsageError: an adapter without a source, an unknown engine, or no library for signatures.
     """
     if not path.exists():
         raise InputError(
@@ -141,9 +141,9 @@ def verify(
 def _open_matching_source(
     artifact: Artifact, source: Path, declared: DeclaredChanges, adapter: Path | None
 ) -> tuple[Artifact, SourceModel]:
-    """Return an artifact and its source, both matched by derived declarations or neither; errors as `open_source`.
+    """Open the source so that both models are matched with derived declarations, or neither; errors as `open_source`.
 
-    Derived declarations name tensors as the running model does, which in many families is not how files name them.
+    Derived declarations use the names of the running model, which in many families differ from those in files.
     """
     single = any(tensor.expert >= 0 for tensor in artifact.model_layout.tensors)
     derive = _is_derived(artifact.model_layout)
@@ -162,7 +162,7 @@ def _is_derived(model_layout: ModelLayout) -> bool:
 
 
 def _is_rounded_to_nearest(document: Mapping[str, Any] | None) -> bool:
-    """Return whether a manifest says that every tensor was rounded to nearest, with scales that cover its range."""
+    """Return whether a manifest records that every tensor was rounded to nearest with absmax scales."""
     if (
         document is None
         or document.get("method") != RTN
@@ -176,7 +176,7 @@ def _is_rounded_to_nearest(document: Mapping[str, Any] | None) -> bool:
 
 
 def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> None:
-    """Report a directory of plain weights that all equal the source's: it is a copy, not a result."""
+    """Report a directory of unquantized weights that all equal the source's: it is a copy, not a result."""
     if (
         artifact.layouts
         or quantization_config(source.checkpoint.opened.config)  # a quantized source, decoded
