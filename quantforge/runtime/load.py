@@ -58,12 +58,8 @@ from quantforge.runtime.model_sizes import (
     stored_sizes,
 )
 from quantforge.runtime.packed_experts import ExpertWeights, decode_plain, fill_experts
-from quantforge.runtime.tensor_parallel import (
-    TensorParallelRank,
-    WeightShard,
-    find_shards,
-    wrap_split_linears,
-)
+from quantforge.runtime.split_model import find_shards, wrap_split_linears
+from quantforge.runtime.tensor_parallel import TensorParallelRank, WeightShard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -36,7 +36,8 @@ from quantforge.model.expert_calls import takes_repeated_tokens
 from quantforge.model.weight_loading import parameter
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.packers.tensor import QuantizedTensor
-from quantforge.runtime.linear import KernelWeight, PackedLinear, PackedWeights, to_kernel_weight
+from quantforge.runtime.kernel_weight import KernelWeight, to_kernel_weight
+from quantforge.runtime.linear import PackedLinear, PackedWeights
 from quantforge_kernels import fallback, grouped
 from quantforge_kernels.grouped import ExpertRouting, GroupedKernel, GroupedMatmulSpec
 from quantforge_kernels.layers import silu_gate

@@ -15,7 +15,7 @@ from quantforge.errors import RefusedError, UsageError
 from quantforge.notation import parse
 from quantforge.recipe import Recipe
 from quantforge.runtime.decoder import Decoder
-from quantforge.runtime.linear import to_kernel_weight
+from quantforge.runtime.kernel_weight import to_kernel_weight
 from quantforge.runtime.load import load
 from quantforge.runtime.tensor_parallel import TensorParallelRank, WeightShard, init_tensor_parallel
 from quantforge.settings import Settings
