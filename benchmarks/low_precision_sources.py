@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge.files.writer import WeightsWriter, file_plans, index_json, plan_shards
+from quantforge.files.writer import WeightsWriter, index_json, plan_files, plan_shards
 from quantforge.plans import StoredTensor
 
 SIDE = 128
@@ -139,7 +139,7 @@ def written(model: Path, tiles: bool, options: argparse.Namespace) -> int:
     shards = plan_shards(stored, SHARD)
     if len(shards) > 1:
         (model / INDEX).write_bytes(index_json(shards))
-    with WeightsWriter(model, file_plans(shards)) as writer:
+    with WeightsWriter(model, plan_files(shards)) as writer:
         for index, item in enumerate(stored):
             writer.write(item.name, drawn(item.dtype, item.shape).roll(index, 0))
     return sum(map(math.prod, shapes.values()))

@@ -171,5 +171,5 @@ def progress_of(
         total=total,
         seconds=time.monotonic() - start,
         error=sum(errors) / len(errors) if errors else None,
-        peak_bytes=system.peak_bytes(),
+        peak_bytes=system.peak_memory(),
     )

@@ -370,7 +370,7 @@ def read_toml(
     Raises:
         InputError: it is not TOML (``example`` is the hint), or larger or deeper than any recipe.
     """
-    if len(text) > RECIPE.limit or any(
+    if len(text) > RECIPE.max_bytes or any(
         line.count(".") > MAX_KEY_PARTS or len(line) > MAX_LINE
         for line in _strip_strings(text).splitlines()
     ):

@@ -1,7 +1,7 @@
-"""Roles of files, and how many bytes a file of each may have: the one table of limits.
+"""Kinds of files, and how many bytes each may have.
 
-A limit is at least four times the largest that was ever published of its kind: tokenizers of 33 MB with 262 000 tokens,
-indexes of 140 000 names. Weights have none, because they are read in parts.
+A limit is at least four times the largest published file of its kind: tokenizers of 33 MB with 262 000 tokens,
+indexes of 140 000 names. Weights have no limit, because they are read in parts.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ class FileRole:
     """A kind of file.
 
     Attributes:
-        name: in messages.
-        limit: how many bytes it may have.
-        values: how many values, keys and containers it may have, where it is JSON or a header.
-        infinite: whether its numbers may be infinite, see `strict_json.parse`.
+        name: its name in messages.
+        max_bytes: the largest size.
+        max_values: the largest number of values, keys and containers, for JSON or a header.
+        allow_infinity: whether its numbers may be infinite, see `strict_json.parse`.
     """
 
     name: str
-    limit: int
-    values: int = 0
-    infinite: bool = False
+    max_bytes: int
+    max_values: int = 0
+    allow_infinity: bool = False
 
 
 # Lists of what is left out name every expert.
-CONFIG = FileRole("configuration", 64 * _MB, 1_200_000, infinite=True)
+CONFIG = FileRole("configuration", 64 * _MB, 1_200_000, allow_infinity=True)
 INDEX = FileRole("index of weights", 64 * _MB, 1_200_000)
 HEADER = FileRole("safetensors header", 32 * _MB, 4_000_000)  # a quarter of a million tensors
 GGUF_HEADER = FileRole("GGUF header", 128 * _MB, 6_000_000)
@@ -54,12 +54,12 @@ TEXT = FileRole("text", 256 * _MB)
 LINE = FileRole("line of JSON", 32 * _MB, 1_000_000)
 TABLE = FileRole("table of text", 8 * _GB)
 IMAGE = FileRole("image", 64 * _MB)
-STATES = FileRole("hidden states", NO_LIMIT)
-TUNED = FileRole("results of tuning", NO_LIMIT)
+HIDDEN_STATES = FileRole("hidden states", NO_LIMIT)
+TUNING_RESULTS = FileRole("results of tuning", NO_LIMIT)
 JOURNAL = FileRole("journal", 128 * _MB, 1_000_000)
 
 # The files that are carried into a result, by patterns of their names.
-CARRIED = {
+CARRIED_FILES = {
     "tokenizer.json": TOKENIZER,
     "tekken.json": VOCABULARY, "vocab.json": VOCABULARY, "vocab.txt": VOCABULARY, "merges.txt": VOCABULARY,
     "tokenizer.model": VOCABULARY, "tokenizer.model.v[0-9]*": VOCABULARY, "*.tiktoken": VOCABULARY,

@@ -1,10 +1,10 @@
-"""JSON of others, read in bounded time and memory, and so that no two readers can understand it differently.
+"""Parse untrusted JSON in bounded time and memory, and reject documents that parsers could read differently.
 
 The standard parser keeps the last of two equal keys, turns ``1e400`` into infinity, accepts ``NaN``
 and lone surrogates, and fails on deep nesting with a traceback. A file that relies on any of these
-is refused. Python's objects take up to a hundred bytes for three of text, so a large document is looked
-over first, as bytes: how deep it is, and of how many values. What exceeds its role is refused before
-anything is built.
+is refused. Python's objects take up to a hundred bytes for three bytes of text, so a large document is first
+scanned as bytes for its depth and its number of values. If these exceed its role, it is refused before
+any object is built.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 MAX_DEPTH = 64
 # The only key of an object that stands for an infinite number, its word under it: so transformers 5 writes one. Older
 # versions wrote the bare word, which configurations of hybrid models still hold (`time_step_limit`).
-INFINITE = "__float__"
+INFINITY_KEY = "__float__"
 MAX_DIGITS = 64  # of a number where only its size is free: some write 10^30 for "no limit"
-_SMALL = 1 << 20  # bytes that cannot take much memory, whatever they hold
+_SMALL_DOCUMENT = 1 << 20  # bytes that cannot take much memory, whatever they hold
 _CHUNK = 1 << 20
 _CONTAINERS = {dict, list}  # of which json makes no others
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,12 +36,12 @@ def parse(
     """Parse one JSON document.
 
     Args:
-        data: the whole of it.
+        data: the whole document.
         values: how many values, keys and containers it may have.
-        refuse: raises; called with what is wrong.
-        loose: as the standard parser reads it, but for numbers of more than `MAX_DIGITS` digits: for files that
-            nothing but settings are taken from.
-        infinite: read the words ``Infinity`` and ``-Infinity``, which Python writes, as `INFINITE` says.
+        refuse: function that raises the error; called with a description of the problem.
+        loose: parse as the standard parser does, except for numbers of more than `MAX_DIGITS` digits; for files from
+            which only settings are read.
+        infinite: accept the words ``Infinity`` and ``-Infinity``, which Python writes, as `INFINITY_KEY` says.
 
     Calls ``refuse``: not UTF-8, a byte order mark, not JSON, a duplicate key at any level, a number
     that is not finite or not of 64 bits, a lone surrogate, nesting deeper than `MAX_DEPTH`, or more than ``values``.
@@ -49,15 +49,15 @@ def parse(
     if data.startswith(b"\xef\xbb\xbf"):
         refuse("begins with a byte order mark", "save it as UTF-8 without BOM")
     check(data, values, refuse)
-    hooks: dict[str, Any] = {"parse_int": _integers(refuse, loose=loose)}
+    hooks: dict[str, Any] = {"parse_int": _integer_parser(refuse, loose=loose)}
     if not loose:
         hooks |= {
-            "object_pairs_hook": lambda pairs: _object(pairs, refuse),
-            "parse_constant": lambda word: _constant(word, refuse, infinite=infinite),
-            "parse_float": lambda text: _float(text, refuse),
+            "object_pairs_hook": lambda pairs: _build_object(pairs, refuse),
+            "parse_constant": lambda word: _parse_constant(word, refuse, infinite=infinite),
+            "parse_float": lambda text: _parse_float(text, refuse),
         }
     try:
-        with uncollected():
+        with gc_paused():
             value = json.loads(data.decode("utf-8"), **hooks)
         if _SURROGATE.search(data):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -69,91 +69,94 @@ def parse(
         refuse("a string holds half of a surrogate pair")
     except json.JSONDecodeError as error:
         refuse(f"not JSON: {error.msg} at line {error.lineno}, column {error.colno}")
-    if len(data) <= _SMALL:
+    if len(data) <= _SMALL_DOCUMENT:
         _check_depth(value, refuse)
     return value
 
 
 def check(data: bytes, values: int, refuse: Refuse) -> None:
-    """Refuse a large document that is too deep or has too many values, without building any of it."""
-    if len(data) <= _SMALL:
+    """Refuse a large document that is nested too deep or has too many values, without building any object."""
+    if len(data) <= _SMALL_DOCUMENT:
         return
-    depth, count = measured(data)
+    depth, count = measure(data)
     if depth > MAX_DEPTH:
         refuse(f"nested deeper than {MAX_DEPTH} levels")
     if count > values:
         refuse(f"{count} values, more than {values}")
 
 
-def measured(data: bytes) -> tuple[int, int]:
-    """Return how deep a document is nested and how many values, keys and containers it has.
+def measure(data: bytes) -> tuple[int, int]:
+    """Return the nesting depth of a document and its number of values, keys and containers.
 
-    One pass over the bytes. Of a text that is not JSON both are what the part before the first mistake has, or more.
+    It takes one pass over the bytes. For a text that is not JSON both are at least those of the part before the first
+    error.
     """
     import numpy as np
 
-    kinds = np.zeros(256, np.int8)  # 1 opens, -1 closes, 2 separates
-    for characters, kind in ((b"[{", 1), (b"]}", -1), (b",:", 2)):
-        kinds[list(characters)] = kind
-    inside = escaping = False  # of a string; by an odd number of backslashes
-    depth = deepest = 0
+    byte_kinds = np.zeros(256, np.int8)  # 1 opens, -1 closes, 2 separates
+    for characters, code in ((b"[{", 1), (b"]}", -1), (b",:", 2)):
+        byte_kinds[list(characters)] = code
+    in_string = escaping = False  # of a string; by an odd number of backslashes
+    depth = max_depth = 0
     count = 1
     view = memoryview(data)
     for start in range(0, len(data), _CHUNK):
-        octets = np.frombuffer(view[start : start + _CHUNK], np.uint8)
-        escaped, escaping = _escaped(octets, before=escaping)
-        quotes = (octets == ord('"')) & ~escaped
-        within = (np.cumsum(quotes, dtype=np.int32) & 1).astype(bool) ^ inside
-        inside = bool(within[-1])
-        found = kinds[octets[~within]]
-        count += int(np.count_nonzero(found > 0))
-        steps = np.cumsum(np.where(found == 2, 0, found), dtype=np.int32)
-        if len(steps):
-            deepest = max(deepest, depth + int(steps.max()))
-            depth += int(steps[-1])
-    return deepest, count
+        chunk_bytes = np.frombuffer(view[start : start + _CHUNK], np.uint8)
+        escaped, escaping = _find_escaped(chunk_bytes, first_is_escaped=escaping)
+        quotes = (chunk_bytes == ord('"')) & ~escaped
+        is_string = (np.cumsum(quotes, dtype=np.int32) & 1).astype(bool) ^ in_string
+        in_string = bool(is_string[-1])
+        structural = byte_kinds[chunk_bytes[~is_string]]
+        count += int(np.count_nonzero(structural > 0))
+        depth_changes = np.cumsum(np.where(structural == 2, 0, structural), dtype=np.int32)
+        if len(depth_changes):
+            max_depth = max(max_depth, depth + int(depth_changes.max()))
+            depth += int(depth_changes[-1])
+    return max_depth, count
 
 
-def _escaped(octets: Any, *, before: bool) -> tuple[Any, bool]:
-    """Return which bytes follow an odd run of backslashes, and whether the next one does."""
+def _find_escaped(chunk_bytes: Any, *, first_is_escaped: bool) -> tuple[Any, bool]:
+    """Return which bytes follow an odd run of backslashes, and whether the next chunk's first byte does."""
     import numpy as np
 
-    strokes = octets == ord("\\")
-    escaped = np.zeros(len(octets), bool)
-    escaped[0] = before
-    if not strokes.any():
+    backslashes = chunk_bytes == ord("\\")
+    escaped = np.zeros(len(chunk_bytes), bool)
+    escaped[0] = first_is_escaped
+    if not backslashes.any():
         return escaped, False
-    places = np.arange(len(octets), dtype=np.int32)
-    other = np.maximum.accumulate(np.where(strokes, -1, places))  # the last byte that is none
-    run = places - other  # of backslashes that ends here
-    run[other < 0] += int(before)
-    odd = (run & 1).astype(bool)
-    escaped[1:] = odd[:-1] & strokes[:-1]
-    return escaped, bool(odd[-1] and strokes[-1])
+    positions = np.arange(len(chunk_bytes), dtype=np.int32)
+    last_other = np.maximum.accumulate(
+        np.where(backslashes, -1, positions)
+    )  # the last byte that is none
+    run_length = positions - last_other  # of backslashes that ends here
+    run_length[last_other < 0] += int(first_is_escaped)
+    is_odd = (run_length & 1).astype(bool)
+    escaped[1:] = is_odd[:-1] & backslashes[:-1]
+    return escaped, bool(is_odd[-1] and backslashes[-1])
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Disable the garbage collector while many objects are built."""
-    running = gc.isenabled()
+def gc_paused() -> Iterator[None]:
+    """Pause the garbage collector while many objects are built."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if running:
+        if was_enabled:
             gc.enable()
 
 
-def _object(pairs: list[tuple[str, Any]], refuse: Refuse) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]], refuse: Refuse) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        refuse(f"the key {twice[:80]!r} occurs twice")
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        refuse(f"the key {duplicate[:80]!r} occurs twice")
     return value
 
 
-def _integers(refuse: Refuse, *, loose: bool) -> Callable[[str], int]:
+def _integer_parser(refuse: Refuse, *, loose: bool) -> Callable[[str], int]:
     def integer(text: str) -> int:
         if len(text) < 19 and text != "-0":
             return int(text)
@@ -166,13 +169,13 @@ def _integers(refuse: Refuse, *, loose: bool) -> Callable[[str], int]:
     return integer
 
 
-def _constant(word: str, refuse: Refuse, *, infinite: bool) -> dict[str, str]:
+def _parse_constant(word: str, refuse: Refuse, *, infinite: bool) -> dict[str, str]:
     if not infinite or word == "NaN":
         refuse(f"{word} is not a JSON number")
-    return {INFINITE: word}
+    return {INFINITY_KEY: word}
 
 
-def _float(text: str, refuse: Refuse) -> float:
+def _parse_float(text: str, refuse: Refuse) -> float:
     value = float(text)
     if not math.isfinite(value):
         refuse(f"the number {text[:40]} is too large")

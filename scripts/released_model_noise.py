@@ -21,7 +21,7 @@ def add_noise(file: Path, folder: Path, seed: int) -> int:
     """Move every weight of the file's Q4_1 matrices by less than half a step; return the number of matrices."""
     checkpoint, weights = open_model(file), load_file(folder / "model.safetensors")
     form, generator = detect_format(checkpoint.config), torch.Generator().manual_seed(seed)
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     moved = 0
     for layout in sorted(
         form.find_layouts(checkpoint.config, headers), key=lambda item: item.module

@@ -15,7 +15,7 @@ from quantforge.artifacts.manifest import SCHEMA, finish_manifest
 from quantforge.files.disk import DISK, Disk
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.stage import Stage
-from quantforge.files.writer import WeightsWriter, file_plans
+from quantforge.files.writer import WeightsWriter, plan_files
 from quantforge.plans import StoredTensor
 
 TWO_VARIANTS = """model = "{model}"
@@ -37,7 +37,7 @@ CALLS = ("allocate", "pwrite", "fsync", "rename", "exchange")
 
 def fill(stage: Stage, text: str, disk: Disk = DISK) -> None:
     """Stage a small release whose every file says which one it is of."""
-    with WeightsWriter(stage.path, file_plans(SHARDS), disk=disk) as writer:
+    with WeightsWriter(stage.path, plan_files(SHARDS), disk=disk) as writer:
         writer.write("a", torch.tensor([ord(text[0])] * 5, dtype=torch.uint8))
         writer.write("b", torch.full((2, 2), float(len(text))))
     stage.write_file("config.json", text.encode())

@@ -62,7 +62,7 @@ def read_templates(model: Path, *, processor: bool = False) -> TemplateSet:
     existing = [(name, role) for name, role in names if (model / name).is_file()]
     if (model / TEMPLATE_FOLDER).is_dir():
         folder_files = (
-            f"{TEMPLATE_FOLDER}/{name}" for name in FILES.listing(model / TEMPLATE_FOLDER, model)
+            f"{TEMPLATE_FOLDER}/{name}" for name in FILES.list_names(model / TEMPLATE_FOLDER, model)
         )
         existing += [(name, TEMPLATE) for name in folder_files if is_template(name)]
     files = {name: FILES.read(model / name, role, model) for name, role in existing}

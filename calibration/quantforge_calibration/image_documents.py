@@ -115,7 +115,7 @@ def check_images(source: Source, row_count: int, model: Path, *, chat: bool) -> 
         SourceError: the model has no processor, an image is missing, or there are too few documents.
     """
     document_count = 0
-    for document in image_documents(source, TEXT.limit, chat=chat):
+    for document in image_documents(source, TEXT.max_bytes, chat=chat):
         if not document_count:
             check_processor(model, document.where)
         for path in document.images:

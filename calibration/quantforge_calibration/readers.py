@@ -127,7 +127,7 @@ def check_is_text(path: Path) -> None:
     Raises:
         SourceError: it is compressed, is not parquet despite its suffix, or has NUL bytes.
     """
-    data = FILES.head(path, TABLE, HEAD_BYTES, None)
+    data = FILES.read_start(path, TABLE, HEAD_BYTES, None)
     _refuse_compressed(path, data)
     if path.suffix == ".parquet":
         if not data.startswith(b"PAR1"):
@@ -144,8 +144,8 @@ def read_text(path: Path, max_bytes: int) -> str:
     Raises:
         SourceError: the file cannot be read, is compressed, has NUL bytes or is not UTF-8.
     """
-    max_bytes = min(max_bytes, TEXT.limit)
-    data = FILES.head(path, TABLE, max_bytes + 1, None)
+    max_bytes = min(max_bytes, TEXT.max_bytes)
+    data = FILES.read_start(path, TABLE, max_bytes + 1, None)
     _refuse_compressed(path, data)
     is_complete = len(data) <= max_bytes
     if not is_complete:
@@ -183,12 +183,12 @@ def json_lines(path: Path, containing: bytes = b"") -> Iterator[tuple[str, Mappi
         _refuse_compressed(path, file.read(8))
         file.seek(0)
         number = 0
-        while line := file.readline(LINE.limit + 1):
+        while line := file.readline(LINE.max_bytes + 1):
             number += 1
             where = f"{path}, line {number}"
-            if len(line) > LINE.limit:
+            if len(line) > LINE.max_bytes:
                 raise SourceError(
-                    f"{where} is longer than {LINE.limit} bytes", "write one document per line"
+                    f"{where} is longer than {LINE.max_bytes} bytes", "write one document per line"
                 )
             if line.strip() and containing in line:
                 yield where, _json_object(where, line)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quantforge_calibration.image_documents import COPY_HINT, PROCESSOR_FILES, check_processor
 from quantforge_calibration.source_error import FILES, SourceError
-from quantforge_files.roles import CARRIED, CONFIG, SETTINGS
+from quantforge_files.roles import CARRIED_FILES, CONFIG, SETTINGS
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -120,8 +120,11 @@ def _copy_files(model: Path, destination: Path) -> dict[str, Mapping[str, Any]]:
     config = FILES.parse_object(FILES.read(path, CONFIG, model), path, CONFIG, loose=True)
     json_files: dict[str, Mapping[str, Any]] = {path.name: {"model_type": config.get("model_type")}}
     (destination / path.name).write_text(json.dumps(json_files[path.name]))
-    for name in FILES.listing(model, model):
-        role = next((CARRIED[pattern] for pattern in CARRIED if fnmatchcase(name, pattern)), None)
+    for name in FILES.list_names(model, model):
+        role = next(
+            (CARRIED_FILES[pattern] for pattern in CARRIED_FILES if fnmatchcase(name, pattern)),
+            None,
+        )
         if role is None:
             continue
         data = FILES.read(model / name, role, model)

@@ -193,7 +193,7 @@ def source_files(path: Path, source: Source) -> list[Path]:
     """Return the files of a local source, sorted; raise `SourceError` if a directory has none for its split."""
     if source.kind == "file":
         return [path]
-    candidates = [item for item in FILES.below(path) if item.suffix in SUFFIXES]
+    candidates = [item for item in FILES.list_files_below(path) if item.suffix in SUFFIXES]
     matching = [item for item in candidates if source.split in str(item.relative_to(path))]
     if not matching:
         names = ", ".join(item.name for item in candidates[:8]) or "none"

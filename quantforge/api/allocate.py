@@ -27,10 +27,10 @@ from quantforge.artifacts.number_text import significant
 from quantforge.artifacts.publish import digest_source
 from quantforge.errors import UsageError
 from quantforge.execution.journal import Journal
-from quantforge.files.disk import check_new, run_folder, save
-from quantforge.files.hub import resolve
+from quantforge.files.disk import check_new_file, run_folder, save_file
+from quantforge.files.hub import resolve_model
 from quantforge.files.lock import Lock
-from quantforge.files.stage import unwritable
+from quantforge.files.stage import unwritable_error
 from quantforge.formats.open_model import open_model
 from quantforge.planning import naming
 from quantforge.planning.allocation import (
@@ -90,7 +90,7 @@ def allocate(
         )
     request = size_request(target, like, candidates, recipe, options)
     if out is not None:
-        check_new(Path(out), "--output", overwrite=settings.overwrite)
+        check_new_file(Path(out), "--output", overwrite=settings.overwrite)
     check_device(settings.device)
     with report_to(settings.progress):
         with phase("planning", 0.02, "headers of the model"):
@@ -111,7 +111,7 @@ def allocate(
         ) as kl_losses:
             allocated = search.best_allocation(kl_losses)
             if out is not None:
-                save(Path(out), allocated.written(), overwrite=settings.overwrite)
+                save_file(Path(out), allocated.written(), overwrite=settings.overwrite)
     return allocated
 
 
@@ -131,15 +131,15 @@ def sized_recipe(
     with phase("planning", 0.01, "headers of the model"):
         search = plan_search(model, request, settings, out)
         estimate, planned = search.estimate_mixture()
-        model_path = resolve(str(model), settings.offline)
+        model_path = resolve_model(str(model), settings.offline)
         out = out or naming.default_path(planned.plan.name, model_path)
         estimate, job_settings = strip_local_paths(estimate, settings)
         job = plan_job(open_model(model_path), estimate, out, job_settings)
-        if not job.stage.begun:
+        if not job.stage.has_earlier_run:
             with job.stage:  # refuses what lies there, before anything is measured
                 pass
         job.check_text()
-        settings.announce(job.planned.plan, job.stage.named)
+        settings.announce(job.planned.plan, job.stage.given_out)
     with measured_errors(search, out.absolute().parent, 0.7) as kl_losses:
         allocated = search.best_allocation(kl_losses)
         settings.note(
@@ -208,9 +208,9 @@ def _open_journal(directory: Path | None, fingerprint: Mapping[str, str]) -> Ite
     run_directory = run_folder(directory / f"allocate-{digest[:_DIGEST_CHARS]}")
     lock = Lock(run_directory, "measures the same candidates for a recipe in this folder")
     try:
-        lock.take()
+        lock.acquire()
     except OSError as error:
-        raise unwritable(directory, error) from error
+        raise unwritable_error(directory, error) from error
     try:
         journal = Journal(lock.directory / "journal", fingerprint)
         try:

@@ -24,8 +24,8 @@ from quantforge.events import Event
 from quantforge.execution.claims import Claims
 from quantforge.execution.journal import recorded_fingerprint, run_fingerprint
 from quantforge.files.disk import run_folder
-from quantforge.files.output_names import MODELFILE, projector_name
-from quantforge.files.stage import STAGE, Stage
+from quantforge.files.output_names import MODELFILE_SUFFIX, projector_name
+from quantforge.files.stage import STAGE_DIRECTORY, Stage
 from quantforge.recipe import recipe_differences
 from quantforge.settings import Settings
 
@@ -62,7 +62,7 @@ def earlier_outcome(job: Job) -> Outcome | None:
     if settings.join:
         forget(stage)
     else:
-        stage.forget(Claims(stage.units, ()).remove)
+        stage.remove_leftovers(Claims(stage.units, ()).remove)
     return Outcome(stage.out, job.planned.plan, events, resumed=not settings.join)
 
 
@@ -121,7 +121,7 @@ def remove_run_files(out: Path) -> None:
 def forget(stage: Stage) -> None:
     """Remove temporary files of a finished shared run, unless another process still uses them."""
     with suppress(BusyError):
-        stage.forget(Claims(stage.units, ()).remove)
+        stage.remove_leftovers(Claims(stage.units, ()).remove)
 
 
 def move_away_command(out: Path) -> str:
@@ -131,7 +131,7 @@ def move_away_command(out: Path) -> str:
 
 def _has_stage(out: Path) -> bool:
     """Return whether the stage of an unfinished run exists next to an output."""
-    return os.path.lexists(run_folder(out) / STAGE)
+    return os.path.lexists(run_folder(out) / STAGE_DIRECTORY)
 
 
 def _is_complete(document: Mapping[str, Any], out: Path, ignored: str = "") -> bool:
@@ -160,7 +160,7 @@ def _missing_extras(document: Mapping[str, Any], out: Path, settings: Settings) 
     """Return the names of side files that the settings request and that are missing."""
     extras = {
         "provenance": (settings.provenance, STATEMENT),
-        "modelfile": (settings.modelfile, MODELFILE),
+        "modelfile": (settings.modelfile, MODELFILE_SUFFIX),
         "mmproj": (settings.mmproj, projector_name(out)),
     }
     names = tuple(document.get("outputs", ()))

@@ -10,8 +10,8 @@ from quantforge.api.torch_defaults import torch_defaults
 from quantforge.architectures import Architecture, LayerKind, SharedInput
 from quantforge.architectures.dimensions import Dimensions
 from quantforge.arguments import check_arguments
-from quantforge.files.disk import check_new, save
-from quantforge.files.hub import resolve
+from quantforge.files.disk import check_new_file, save_file
+from quantforge.files.hub import resolve_model
 from quantforge.formats.configuration import json_bytes
 from quantforge.formats.open_model import open_plain_source
 from quantforge.planning.planner import match_by_derivation
@@ -70,13 +70,13 @@ def derive_declarations(
     """
     path = None if out is None else Path(out)
     if path is not None:
-        check_new(path)
-    model_layout = match_by_derivation(open_plain_source(resolve(str(model), offline)))
+        check_new_file(path)
+    model_layout = match_by_derivation(open_plain_source(resolve_model(str(model), offline)))
     assert model_layout.architecture is not None
     assert model_layout.dimensions is not None
     declarations = Declarations(model_layout.architecture, model_layout.dimensions)
     if path is not None:
-        save(path, json_bytes(declarations.document()))
+        save_file(path, json_bytes(declarations.document()))
     return declarations
 
 

@@ -9,7 +9,7 @@ from quantforge.api.demo_text import evaluation_text
 from quantforge.api.scored_text import REFERENCE_TEXT
 from quantforge.arguments import check_arguments
 from quantforge.errors import InputError, RefusedError
-from quantforge.files.disk import DISK, make_folder, save, writing
+from quantforge.files.disk import DISK, make_directory, save_file, write_errors
 from quantforge.files.opener import FILES
 from quantforge_files.roles import TOKENIZER
 
@@ -42,17 +42,17 @@ def demo(out: str | Path = NAME) -> Path:
         )
     temporary = directory.with_name(f".{directory.name}.part")
     text = evaluation_text().encode()
-    with writing(
+    with write_errors(
         directory, len(text) + sum(path.stat().st_size for path in _packaged_model().iterdir())
     ):
         try:
-            make_folder(temporary)
+            make_directory(temporary)
             for path in sorted(_packaged_model().iterdir()):
-                save(
+                save_file(
                     temporary / path.name, FILES.read(path, TOKENIZER, None), overwrite=True
                 )  # a few MB each
             if text:
-                save(temporary / REFERENCE_TEXT, text, overwrite=True)
+                save_file(temporary / REFERENCE_TEXT, text, overwrite=True)
             DISK.rename(temporary, directory)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.formats.open_model import open_model
 from quantforge.progress import ProgressListener, ignore_progress, phase, report_to
 
@@ -29,7 +29,7 @@ def diff(
     Raises:
         InputError: a model is missing or cannot be read.
     """
-    paths = [resolve(str(model), offline) for model in (first, second)]
+    paths = [resolve_model(str(model), offline) for model in (first, second)]
     for path in paths:
         open_model(path)  # raises for unreadable headers before torch is imported
     from quantforge.verification.difference import difference

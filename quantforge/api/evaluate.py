@@ -23,7 +23,7 @@ from quantforge.artifacts import manifest
 from quantforge.cache_kinds import parse_cache_kinds
 from quantforge.errors import InputError, UsageError, nearest
 from quantforge.evaluation.tasks import Tasks, check, check_files
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.adapter import open_adapter
@@ -94,7 +94,7 @@ def evaluate(
     descendants = as_list(models)
     check_measurement_options(options, len(descendants))
     with report_to(settings.progress), phase("preparing", 1.0, "headers of the models"):
-        paths = [resolve(str(name), settings.offline) for name in (reference, *descendants)]
+        paths = [resolve_model(str(name), settings.offline) for name in (reference, *descendants)]
         _check_engine(options.get("engine", ""), paths)
         checkpoints = [decode_if_unsupported(open_model(path)) for path in paths]
         for checkpoint in checkpoints:  # raises for unreadable models before anything is loaded
@@ -102,7 +102,7 @@ def evaluate(
             if checkpoint.declaration_note:
                 settings.note(f"{checkpoint.path}: quantization: {checkpoint.declaration_note}")
         for checkpoint in checkpoints[1:]:
-            _note_swapped_models(checkpoints[0].opened, checkpoint.opened, settings)
+            _note_swapped_models(checkpoints[0].original, checkpoint.original, settings)
             _check_same_adapter(checkpoints[0].path, checkpoint.path, settings, options.get("card"))
         if card := options.get("card"):
             check_evaluation_card(Path(card), paths[1:])
@@ -123,7 +123,7 @@ def evaluate(
             evaluation = compare_models(checkpoints, evaluation_options, settings, saved_rows)
             if card:
                 write_evaluation_card(
-                    Path(card), evaluation, checkpoints[0].opened, settings.base_model
+                    Path(card), evaluation, checkpoints[0].original, settings.base_model
                 )
         return evaluation
 
@@ -190,7 +190,7 @@ def _check_engine(engine: str, paths: Sequence[Path]) -> None:
 def _note_swapped_models(reference: Checkpoint, model: Checkpoint, settings: Settings) -> None:
     """Warn that reference and model may be swapped: the reference is quantized and smaller."""
     reference_bytes, model_bytes = (
-        sum(entry.header().nbytes for entry in checkpoint.entries.values())
+        sum(entry.to_stored_tensor().nbytes for entry in checkpoint.entries.values())
         for checkpoint in (reference, model)
     )
     if "quantization_config" in reference.config and MAX_SIZE_RATIO * reference_bytes < model_bytes:

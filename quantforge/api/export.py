@@ -36,7 +36,7 @@ from quantforge.execution.run_conversion import (
     round_unquantized,
     write_tensors,
 )
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter
@@ -143,7 +143,7 @@ def export(
             requested, settings = add_importance_file(model, requested, settings, imatrix)
         requested, settings = strip_local_paths(requested, settings)
         chosen, notes = choose_format(requested, out_path)
-        checkpoint = open_model(resolve(str(model), settings.offline))
+        checkpoint = open_model(resolve_model(str(model), settings.offline))
         mixture = chosen.type is not None and source is None
         if _needs_quantization_run(checkpoint, chosen.format, typed=mixture):
             _refuse_type_of_decoded(checkpoint, chosen)
@@ -264,7 +264,7 @@ def find_loadable_format(
     Raises:
         RefusedError: there is none; the message gives all reasons.
     """
-    checkpoint = open_model(resolve(str(model), offline))
+    checkpoint = open_model(resolve_model(str(model), offline))
     if not _is_quantized(checkpoint):
         return None
     source = detect_format(checkpoint.config).KEY
@@ -309,7 +309,7 @@ def _quantize_again(
         QuantForgeError: as `_recorded_recipe` and `quantize`.
     """
     if source is not None:
-        original = open_model(resolve(str(source), settings.offline))
+        original = open_model(resolve_model(str(source), settings.offline))
         if wanted.rules or wanted.ignore or wanted.scales == "reference":
             raise UsageError(
                 f"--source: {checkpoint.path} is quantized again by the recipe that it was made with",
@@ -399,7 +399,7 @@ def _move_codes(
     plan = conversion.plan
     stage = stage_for(plan, conversion.files, out, settings, checkpoint)
     stage.check()
-    settings.announce(plan, stage.named)
+    settings.announce(plan, stage.given_out)
     with stage:
         stage.clear()
         stage.check_space(plan.output_bytes + side_file_bytes(checkpoint, settings))

@@ -39,7 +39,7 @@ from quantforge.artifacts.manifest import adapter_name, recorded_adapters, recor
 from quantforge.artifacts.number_text import significant, size
 from quantforge.engines import Snippet, snippets
 from quantforge.errors import InputError
-from quantforge.files.disk import save
+from quantforge.files.disk import save_file
 from quantforge.files.opener import FILES
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import FORMATS, load_format
@@ -209,7 +209,7 @@ def write_folder_card(
         text = _new_card(fields, title, origin(document, base_name), files_text)
     data = text.encode("utf-8", "surrogateescape")
     if not card_path.is_file() or FILES.read(card_path, CARD_ROLE, folder) != data:
-        save(card_path, data, overwrite=True)
+        save_file(card_path, data, overwrite=True)
 
 
 def _title(base: str, document: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.cache_kinds import parse_cache_kind
 from quantforge.errors import UsageError
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.formats import detect_format
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.head_directory import DraftHeadDirectory, open_draft_heads
@@ -147,7 +147,7 @@ def check_draft_options(
     """
     method, heads = validate_draft(drafts.draft or None), None
     if method and method not in DRAFT_METHODS:
-        heads = open_draft_heads(resolve(method, settings.offline))
+        heads = open_draft_heads(resolve_model(method, settings.offline))
         if heads is None:
             open_for_generation(method, settings)
     if batched and (heads or method in SINGLE_TEXT):
@@ -155,7 +155,7 @@ def check_draft_options(
     if method == MTP and isinstance(model, str | Path):
         from quantforge.runtime.speculation.mtp import mtp_block_as_model
 
-        path = resolve(str(model), settings.offline)
+        path = resolve_model(str(model), settings.offline)
         mtp_block_as_model(decode_if_unsupported(open_model(path)), str(path))
 
 
@@ -168,7 +168,7 @@ def load_speculative_decoder(
     from quantforge.runtime.speculation.decode import speculative_decoder
 
     def other(path: str) -> Loaded | DraftHeadDirectory:
-        heads = open_draft_heads(resolve(path, settings.offline))
+        heads = open_draft_heads(resolve_model(path, settings.offline))
         return heads or load_for_generation(path, settings)[0]
 
     return speculative_decoder(loaded, drafts, other)
@@ -180,7 +180,7 @@ def open_for_generation(model: str | Path, settings: Settings) -> tuple[Path, Ma
     Raises:
         InputError: as `generate`.
     """
-    path = resolve(str(model), settings.offline)
+    path = resolve_model(str(model), settings.offline)
     checkpoint = decode_if_unsupported(open_model(path))
     detect_format(checkpoint.config)
     return path, checkpoint.config

@@ -8,8 +8,8 @@ from pathlib import Path
 from quantforge.api.plan import plan
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.files.disk import check_new
-from quantforge.files.hub import resolve
+from quantforge.files.disk import check_new_file
+from quantforge.files.hub import resolve_model
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.formats.open_model import open_plain_source
 from quantforge.planning.format_choice import choose_format
@@ -33,7 +33,7 @@ def add_importance_file(
         recipe, calibration=replace(recipe.calibration, source=f"{IMATRIX}{imatrix_path.name}")
     )
     if not imatrix_path.exists():
-        check_new(imatrix_path, "--imatrix")
+        check_new_file(imatrix_path, "--imatrix")
         plan(model, recipe_with_file, settings)  # raises before anything is measured
         calibration = recipe.calibration
         calibration = (
@@ -62,7 +62,7 @@ def make_imatrix(model: str | Path, recipe: Recipe, out: str | Path, settings: S
     from quantforge.numerics.threads import reproducible
 
     recipe, settings = strip_local_paths(recipe, settings)
-    checkpoint = open_plain_source(resolve(str(model), settings.offline), settings.adapter)
+    checkpoint = open_plain_source(resolve_model(str(model), settings.offline), settings.adapter)
     plain_recipe = replace(recipe, method=RTN, scales="search")
     checkpoint = single_experts(checkpoint, choose_format(plain_recipe)[0].format, plain_recipe)
     planned = make_plan(plain_recipe, checkpoint)

@@ -16,7 +16,7 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.manifest import recorded_adapters, recorded_kept_experts
 from quantforge.errors import InputError, NotReadError
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import read_header
 from quantforge.formats import detect_format
@@ -112,7 +112,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     Raises:
         InputError: the path is none of these, or damaged.
     """
-    path = Path(path) if Path(path).is_file() else resolve(str(path), offline)
+    path = Path(path) if Path(path).is_file() else resolve_model(str(path), offline)
     if path.is_file() and is_importance_matrix(path):
         return _inspect_importance_matrix(path)
     if path.is_file() and not is_gguf(path):
@@ -121,7 +121,9 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
                 f"{path}: neither a safetensors nor a GGUF file", "give one, or a model directory"
             )
         entries = read_header(path)
-        return _build_result(path, "", "", [entry.held() for entry in entries.values()], {}, [path])
+        return _build_result(
+            path, "", "", [entry.to_tensor_info() for entry in entries.values()], {}, [path]
+        )
     try:
         checkpoint = open_model(path)
     except NotReadError:
@@ -135,7 +137,7 @@ def inspect(path: str | Path, *, offline: bool = False) -> Inspected:
     model_type = model_type_or_draft(checkpoint.config)
     key, layers = _find_quantized_layers(checkpoint)
     inspected = _build_result(
-        path, key, model_type, checkpoint.held(), layers, list(checkpoint.shards)
+        path, key, model_type, checkpoint.tensor_infos(), layers, list(checkpoint.shards)
     )
     templates = _chat_templates(checkpoint)
     notes = (*facts(checkpoint), *templates.notes)
@@ -185,7 +187,7 @@ def _find_quantized_layers(
         format_module = detect_format(config)
     except InputError:
         return f"{config['quantization_config'].get('quant_method')} (not read)", {}
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     layouts = format_module.find_layouts(config, headers)
     match_headers(checkpoint, {layout.module: layout for layout in layouts}, headers)
     return format_module.KEY, {

@@ -20,7 +20,7 @@ from quantforge.events import Event
 from quantforge.execution.journal import run_fingerprint
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
-from quantforge.files.without_experts import fewer_heads
+from quantforge.files.without_experts import remove_draft_heads
 from quantforge.formats import load_format
 from quantforge.formats.match_quantized import drop_tied_copy
 from quantforge.numerics.allocator import return_freed_memory
@@ -125,7 +125,7 @@ class Job:
         report_step("digests of the source")
         checkpoint, source = digest_source(self.source, self.small_file_digests, settings)
         if recipe.mtp == "drop":
-            checkpoint = fewer_heads(checkpoint)
+            checkpoint = remove_draft_heads(checkpoint)
         calibration = removed_experts = None
         with reproducible():
             if planned.plan.needs or recipe.prune_experts is not None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.settings import check_device
 
 if TYPE_CHECKING:
@@ -44,4 +44,4 @@ def load(
 
     from quantforge.runtime.load import load as loaded
 
-    return loaded(resolve(str(model), offline), device, dtype or torch.float32)
+    return loaded(resolve_model(str(model), offline), device, dtype or torch.float32)

@@ -72,7 +72,7 @@ def note_memory_shortage(peak: int, settings: Settings) -> None:
 
 def files_in_stage(stage: Stage, files: Sequence[FilePlan]) -> list[FilePlan]:
     """Return the file plans with their names inside of the stage."""
-    return [replace(file, name=stage.place(file.name)) for file in files]
+    return [replace(file, name=stage.final_name(file.name)) for file in files]
 
 
 def side_file_bytes(checkpoint: Checkpoint, settings: Settings) -> int:

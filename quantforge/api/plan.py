@@ -9,7 +9,7 @@ from typing import Unpack
 from quantforge.architectures.match import ModelLayout
 from quantforge.arguments import check_arguments
 from quantforge.errors import InputError
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import detect_format
 from quantforge.formats.match_quantized import match_quantized
@@ -93,7 +93,7 @@ def capacity(
         return planned.plan, of_plan(planned.plan, planned.model_layout, load or Load())
     chosen = (value for key, value in options.items() if key not in _SERVING_OPTIONS)
     has_recipe = recipe is not None or any(value not in {None, False, ()} for value in chosen)
-    checkpoint = None if has_recipe else open_model(resolve(str(model), settings.offline))
+    checkpoint = None if has_recipe else open_model(resolve_model(str(model), settings.offline))
     if checkpoint is not None and isinstance(checkpoint.config.get("quantization_config"), Mapping):
         engine, parallel = options.get("engine"), options.get("tensor_parallel")
         result_plan, model_layout = _plan_unchanged(
@@ -117,7 +117,7 @@ def plan_quantization(
     """Return the plan of a quantization with its inputs; arguments and errors as `plan`."""
     requested, settings = strip_local_paths(build_recipe(recipe, **options), settings)
     out_path = Path(out) if out else None
-    opened = open_model(resolve(str(model), settings.offline))
+    opened = open_model(resolve_model(str(model), settings.offline))
     source = planned_source(source_as_read(opened, requested, out_path, settings), requested)
     return make_plan(requested, source, out_path, settings)
 
@@ -131,7 +131,7 @@ def _plan_unchanged(
     except InputError as error:
         hint_text = "--bits 4 or --format plain: what is to be made of it can be planned"
         raise InputError(error.message, hint_text) from error
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     layouts = {item.module: item for item in format_module.find_layouts(checkpoint.config, headers)}
     unchanged = Recipe(format=format_module.KEY, engine=engine, tensor_parallel=parallel)
     result_plan = plan_export(checkpoint, unchanged, serving).plan

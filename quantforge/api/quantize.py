@@ -33,7 +33,7 @@ from quantforge.execution.journal import (
     resume_or_create_journal,
 )
 from quantforge.execution.units import check_shareable, claimable_units, list_units
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter
@@ -94,7 +94,7 @@ def quantize(
         if imatrix is not None:
             requested, settings = add_importance_file(model, requested, settings, imatrix)
         with phase("planning", 0.01, "headers of the model"):
-            checkpoint = open_model(resolve(str(model), settings.offline))
+            checkpoint = open_model(resolve_model(str(model), settings.offline))
         if not is_quantized(checkpoint):
             return quantize_opened(checkpoint, requested, out_path, settings)
         if not requantize:
@@ -128,7 +128,7 @@ def _quantize_to_size(
         report_to(settings.progress),
         sized_recipe(model, request, out, settings) as (recipe, result_path),
     ):
-        checkpoint = open_model(resolve(str(model), settings.offline))
+        checkpoint = open_model(resolve_model(str(model), settings.offline))
         return quantize_opened(checkpoint, recipe, result_path, settings)
 
 
@@ -157,7 +157,7 @@ def quantize_opened(
         try:
             job.stage.check()
             job.check_text()
-            settings.announce(job.planned.plan, job.stage.named)
+            settings.announce(job.planned.plan, job.stage.given_out)
             if settings.join:
                 outcome = _run_shared(job)
             else:

@@ -40,11 +40,17 @@ from quantforge.artifacts.card_figures import (
 from quantforge.artifacts.publish import has_chat_template
 from quantforge.errors import GateError, InputError, IntegrityError, RefusedError, UsageError
 from quantforge.execution.units import check_new_output
-from quantforge.files.disk import check_new, make_folder, run_folder, save, writing
-from quantforge.files.hub import resolve
+from quantforge.files.disk import (
+    check_new_file,
+    make_directory,
+    run_folder,
+    save_file,
+    write_errors,
+)
+from quantforge.files.hub import resolve_model
 from quantforge.files.opener import FILES, read_object
 from quantforge.files.previous_output import other_version
-from quantforge.files.stage import check_folder
+from quantforge.files.stage import check_results_directory
 from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.release_spec import REPORTS, ReleaseSpec, read_release
 from quantforge.progress import phase, report_to
@@ -191,8 +197,8 @@ def release(
     with report_to(settings.progress):
         planned = plan_release(spec, out, settings, only, budget)
         requested, directory, variants = planned.spec, planned.directory, planned.variants
-        with writing(directory, 0):
-            make_folder(directory)
+        with write_errors(directory, 0):
+            make_directory(directory)
         with exclusive_lock(directory / SPEC, settings.note):
             _prepare_directories(planned)
         scored = 1 + len(variants.jobs) if requested.scoring.text else 0
@@ -233,7 +239,7 @@ def plan_release(
             f"{len(errors)} of {len(recipes)} variants cannot be made: {reasons}", hints
         )
     if text := requested.scoring.text:
-        reference = resolve(requested.model, settings.offline)
+        reference = resolve_model(requested.model, settings.offline)
         check_text(reference, text, requested.scoring.length, offline=settings.offline)
         if "html" in requested.scoring.reports:
             from quantforge.evaluation.report_page.charts import check_drawing
@@ -269,8 +275,8 @@ def _within_budget(variants: Variants, budget: int | None) -> tuple[list[str], d
 
 
 def _check_directory(directory: Path) -> None:
-    """Check that a directory is missing, empty or a release; errors as `check_folder` and `check_new`."""
-    check_folder(directory)
+    """Check that a directory is missing, empty or a release; errors as `check_results_directory`."""
+    check_results_directory(directory)
     lock_directory = run_folder(directory / SPEC)  # lock of a process that starts this release
     partial_manifest = re.compile(
         rf"\.{re.escape(MANIFEST_NAME)}\.[0-9a-f]+\.part"
@@ -295,7 +301,7 @@ def _check_directory(directory: Path) -> None:
         *(f"evaluation.{kind}" for kind in REPORTS),
     ):
         if os.path.lexists(directory / name):
-            check_new(directory / name, overwrite=True)
+            check_new_file(directory / name, overwrite=True)
 
 
 def _is_release(directory: Path) -> bool:
@@ -320,7 +326,7 @@ def _check_cards(variants: Variants, *, scored: bool) -> None:
     """Check that folders of variants are directories, and that their cards have the parts for figures."""
     for name, job in variants.jobs.items():
         if os.path.lexists(job.out.parent):
-            check_folder(job.out.parent)
+            check_results_directory(job.out.parent)
         if job.one_file:
             check_folder_card(job.out.parent)
         elif scored and name not in variants.missing:
@@ -330,13 +336,13 @@ def _check_cards(variants: Variants, *, scored: bool) -> None:
 def _prepare_directories(planned: PlannedRelease) -> None:
     """Create the directories, copy the release file, and reset the cards of variants that are replaced."""
     directory, variants = planned.directory, planned.variants
-    with writing(directory, 0):
+    with write_errors(directory, 0):
         if not _is_release(directory):
             empty = {"schema": SCHEMA, "variants": []}
             _write_if_changed(directory / MANIFEST_NAME, json.dumps(empty) + "\n")
         _write_if_changed(directory / SPEC, planned.spec_bytes)
         for job in variants.jobs.values():
-            make_folder(job.out.parent)
+            make_directory(job.out.parent)
     if variants.settings.join:  # another process may have written figures already
         return
     for job in (variants.jobs[name] for name in variants.missing):
@@ -350,7 +356,7 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
 
     Raises:
         IntegrityError: a file of a variant differs from its manifest.
-        QuantForgeError: as `evaluate` and `save`.
+        QuantForgeError: as `evaluate` and `save_file`.
     """
     directory, card, outs = planned.directory, planned.spec.card, planned.outs
     outputs = {out: (manifest.read_manifest(out) or {})["outputs"] for out in outs.values()}
@@ -393,12 +399,12 @@ def _score_and_write(planned: PlannedRelease) -> tuple[ReleasedVariant, ...]:
 
 
 def _write_if_changed(path: Path, content: bytes | str) -> None:
-    """Write or replace a file, unless it has these bytes already; errors as `save`."""
+    """Write or replace a file, unless it has these bytes already; errors as `save_file`."""
     data = content.encode() if isinstance(content, str) else content
     digest = hashlib.sha256(data).hexdigest()
     is_file = path.is_file() and not path.is_symlink()
     if not is_file or manifest.sha256(path, path.parent) != digest:
-        save(path, data, overwrite=True)
+        save_file(path, data, overwrite=True)
 
 
 def _check_digests(outputs: Mapping[Path, Mapping[str, Any]]) -> dict[Path, str]:

@@ -19,9 +19,9 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.manifest import check_same_source
 from quantforge.artifacts.provenance import BILL, STATEMENT, bom_result_name
 from quantforge.errors import InputError
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.opener import read_object
-from quantforge.files.output_names import MODELFILE, present_names, projector_name, side_of
+from quantforge.files.output_names import MODELFILE_SUFFIX, present_names, projector_name, side_path
 from quantforge.formats.open_model import open_model
 from quantforge.planning.local_paths import check_adapter_given, check_calibration_given
 from quantforge.progress import report_to
@@ -30,7 +30,7 @@ from quantforge.settings import Settings
 from quantforge_files.roles import MANIFEST
 
 SCHEMA = "quantforge.reproduce/1"
-NAMED_FILES = (BILL, STATEMENT, MODELFILE)  # files that contain the name of the result
+NAMED_FILES = (BILL, STATEMENT, MODELFILE_SUFFIX)  # files that contain the name of the result
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +96,13 @@ def reproduce(
     recipe = from_toml(document["recipe"], str(path))
     check_calibration_given(recipe.calibration, settings)
     check_adapter_given(recipe.adapter, settings.adapter)
-    original = resolve(str(source), settings.offline)
+    original = resolve_model(str(source), settings.offline)
     check_same_source(document.get("source", {}).get("files", {}), open_model(original))
     outputs = tuple(document["outputs"])
     settings = replace(
         settings,
         provenance=any(name.endswith(STATEMENT) for name in outputs),
-        modelfile=not path.is_dir() and any(name.endswith(MODELFILE) for name in outputs),
+        modelfile=not path.is_dir() and any(name.endswith(MODELFILE_SUFFIX) for name in outputs),
         mmproj=not path.is_dir() and projector_name(path) in outputs,
     )
     requantized = "requantized" in document["event_counts"]
@@ -119,7 +119,7 @@ def reproduce(
 def _compare_results(path: Path, recorded: Mapping[str, Any], out: Path) -> Reproduced:
     rebuilt = manifest.read_manifest(out)
     assert rebuilt is not None
-    ignored = () if side_of(out, "").name == _original_name(path, recorded) else NAMED_FILES
+    ignored = () if side_path(out, "").name == _original_name(path, recorded) else NAMED_FILES
     root = path if path.is_dir() else path.parent
     outputs = {
         name: entry for name, entry in recorded["outputs"].items() if name not in manifest.MUTABLE
@@ -130,7 +130,7 @@ def _compare_results(path: Path, recorded: Mapping[str, Any], out: Path) -> Repr
     rebuilt_outputs = (
         rebuilt_outputs
         if path.is_dir()
-        else present_names(rebuilt_outputs, path, side_of(out, "").name)
+        else present_names(rebuilt_outputs, path, side_path(out, "").name)
     )
     rebuilt_digests = {
         name: entry["sha256"]
@@ -155,7 +155,7 @@ def _compare_results(path: Path, recorded: Mapping[str, Any], out: Path) -> Repr
 
 def _original_name(path: Path, document: Mapping[str, Any]) -> str:
     """Return the name that a result had when it was made, as far as that is known."""
-    current_name, bill_entry = side_of(path, "").name, document["outputs"].get(BILL)
+    current_name, bill_entry = side_path(path, "").name, document["outputs"].get(BILL)
     if bill_entry is None or _digest(path / BILL, path) != bill_entry["sha256"]:
         return str(document.get(manifest.RECORDED_NAME, current_name))
     name = bom_result_name(read_object(path / BILL, MANIFEST, path))

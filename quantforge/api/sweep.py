@@ -27,9 +27,9 @@ from quantforge.errors import (
     UsageError,
 )
 from quantforge.execution.units import check_new_output
-from quantforge.files.disk import make_folder, writing
-from quantforge.files.hub import resolve
-from quantforge.files.stage import check_folder
+from quantforge.files.disk import make_directory, write_errors
+from quantforge.files.hub import resolve_model
+from quantforge.files.stage import check_results_directory
 from quantforge.planning.local_paths import shared_adapter_path
 from quantforge.planning.recipe_options import RecipeOptions, RecipeSource, build_recipe, place_of
 from quantforge.progress import phase, report_to
@@ -99,7 +99,7 @@ def sweep(
     check_measurement_options(measured or {})
     figures: MeasurementOptions = {"speed": False, **(measured or {})}
     with report_to(settings.progress):
-        reference = resolve(str(model), settings.offline)
+        reference = resolve_model(str(model), settings.offline)
         text = figures.get("text")
         source = find_reference_text(reference) if text is None else text
         check_text(reference, source, figures.get("length"), offline=settings.offline)
@@ -128,7 +128,7 @@ def make_results(
         check_new_output(overwrite=settings.overwrite)
     directory = Path(out).absolute()
     grid = combinations(over, options)
-    check_folder(directory)
+    check_results_directory(directory)
     recipes: dict[str, Recipe] = {}
     left_out: dict[str, QuantForgeError] = {}
     with report_to(settings.progress):
@@ -148,8 +148,8 @@ def make_results(
                 raise refused
         if left_out and (settings.policy.strict or not variants.jobs):
             raise _refusal(left_out, len(grid))
-        with writing(directory, 0):
-            make_folder(directory)
+        with write_errors(directory, 0):
+            make_directory(directory)
         variants.make(directory / "sweep", 1 + len(variants.jobs))
     results = {name: job.out for name, job in variants.jobs.items()}
     made = [recipes[name] for name in results]

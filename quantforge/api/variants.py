@@ -28,11 +28,11 @@ from quantforge.api.quantize import published_run
 from quantforge.artifacts.manifest import source_file_digests
 from quantforge.errors import BusyError, QuantForgeError, RefusedError
 from quantforge.execution.journal import check_versions
-from quantforge.files.disk import run_folder, writing
-from quantforge.files.hub import resolve
+from quantforge.files.disk import run_folder, write_errors
+from quantforge.files.hub import resolve_model
 from quantforge.files.lock import Lock, StaleLockMonitor
 from quantforge.files.reader import QUANTIZATION, Checkpoint
-from quantforge.files.stage import Stage, check_apart
+from quantforge.files.stage import Stage, check_no_overlap
 from quantforge.formats import load_format
 from quantforge.formats.open_model import open_model
 from quantforge.planning.format_choice import choose_format
@@ -118,7 +118,7 @@ def plan_variants(
         UsageError: a result would overwrite the model.
         RefusedError: something else exists at the path of a result.
     """
-    source = open_model(resolve(str(model), settings.offline))
+    source = open_model(resolve_model(str(model), settings.offline))
     files = source_file_digests(source)
     job_settings = replace(settings, join=False)  # one process makes each job
     jobs: dict[str, Job] = {}
@@ -129,7 +129,7 @@ def plan_variants(
         except QuantForgeError as error:
             errors[name] = error
     for job in jobs.values():
-        check_apart(job.out, source.path)
+        check_no_overlap(job.out, source.path)
     missing = tuple(name for name, job in jobs.items() if not is_up_to_date(job, files))
     return Variants(settings, source, files, jobs, missing), errors
 
@@ -291,8 +291,8 @@ def exclusive_lock(path: Path, note: Callable[[str], None]) -> Iterator[None]:
     try:  # a signal may arrive between the lock and the body
         while True:
             try:
-                with writing(path.parent, 0):
-                    lock.take()
+                with write_errors(path.parent, 0):
+                    lock.acquire()
                 break
             except BusyError as error:
                 monitor.check(error)

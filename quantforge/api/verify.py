@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.engines import target_of
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.opener import FILES
 from quantforge.numerics.allocator import return_freed_memory
 from quantforge.progress import ProgressListener, ignore_progress, phase, report_to
@@ -55,8 +55,8 @@ def verify(
             of range, or the library for signatures is not installed.
     """
     Settings(device=device, threads=threads)  # checks them
-    artifact = Path(path) if Path(path).exists() else resolve(str(path), offline)
-    original = resolve(str(source), offline) if source else None
+    artifact = Path(path) if Path(path).exists() else resolve_model(str(path), offline)
+    original = resolve_model(str(source), offline) if source else None
     check_device(device)  # imports torch, which takes seconds
     if threads is not None:
         import torch

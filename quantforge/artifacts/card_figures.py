@@ -15,7 +15,7 @@ from pathlib import Path
 
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, UsageError
-from quantforge.files.disk import save
+from quantforge.files.disk import save_file
 from quantforge.files.opener import FILES
 from quantforge_files.roles import CARD as CARD_ROLE
 
@@ -161,7 +161,7 @@ def check_card(folder: Path, models: Iterable[Path]) -> None:
 
 
 def write_figures(folder: Path, section: str, index: str) -> None:
-    """Replace the figures in the card of a folder; errors as `read_card` and `save`."""
+    """Replace the figures in the card of a folder; errors as `read_card` and `save_file`."""
     _save(folder, with_figures(read_card(folder), section, index))
 
 
@@ -186,4 +186,4 @@ def _text(folder: Path) -> str:
 
 
 def _save(folder: Path, text: str) -> None:
-    save(folder / CARD, text.encode("utf-8", "surrogateescape"), overwrite=True)
+    save_file(folder / CARD, text.encode("utf-8", "surrogateescape"), overwrite=True)

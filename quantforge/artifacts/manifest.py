@@ -24,13 +24,13 @@ from typing import Any
 from quantforge import __version__
 from quantforge.errors import InputError, IntegrityError
 from quantforge.events import KINDS, Event
-from quantforge.files.checksums import Checksums, take_checksums
+from quantforge.files.checksums import Checksums, compute_checksums
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
 from quantforge.files.opener import FILES, read_object
-from quantforge.files.output_names import SIDE, present_names, recorded_name, side_of
+from quantforge.files.output_names import MANIFEST_SUFFIX, present_names, recorded_name, side_path
 from quantforge.files.previous_output import MANIFEST as NAME_OF_DIRECTORY
-from quantforge.files.previous_output import SCHEMA, SIGNATURE, other_version
-from quantforge.files.reader import CONFIG, Checkpoint
+from quantforge.files.previous_output import SCHEMA, SIGNATURE_SUFFIX, other_version
+from quantforge.files.reader import CONFIG_FILE, Checkpoint
 from quantforge.plans import Action, Plan
 from quantforge.recipe import AdapterOptions, Recipe, from_toml
 from quantforge_files.roles import MANIFEST, WEIGHTS, FileRole
@@ -50,7 +50,7 @@ _LINEAGE_FIELDS = (
 
 
 def sha256(path: Path, inside: Path | None, role: FileRole = WEIGHTS) -> str:
-    """Return the hex digest of a file, read in chunks; errors as `Opener.opened`."""
+    """Return the hex digest of a file, read in chunks; errors as `Opener.open_checked`."""
     with FILES.stream(path, role, inside) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -162,7 +162,7 @@ def finish_manifest(
     The manifest (named ``own``) and the signature of an interrupted publication are ignored.
     """
     files = [path for path in sorted(stage.rglob("*")) if path.is_file()]
-    files = [path for path in files if path.name != own and path.suffix != SIGNATURE]
+    files = [path for path in files if path.name != own and path.suffix != SIGNATURE_SUFFIX]
     complete = {**document, "outputs": file_digests(stage, files, workers)}
     return (json.dumps(complete, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -196,7 +196,7 @@ def _has_shape(value: object, shape: Any) -> bool:
 
 def manifest_path(result: Path) -> Path:
     """Return the path of the manifest of a directory or a file."""
-    return result / NAME if result.is_dir() else side_of(result)
+    return result / NAME if result.is_dir() else side_path(result)
 
 
 def read_with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
@@ -221,11 +221,11 @@ def read_with_recipe(result: Path, otherwise: str) -> dict[str, Any]:
         message = f"{path}: it is damaged, or no manifest of quantforge"
     else:
         message = f"{result}: no {path.name} {'in' if result.is_dir() else 'beside'} it, which would hold its recipe"
-        manifests = path.parent.glob(f"*{SIDE}")
+        manifests = path.parent.glob(f"*{MANIFEST_SUFFIX}")
         orphaned = [
             candidate
             for candidate in manifests
-            if not candidate.with_name(candidate.name.removesuffix(SIDE)).exists()
+            if not candidate.with_name(candidate.name.removesuffix(MANIFEST_SUFFIX)).exists()
         ]
         if orphaned and not result.is_dir():
             otherwise = f"beside it lies {orphaned[0].name}, whose file is missing: if it is this one, rename it back"
@@ -257,7 +257,7 @@ def read_manifest(result: Path) -> dict[str, Any] | None:
         return None
     data.pop(RECORDED_NAME, None)
     recorded = "" if result.is_dir() else recorded_name(data["outputs"], result)
-    if recorded not in {"", side_of(result, "").name}:
+    if recorded not in {"", side_path(result, "").name}:
         data |= {
             "outputs": present_names(data["outputs"], result, recorded),
             RECORDED_NAME: recorded,
@@ -310,14 +310,14 @@ def digest_small_files(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Return size and digest of each file of a model other than its weights, by its name inside the model."""
     if checkpoint.path.is_file():
         return {}
-    return file_digests(checkpoint.path, [checkpoint.path / CONFIG, *checkpoint.side_files])
+    return file_digests(checkpoint.path, [checkpoint.path / CONFIG_FILE, *checkpoint.side_files])
 
 
 def weight_checksums(checkpoint: Checkpoint, workers: int = 1) -> dict[Path, Checksums]:
     """Return the checksums of each weight file by its path, reading ``workers`` files in parallel."""
     root = checkpoint.path.parent if checkpoint.path.is_file() else checkpoint.path
     with ThreadPoolExecutor(workers) as pool:
-        found = pool.map(partial(take_checksums, inside=root), checkpoint.shards)
+        found = pool.map(partial(compute_checksums, model_dir=root), checkpoint.shards)
         return dict(zip(checkpoint.shards, found, strict=True))
 
 
@@ -342,7 +342,7 @@ def check_same_source(recorded: Mapping[str, Any], original: Checkpoint) -> None
         IntegrityError: naming the files that differ.
     """
     found = source_file_digests(original)
-    weights = [name for name in recorded if name.endswith(".safetensors") or name == CONFIG]
+    weights = [name for name in recorded if name.endswith(".safetensors") or name == CONFIG_FILE]
     weights = weights or list(recorded)
     if original.path.is_file():
         differ = sorted(name for name in weights if recorded[name] not in found.values())

@@ -20,8 +20,8 @@ from typing import Any
 
 from quantforge import __version__
 from quantforge.artifacts.manifest import NAME, VERSIONED_PACKAGES, file_digests
-from quantforge.files.output_names import SIDE
-from quantforge.files.previous_output import SIGNATURE
+from quantforge.files.output_names import MANIFEST_SUFFIX
+from quantforge.files.previous_output import SIGNATURE_SUFFIX
 
 STATEMENT, BILL = "provenance.intoto.json", "bom.cdx.json"
 BUILD_TYPE = "quantforge/quantize/v1"
@@ -37,10 +37,10 @@ def provenance(document: Mapping[str, Any], stage: Path, name: str) -> dict[str,
     """
     excluded_endings = (
         NAME,
-        SIDE,
+        MANIFEST_SUFFIX,
         STATEMENT,
         BILL,
-        SIGNATURE,
+        SIGNATURE_SUFFIX,
     )  # possibly left by an interrupted publication
     files = [
         path

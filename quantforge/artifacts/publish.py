@@ -19,9 +19,9 @@ from quantforge.artifacts.provenance import BILL, STATEMENT, provenance
 from quantforge.artifacts.signing import sign_files, unsigned_files
 from quantforge.files.checksums import Checksums
 from quantforge.files.hub import source_name
-from quantforge.files.opener import changed
-from quantforge.files.output_names import MODELFILE, placed, projector_name
-from quantforge.files.previous_output import OF_DIRECTORY, SIGNATURE
+from quantforge.files.opener import changed_error
+from quantforge.files.output_names import MODELFILE_SUFFIX, final_name, projector_name
+from quantforge.files.previous_output import DIRECTORY_SIGNATURE, SIGNATURE_SUFFIX
 from quantforge.files.reader import Checkpoint
 from quantforge.files.stage import Stage
 from quantforge.files.writer import WeightsWriter, index_json
@@ -65,9 +65,9 @@ def digest_source(
     source = describe_source(checkpoint, checksums)
     for name, entry in before.items():
         if source["files"].get(name) != entry:
-            raise changed(checkpoint.path / name)
-    if open_model(checkpoint.path) != checkpoint.opened:
-        raise changed(checkpoint.path)
+            raise changed_error(checkpoint.path / name)
+    if open_model(checkpoint.path) != checkpoint.original:
+        raise changed_error(checkpoint.path)
     return checkpoint.with_checksums(checksums), source
 
 
@@ -86,16 +86,16 @@ def stage_side_files(
     for path in checkpoint.side_files:
         name = str(path.relative_to(checkpoint.path))
         if stage.copy_file(path, name, checkpoint.path) != source["files"][name]["sha256"]:
-            raise changed(path)
+            raise changed_error(path)
     for name, data in tokenizer_side_files(checkpoint).items():
         stage.write_file(name, data)
 
 
 def gguf_result_names(out: Path, files: Sequence[FilePlan], settings: Settings) -> frozenset[str]:
     """Return the names of the files of a GGUF result, except those that every such result may have (manifest ...)."""
-    names = {placed(out, file.name) for file in files}
+    names = {final_name(out, file.name) for file in files}
     if settings.modelfile:
-        names.add(f"{out.stem}{MODELFILE}")
+        names.add(f"{out.stem}{MODELFILE_SUFFIX}")
     if settings.mmproj:
         names.add(projector_name(out))
     if settings.provenance:
@@ -128,16 +128,16 @@ def publish(
         _write_provenance(stage, document, f"{stage.out.name}." if is_single_file else "")
     if not is_single_file:
         if settings.sign is None:  # left by an interrupted run that was to be signed
-            (stage.path / OF_DIRECTORY).unlink(missing_ok=True)
-        weights = (stage.place(file.name) for file in files)
-        stage.check_whole({stage.manifest, OF_DIRECTORY, *weights})
+            (stage.path / DIRECTORY_SIGNATURE).unlink(missing_ok=True)
+        weights = (stage.final_name(file.name) for file in files)
+        stage.check_no_foreign_files({stage.manifest, DIRECTORY_SIGNATURE, *weights})
     key, workers = settings.sign, rounding_workers(settings)
     stage.write_file(
         stage.manifest, manifest.finish_manifest(document, stage.path, stage.manifest, workers)
     )
     if key is not None:
         unsigned = unsigned_files(stage.out.name, one_file=is_single_file)
-        name = f"{stage.out.name}{SIGNATURE}" if is_single_file else OF_DIRECTORY
+        name = f"{stage.out.name}{SIGNATURE_SUFFIX}" if is_single_file else DIRECTORY_SIGNATURE
         stage.write_file(name, sign_files(stage.path, key, unsigned=unsigned))
     stage.publish()
 
@@ -146,8 +146,8 @@ def _write_modelfile(stage: Stage, first: FilePlan) -> None:
     """Write the Modelfile with which Ollama loads a GGUF file (the ``first`` of numbered ones)."""
     from quantforge.formats.gguf.modelfile import modelfile
 
-    text = modelfile(stage.path / stage.place(first.name))
-    stage.write_file(f"{stage.out.stem}{MODELFILE}", text.encode())
+    text = modelfile(stage.path / stage.final_name(first.name))
+    stage.write_file(f"{stage.out.stem}{MODELFILE_SUFFIX}", text.encode())
 
 
 def _write_directory(

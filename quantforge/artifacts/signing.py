@@ -21,10 +21,10 @@ from typing import Any
 
 from quantforge.artifacts.manifest import MUTABLE, read_manifest, sha256
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.files.disk import save
+from quantforge.files.disk import save_file
 from quantforge.files.opener import FILES
-from quantforge.files.output_names import side_of
-from quantforge.files.previous_output import OF_DIRECTORY, SIGNATURE, signed_files
+from quantforge.files.output_names import side_path
+from quantforge.files.previous_output import DIRECTORY_SIGNATURE, SIGNATURE_SUFFIX, signed_files
 from quantforge_files import roles
 
 _MAX_NAMES = 5  # names of files in a message
@@ -47,14 +47,14 @@ def sign_files(root: Path, key: Path, *, unsigned: frozenset[str]) -> bytes:
     hashing = _import_library().hashing.Config()
     hashing.set_ignored_paths(paths=sorted(unsigned), ignore_git_paths=False)
     with TemporaryDirectory() as directory:
-        path = Path(directory) / OF_DIRECTORY
+        path = Path(directory) / DIRECTORY_SIGNATURE
         signer.set_hashing_config(hashing).sign(root, path)
         return FILES.read(path, roles.SIGNATURE, None)
 
 
 def signature_path(result: Path) -> Path:
     """Return the path of the signature of a result."""
-    return result / OF_DIRECTORY if result.is_dir() else side_of(result, SIGNATURE)
+    return result / DIRECTORY_SIGNATURE if result.is_dir() else side_path(result, SIGNATURE_SUFFIX)
 
 
 def check_signature(result: Path, public_key: Path) -> list[str]:
@@ -80,9 +80,9 @@ def check_signature(result: Path, public_key: Path) -> list[str]:
     verifier.set_ignore_unsigned_files(result.is_file())
     try:
         with TemporaryDirectory() as directory:  # the library opens the bundle by name
-            save(Path(directory) / OF_DIRECTORY, data)
+            save_file(Path(directory) / DIRECTORY_SIGNATURE, data)
             root = result if result.is_dir() else result.parent
-            verifier.verify(root, Path(directory) / OF_DIRECTORY)
+            verifier.verify(root, Path(directory) / DIRECTORY_SIGNATURE)
     except Exception as error:  # any error of the library or its dependencies
         reason = _difference(result, signed) or f"it is not by the key {public_key}"
         raise IntegrityError.at(path, reason) from error
@@ -133,9 +133,9 @@ def _has_digest(root: Path, name: str, digest: str) -> bool:
 def _present_files(result: Path) -> set[str]:
     """Return the names of the existing files of a result; for a file, those that its manifest lists."""
     if result.is_dir():
-        return {str(path.relative_to(result)) for path in FILES.below(result)}
+        return {str(path.relative_to(result)) for path in FILES.list_files_below(result)}
     listed = (read_manifest(result) or {}).get("outputs")
-    names = {result.name, side_of(result).name, *(listed if isinstance(listed, dict) else ())}
+    names = {result.name, side_path(result).name, *(listed if isinstance(listed, dict) else ())}
     return {name for name in names if Path(name).name == name and result.with_name(name).is_file()}
 
 
@@ -172,4 +172,4 @@ def _import_library() -> Any:
 
 def unsigned_files(name: str, *, one_file: bool) -> frozenset[str]:
     """Return the names of the files of a result ``name`` that are not signed."""
-    return frozenset({f"{name}{SIGNATURE}"}) if one_file else MUTABLE | {OF_DIRECTORY}
+    return frozenset({f"{name}{SIGNATURE_SUFFIX}"}) if one_file else MUTABLE | {DIRECTORY_SIGNATURE}

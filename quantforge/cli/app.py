@@ -31,7 +31,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.processes import check_ranks, is_already_reported
 from quantforge.cli.verb_command import Verb, parse_unconverted
 from quantforge.errors import InputError, QuantForgeError, ResourceError, UsageError
-from quantforge.files.disk import create
+from quantforge.files.disk import create_file
 from quantforge.numerics.shared_processors import processors_are_shared, wait_briefly
 from quantforge_files import system
 from quantforge_kernels.cpu import instruction_sets
@@ -237,7 +237,7 @@ def _run(arguments: list[str]) -> Any:
         # An interruption during these imports ends the process at once, see `__main__`.
         _load_command(arguments[0])
         import_module("quantforge.api")
-    for number in system.STOPPING:
+    for number in system.STOP_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as background jobs of a shell do
             signal.signal(number, raise_stopped)
     return _group()(arguments, prog_name="quantforge", standalone_mode=False)
@@ -321,7 +321,7 @@ def _save_traceback() -> str:
     """Save the traceback of the current exception; return the path of the file."""
     path = Path(tempfile.gettempdir()) / f"quantforge-{os.urandom(8).hex()}.traceback"
     text = f"{shlex.join(sys.argv)}\n\n{traceback.format_exc()}"
-    with os.fdopen(create(path, 0o600), "wb") as file:
+    with os.fdopen(create_file(path, 0o600), "wb") as file:
         file.write(text.encode("utf-8", "backslashreplace"))
     return str(path)
 

@@ -13,7 +13,7 @@ from quantforge.cli import options
 from quantforge.cli.console import Console
 from quantforge.errors import GateError, UsageError
 from quantforge.evaluation.tasks import YAML_SUFFIXES
-from quantforge.files.disk import append, check_new, save
+from quantforge.files.disk import append_to_file, check_new_file, save_file
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -244,13 +244,13 @@ def evaluate(
 def check_reports(paths: list[Path], summary: Path | None, *, overwrite: bool) -> None:
     """Check before the work that report files and the CI summary have a known kind and can be written."""
     if summary is not None:
-        check_new(summary, "--summary", overwrite=True, adds=True)
+        check_new_file(summary, "--summary", overwrite=True, appends=True)
     for path in paths:
         if path.suffix not in REPORT_KINDS:
             raise UsageError(
                 f"--report {path}: unknown kind", f"end it in {', '.join(REPORT_KINDS)}"
             )
-        check_new(path, "--report", overwrite=overwrite)
+        check_new_file(path, "--report", overwrite=overwrite)
     if any(path.suffix == ".html" for path in paths):
         from quantforge.evaluation.report_page.charts import check_drawing
 
@@ -286,11 +286,11 @@ def show_tables(console: Console, evaluation: Evaluation, *, wide: bool) -> None
 
 
 def save_reports(evaluation: Evaluation, reports: Sequence[Path], *, overwrite: bool) -> None:
-    """Write the reports of an evaluation in the formats of their suffixes; errors as `save`."""
+    """Write the reports of an evaluation in the formats of their suffixes; errors as `save_file`."""
     from quantforge.evaluation.report import render
 
     for path in reports:
-        save(path, render(evaluation, REPORT_KINDS[path.suffix]).encode(), overwrite=overwrite)
+        save_file(path, render(evaluation, REPORT_KINDS[path.suffix]).encode(), overwrite=overwrite)
 
 
 def failed_gates(
@@ -333,4 +333,6 @@ def write_summary(path: Path | None, evaluation: Evaluation, failed: str = "") -
         from quantforge.evaluation.report import render  # with torch
 
         verdict = f"**Failed:** {failed}\n\n" if failed else ""
-        append(path, f"## Evaluation\n\n{verdict}{render(evaluation, 'markdown')}\n".encode())
+        append_to_file(
+            path, f"## Evaluation\n\n{verdict}{render(evaluation, 'markdown')}\n".encode()
+        )

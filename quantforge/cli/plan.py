@@ -8,8 +8,8 @@ import typer
 
 from quantforge.cli import choices, options, processes
 from quantforge.cli.console import Console
-from quantforge.files.hub import resolve
-from quantforge_files.strict_json import uncollected
+from quantforge.files.hub import resolve_model
+from quantforge_files.strict_json import gc_paused
 
 EXAMPLE = "Example: quantforge plan demo --method gptq --bits 4"
 
@@ -53,7 +53,7 @@ def plan(
         "like": like,
         "candidates": candidates or (),
     }
-    with uncollected():
+    with gc_paused():
         if deployment.is_given:
             load = deployment.load(plan_options.get("tensor_parallel"))
             plan_result, capacity = api.capacity(
@@ -65,7 +65,9 @@ def plan(
                 None,
             )
         rows = deployment.rows(capacity) if capacity else []
-        output = output or naming.default_path(plan_result.name, resolve(model, settings.offline))
+        output = output or naming.default_path(
+            plan_result.name, resolve_model(model, settings.offline)
+        )
         forecast = plan_summary.forecast(plan_result, output, settings)
         if as_json:
             capacity_fields = (

@@ -25,7 +25,7 @@ from typing import IO, Any, TypedDict
 from quantforge.cli.console import Console
 from quantforge.cli.options import OptionValues, build_policy
 from quantforge.errors import ResourceError, UsageError
-from quantforge.files.disk import create
+from quantforge.files.disk import create_file
 from quantforge.settings import Settings, under_torchrun, usable_processors
 
 # Each rank has its own file below a common directory; torchrun removes them.
@@ -126,7 +126,7 @@ def is_already_reported(text: str) -> bool:
         return False
     name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
-        os.close(create(Path(os.environ[ERROR_FILE_VARIABLE]).parents[1] / name))
+        os.close(create_file(Path(os.environ[ERROR_FILE_VARIABLE]).parents[1] / name))
     except FileExistsError:
         return True
     except (OSError, IndexError):

@@ -11,7 +11,7 @@ import typer
 from quantforge.artifacts.number_text import size
 from quantforge.cli import options, processes
 from quantforge.cli.console import Console
-from quantforge.files.disk import append, check_new
+from quantforge.files.disk import append_to_file, check_new_file
 from quantforge.files.opener import FILES
 from quantforge.planning import typed_quantities
 from quantforge_files.roles import CARD
@@ -86,7 +86,7 @@ def release(
         run_options, console, overwrite=overwrite, provenance=provenance, sign=sign
     )
     if summary is not None:
-        check_new(summary, "--summary", overwrite=True, adds=True)
+        check_new_file(summary, "--summary", overwrite=True, appends=True)
     max_bytes = None if budget is None else int(typed_quantities.memory(budget, "--budget"))
     out = output or _default_directory(spec)
     if dry_run:
@@ -129,7 +129,7 @@ def _print_release(
         for variant in released.variants
     ]
     if summary is not None:
-        append(summary, _summary(rows, released).encode())
+        append_to_file(summary, _summary(rows, released).encode())
     if console.as_json:
         console.print_document(
             {"schema": "quantforge.released/1", **released.document(), "failed_processes": failed}

@@ -14,7 +14,7 @@ from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import adapter_arguments, relative_to_cwd
 from quantforge.engines import with_output_path
 from quantforge.files.hub import repository_name
-from quantforge.files.output_names import MODELFILE, projector_name
+from quantforge.files.output_names import MODELFILE_SUFFIX, projector_name
 from quantforge.planning.coverage import coverage
 from quantforge.planning.format_choice import format_from_filename
 from quantforge.plans import NoteKind, kind_of
@@ -115,7 +115,7 @@ def upload_hint(out: Path) -> str:
             return command
         return f"{command}\nits card names no base_model: --base-model ORG/NAME states one"
     weights = out.name if out.is_file() else f"{out.stem}-*-of-*{out.suffix}"
-    names = (f"{out.stem}{MODELFILE}", projector_name(out))
+    names = (f"{out.stem}{MODELFILE_SUFFIX}", projector_name(out))
     extra_names = [text for text in names if out.with_name(text).exists()]
     patterns = (
         f"--include {shlex.quote(text)}" for text in (weights, f"{out.name}.*", *extra_names)

@@ -11,7 +11,7 @@ from quantforge.artifacts.number_text import size
 from quantforge.cli.console import Console
 from quantforge.cli.path_arguments import display_path
 from quantforge.errors import UsageError
-from quantforge.files.disk import append, check_new, open_existing
+from quantforge.files.disk import append_to_file, check_new_file, open_existing
 from quantforge.plans import Plan, decisions
 from quantforge.progress import Progress, part_label
 
@@ -39,7 +39,7 @@ class RunLog:
         if log is None:
             return
         self._check_outside(Path(model), "model")
-        check_new(log, "--log", overwrite=_is_log(log), adds=True)
+        check_new_file(log, "--log", overwrite=_is_log(log), appends=True)
 
     def listeners(self) -> dict[str, Any]:
         """Return the callbacks for `Settings` that a run reports to."""
@@ -74,7 +74,7 @@ class RunLog:
         entry = {"part": progress.part, "seconds": round(progress.seconds, 3)}
         entry |= {"error": progress.error, "peak_bytes": progress.peak_bytes}
         if self._log is not None:
-            append(self._log, json.dumps(entry).encode() + b"\n")
+            append_to_file(self._log, json.dumps(entry).encode() + b"\n")
 
     def _check_outside(self, directory: Path, kind: str) -> None:
         if self._log is not None and Path(os.path.realpath(self._log)).is_relative_to(

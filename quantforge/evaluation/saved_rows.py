@@ -20,11 +20,11 @@ import torch
 
 from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError
-from quantforge.files.disk import save
+from quantforge.files.disk import save_file
 from quantforge.files.opener import read_object
-from quantforge.files.reader import CARD, Checkpoint
+from quantforge.files.reader import CARD_FILE, Checkpoint
 from quantforge_files.roles import MANIFEST
-from quantforge_files.system import user_cache
+from quantforge_files.system import user_cache_directory
 from quantforge_kernels.cpu import instruction_sets
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SavedRows:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({"rows": [*self.rows, row]})
-            save(self.path, text.encode(), overwrite=True)
+            save_file(self.path, text.encode(), overwrite=True)
             self.rows.append(row)
         except (QuantForgeError, OSError):
             self.path = None
@@ -74,7 +74,7 @@ def resume_rows(
     saved = SavedRows()
     if not (options.tasks or options.engine or options.correction or settings.adapter):
         saved = SavedRows(
-            user_cache() / "evaluations" / f"{_cache_key(models, options, settings)}.json"
+            user_cache_directory() / "evaluations" / f"{_cache_key(models, options, settings)}.json"
         )
     if count := len(saved.rows):
         settings.note(f"{count} of {len(models)} models were measured before the interruption")
@@ -100,7 +100,7 @@ def resume_rows(
 def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, settings: Settings) -> str:
     """Return a hash of everything that the results depend on."""
     files: list[Path] = []
-    for path, shards in ((model.path, model.opened.shards) for model in models):
+    for path, shards in ((model.path, model.original.shards) for model in models):
         parts = [*shards, manifest.manifest_path(path)] if path.is_file() else []
         files += [path.absolute(), *(parts or sorted(path.rglob("*")))]
     file_states = [[str(file), *_file_state(file)] for file in files]
@@ -119,7 +119,7 @@ def _cache_key(models: Sequence[Checkpoint], options: EvaluationOptions, setting
 
 def _file_state(file: Path) -> list[int]:
     """Return size and times of a file; [] for a directory, or for a model card, which evaluations modify."""
-    if not file.is_file() or file.name == CARD:
+    if not file.is_file() or file.name == CARD_FILE:
         return []
     state = file.stat()
     return [state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.execution.calibrated_experts import ExpertRounder
 from quantforge.execution.journal import Record, merge_records
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.statistics import Statistic, Statistics, statistics_for_inputs
@@ -265,7 +265,7 @@ class BlockRounder:
                 self.rounding.copy(tensor)
                 continue
             value = block.parameter(local).to(torch_dtype(tensor.dtype))
-            scan_finite(tensor.name, value)
+            check_finite(tensor.name, value)
             self.rounding.output.write_unquantized(tensor, value)
             block.set_parameter(local, value.float())
 

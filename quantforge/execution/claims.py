@@ -40,8 +40,8 @@ from quantforge.execution.journal import (
     write_durably,
     write_fingerprint,
 )
-from quantforge.files.disk import DISK, create_fresh, make_folder, open_existing, writing
-from quantforge.files.lock import Watch
+from quantforge.files.disk import DISK, make_directory, open_existing, recreate_file, write_errors
+from quantforge.files.lock import ChangeTracker
 from quantforge.files.opener import FILES
 from quantforge_files.roles import JOURNAL as JOURNAL_ROLE
 
@@ -116,11 +116,11 @@ class Claim:
         Raises:
             ResourceError: the disk is full, or the claim was taken over before the record was written.
         """
-        with writing(self.directory, 0):
+        with write_errors(self.directory, 0):
             write_durably(self.directory / self.file("record"), encode_line(record))
         self._finished = self._rename(UnitState.DONE)
         if self._finished:
-            with writing(self._root, 0):
+            with write_errors(self._root, 0):
                 DISK.sync(self._root)
 
     def _rename(self, state: UnitState) -> bool:
@@ -134,7 +134,7 @@ class Claim:
         count = 0
         with suppress(OSError):
             heartbeat_file = self.directory / self.file("beats")
-            descriptor = create_fresh(heartbeat_file)
+            descriptor = recreate_file(heartbeat_file)
             while True:
                 count += 1
                 DISK.write_at(descriptor, memoryview(str(count).encode()), 0)
@@ -155,7 +155,7 @@ class Claims:
     def __init__(self, directory: Path, names: Sequence[str]) -> None:
         self.directory, self.names = directory, names
         self._run: Path | None = None
-        self._watch = Watch()
+        self._watch = ChangeTracker()
 
     @property
     def run(self) -> Path | None:
@@ -181,13 +181,13 @@ class Claims:
         if not self.exists:
             self._refuse_foreign_files()
             new_directory = self.directory.with_name(f"{self.directory.name}.new")
-            with writing(self.directory.parent, 0):
+            with write_errors(self.directory.parent, 0):
                 shutil.rmtree(new_directory, ignore_errors=True)
-                make_folder(new_directory)
+                make_directory(new_directory)
                 run = new_directory / secrets.token_hex(8)
-                make_folder(run)
+                make_directory(run)
                 for unit in range(len(self.names)):
-                    make_folder(run / UnitDirectory(unit, 0, UnitState.FREE).name)
+                    make_directory(run / UnitDirectory(unit, 0, UnitState.FREE).name)
                 write_fingerprint(run, fingerprint)
                 DISK.sync(new_directory)
                 DISK.rename(new_directory, self.directory)
@@ -326,7 +326,7 @@ class Claims:
 
 def _try_rename(root: Path, before: UnitDirectory, after: UnitDirectory) -> bool:
     """Rename a directory; return False if it no longer exists."""
-    with writing(root, 0):
+    with write_errors(root, 0):
         try:
             DISK.rename(root / before.name, root / after.name)
         except FileNotFoundError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantforge.architectures.match import match_tensors
-from quantforge.files.without_experts import Removed, pruning_of
+from quantforge.files.without_experts import RemovedExperts, plan_pruning
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def choose_removed_experts(
     calibrated: CalibrationData,
     settings: Settings,
     directory: Path,
-) -> Removed:
+) -> RemovedExperts:
     """Choose the experts that ``--prune-experts`` removes.
 
     Args:
@@ -43,13 +43,13 @@ def choose_removed_experts(
         directory: directory for hidden states on disk.
 
     Raises:
-        InputError: as `expert_saliency`; else as `pruning_of`.
+        InputError: as `expert_saliency`; else as `plan_pruning`.
     """
     assert recipe.prune_experts is not None
-    pruning = pruning_of(source, recipe.prune_experts)
+    pruning = plan_pruning(source, recipe.prune_experts)
     place = directory if settings.activations == "disk" else None
     rows, options = calibrated.sample, recipe.calibration
-    return pruning.choose(expert_saliency(source, rows, options, settings.device, place))
+    return pruning.choose_experts(expert_saliency(source, rows, options, settings.device, place))
 
 
 def expert_saliency(
@@ -73,7 +73,7 @@ def expert_saliency(
     """
     from quantforge.model.stream import ModelStream  # with transformers, which takes seconds
 
-    stored = [entry.header() for entry in source.entries.values()]
+    stored = [entry.to_stored_tensor() for entry in source.entries.values()]
     model_layout = match_tensors(source.config, stored)
     mixtures = [index for index, kind in enumerate(model_layout.layers) if kind.stacks]
     found: dict[int, list[float]] = {}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantforge.artifacts import manifest
 from quantforge.errors import RefusedError
-from quantforge.files.opener import changed
+from quantforge.files.opener import changed_error
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.gguf.importance_file import Imatrix, WeightImportance, read_imatrix
 from quantforge.model.accumulator import Accumulator
@@ -92,7 +92,7 @@ def read_unchanged_importance(planned: Planned, path: Path) -> dict[str, Tensor]
     before = manifest.sha256(path, None)
     importance = read_importance(path, planned)
     if manifest.sha256(path, None) != before:
-        raise changed(path)
+        raise changed_error(path)
     return importance
 
 

@@ -27,11 +27,11 @@ from quantforge.events import Event
 from quantforge.execution.units import unit_name_of
 from quantforge.files.disk import (
     DISK,
-    make_folder,
+    atomic_file,
+    make_directory,
     open_existing,
     open_to_append,
-    whole_file,
-    writing,
+    write_errors,
 )
 from quantforge.files.opener import FILES, parse_object, read_object
 from quantforge.files.stage import Stage
@@ -108,12 +108,12 @@ class Journal:
             check_fingerprint(path, fingerprint)
             self.done = self._read()
         else:
-            with writing(directory, 0):
+            with write_errors(directory, 0):
                 shutil.rmtree(directory, ignore_errors=True)
-                make_folder(directory)
+                make_directory(directory)
                 write_fingerprint(directory, fingerprint)
         self.resumed = bool(self.done)
-        with writing(directory / JOURNAL_FILE, 0):
+        with write_errors(directory / JOURNAL_FILE, 0):
             self._journal = open_to_append(directory / JOURNAL_FILE)
 
     def _read(self) -> dict[str, dict[str, Any]]:
@@ -121,7 +121,7 @@ class Journal:
         path = self.directory / JOURNAL_FILE
         records, length = read_records(self.directory)
         if written(self.directory) > length:
-            with writing(path, 0):
+            with write_errors(path, 0):
                 descriptor = open_existing(path)
                 os.ftruncate(descriptor, length)
                 os.close(descriptor)
@@ -131,10 +131,10 @@ class Journal:
         """Append the record of a unit whose bytes are already on disk."""
         entry = {"unit": unit, **record}
         line = encode_line(entry)
-        with writing(self.directory / JOURNAL_FILE, len(line)):
+        with write_errors(self.directory / JOURNAL_FILE, len(line)):
             if os.write(self._journal, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            system.sync(self._journal)
+            system.sync_file(self._journal)
         self.done[unit] = entry
 
     def close(self) -> None:
@@ -275,7 +275,7 @@ def _with_digest(data: bytes) -> bytes:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Write a file of the journal atomically and sync it to disk."""
-    with whole_file(path, path.with_suffix(".new").name) as descriptor:
+    with atomic_file(path, path.with_suffix(".new").name) as descriptor:
         DISK.write_at(descriptor, memoryview(data), 0)
     DISK.sync(path.parent)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from quantforge.errors import RefusedError
 from quantforge.events import Event
 from quantforge.execution.journal import Record, merge_records
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.model.statistics import Statistics
 from quantforge.packers.input_rounding import choose_static_scale
 from quantforge.quantizers import Rounded, load_rounder
@@ -159,14 +159,14 @@ class SourceTensors:
         """Read a tensor as it is stored."""
         name = self._name_of(tensor)
         value = self._checkpoint.read(name)
-        scan_finite(name, value)
+        check_finite(name, value)
         return value
 
     def rows(self, tensor: TensorPlan, first: int, last: int) -> Tensor:
         """Read rows ``first:last`` of a tensor as they are stored."""
         name = self._name_of(tensor)
         value = self._checkpoint.read_rows(name, first, last)
-        scan_finite(name, value, first=first, rows=tensor.shape[0])
+        check_finite(name, value, first=first, rows=tensor.shape[0])
         return value
 
     def weight(self, tensor: TensorPlan) -> Tensor:

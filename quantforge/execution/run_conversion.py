@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from quantforge.errors import RefusedError
 from quantforge.events import Event
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.safetensors import torch_dtype
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats import PLAIN, Compatibility, Verdict, load_format
@@ -199,7 +199,7 @@ def write_tensors(
             outputs = storage.pack(tensor, rounded.pop(tensor.name))
         elif layer is None:
             value = conversion.checkpoint.read(tensor.name)
-            scan_finite(tensor.name, value)
+            check_finite(tensor.name, value)
             (output,) = tensor.outputs
             outputs = {output.name: storage.convert_unquantized(tensor, value)}
         elif layer.target_scheme is None or conversion.plan.format == PLAIN:

@@ -29,7 +29,7 @@ from quantforge.files.safetensors import torch_dtype
 from quantforge.progress import phase, report_step
 from quantforge.quantizers.tuning import whole_model_epochs
 from quantforge.quantizers.tuning.tuned_matrix import CODES
-from quantforge_files.roles import TUNED
+from quantforge_files.roles import TUNING_RESULTS
 
 if TYPE_CHECKING:
     from quantforge.execution.execute import Run
@@ -205,7 +205,11 @@ class TuningStep:
         """
         path = self._path(unit)
         exists = path.exists()
-        with FILES.stream(path, TUNED, self._journal.directory) if exists else BytesIO() as file:
+        with (
+            FILES.stream(path, TUNING_RESULTS, self._journal.directory)
+            if exists
+            else BytesIO() as file
+        ):
             for name in record["tuned_tensors"]:
                 stored = self._output.entry(name)
                 data = file.read(stored.nbytes)

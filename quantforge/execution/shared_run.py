@@ -50,15 +50,15 @@ from quantforge.execution.journal import (
 from quantforge.execution.rounding import MatrixRounder
 from quantforge.execution.unit_output import UnitOutput
 from quantforge.execution.units import HEAD, OUTSIDE_BLOCKS, Unit, block_unit, claimable_units
-from quantforge.files.disk import make_folder, save, writing
-from quantforge.files.lock import StaleLockMonitor, Watch
+from quantforge.files.disk import make_directory, save_file, write_errors
+from quantforge.files.lock import ChangeTracker, StaleLockMonitor
 from quantforge.files.opener import FILES
 from quantforge.files.safetensors import TensorEntry
 from quantforge.files.writer import WeightsWriter
 from quantforge.formats.storage import get_storage
 from quantforge.plans import FilePlan, StoredTensor
 from quantforge.progress import progress_of, report_step
-from quantforge_files.roles import STATES
+from quantforge_files.roles import HIDDEN_STATES
 
 if TYPE_CHECKING:
     from quantforge.execution.claims import Claim, Claims
@@ -348,7 +348,7 @@ def run_locked(
         BusyError: another process has the lock, and its journal has not grown for `LOCK_TIMEOUT_SECONDS`.
         QuantForgeError: as entering the stage, or ``work``.
     """
-    watch, monitor = Watch(), StaleLockMonitor(note)
+    watch, monitor = ChangeTracker(), StaleLockMonitor(note)
     while not skip_if():
         try:
             with stage:
@@ -386,8 +386,8 @@ class SharedStates:
         self._shape: tuple[int, ...] = ()
         self._writer = ThreadPoolExecutor(1)
         self._pending_write: Future[None] | None = None
-        with writing(directory, 0):
-            make_folder(directory)
+        with write_errors(directory, 0):
+            make_directory(directory)
 
     def read(self, start: int, stop: int) -> Tensor:
         """Return the input rows ``start:stop`` of the block, one micro-batch, waiting until they are available.
@@ -403,7 +403,7 @@ class SharedStates:
         while not (data or whole):
             whole = self.is_complete()
             with suppress(InputError):  # deleted as soon as another rank finishes the block
-                data = bytearray(FILES.head(path, STATES, size + 1, self._directory))
+                data = bytearray(FILES.read_start(path, HIDDEN_STATES, size + 1, self._directory))
             if not data:
                 self.on_missing()
         if len(data) == size:
@@ -428,7 +428,7 @@ class SharedStates:
         if not path.exists():
             flat_states = states.detach().to("cpu", torch.float32).contiguous()
             data = flat_states.numpy().tobytes() + _checksum(flat_states)
-            self._pending_write = self._writer.submit(save, path, data, overwrite=True)
+            self._pending_write = self._writer.submit(save_file, path, data, overwrite=True)
 
     def flush(self) -> None:
         """Wait until all pending writes are finished.

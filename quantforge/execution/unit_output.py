@@ -97,12 +97,12 @@ class UnitOutput:
         if not source.shape:
             self.write(name, read_tensor(source))
             return
-        for first, last in copy_strips(source.header()):
+        for first, last in copy_strips(source.to_stored_tensor()):
             self.write_rows(name, first, read_rows(source, first, last))
 
     def entry(self, name: str) -> StoredTensor:
         """Return the header of a stored tensor."""
-        return self._writer.entry(name).header()
+        return self._writer.entry(name).to_stored_tensor()
 
     def check(self, name: str, expected: int, hint: str) -> None:
         """Verify the checksum of a stored tensor that an interrupted run wrote.
@@ -112,7 +112,7 @@ class UnitOutput:
         """
         entry = self._writer.entry(name)
         found = 0
-        for first, last in copy_strips(entry.header()):
+        for first, last in copy_strips(entry.to_stored_tensor()):
             value = read_rows(entry, first, last) if entry.shape else read_tensor(entry)
             found = checksum(value, found)
         if found != expected:

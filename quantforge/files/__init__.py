@@ -1,20 +1,20 @@
-"""Checkpoints on disk: the only place where bytes are read from a model or written to one.
+"""Checkpoints on disk: the only package that reads bytes of a model or writes them.
 
 In this folder:
 
-    checksums          Checksums of a file: whatever is read of it later is compared with what was digested
-    computed_tensors   A checkpoint some of whose tensors are computed when they are read
-    disk               The system calls that put bytes on a disk, in one place, with one meaning for every failure
-    finite_values      Values that are no finite numbers: found as tensors are read, and named with their places
-    hub                Location of a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
-    lock               One writer per output: a directory beside it that belongs to one run at a time
-    opener             The opener of this package (see `quantforge_files`), whose refusals are `InputError`
-    output_names       Names of the files of a result that is a file, or numbered files: of the parts
-    previous_output    The result of an earlier run
-    reader             A model directory as Hugging Face publishes it: configuration, tensors and the files around them
-    safetensors        Safetensors files, read more strictly than the reference library does
-    stage              All or nothing: a result is staged beside its place and appears there by one rename
-    unstacked_experts  Experts one by one: a checkpoint whose files hold all experts of a layer in one tensor
-    without_experts    A checkpoint without some of its parts: experts of its mixtures
-    writer             Weight files: which tensor lies where in them, a pure function of what they hold
+    checksums          Checksums of a file's chunks, against which everything read later is verified
+    computed_tensors   A view of a checkpoint in which some tensors are computed when they are read
+    disk               The system calls that write to a disk, and the error that each failure becomes
+    finite_values      Reject tensors with NaN or infinite values, naming their positions
+    hub                Find a model: a directory, or ``org/name[@revision]`` in the cache of huggingface_hub
+    lock               One writer per output: a lock in a hidden directory beside the output
+    opener             The `Opener` of this package, whose errors are `InputError`; open a file again
+    output_names       File names of a result that is a single file or numbered files, and of its side files
+    previous_output    The result of an earlier run, of which an overwrite may remove only its own files
+    reader             Read a model directory of Hugging Face: configuration, tensors and side files
+    safetensors        Read safetensors files, more strictly than the reference library does
+    stage              All or nothing: a result is staged beside its output and appears by one rename
+    unstacked_experts  A view of a checkpoint in which stacked experts are separate tensors
+    without_experts    Remove experts of MoE layers, or the heads for multi-token prediction, from a checkpoint
+    writer             Plan weight files down to the byte, and write them tensor by tensor
 """

@@ -1,7 +1,7 @@
-"""A checkpoint some of whose tensors are computed when they are read: what a transform of the whole source hands on.
+"""A view of a checkpoint in which some tensors are computed when they are read: the result of transforming a source.
 
-Computed tensors are float32, whatever type their entry states: who rounds them starts from the exact value, and who
-keeps them rounds them to the stated type.
+Computed tensors are float32, whatever type their entry declares: quantizers start from the exact value, and code that
+keeps a tensor unquantized rounds it to the declared type.
 """
 
 from __future__ import annotations
@@ -20,88 +20,98 @@ if TYPE_CHECKING:
 
     from quantforge.architectures.match import DerivedDeclarations
 
-ADAPTER = "adapter"  # the subject of what is said of one that is merged as it is read
-KEPT_EXPERTS = "kept_experts"  # likewise, where others are removed
-ROTATION = "rotation"  # likewise, of one whose channels are rotated
-RUNNING = "layout"  # the subject of what is said of a source in the form of the running model, see `Checkpoint.facts`
+# Subjects of `Checkpoint.facts`: an adapter that is merged as tensors are read, experts that remain when others are
+# removed, rotated channels, and a source in the layout of the running model.
+ADAPTER = "adapter"
+KEPT_EXPERTS = "kept_experts"
+ROTATION = "rotation"
+LAYOUT = "layout"
 # Takes the checkpoint to read from, and returns rows ``first:last`` of the new tensor.
-Rows = Callable[[Checkpoint, int, int], "torch.Tensor"]
+ComputeRows = Callable[[Checkpoint, int, int], "torch.Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedCheckpoint(Checkpoint):
-    """Checkpoint of which some tensors are computed.
+class ComputedCheckpoint(Checkpoint):
+    """A checkpoint in which some tensors are computed.
 
     Attributes:
-        inner: what it is computed from.
-        computed: by the name of the tensor.
-        own_facts: what there is to say of this view alone, see `Checkpoint.facts`.
-        own_declared: declarations that this view was made by, see `Checkpoint.declared`.
+        inner: the checkpoint that they are computed from.
+        computed: functions that compute rows, by tensor name.
+        own_facts: what this view adds to `Checkpoint.facts`.
+        own_declarations: declarations that this view was made with, see `Checkpoint.derived_declarations`.
     """
 
     inner: Checkpoint
-    computed: Mapping[str, Rows]
+    computed: Mapping[str, ComputeRows]
     own_facts: Mapping[str, str]
-    own_declared: DerivedDeclarations | None
+    own_declarations: DerivedDeclarations | None
 
     def read(self, name: str) -> torch.Tensor:
         """Read or compute a tensor."""
-        rows = self.computed.get(name)
-        if rows is None:
+        compute_rows = self.computed.get(name)
+        if compute_rows is None:
             return self.inner.read(name)
-        return rows(self.inner, 0, self.entries[name].shape[0])
+        return compute_rows(self.inner, 0, self.entries[name].shape[0])
 
     def read_rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read or compute rows of a tensor."""
-        rows = self.computed.get(name)
-        return rows(self.inner, first, last) if rows else self.inner.read_rows(name, first, last)
+        compute_rows = self.computed.get(name)
+        return (
+            compute_rows(self.inner, first, last)
+            if compute_rows
+            else self.inner.read_rows(name, first, last)
+        )
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Return what there is to say of the views one over the other, the innermost first."""
+        """Return the facts of all views, the innermost first."""
         return {**self.inner.facts, **self.own_facts}
 
     @property
-    def declared(self) -> DerivedDeclarations | None:
-        """Return the declarations by which this view, or one below, was made (as `Checkpoint`)."""
-        return self.own_declared or self.inner.declared
+    def derived_declarations(self) -> DerivedDeclarations | None:
+        """Return the declarations that this view, or one below it, was made with."""
+        return self.own_declarations or self.inner.derived_declarations
 
     @property
-    def opened(self) -> Checkpoint:
-        """Return the checkpoint that was opened."""
-        return self.inner.opened
+    def original(self) -> Checkpoint:
+        """Return the checkpoint as it was opened, without views."""
+        return self.inner.original
 
     def with_checksums(self, checksums: Mapping[Path, Checksums]) -> Self:
-        """Return the checkpoint with checksums of its files (as `Checkpoint`)."""
+        """Return the same view with checksums of its files."""
         return replace(self, inner=self.inner.with_checksums(checksums))
 
 
-def prepared_checkpoint(
+def with_computed_tensors(
     inner: Checkpoint,
-    computed: Mapping[str, Rows],
+    computed: Mapping[str, ComputeRows],
     *,
     config: dict[str, Any] | None = None,
-    added: Mapping[str, TensorEntry] | None = None,
-    left_out: Collection[str] = (),
+    new_entries: Mapping[str, TensorEntry] | None = None,
+    removed: Collection[str] = (),
     facts: Mapping[str, str] | None = None,
     declared: DerivedDeclarations | None = None,
-) -> PreparedCheckpoint:
-    """Return a checkpoint with computed tensors.
+) -> ComputedCheckpoint:
+    """Return a view of a checkpoint with computed tensors.
 
     Args:
-        inner: what they are computed from.
-        computed: how, by name.
-        config: the new configuration, where it changes.
-        added: entries of computed tensors that ``inner`` does not have, with type and shape; the rest is not read.
-        left_out: tensors of ``inner`` that the model no longer has: others are computed from them.
+        inner: the checkpoint that they are computed from.
+        computed: functions that compute rows, by tensor name.
+        config: the new configuration if it changes.
+        new_entries: entries (type and shape) of computed tensors that ``inner`` does not have.
+        removed: tensors of ``inner`` that the model no longer has, since others are computed from them.
         facts: see `Checkpoint.facts`.
-        declared: see `Checkpoint.declared`.
+        declared: see `Checkpoint.derived_declarations`.
     """
-    common = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
-    kept = {name: entry for name, entry in inner.entries.items() if name not in left_out}
-    common["entries"] = dict(sorted({**kept, **(added or {})}.items()))
+    fields_of_inner = {item.name: getattr(inner, item.name) for item in fields(Checkpoint)}
+    remaining = {name: entry for name, entry in inner.entries.items() if name not in removed}
+    fields_of_inner["entries"] = dict(sorted({**remaining, **(new_entries or {})}.items()))
     if config is not None:
-        common["config"] = config
-    return PreparedCheckpoint(
-        **common, inner=inner, computed=computed, own_facts=facts or {}, own_declared=declared
+        fields_of_inner["config"] = config
+    return ComputedCheckpoint(
+        **fields_of_inner,
+        inner=inner,
+        computed=computed,
+        own_facts=facts or {},
+        own_declarations=declared,
     )

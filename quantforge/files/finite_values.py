@@ -1,4 +1,4 @@
-"""Values that are no finite numbers: found as tensors are read, and named with their places."""
+"""Reject tensors with NaN or infinite values, naming their positions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from quantforge.errors import Fault, InputError
 if TYPE_CHECKING:
     import torch
 
-_ELEMENTS = 2**20  # at a time
-_BOUNDS = ("_min", "_max")  # end their names
+_CHUNK_ELEMENTS = 2**20  # at a time
+_BOUND_SUFFIXES = ("_min", "_max")  # end their names
 
 
-def scan_finite(
+def check_finite(
     name: str,
     tensor: torch.Tensor,
     file: Path | None = None,
@@ -23,9 +23,10 @@ def scan_finite(
     first: int = 0,
     rows: int | None = None,
 ) -> None:
-    """Refuse a tensor (or what was read of its ``rows``, from ``first`` on) with a NaN or an infinity, without a copy.
+    """Refuse a tensor that contains NaN or infinity, without making a copy.
 
-    A single number that is a bound, as of inputs that a linear of a tower clips, may be infinite: it bounds nothing.
+    ``tensor`` may be a part of a larger one: then ``rows`` is the number of rows of the whole tensor, and ``first`` the
+    index of the first row. A scalar bound, such as the input limits of a clipped linear layer, may be infinite.
 
     Raises:
         InputError: naming the tensor, the value and its position.
@@ -34,31 +35,31 @@ def scan_finite(
 
     if not tensor.is_floating_point():
         return
-    if tensor.dim() == 0 and name.endswith(_BOUNDS) and not torch.isnan(tensor):
+    if tensor.dim() == 0 and name.endswith(_BOUND_SUFFIXES) and not torch.isnan(tensor):
         return
     flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), _ELEMENTS):
-        chunk = flat[start : start + _ELEMENTS]
+    for start in range(0, flat.numel(), _CHUNK_ELEMENTS):
+        chunk = flat[start : start + _CHUNK_ELEMENTS]
         if chunk.element_size() == 1:
             chunk = chunk.float()  # fp8 has no reductions
         low, high = torch.aminmax(chunk)
         if not (torch.isfinite(low) and torch.isfinite(high)):
-            found = int(torch.isfinite(chunk).logical_not().nonzero()[0])
+            index = int(torch.isfinite(chunk).logical_not().nonzero()[0])
             shape = tuple(tensor.shape if rows is None else (rows, *tensor.shape[1:]))
-            position = first * math.prod(shape[1:]) + start + found
-            raise _not_finite(name, shape, position, float(chunk[found]), file)
+            position = first * math.prod(shape[1:]) + start + index
+            raise _not_finite_error(name, shape, position, float(chunk[index]), file)
 
 
-def _not_finite(
+def _not_finite_error(
     name: str, shape: tuple[int, ...], position: int, value: float, file: Path | None
 ) -> InputError:
-    place: list[int] = []
+    indices: list[int] = []
     for size in reversed(shape):
         position, index = divmod(position, size)
-        place.insert(0, index)
-    where = f"{file}: " if file else ""
+        indices.insert(0, index)
+    prefix = f"{file}: " if file else ""
     return InputError(
-        f"{where}tensor {name!r} holds {value} at {place} of {list(shape)}",
+        f"{prefix}tensor {name!r} holds {value} at {indices} of {list(shape)}",
         "the weights are damaged, or were saved after training diverged: fetch them again",
         file=str(file) if file else None,
         tensor=name,

@@ -1,4 +1,4 @@
-"""The opener of this package (see `quantforge_files`), whose refusals are `InputError`; reading a file again."""
+"""The `Opener` of this package (see `quantforge_files`), whose errors are `InputError`; open a file again."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ FILES = Opener(
 
 
 @contextmanager
-def reopened(path: Path, stamp: Stamp | None, tensor: str | None = None) -> Iterator[int]:
+def reopen(path: Path, stamp: Stamp | None, tensor: str | None = None) -> Iterator[int]:
     """Open a file that was read before, and yield the descriptor.
 
     Raises:
-        IntegrityError: it was replaced, truncated or written to since its stamp was taken, also during the block.
+        IntegrityError: it was replaced, truncated or written to since its stamp was taken, or during the block.
     """
     try:
-        descriptor = os.open(path, system.READ)
+        descriptor = os.open(path, system.READ_FLAGS)
     except OSError as error:
-        raise changed(path, tensor) from error
+        raise changed_error(path, tensor) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise changed(path, tensor)
+            raise changed_error(path, tensor)
         yield descriptor
         if stamp is not None and Stamp.of(descriptor) != stamp:
-            raise changed(path, tensor)
+            raise changed_error(path, tensor)
     finally:
         os.close(descriptor)
 
 
-def changed(path: Path, tensor: str | None = None) -> IntegrityError:
-    """Return the error for a file that is not what it was when the run opened it."""
+def changed_error(path: Path, tensor: str | None = None) -> IntegrityError:
+    """Return the error for a file that has changed since the run opened it."""
     return IntegrityError(
         "replaced or changed while it was being read",
         "let downloads and other writers finish, then run again",

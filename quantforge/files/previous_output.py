@@ -1,9 +1,10 @@
-"""The result of an earlier run: its files are the only ones that an overwrite may ever remove or replace.
+"""The result of an earlier run, of which an overwrite may remove or replace only its own files.
 
-Its manifest lists them with their sizes, and whatever is there beside them, or has another size, is somebody's and is
-kept: the overwrite is refused with its name. The card is no exception, although `verify` allows it to change: who has
-written figures into it does not want to lose them. The manifest itself belongs to the result, and so does a signature
-that lists this very manifest. Names lead nowhere else: no links, no way up, and beside a file only names of its own.
+Its manifest lists the files with their sizes. A file that is not listed, or has another size, belongs to somebody and
+is kept: the overwrite is refused and names it. The card is no exception, although `verify` allows it to change: a
+person who has added figures does not want to lose them. The manifest itself belongs to the result, and so does a
+signature that lists this manifest. Listed names must stay inside: no links, no ``..``, and beside a file only names of
+its own.
 """
 
 from __future__ import annotations
@@ -24,115 +25,127 @@ from quantforge.files.opener import FILES, parse_object
 from quantforge_files import roles
 
 MANIFEST = "quantforge.manifest.json"
-SIGNATURE = ".sig"
-OF_DIRECTORY = f"model{SIGNATURE}"
+SIGNATURE_SUFFIX = ".sig"
+DIRECTORY_SIGNATURE = f"model{SIGNATURE_SUFFIX}"
 
 SCHEMA = "quantforge.manifest/2"
-_SHOWN = 5
-_DEEPEST = 8  # parts of a name
-_ODD = -1  # instead of the size of what is no regular file
+_MAX_SHOWN_NAMES = 5
+_MAX_DEPTH = 8  # parts of a name
+_NOT_A_FILE = -1  # instead of the size of what is no regular file
 
 
 @dataclass(frozen=True, slots=True)
 class PreviousOutput:
-    """The files of a result: bytes by name inside of ``root``, the manifest last. Some may be missing by now."""
+    """The files of an earlier result: bytes by name within ``root``, the manifest last; some may be missing."""
 
     root: Path
     files: Mapping[str, int]
 
     def check(self) -> None:
-        """Refuse when one of the files is not as the manifest lists it.
+        """Refuse if one of the files has another size than the manifest lists.
 
         Raises:
             RefusedError: naming it.
         """
         for name, size in self.files.items():
-            found = size_of(self.root, name)
-            if found not in {None, size}:
-                raise self._kept([name], f"is not the file of {size} bytes that the manifest lists")
+            size_on_disk = file_size(self.root, name)
+            if size_on_disk not in {None, size}:
+                raise self._kept_error(
+                    [name], f"is not the file of {size} bytes that the manifest lists"
+                )
 
-    def check_alone(self) -> None:
-        """Refuse when the directory holds anything else; errors as `check`."""
+    def check_no_other_files(self) -> None:
+        """Refuse if the directory contains any other file; errors as `check`."""
         self.check()
         parents = {parent for name in self.files for parent in PurePosixPath(name).parents}
-        if others := sorted(self._others(self.root, "", {str(parent) for parent in parents})):
-            raise self._kept(
+        if others := sorted(
+            self._unlisted_files(self.root, "", {str(parent) for parent in parents})
+        ):
+            raise self._kept_error(
                 others, "is no file of the earlier result: its manifest does not list it"
             )
 
     def remove(self) -> None:
         """Remove the files, the manifest last; directories stay."""
         for name, size in self.files.items():
-            if size_of(self.root, name) == size:
+            if file_size(self.root, name) == size:
                 (self.root / name).unlink()
 
-    def _others(self, folder: Path, prefix: str, folders: set[str]) -> Iterator[str]:
-        with os.scandir(folder) as entries:
+    def _unlisted_files(
+        self, directory: Path, prefix: str, known_directories: set[str]
+    ) -> Iterator[str]:
+        with os.scandir(directory) as entries:
             for entry in entries:
                 name = prefix + entry.name
-                if entry.is_dir(follow_symlinks=False) and name in folders:
-                    yield from self._others(folder / entry.name, f"{name}/", folders)
+                if entry.is_dir(follow_symlinks=False) and name in known_directories:
+                    yield from self._unlisted_files(
+                        directory / entry.name, f"{name}/", known_directories
+                    )
                 elif name not in self.files:
                     yield name
 
-    def _kept(self, names: list[str], why: str) -> RefusedError:
-        place = self.root / names[0]
-        rest = ", ".join(names[1:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
-        also = f" (and {rest})" if rest else ""
+    def _kept_error(self, names: list[str], why: str) -> RefusedError:
+        path = self.root / names[0]
+        more_names = ", ".join(names[1:_MAX_SHOWN_NAMES]) + (
+            " ..." if len(names) > _MAX_SHOWN_NAMES else ""
+        )
+        and_more = f" (and {more_names})" if more_names else ""
         return RefusedError.at(
-            place, f"{why}{also}, and it is kept", "move it away, or choose another --output"
+            path, f"{why}{and_more}, and it is kept", "move it away, or choose another --output"
         )
 
 
 def read_previous_output(
     root: Path,
     manifest: str = MANIFEST,
-    signature: str = OF_DIRECTORY,
-    own: Callable[[str], bool] = lambda _: True,
+    signature: str = DIRECTORY_SIGNATURE,
+    is_own_name: Callable[[str], bool] = lambda _: True,
 ) -> PreviousOutput:
-    """Read which files belong to a result.
+    """Read from a manifest which files belong to a result.
 
     Args:
-        root: the directory of its files.
-        manifest: its name in there.
-        signature: the name of a signature, which may be missing.
-        own: whether a name can be one of this result.
+        root: the directory of the files.
+        manifest: name of the manifest in it.
+        signature: name of the signature, which may be missing.
+        is_own_name: whether this result can have a file of a given name.
 
     Raises:
         RefusedError: the manifest cannot be read, lists no files with their sizes, or lists files of others.
     """
-    place = root / manifest
+    manifest_path = root / manifest
 
-    def unknown(what: str) -> RefusedError:
+    def unreadable_error(what: str) -> RefusedError:
         return RefusedError(
             f"{what}; nothing says which files here may be removed",
             "choose another --output, or remove the earlier result yourself",
-            file=str(place),
+            file=str(manifest_path),
         )
 
-    if size_of(root, manifest) in {None, _ODD}:
-        raise unknown(f"{place}: no regular file")
+    if file_size(root, manifest) in {None, _NOT_A_FILE}:
+        raise unreadable_error(f"{manifest_path}: no regular file")
     try:
-        data = FILES.read(place, roles.MANIFEST, root)
-        document = parse_object(data, place)
+        data = FILES.read(manifest_path, roles.MANIFEST, root)
+        document = parse_object(data, manifest_path)
     except InputError as error:
-        raise unknown(error.message) from error
+        raise unreadable_error(error.message) from error
     if text := other_version(document, SCHEMA):
-        raise unknown(f"{place}: {text}")
+        raise unreadable_error(f"{manifest_path}: {text}")
     outputs = document.get("outputs")
     if document.get("schema") != SCHEMA or not isinstance(outputs, Mapping):
-        raise unknown(f"{place}: is no manifest that lists the files of a result")
+        raise unreadable_error(f"{manifest_path}: is no manifest that lists the files of a result")
     files: dict[str, int] = {}
     for name, entry in outputs.items():
         size = entry.get("bytes") if isinstance(entry, Mapping) else None
-        if not _inside(name) or not own(name) or name in {manifest, signature}:
-            raise unknown(f"{place}: lists {name[:80]!r}, which is no file of this result")
+        if not _is_inner_path(name) or not is_own_name(name) or name in {manifest, signature}:
+            raise unreadable_error(
+                f"{manifest_path}: lists {name[:80]!r}, which is no file of this result"
+            )
         if type(size) is not int:
-            raise unknown(f"{place}: states no size of {name[:80]!r}")
+            raise unreadable_error(f"{manifest_path}: states no size of {name[:80]!r}")
         files[name] = size
-    bundle = size_of(root, signature)
-    if bundle is not None and _signs(root / signature, manifest, data):
-        files[signature] = bundle
+    signature_size = file_size(root, signature)
+    if signature_size is not None and _signs_manifest(root / signature, manifest, data):
+        files[signature] = signature_size
     return PreviousOutput(root, {**files, manifest: len(data)})
 
 
@@ -148,7 +161,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
     """Refuse an output directory that exists and must not be replaced.
 
     Raises:
-        RefusedError: no directory, not to be overwritten, or not only what an earlier result's manifest lists.
+        RefusedError: it is not a directory, must not be overwritten, or has files that no manifest lists.
     """
 
     def refuse(what: str, hint: str) -> RefusedError:
@@ -161,7 +174,7 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
     if not out.is_dir():
         raise refuse("is a file", "give the name of a directory")
     if not overwrite:
-        raise already_there(out, out, out / MANIFEST)
+        raise exists_error(out, out, out / MANIFEST)
     if not any(out.iterdir()):
         return
     if not os.path.lexists(out / MANIFEST):
@@ -169,66 +182,66 @@ def check_replaceable(out: Path, overwrite: bool) -> None:
             f"is not a result of quantforge (it holds no {MANIFEST}) and will not be replaced",
             "choose another --output, or remove the directory yourself",
         )
-    read_previous_output(out).check_alone()
+    read_previous_output(out).check_no_other_files()
 
 
-def already_there(path: Path, out: Path, manifest: Path) -> RefusedError:
-    """Return the refusal for an output that exists: what it was made from, and what to type.
+def exists_error(path: Path, out: Path, manifest: Path) -> RefusedError:
+    """Return the error for an output that exists: it says what that was made from, and suggests what to type.
 
     Args:
-        path: the file or directory that is in the way.
+        path: the file or directory that exists.
         out: the result that was to be written.
-        manifest: that of the result which is there; without one, or with a damaged one, nothing is said of it.
+        manifest: the manifest of the existing result; if it is missing or damaged, the message is shorter.
     """
     stem, dot, suffix = out.name.rpartition(".") if not out.is_dir() else (out.name, "", "")
-    names = (out.with_name(f"{stem}-{number}{dot}{suffix}") for number in itertools.count(2))
-    free = next(name for name in names if not os.path.lexists(name))
-    empty = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
-    replaceable = empty or os.path.lexists(manifest)
+    candidates = (out.with_name(f"{stem}-{number}{dot}{suffix}") for number in itertools.count(2))
+    free_name = next(name for name in candidates if not os.path.lexists(name))
+    is_empty_directory = path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+    replaceable = is_empty_directory or os.path.lexists(manifest)
     return RefusedError.at(
         path,
         f"exists{_made_from(manifest)}",
-        f"another name: -o {shlex.quote(str(free))}"
+        f"another name: -o {shlex.quote(str(free_name))}"
         + (", or replace it with --overwrite" if replaceable else ""),
     )
 
 
 def _made_from(manifest: Path) -> str:
-    """Return a clause that says what a result was made from, and how, by its manifest; "" if unknown."""
+    """Return a clause that says what a result was made from, and how, according to its manifest; "" if unknown."""
     try:
-        said = parse_object(FILES.read(manifest, roles.MANIFEST, manifest.parent), manifest)
+        document = parse_object(FILES.read(manifest, roles.MANIFEST, manifest.parent), manifest)
     except InputError:
         return ""
-    source = said.get("source")
+    source = document.get("source")
     model = source.get("model") if isinstance(source, Mapping) else None
-    how = (
-        f"{key} {said[key]}"
+    details = (
+        f"{key} {document[key]}"
         for key in ("method", "format")
-        if isinstance(said.get(key), str) and said[key]
+        if isinstance(document.get(key), str) and document[key]
     )
-    return f", made from {model} ({', '.join(how)})" if isinstance(model, str) else ""
+    return f", made from {model} ({', '.join(details)})" if isinstance(model, str) else ""
 
 
-def size_of(root: Path, name: str) -> int | None:
-    """Return how many bytes a regular file below ``root`` has; -1 for a link or anything else, None if missing."""
+def file_size(root: Path, name: str) -> int | None:
+    """Return the size of a regular file below ``root``; -1 if it is a link or not a file, None if it is missing."""
     parts = PurePosixPath(name).parts
     for depth in range(1, len(parts) + 1):
         try:
-            found = root.joinpath(*parts[:depth]).lstat()
+            status = root.joinpath(*parts[:depth]).lstat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError:
-            return _ODD
-        if depth < len(parts) and not stat.S_ISDIR(found.st_mode):
-            return _ODD
-    return found.st_size if stat.S_ISREG(found.st_mode) else _ODD
+            return _NOT_A_FILE
+        if depth < len(parts) and not stat.S_ISDIR(status.st_mode):
+            return _NOT_A_FILE
+    return status.st_size if stat.S_ISREG(status.st_mode) else _NOT_A_FILE
 
 
-def _inside(name: str) -> bool:
+def _is_inner_path(name: str) -> bool:
     """Return whether a name is a normalized relative path without ``..``."""
     path = PurePosixPath(name)
     return (
-        0 < len(path.parts) <= _DEEPEST
+        0 < len(path.parts) <= _MAX_DEPTH
         and not path.is_absolute()
         and ".." not in path.parts
         and str(path) == name
@@ -236,28 +249,28 @@ def _inside(name: str) -> bool:
     )
 
 
-def _signs(place: Path, manifest: str, data: bytes) -> bool:
+def _signs_manifest(path: Path, manifest: str, data: bytes) -> bool:
     """Return whether a file is a signature that lists this manifest; the key does not matter here."""
     try:
-        bundle = FILES.read(place, roles.SIGNATURE, place.parent)
-        return signed_files(place, bundle).get(manifest) == hashlib.sha256(data).hexdigest()
+        bundle = FILES.read(path, roles.SIGNATURE, path.parent)
+        return signed_files(path, bundle).get(manifest) == hashlib.sha256(data).hexdigest()
     except InputError:
         return False
 
 
-def signed_files(place: Path, data: bytes) -> dict[str, str]:
-    """Return the digests by name of the files that a signature bundle, the content of ``place``, lists.
+def signed_files(path: Path, data: bytes) -> dict[str, str]:
+    """Return the digests of the files that a signature bundle lists; ``data`` is the content of ``path``.
 
-    `quantforge.artifacts.signing` checks that they are true.
+    `quantforge.artifacts.signing` checks whether they are true.
 
     Raises:
         InputError: it is not a signature bundle of the OpenSSF's model signing.
     """
     try:
-        envelope = parse_object(data, place, roles.SIGNATURE).get("dsseEnvelope")
-        inner = base64.b64decode(dict(envelope or {})["payload"])
-        payload = parse_object(inner, place, roles.SIGNATURE)
-        found = {item["name"]: item["digest"] for item in payload["predicate"]["resources"]}
+        envelope = parse_object(data, path, roles.SIGNATURE).get("dsseEnvelope")
+        payload_bytes = base64.b64decode(dict(envelope or {})["payload"])
+        payload = parse_object(payload_bytes, path, roles.SIGNATURE)
+        digests = {item["name"]: item["digest"] for item in payload["predicate"]["resources"]}
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
-        raise InputError.at(place, "is no signature bundle") from error
-    return found
+        raise InputError.at(path, "is no signature bundle") from error
+    return digests

@@ -29,24 +29,24 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 from quantforge.errors import InputError
 from quantforge.files.checksums import Checksums
-from quantforge.files.opener import FILES, changed, parse_object, reopened
+from quantforge.files.opener import FILES, changed_error, parse_object, reopen
 from quantforge.plans import DTYPE_BITS, FileTensorInfo, StoredTensor
 from quantforge_files import system
 from quantforge_files.opener import Stamp
 from quantforge_files.roles import HEADER, WEIGHTS
-from quantforge_files.strict_json import uncollected
+from quantforge_files.strict_json import gc_paused
 
 if TYPE_CHECKING:
     import torch
 
-MAX_HEADER_BYTES = HEADER.limit  # the format allows 100 MB
+MAX_HEADER_BYTES = HEADER.max_bytes  # the format allows 100 MB
 MAX_RANK = 64
 MAX_NAME_BYTES = 4096
 MAX_BYTES = 2**63 - 1
-METADATA = "__metadata__"
+METADATA_KEY = "__metadata__"
 # Names of small tensors that describe a packed weight (its shape, in JSON also its type): read along with the header.
-DESCRIBING = (".weight_shape", ".weight.quant_state.bitsandbytes__")
-_DESCRIPTION_BYTES = 1 << 16
+DESCRIPTION_NAMES = (".weight_shape", ".weight.quant_state.bitsandbytes__")
+_MAX_DESCRIPTION_BYTES = 1 << 16
 
 TORCH_NAMES: Mapping[str, str] = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8",
@@ -57,12 +57,12 @@ TORCH_NAMES: Mapping[str, str] = {
 }  # fmt: skip
 
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_DAMAGED = "the file is damaged or not safetensors: fetch or export it again"
+_DAMAGED_HINT = "the file is damaged or not safetensors: fetch or export it again"
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a safetensors file; ``start`` and ``end`` are absolute byte offsets."""
+    """A tensor of a safetensors file; ``start`` and ``end`` are absolute byte offsets."""
 
     name: str
     dtype: str
@@ -79,15 +79,15 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of its data."""
+        """Return the size of its data in bytes."""
         return self.end - self.start
 
-    def header(self) -> StoredTensor:
-        """Return name, dtype, shape and known content, without the place in a file."""
+    def to_stored_tensor(self) -> StoredTensor:
+        """Return name, type, shape and known content, without the position in a file."""
         return StoredTensor(self.name, self.dtype, self.shape, self.data)
 
-    def held(self) -> FileTensorInfo:
-        """Return it as its file describes it."""
+    def to_tensor_info(self) -> FileTensorInfo:
+        """Return the tensor as its file describes it."""
         return FileTensorInfo(self.name, self.dtype, self.shape, self.nbytes)
 
 
@@ -99,45 +99,47 @@ def read_header(path: Path, root: Path | None = None) -> dict[str, TensorEntry]:
         root: the model directory that the file is part of; None for a file that a person named.
 
     Raises:
-        InputError: unreadable or not exactly a safetensors file, with file and tensor.
+        InputError: unreadable or not exactly a safetensors file; names file and tensor.
         IntegrityError: it shrank while it was read.
     """
-    with FILES.opened(path, WEIGHTS, root) as descriptor:
+    with FILES.open_checked(path, WEIGHTS, root) as descriptor:
         stamp = Stamp.of(descriptor)
         length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if not 2 <= length <= stamp.size - 8:
-            raise _error(path, f"a header of {length} bytes in a file of {stamp.size}")
+            raise _header_error(path, f"a header of {length} bytes in a file of {stamp.size}")
         if length > MAX_HEADER_BYTES:
-            raise _error(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
+            raise _header_error(path, f"a header of {length} bytes, more than {MAX_HEADER_BYTES}")
         text = os.pread(descriptor, length, 8)
         if len(text) != length:
-            raise changed(path)
+            raise changed_error(path)
         # The reference library skips any whitespace around the object; its description does not.
         if not text.startswith(b"{") or not text.rstrip(b" ").endswith(b"}"):
-            raise _error(path, "the header is not a JSON object padded with spaces")
-        with uncollected():
+            raise _header_error(path, "the header is not a JSON object padded with spaces")
+        with gc_paused():
             entries = _check_header(path, parse_object(text, path, HEADER), 8 + length, stamp)
         for name, entry in entries.items():
-            if entry.nbytes <= _DESCRIPTION_BYTES and any(part in name for part in DESCRIBING):
+            if entry.nbytes <= _MAX_DESCRIPTION_BYTES and any(
+                part in name for part in DESCRIPTION_NAMES
+            ):
                 data = os.pread(descriptor, entry.nbytes, entry.start)
                 if len(data) != entry.nbytes:
-                    raise changed(path, name)
+                    raise changed_error(path, name)
                 entries[name] = replace(entry, data=data)
         return entries
 
 
 def read_tensor(entry: TensorEntry) -> torch.Tensor:
-    """Read one tensor into fresh memory.
+    """Read one tensor into new memory.
 
     Raises:
-        IntegrityError: the file is not the one whose header was read.
-        InputError: a BOOL that is neither 0 nor 1.
+        IntegrityError: the file has changed since its header was read.
+        InputError: a BOOL is neither 0 nor 1.
     """
     return _read(entry, entry.start, entry.end, entry.shape)
 
 
 def read_rows(entry: TensorEntry, first: int, last: int) -> torch.Tensor:
-    """Read rows ``first:last`` of a tensor ``[rows, ...]``; ValueError without such rows, else as `read_tensor`."""
+    """Read rows ``first:last`` of a tensor ``[rows, ...]``; ValueError if there are none, else as `read_tensor`."""
     if not entry.shape or not 0 <= first <= last <= entry.shape[0]:
         raise ValueError(f"{entry.name}: no rows {first}:{last} in a tensor of shape {entry.shape}")
     row_bytes = entry.nbytes // max(entry.shape[0], 1)
@@ -159,12 +161,12 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
 
     data = torch.empty(end - start, dtype=torch.uint8)
     view = memoryview(data.numpy().data)
-    with reopened(entry.file, entry.stamp, entry.name) as descriptor:
-        read = system.fill if entry.checksums is None else entry.checksums.read
+    with reopen(entry.file, entry.stamp, entry.name) as descriptor:
+        read = system.read_into if entry.checksums is None else entry.checksums.read
         if not read(descriptor, view, start):
-            raise changed(entry.file, entry.name)
+            raise changed_error(entry.file, entry.name)
     if entry.dtype == "BOOL" and bool((data > 1).any()):
-        raise _error(
+        raise _header_error(
             entry.file, f"tensor {entry.name!r}: a BOOL that is neither 0 nor 1", entry.name
         )
     return data.view(torch_dtype(entry.dtype)).reshape(shape)
@@ -173,50 +175,56 @@ def _read(entry: TensorEntry, start: int, end: int, shape: tuple[int, ...]) -> t
 def _check_header(
     path: Path, header: dict[str, Any], data_start: int, stamp: Stamp
 ) -> dict[str, TensorEntry]:
-    metadata = header.pop(METADATA, {})
+    metadata = header.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise _error(path, f"{METADATA} is not a table of strings")
+        raise _header_error(path, f"{METADATA_KEY} is not a table of strings")
     _check_names(path, header)
-    entries = [_entry(path, name, fields, data_start, stamp) for name, fields in header.items()]
+    entries = [
+        _parse_entry(path, name, fields, data_start, stamp) for name, fields in header.items()
+    ]
     entries.sort(key=lambda entry: (entry.start, entry.end))
     _check_layout(path, entries, data_start, stamp.size)
     return {entry.name: entry for entry in entries}
 
 
 def _check_names(path: Path, names: Iterable[str]) -> None:
-    normal: dict[str, str] = {}
+    normalized: dict[str, str] = {}
     for name in names:
         size = len(name.encode())
         if not 0 < size <= MAX_NAME_BYTES or not name.isprintable():
             shown = repr(name[:80]) + (f" ({size} bytes)" if size > 80 else "")
-            raise _error(
+            raise _header_error(
                 path,
                 f"tensor name {shown}: expected 1 to {MAX_NAME_BYTES} bytes, all printable",
             )
         if not name.isascii():
-            other = normal.setdefault(unicodedata.normalize("NFC", name), name)
+            other = normalized.setdefault(unicodedata.normalize("NFC", name), name)
             if other != name:
-                raise _error(path, f"tensor names {other!a} and {name!a} look the same", name)
+                raise _header_error(
+                    path, f"tensor names {other!a} and {name!a} look the same", name
+                )
 
 
-def _entry(path: Path, name: str, fields: object, data_start: int, stamp: Stamp) -> TensorEntry:
+def _parse_entry(
+    path: Path, name: str, item_fields: object, data_start: int, stamp: Stamp
+) -> TensorEntry:
     def refuse(what: str) -> InputError:
-        return _error(path, f"tensor {name[:80]!r}: {what}", name)
+        return _header_error(path, f"tensor {name[:80]!r}: {what}", name)
 
-    if not isinstance(fields, dict) or fields.keys() != _FIELDS:
+    if not isinstance(item_fields, dict) or item_fields.keys() != _FIELDS:
         raise refuse("exactly dtype, shape and data_offsets expected")
-    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    dtype, shape, offsets = item_fields["dtype"], item_fields["shape"], item_fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise refuse(f"dtype {str(dtype)[:40]!r} is not one of {', '.join(DTYPE_BITS)}")
-    if not _naturals(shape) or len(shape) > MAX_RANK:
+    if not _is_size_list(shape) or len(shape) > MAX_RANK:
         raise refuse(f"the shape is not a list of at most {MAX_RANK} sizes")
     size = math.prod(shape)
     # Sizes of 0 count as 1: [0, 2^62, 2^62] holds nothing, but no library can compute its strides.
     if (size or math.prod(max(side, 1) for side in shape)) * DTYPE_BITS[dtype] // 8 > MAX_BYTES:
         raise refuse(f"the shape {shape[:8]} overflows")
-    if not _naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse("data_offsets is not [start, end]")
     start, end = data_start + offsets[0], data_start + offsets[1]
     if end > stamp.size:
@@ -226,26 +234,28 @@ def _entry(path: Path, name: str, fields: object, data_start: int, stamp: Stamp)
     return TensorEntry(name, dtype, tuple(shape), path, start, end, stamp)
 
 
-def _naturals(value: object) -> TypeGuard[list[int]]:
+def _is_size_list(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and not [
         item for item in value if type(item) is not int or not 0 <= item <= MAX_BYTES
     ]
 
 
 def _check_layout(path: Path, entries: list[TensorEntry], data_start: int, size: int) -> None:
-    end, before = data_start, "the header"
+    expected_start, previous = data_start, "the header"
     for entry in entries:
-        if entry.start != end:
-            what = "overlaps" if entry.start < end else "leaves a hole after"
-            raise _error(
+        if entry.start != expected_start:
+            problem = "overlaps" if entry.start < expected_start else "leaves a hole after"
+            raise _header_error(
                 path,
-                f"tensor {entry.name!r} at byte {entry.start} {what} {before}, which ends at {end}",
+                f"tensor {entry.name!r} at byte {entry.start} {problem} {previous}, which ends at {expected_start}",
                 entry.name,
             )
-        end, before = entry.end, f"tensor {entry.name!r}"
-    if end != size:
-        raise _error(path, f"{size - end} bytes after {before}, which ends the data")
+        expected_start, previous = entry.end, f"tensor {entry.name!r}"
+    if expected_start != size:
+        raise _header_error(
+            path, f"{size - expected_start} bytes after {previous}, which ends the data"
+        )
 
 
-def _error(path: Path, what: str, tensor: str | None = None) -> InputError:
-    return InputError(f"{what}", _DAMAGED, file=str(path), tensor=tensor, subject=str(path))
+def _header_error(path: Path, what: str, tensor: str | None = None) -> InputError:
+    return InputError(f"{what}", _DAMAGED_HINT, file=str(path), tensor=tensor, subject=str(path))

@@ -1,19 +1,18 @@
-"""All or nothing: a result is staged beside its place and appears there by one rename.
+"""All or nothing: a result is staged beside its output and appears by one rename.
 
-For an output ``DIR/name`` a run keeps all that it needs in ``DIR/.name.qf`` (see `quantforge.files.lock`), so that
-renames stay on one file system: the stage, which becomes the result, and the journal. Both survive an interrupted run,
-so that it can be resumed; nothing is left beside a result that is finished. A file of the stage has another name until
-its last byte is synced, so that a run that is killed leaves no half of one.
+For an output ``DIR/name`` a run keeps its files in ``DIR/.name.qf`` (see `quantforge.files.lock`), so that renames stay
+on one file system: the stage, which becomes the result, and the journal. Both survive an interrupted run, so that it
+can be resumed; nothing is left beside a finished result. A file of the stage has another name until its last byte is
+synced, so that a killed run leaves no partial file under a final name.
 
 Files are synced when they are written, directories before the rename, the parent after it, so that even after a power
 failure a reader finds the old release, the new one or none, never a mixture. An overwrite swaps the two directories in
-one step (renameat2) and then removes the files of the old release, now at the stage's place; where that does not exist
-it is refused rather than done in two steps. Before the swap the lock file durably records which directory is being
-published (its inode), so that a run that finds a stage after a kill knows whether it is work to resume or the remains
-of the old release. Only what the old release's own manifest lists is ever removed
-(`quantforge.files.previous_output`); this is looked at before the work, before the swap, and once more after it,
-when nobody can find the old release by its name any more: if something was put there in between, the two are swapped
-back.
+one step (renameat2) and then removes the files of the old release, which are now in the stage; if the system cannot
+swap, the overwrite is refused rather than done in two steps. Before the swap the lock file durably records which
+directory is being published (its inode), so that a run that finds a stage after a kill knows whether it is work to
+resume or the rest of the old release. Only files that the old release's own manifest lists are ever removed
+(`quantforge.files.previous_output`). This is checked before the work, before the swap, and once more after it, when
+nobody can find the old release by its name any more: if a file was added in between, the two are swapped back.
 """
 
 from __future__ import annotations
@@ -33,55 +32,61 @@ from quantforge.errors import InputError, IntegrityError, RefusedError, UsageErr
 from quantforge.files.disk import (
     DISK,
     Disk,
+    atomic_file,
     check_name,
     free_bytes,
-    make_folder,
-    no_space,
+    make_directory,
+    no_space_error,
     run_folder,
-    whole_file,
-    writing,
+    write_errors,
 )
 from quantforge.files.lock import Lock
-from quantforge.files.opener import FILES, changed
-from quantforge.files.output_names import MODELFILE, NUMBERED, placed, projector_name, side_of
+from quantforge.files.opener import FILES, changed_error
+from quantforge.files.output_names import (
+    MODELFILE_SUFFIX,
+    PART_NUMBER,
+    final_name,
+    projector_name,
+    side_path,
+)
 from quantforge.files.previous_output import (
     MANIFEST,
-    SIGNATURE,
+    SIGNATURE_SUFFIX,
     PreviousOutput,
-    already_there,
     check_replaceable,
+    exists_error,
+    file_size,
     read_previous_output,
-    size_of,
 )
 from quantforge.files.reader import role_of
 from quantforge_files import roles
 from quantforge_files.opener import Stamp
 
-STAGE = "stage"  # its name in the directory of a run
-PART = ".part"  # ends the name of a file that is not whole
-MOVING = ".moving.json"  # in the stage of a file that is being published
+STAGE_DIRECTORY = "stage"  # its name in the directory of a run
+PART_SUFFIX = ".part"  # ends the name of a file that is not whole
+MOVES_FILE = ".moving.json"  # in the stage of a file that is being published
 _COPY_BYTES = 2**20
 
 
 class Stage:
     """The locked stage of one output directory, as a context manager.
 
-    Leaving the ``with`` block keeps a stage that holds files (after an error it can be resumed) and
-    frees the lock; `publish` or `discard` end it.
+    Leaving the ``with`` block keeps a stage that contains files (after an error it can be resumed) and
+    releases the lock; `publish` or `discard` end the stage.
 
     Args:
         out: the output directory, which need not exist.
         overwrite: whether an earlier release (or an empty directory) at ``out`` may be replaced.
-        source: the model that is read, which ``out`` must not touch.
+        source: the model that is read, which must not overlap ``out``.
 
     Attributes:
-        named, out: the output as it was given, and where it is.
-        path: of the stage.
-        journal, units: directories of the run's journal, and of what several processes share.
+        given_out, out: the output as it was given, and its absolute path.
+        path: path of the stage.
+        journal, units: directories for the run's journal, and for files shared by several processes.
 
-    Raises (name and parent of ``out`` at once, the others on entering):
-        UsageError: ``out`` and ``source`` overlap, or ``out`` is no name for a directory.
-        InputError: the parent is missing or cannot be written to.
+    Raises (errors about the name and parent of ``out`` immediately, the others on entering):
+        UsageError: ``out`` and ``source`` overlap, or ``out`` is not a valid directory name.
+        InputError: the parent is missing or not writable.
         RefusedError: ``out`` exists and must not be replaced.
         BusyError: another run works on ``out``.
     """
@@ -91,9 +96,9 @@ class Stage:
     def __init__(
         self, out: Path, overwrite: bool, source: Path | None = None, *, disk: Disk = DISK
     ) -> None:
-        self.named, self.out = out, _absolute(out)
+        self.given_out, self.out = out, _absolute_output(out)
         self._lock = Lock(run_folder(self.out))
-        self.path = self._lock.directory / STAGE
+        self.path = self._lock.directory / STAGE_DIRECTORY
         self.journal = self._lock.directory / "journal"
         self.units = self._lock.directory / "units"
         self._overwrite, self._source, self._disk = overwrite, source, disk
@@ -102,34 +107,36 @@ class Stage:
     # ---- its place
 
     @property
-    def begun(self) -> bool:
+    def has_earlier_run(self) -> bool:
         """Return whether an earlier run on this output is unfinished, or has just published."""
         return self._lock.directory.exists()
 
     def check(self) -> None:
         """Refuse an invalid output path before anything is created; errors as on entering."""
-        check_apart(self.out, self._source)
-        if not self.begun:  # nothing to recover
-            self._check_place()
+        check_no_overlap(self.out, self._source)
+        if not self.has_earlier_run:  # nothing to recover
+            self._check_replaceable()
 
     def __enter__(self) -> Self:
         try:
             self.check()
-            published = self._lock.take()
+            published = self._lock.acquire()
             try:
                 self._recover(published)
                 self._lock.record(0)
-                self._check_place()
-                make_folder(self.path)
-                for cut in self.path.rglob(f"*{PART}"):  # whose writing was interrupted
-                    cut.unlink()
+                self._check_replaceable()
+                make_directory(self.path)
+                for partial_file in self.path.rglob(
+                    f"*{PART_SUFFIX}"
+                ):  # whose writing was interrupted
+                    partial_file.unlink()
                 if self._overwrite and self.out.exists():
                     self._check_exchange()
             except BaseException:
                 self._lock.release()
                 raise
         except OSError as error:
-            raise unwritable(self.out.parent, error) from error
+            raise unwritable_error(self.out.parent, error) from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -137,25 +144,25 @@ class Stage:
             self.path.rmdir()  # only if it is empty
         self._lock.release()
 
-    def forget(self, also: Callable[[], None] = lambda: None) -> None:
-        """Remove the leftovers of a finished run, and call ``also``; errors as `Lock.take`."""
-        self._lock.take()
+    def remove_leftovers(self, also_remove: Callable[[], None] = lambda: None) -> None:
+        """Remove the files that a finished run left, and call ``also_remove``; errors as `Lock.acquire`."""
+        self._lock.acquire()
         try:
-            also()
+            also_remove()
             if not self.path.exists():
-                _remove(self.journal)
+                _remove_tree(self.journal)
         finally:
             self._lock.release()
 
-    def _check_place(self) -> None:
+    def _check_replaceable(self) -> None:
         check_replaceable(self.out, self._overwrite)
 
     def _check_exchange(self) -> None:
-        """Find out before the work whether this file system can swap directories."""
+        """Check before the work whether this file system can swap directories."""
         first, second = self.path / ".swap-1", self.path / ".swap-2"
         try:
-            make_folder(first)
-            make_folder(second)
+            make_directory(first)
+            make_directory(second)
             self._disk.exchange(first, second)
         except OSError as error:
             raise RefusedError.at(
@@ -164,28 +171,30 @@ class Stage:
                 f"write to a new directory, or remove it first: rm -r {self.out}",
             ) from error
         finally:
-            _remove(first)
-            _remove(second)
+            _remove_tree(first)
+            _remove_tree(second)
 
     # ---- its files
 
-    def place(self, name: str) -> str:
-        """Return the name under which a weight file ``name`` of a plan is written."""
+    def final_name(self, name: str) -> str:
+        """Return the name under which a planned weight file is written."""
         return name
 
     def check_space(self, needed: int) -> None:
-        """Refuse to begin when ``needed`` bytes, less those already staged, do not fit.
+        """Refuse to start if ``needed`` bytes, less those already staged, do not fit.
 
         Raises:
             ResourceError: with the bytes needed and free.
         """
         files = (path.stat() for path in self.path.rglob("*") if path.is_file())
-        held = sum(found.st_blocks * 512 for found in files)  # POSIX: whatever the block size
-        if free_bytes(self.path) + held < needed:
-            raise no_space(self.path, needed - held, "the result does not fit")
+        staged_bytes = sum(
+            status.st_blocks * 512 for status in files
+        )  # POSIX: whatever the block size
+        if free_bytes(self.path) + staged_bytes < needed:
+            raise no_space_error(self.path, needed - staged_bytes, "the result does not fit")
 
     def write_file(self, relative: str, data: bytes) -> None:
-        """Write a file of the result, durable and whole: it is absent until all of it is there.
+        """Write a file of the result durably; it appears only when it is complete.
 
         Raises:
             ResourceError: the disk is full or fails.
@@ -194,40 +203,42 @@ class Stage:
             self._disk.write_at(descriptor, memoryview(data), 0)
 
     def copy_file(self, source: Path, relative: str, root: Path | None = None) -> str:
-        """Copy a file of a model byte for byte, under the rules of `quantforge.files.opener`; return its SHA-256.
+        """Copy a file of a model unchanged, with the checks of `quantforge.files.opener`; return its SHA-256.
 
         Raises:
-            InputError: ``source`` is a link out of its model (``root``) or no regular file.
+            InputError: ``source`` is a link out of its model (``root``) or not a regular file.
             IntegrityError: it changed while it was copied.
             ResourceError: the disk is full or fails.
         """
-        digest, done = hashlib.sha256(), 0
+        digest, copied = hashlib.sha256(), 0
         role = role_of(relative) or roles.WEIGHTS
-        with FILES.opened(source, role, root or source.parent) as reading:
-            stamp = Stamp.of(reading)
+        with FILES.open_checked(source, role, root or source.parent) as source_descriptor:
+            stamp = Stamp.of(source_descriptor)
             with self._new_file(relative, stamp.size) as descriptor:
-                while data := os.pread(reading, min(_COPY_BYTES, stamp.size - done), done):
+                while data := os.pread(
+                    source_descriptor, min(_COPY_BYTES, stamp.size - copied), copied
+                ):
                     digest.update(data)
-                    self._disk.write_at(descriptor, memoryview(data), done)
-                    done += len(data)
-                if done != stamp.size or Stamp.of(reading) != stamp:
-                    raise changed(source)
+                    self._disk.write_at(descriptor, memoryview(data), copied)
+                    copied += len(data)
+                if copied != stamp.size or Stamp.of(source_descriptor) != stamp:
+                    raise changed_error(source)
         return digest.hexdigest()
 
-    def check_whole(self, others: Collection[str]) -> None:
-        """Refuse files that this run has not written, but for ``others``: they would be published with the result.
+    def check_no_foreign_files(self, allowed_names: Collection[str]) -> None:
+        """Refuse files that this run has not written, except ``allowed_names``: they would be published as well.
 
-        What an interrupted run has left half written is removed.
+        Partial files of an interrupted run are removed.
 
         Raises:
-            RefusedError: naming one, and where it lies.
+            RefusedError: naming one, and its path.
         """
-        known = {*self._written, *others}
+        known_names = {*self._written, *allowed_names}
         for path in sorted(self.path.rglob("*")):
             name = path.relative_to(self.path).as_posix()
-            if name in known or (path.is_dir() and not path.is_symlink()):
+            if name in known_names or (path.is_dir() and not path.is_symlink()):
                 continue
-            if name.endswith(PART) and name.removesuffix(PART) in known:
+            if name.endswith(PART_SUFFIX) and name.removesuffix(PART_SUFFIX) in known_names:
                 path.unlink()
                 continue
             raise RefusedError.at(
@@ -238,31 +249,31 @@ class Stage:
 
     @property
     def empty(self) -> bool:
-        """Return whether nothing is staged: a journal of earlier work is void then."""
+        """Return whether nothing is staged; a journal of earlier work is void then."""
         return not any(self.path.iterdir())
 
     def clear(self) -> None:
         """Empty the stage: files that another run staged must not become part of this result."""
-        _remove(self.path)
-        make_folder(self.path)
+        _remove_tree(self.path)
+        make_directory(self.path)
 
     def discard(self) -> None:
-        """Remove the stage and all that was staged."""
-        _remove(self.path)
+        """Remove the stage with all its files."""
+        _remove_tree(self.path)
 
     @contextmanager
     def _new_file(self, relative: str, size: int) -> Iterator[int]:
-        """Make a file of so many bytes, and the directories that it lies in: a link in place of one is an error."""
+        """Create a file of ``size`` bytes and its parent directories; a link in place of one is an error."""
         parts = PurePosixPath(relative).parts
         if not parts or parts[0] == "/" or ".." in parts or "\\" in relative or "\0" in relative:
             raise ValueError(f"{relative!r} is no place inside the output")
         target = self.path.joinpath(*parts)
-        with writing(target, size):
-            made = self.path
+        with write_errors(target, size):
+            directory = self.path
             for part in parts[:-1]:
-                made = made / part
-                make_folder(made)
-            with whole_file(target, target.name + PART, self._disk) as descriptor:
+                directory = directory / part
+                make_directory(directory)
+            with atomic_file(target, target.name + PART_SUFFIX, self._disk) as descriptor:
                 yield descriptor
         self._written.add(relative)
 
@@ -273,22 +284,22 @@ class Stage:
 
         Raises:
             RefusedError: the output appeared or changed since the run began.
-            BusyError: the lock was removed, and another run has begun.
-            ResourceError: the disk failed; the output is what it was before.
+            BusyError: the lock was removed, and another run has started.
+            ResourceError: the disk failed; the output is unchanged.
         """
-        with writing(self.path, 0):
+        with write_errors(self.path, 0):
             for directory, _, _ in os.walk(self.path):
                 self._disk.sync(Path(directory))
-            self._lock.keep()
-        self._check_place()
-        with writing(self.out, 0):
+            self._lock.ensure_held()
+        self._check_replaceable()
+        with write_errors(self.out, 0):
             if self.out.exists():
                 self._lock.record(self.path.stat().st_ino)
                 self._disk.fsync(self._lock.descriptor)
                 self._disk.exchange(self.path, self.out)
                 self._disk.sync(self.out.parent)
                 try:
-                    self._remove_old()
+                    self._remove_replaced()
                 except RefusedError:  # it is not only the old release any more
                     self._disk.exchange(self.path, self.out)
                     self._disk.sync(self.out.parent)
@@ -298,22 +309,24 @@ class Stage:
                 self._disk.rename(self.path, self.out)
                 self._disk.sync(self.out.parent)
 
-    def _recover(self, published: int) -> None:
-        """Finish what a kill interrupted in `publish`; the last holder was publishing this inode (or 0)."""
-        for place in (self.path, self.journal, self.units):
-            if os.path.lexists(place) and not stat.S_ISDIR(place.lstat().st_mode):
-                hint = f"move it away: mv {place} ELSEWHERE"
-                raise RefusedError.at(place, "is no directory of a run", hint)
-        there = self.path.exists() and self.out.exists()
-        if published and there and self.out.stat().st_ino == published:  # killed after the swap
-            self._remove_old()
+    def _recover(self, publishing_inode: int) -> None:
+        """Finish a `publish` that was killed; ``publishing_inode`` is what the last holder was publishing (or 0)."""
+        for path in (self.path, self.journal, self.units):
+            if os.path.lexists(path) and not stat.S_ISDIR(path.lstat().st_mode):
+                hint = f"move it away: mv {path} ELSEWHERE"
+                raise RefusedError.at(path, "is no directory of a run", hint)
+        both_exist = self.path.exists() and self.out.exists()
+        if (
+            publishing_inode and both_exist and self.out.stat().st_ino == publishing_inode
+        ):  # killed after the swap
+            self._remove_replaced()
 
-    def _remove_old(self) -> None:
-        """Remove the release that was replaced, which is at the stage's place."""
+    def _remove_replaced(self) -> None:
+        """Remove the release that was replaced, which is now in the stage."""
         if os.path.lexists(self.path / MANIFEST):
-            old = read_previous_output(self.path)
-            old.check_alone()
-            old.remove()
+            previous = read_previous_output(self.path)
+            previous.check_no_other_files()
+            previous.remove()
         for directory, _, names in os.walk(self.path, topdown=False):
             if names:
                 raise RefusedError(
@@ -327,21 +340,21 @@ class Stage:
 class FileStage(Stage):
     """Stage of an output that is a file, or numbered files, instead of a directory.
 
-    For an output ``DIR/name.gguf`` the stage is a directory as for any result. Publishing renames what it holds into
-    ``DIR``, one file after another: first what stands beside the weights, then the weights (the first of numbered
-    files last, because that is the one that is opened), and the manifest ``name.gguf.quantforge.json`` at the
-    end. A rename replaces an earlier file in one step; its manifest is removed before, so that no manifest ever
-    describes another file than the one next to it. A kill in between leaves the old file, or the new one, whole
-    and loadable, at worst without its manifest. Before the first rename the stage durably lists the names to
-    come, and the files of the earlier result with their sizes: the next run on this output finds the list and
-    makes what is missing of the removals and renames.
+    For an output ``DIR/name.gguf`` the stage is a directory as for any result. Publishing renames its files into
+    ``DIR``, one after another: first the side files, then the weights (the first of numbered files last, because that
+    is the one that programs open), and the manifest ``name.gguf.quantforge.json`` at the end. A rename replaces an
+    earlier file in one step; the earlier manifest is removed before, so that a manifest never describes another file
+    than the one next to it. A kill in between leaves either the old file or the new one, complete and loadable, at
+    worst without its manifest. Before the first rename the stage durably lists the new names, and the files of the
+    earlier result with their sizes: the next run on this output finds the list and performs the missing removals and
+    renames.
 
-    ``DIR`` belongs to others too. Only what the earlier result's manifest lists is removed or replaced, and only under
-    names that a result of this name has; what else has a name to come, or would be taken for a part of the result, is a
-    refusal that names it.
+    ``DIR`` also contains files of others. Only files that the earlier result's manifest lists are removed or replaced,
+    and only if a result of this name can have such a file; any other file that has one of the new names, or would be
+    taken for a part of the result, leads to an error that names it.
 
     Args:
-        names: of all files that will be published, as far as they are known before the work.
+        names: all files that will be published, as far as they are known before the work.
     """
 
     def __init__(
@@ -354,142 +367,144 @@ class FileStage(Stage):
         disk: Disk = DISK,
     ) -> None:
         super().__init__(out, overwrite, source, disk=disk)
-        self.manifest = side_of(self.out).name
-        beside = (self.manifest, side_of(self.out, SIGNATURE).name)
+        self.manifest = side_path(self.out).name
+        beside = (self.manifest, side_path(self.out, SIGNATURE_SUFFIX).name)
         self._names = {self.out.name, *beside, *names}
 
-    def place(self, name: str) -> str:
+    def final_name(self, name: str) -> str:
         """Return the final name of a weight file: the output's own, with the number of the part."""
-        return placed(self.out, name)
+        return final_name(self.out, name)
 
     def publish(self) -> None:
-        """Move everything to its place; see the class.
+        """Move all files to their final names; see the class.
 
         Raises:
             RefusedError: the output appeared or changed since the run began.
-            BusyError: the lock was removed, and another run has begun.
+            BusyError: the lock was removed, and another run has started.
             ResourceError: the disk failed.
         """
         staged = {path.name for path in self.path.iterdir() if path.is_file()} - {self.manifest}
         self._names |= staged
-        self._check_place()
-        before = self._earlier()
-        with writing(self.out, 0):
-            self._lock.keep()
+        self._check_replaceable()
+        previous = self._read_previous()
+        with write_errors(self.out, 0):
+            self._lock.ensure_held()
             self._disk.sync(self.path)
-        plan = {"names": sorted(staged), "earlier": dict(before.files) if before else {}}
-        self.write_file(MOVING, json.dumps(plan).encode())
-        with writing(self.out, 0):
+        moves = {"names": sorted(staged), "earlier": dict(previous.files) if previous else {}}
+        self.write_file(MOVES_FILE, json.dumps(moves).encode())
+        with write_errors(self.out, 0):
             self._disk.sync(self.path)
-            self._move()
+            self._perform_moves()
 
-    def _recover(self, published: int) -> None:
-        super()._recover(published)
-        if (self.path / MOVING).is_file():
-            self._move()
+    def _recover(self, publishing_inode: int) -> None:
+        super()._recover(publishing_inode)
+        if (self.path / MOVES_FILE).is_file():
+            self._perform_moves()
 
-    def _move(self) -> None:
-        """Perform the listed removals and renames that are still to do, the manifest last."""
+    def _perform_moves(self) -> None:
+        """Perform the listed removals and renames that are still missing, the manifest last."""
         if (self.path / self.manifest).exists():
-            names, before = self._planned()
-            to_come = [name for name in names if (self.path / name).exists()]
-            self._check_free([*to_come, self.manifest], before.files)
+            names, previous = self._read_moves()
+            pending = [name for name in names if (self.path / name).exists()]
+            self._check_names_free([*pending, self.manifest], previous.files)
             weights = [name for name in names if name == self.out.name or self._is_part(name)]
-            beside = [name for name in names if name not in weights]
-            old = {name: size for name, size in before.files.items() if name not in names}
-            PreviousOutput(before.root, old).remove()  # its manifest with it
-            for name in (*beside, *reversed(weights)):
-                if name in to_come:
+            side_files = [name for name in names if name not in weights]
+            replaced = {name: size for name, size in previous.files.items() if name not in names}
+            PreviousOutput(previous.root, replaced).remove()  # its manifest with it
+            for name in (*side_files, *reversed(weights)):
+                if name in pending:
                     self._disk.rename(self.path / name, self.out.with_name(name))
             self._disk.sync(self.out.parent)
             self._disk.rename(self.path / self.manifest, self.out.with_name(self.manifest))
             self._disk.sync(self.out.parent)
         self.discard()
 
-    def _planned(self) -> tuple[list[str], PreviousOutput]:
+    def _read_moves(self) -> tuple[list[str], PreviousOutput]:
         """Read the list in the stage: files to publish, and files to replace."""
-        place = self.path / MOVING
+        path = self.path / MOVES_FILE
         try:
-            found = json.loads(FILES.read(place, roles.JOURNAL, self.path))
-            names, before = found["names"], found["earlier"]
-            good = all(self._own(name) for name in {*names, *before})
-            good = good and all(type(size) is int for size in before.values())
+            document = json.loads(FILES.read(path, roles.JOURNAL, self.path))
+            names, earlier = document["names"], document["earlier"]
+            is_valid = all(self._is_result_name(name) for name in {*names, *earlier})
+            is_valid = is_valid and all(type(size) is int for size in earlier.values())
         except (InputError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            good = False
-        if not good:
+            is_valid = False
+        if not is_valid:
             raise IntegrityError.at(
-                place, "is no list of this run", f"start afresh: rm -r {self._lock.directory}"
+                path, "is no list of this run", f"start afresh: rm -r {self._lock.directory}"
             )
-        return names, PreviousOutput(self.out.parent, before)
+        return names, PreviousOutput(self.out.parent, earlier)
 
     def discard(self) -> None:
-        """Remove the stage, unless some of it is at its place already: the next run finishes that."""
-        if not ((self.path / MOVING).exists() and (self.path / self.manifest).exists()):
+        """Remove the stage, unless some of its files have been published already: the next run finishes that."""
+        if not ((self.path / MOVES_FILE).exists() and (self.path / self.manifest).exists()):
             super().discard()
 
     def _check_exchange(self) -> None:
         """Accept every file system: nothing is swapped, since a rename replaces a file."""
 
-    def _check_place(self) -> None:
-        before = self._earlier() if self._overwrite else None
-        parts = {path.name for path in self.out.parent.iterdir() if self._is_part(path.name)}
-        self._check_free(self._names | parts, before.files if before else {})
-        if before is not None:
-            before.check()
+    def _check_replaceable(self) -> None:
+        previous = self._read_previous() if self._overwrite else None
+        part_names = {path.name for path in self.out.parent.iterdir() if self._is_part(path.name)}
+        self._check_names_free(self._names | part_names, previous.files if previous else {})
+        if previous is not None:
+            previous.check()
 
-    def _check_free(self, names: Collection[str], before: Mapping[str, int]) -> None:
-        """Refuse files at names to be published, unless they belong to the earlier result by their size."""
+    def _check_names_free(self, names: Collection[str], previous_sizes: Mapping[str, int]) -> None:
+        """Refuse files that have a name to be published, unless they belong to the earlier result by their size."""
         for name in sorted(names):
             path = self.out.with_name(name)
-            found = size_of(path.parent, name)
-            if found is None or found == before.get(name):
+            size = file_size(path.parent, name)
+            if size is None or size == previous_sizes.get(name):
                 continue
-            if found < 0:
+            if size < 0:
                 why, hint = "is no file", "give the name of a file"
             elif not self._overwrite:
-                raise already_there(path, self.out, side_of(self.out))
-            elif not side_of(self.out).is_file() and not before:
-                side = side_of(self.out).name
-                why = f"is not a result of quantforge (no {side} beside it) and is kept"
+                raise exists_error(path, self.out, side_path(self.out))
+            elif not side_path(self.out).is_file() and not previous_sizes:
+                manifest_name = side_path(self.out).name
+                why = f"is not a result of quantforge (no {manifest_name} beside it) and is kept"
                 hint = "choose another --output, or remove the file yourself"
             else:
                 why = "is not as the manifest of the earlier result lists it, and it is kept"
                 hint = "move it away, or choose another --output"
             raise RefusedError.at(path, why, hint)
 
-    def _earlier(self) -> PreviousOutput | None:
+    def _read_previous(self) -> PreviousOutput | None:
         """Return the files of the earlier result, None if there is none."""
-        side = side_of(self.out)
-        if size_of(side.parent, side.name) is None:
+        manifest_path = side_path(self.out)
+        if file_size(manifest_path.parent, manifest_path.name) is None:
             return None
-        signature = side_of(self.out, SIGNATURE).name
-        return read_previous_output(side.parent, side.name, signature, self._own)
+        signature = side_path(self.out, SIGNATURE_SUFFIX).name
+        return read_previous_output(
+            manifest_path.parent, manifest_path.name, signature, self._is_result_name
+        )
 
-    def _own(self, name: str) -> bool:
+    def _is_result_name(self, name: str) -> bool:
         """Return whether a file beside the output can be one of its result."""
         return Path(name).name == name and (
-            name in {self.out.name, f"{self.out.stem}{MODELFILE}", projector_name(self.out)}
+            name in {self.out.name, f"{self.out.stem}{MODELFILE_SUFFIX}", projector_name(self.out)}
             or name.startswith(f"{self.out.name}.")
             or self._is_part(name)
         )
 
     def _is_part(self, name: str) -> bool:
-        part = NUMBERED.search(name)
-        own = (self.out.stem, self.out.suffix)
-        return part is not None and (name[: part.start()], part[3] or "") == own
+        part = PART_NUMBER.search(name)
+        own_parts = (self.out.stem, self.out.suffix)
+        return part is not None and (name[: part.start()], part[3] or "") == own_parts
 
 
-def _remove(directory: Path) -> None:
-    """Remove a directory of the run with all that it holds, if it is there."""
+def _remove_tree(directory: Path) -> None:
+    """Remove a directory of the run with all its contents, if it exists."""
     if directory.exists():
         shutil.rmtree(directory)
 
 
-def _absolute(out: Path) -> Path:
-    """Return ``out`` with its parent resolved; the last part is kept, so that a link there is seen.
+def _absolute_output(out: Path) -> Path:
+    """Return ``out`` with its parent resolved, but not its last part, so that a link is noticed.
 
     Raises:
-        UsageError: ``out`` is no name for a directory, or as `check_name`.
+        UsageError: ``out`` is not a valid directory name, or as `check_name`.
         InputError: its parent is missing.
     """
     if out.name in {"", ".."}:
@@ -504,39 +519,43 @@ def _absolute(out: Path) -> Path:
     return parent / out.name
 
 
-def check_folder(place: Path) -> None:
-    """Refuse a path at which no directory of several results can be made or continued.
+def check_results_directory(path: Path) -> None:
+    """Refuse a path at which a directory of several results cannot be created or continued.
 
     Raises:
         UsageError: as `check_name`.
         InputError: its parent is missing, or it is a link or a file.
     """
-    check_name(place, "--output")
-    if not place.parent.is_dir():
-        raise InputError.at(place, f"no directory {place.parent}", f"mkdir -p {place.parent}")
-    if place.is_symlink():
-        hint = f"give the directory that it leads to: {os.path.realpath(place)}"
-        raise InputError.at(place, "is a link", hint)
-    if place.exists() and not place.is_dir():
-        raise InputError.at(place, "is no directory", "name a new directory with -o")
+    check_name(path, "--output")
+    if not path.parent.is_dir():
+        raise InputError.at(path, f"no directory {path.parent}", f"mkdir -p {path.parent}")
+    if path.is_symlink():
+        hint = f"give the directory that it leads to: {os.path.realpath(path)}"
+        raise InputError.at(path, "is a link", hint)
+    if path.exists() and not path.is_dir():
+        raise InputError.at(path, "is no directory", "name a new directory with -o")
 
 
-def check_apart(out: Path, source: Path | None) -> None:
+def check_no_overlap(out: Path, source: Path | None) -> None:
     """Refuse an output that overlaps the source model.
 
     Raises:
-        UsageError: one of the two is, or lies in, the other.
+        UsageError: one of the two contains the other, or they are the same.
     """
     if source is None:
         return
-    real, place = Path(os.path.realpath(source)), Path(os.path.realpath(out))
-    if place == real or place.is_relative_to(real) or real.is_relative_to(place):
+    source_path, output_path = Path(os.path.realpath(source)), Path(os.path.realpath(out))
+    if (
+        output_path == source_path
+        or output_path.is_relative_to(source_path)
+        or source_path.is_relative_to(output_path)
+    ):
         raise UsageError(
             f"--output {out}: overlaps the model {source}", "write to a directory beside the model"
         )
 
 
-def unwritable(directory: Path, error: OSError) -> InputError:
+def unwritable_error(directory: Path, error: OSError) -> InputError:
     """Return the error for a directory that is not writable."""
     return InputError.at(
         directory,

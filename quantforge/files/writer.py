@@ -1,11 +1,11 @@
-"""Weight files: which tensor lies where in them, a pure function of what they hold, and writing them tensor by tensor.
+"""Plan weight files down to the byte, and write them tensor by tensor.
 
-The reference library writes metadata in random order, leaves files readable by their owner only and never syncs them.
-Here the header has sorted keys and is known before any tensor exists, so that a plan gives the exact bytes of every
-file, and every file is allocated before the work begins (a full disk shows at once). Tensors arrive in any order,
-strips of one from its first row on.
+The layout of a file depends only on the tensors in it. The reference library writes metadata in random order, makes
+files readable by their owner only and never syncs them. Here the header has sorted keys and is known before any tensor
+exists, so that a plan gives the exact bytes of every file, and every file is allocated before the work begins (a full
+disk shows at once). Tensors arrive in any order, the rows of each in sequence.
 
-Names are sorted naturally (``layers.2`` before ``layers.10``), so that a shard holds a run of blocks; within a shard
+Names are sorted naturally (``layers.2`` before ``layers.10``), so that a shard has a run of blocks; within a shard
 wider types come first, so that every tensor is aligned to its item size although the format allows no padding between
 tensors.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from quantforge.errors import IntegrityError
-from quantforge.files.disk import DISK, Disk, create_fresh, open_existing, writing
-from quantforge.files.safetensors import MAX_HEADER_BYTES, METADATA, TensorEntry, torch_dtype
+from quantforge.files.disk import DISK, Disk, open_existing, recreate_file, write_errors
+from quantforge.files.safetensors import MAX_HEADER_BYTES, METADATA_KEY, TensorEntry, torch_dtype
 from quantforge.plans import DTYPE_BITS, FilePlan, StoredTensor
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 # transformers before 5 refuses files without it
 PT_METADATA: Mapping[str, str] = {"format": "pt"}
-_DIGITS = re.compile(r"([0-9]+)")
+_DIGIT_RUN = re.compile(r"([0-9]+)")
 Shards = Sequence[Sequence[StoredTensor]]
 
 
-def natural(name: str) -> tuple[list[int | str], str]:
-    """Return a sort key: runs of digits compare as numbers; ``01`` comes before ``1``."""
-    parts = _DIGITS.split(name)
+def natural_sort_key(name: str) -> tuple[list[int | str], str]:
+    """Return a sort key under which runs of digits compare as numbers; ``01`` comes before ``1``."""
+    parts = _DIGIT_RUN.split(name)
     return [int(part) if index % 2 else part for index, part in enumerate(parts)], name
 
 
@@ -44,18 +44,18 @@ def plan_shards(
 ) -> tuple[tuple[StoredTensor, ...], ...]:
     """Distribute tensors over files of at most ``max_bytes`` of data, in file order.
 
-    A tensor that is larger than the limit has a file of its own. The result depends on nothing but
-    the set of tensors and the limit.
+    A tensor that is larger than the limit gets a file of its own. The result depends only on the set of tensors and the
+    limit.
     """
     shards: list[list[StoredTensor]] = [[]]
-    filled = 0
-    for tensor in sorted(tensors, key=lambda tensor: natural(tensor.name)):
+    shard_bytes = 0
+    for tensor in sorted(tensors, key=lambda tensor: natural_sort_key(tensor.name)):
         size = tensor.nbytes
-        if shards[-1] and filled + size > max_bytes:
+        if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
-            filled = 0
+            shard_bytes = 0
         shards[-1].append(tensor)
-        filled += size
+        shard_bytes += size
     return tuple(
         tuple(sorted(shard, key=lambda tensor: -DTYPE_BITS[tensor.dtype])) for shard in shards
     )
@@ -71,12 +71,12 @@ def shard_names(count: int) -> tuple[str, ...]:
 def header_bytes(
     tensors: Sequence[StoredTensor], metadata: Mapping[str, str] = PT_METADATA
 ) -> bytes:
-    """Return the first bytes of a file that holds ``tensors`` in this order: length and padded header.
+    """Return the start of a file with ``tensors`` in this order: the length and the padded header.
 
     Raises:
-        ValueError: a tensor is twice in it, or the header is longer than `MAX_HEADER_BYTES`.
+        ValueError: a tensor occurs twice, or the header is longer than `MAX_HEADER_BYTES`.
     """
-    table: dict[str, object] = {METADATA: dict(metadata)}
+    table: dict[str, object] = {METADATA_KEY: dict(metadata)}
     start = 0
     for tensor in tensors:
         if tensor.name in table:
@@ -92,21 +92,21 @@ def header_bytes(
     return len(text).to_bytes(8, "little") + text
 
 
-def file_plans(shards: Shards) -> tuple[FilePlan, ...]:
-    """Plan where everything goes in the safetensors files of these shards; errors as `header_bytes`."""
+def plan_files(shards: Shards) -> tuple[FilePlan, ...]:
+    """Plan the safetensors files of these shards, with the offset of each tensor; errors as `header_bytes`."""
     plans = []
     for name, shard in zip(shard_names(len(shards)), shards, strict=True):
         header = header_bytes(shard)
-        offset, places = len(header), []
+        offset, placements = len(header), []
         for tensor in shard:
-            places.append((tensor, offset))
+            placements.append((tensor, offset))
             offset += tensor.nbytes
-        plans.append(FilePlan(name, offset, ((0, header),), tuple(places)))
+        plans.append(FilePlan(name, offset, ((0, header),), tuple(placements)))
     return tuple(plans)
 
 
 def index_json(shards: Shards) -> bytes:
-    """Return ``model.safetensors.index.json`` of several shards."""
+    """Return ``model.safetensors.index.json`` for several shards."""
     names = shard_names(len(shards))
     index = {
         "metadata": {"total_size": sum(tensor.nbytes for shard in shards for tensor in shard)},
@@ -118,23 +118,23 @@ def index_json(shards: Shards) -> bytes:
 
 
 class WeightsWriter:
-    """Write planned tensors, in any order and the rows of each in theirs, into the weight files of a stage directory.
+    """Write planned tensors into the weight files of a stage directory.
 
-    All files are created and allocated at once; afterwards at most one is open. Leaving the
-    ``with`` block without an error calls `close`. To go on with an interrupted run, name the
-    tensors that are already ``done``: the files are then taken as they are.
+    Tensors may come in any order, the rows of each in sequence. All files are created and allocated at once; afterwards
+    at most one is open. Leaving the ``with`` block without an error calls `close`. To resume an interrupted run, pass
+    the names of the tensors that are already ``done``: the existing files are then continued.
     """
 
     def __init__(
         self, stage: Path, files: Sequence[FilePlan], *, done: Iterable[str] = (), disk: Disk = DISK
     ) -> None:
-        """Make the files, or take those that are there.
+        """Create the files, or continue existing ones.
 
         Args:
             stage: the directory.
-            files: what goes where.
+            files: the planned files.
             done: names of tensors that an interrupted run has written.
-            disk: what writes.
+            disk: the system calls to write with.
 
         Raises:
             ValueError: a tensor is in two files.
@@ -144,8 +144,8 @@ class WeightsWriter:
         self._disk, self._stage, self._plans = disk, stage, files
         self._files = [stage / file.name for file in files]
         self._planned: dict[str, tuple[int, int, StoredTensor]] = {}  # shard, offset, tensor
-        self._open = (-1, -1)  # shard, descriptor
-        self._touched: set[int] = set()  # shards written to, headers too, since the last sync
+        self._open_file = (-1, -1)  # shard, descriptor
+        self._unsynced: set[int] = set()  # shards written to, headers too, since the last sync
         for number, file in enumerate(files):
             for tensor, offset in file.places:
                 if tensor.name in self._planned:
@@ -154,7 +154,7 @@ class WeightsWriter:
         self._written = {name: self._planned[name][2].nbytes for name in done}
         if self._written:
             for path, file in zip(self._files, files, strict=True):
-                _check_size(path, file.size)
+                _check_file_size(path, file.size)
         elif files:
             self._allocate()
 
@@ -165,28 +165,28 @@ class WeightsWriter:
         if kind is None:
             self.close()
         else:
-            self._release()
+            self._close_open_file()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Write a whole tensor.
 
         Raises:
-            ValueError: not planned, planned with another type or shape, or written before.
+            ValueError: it is not planned, has another type or shape than planned, or was written before.
             ResourceError: the disk is full.
         """
-        planned = self._planned_as(name, tensor)
+        planned = self._planned_tensor(name, tensor)
         if tuple(tensor.shape) != planned.shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, planned {planned.shape}")
-        self._put(name, 0, tensor)
+        self._write_bytes(name, 0, tensor)
 
     def rewrite(self, name: str, tensor: torch.Tensor) -> None:
-        """Write a whole tensor in place of what was written of it before; errors as `write`."""
+        """Write a whole tensor again, replacing what was written before; errors as `write`."""
         self._written.pop(name, None)
         self.write(name, tensor)
 
     def write_rows(self, name: str, first_row: int, tensor: torch.Tensor) -> None:
-        """Write the next rows of a planned tensor ``[rows, ...]``, from ``first_row`` on; errors as `write`."""
-        planned = self._planned_as(name, tensor)
+        """Write the next rows of a planned tensor ``[rows, ...]``, starting at ``first_row``; errors as `write`."""
+        planned = self._planned_tensor(name, tensor)
         rows = tensor.shape[0]
         if (rows, *planned.shape[1:]) != tuple(tensor.shape) or first_row < 0:
             raise ValueError(
@@ -194,34 +194,34 @@ class WeightsWriter:
             )
         if first_row + rows > planned.shape[0]:
             raise ValueError(f"{name}: {first_row + rows} rows, planned {planned.shape[0]}")
-        self._put(name, first_row * (planned.nbytes // max(planned.shape[0], 1)), tensor)
+        self._write_bytes(name, first_row * (planned.nbytes // max(planned.shape[0], 1)), tensor)
 
     def entry(self, name: str) -> TensorEntry:
-        """Return the place of a planned tensor, to read back what was written of it."""
+        """Return the entry of a planned tensor, with which it can be read back."""
         number, offset, tensor = self._planned[name]
         end = offset + tensor.nbytes
         return TensorEntry(name, tensor.dtype, tensor.shape, self._files[number], offset, end)
 
     def sync(self) -> None:
-        """Make what was written so far durable.
+        """Make everything written so far durable.
 
         Raises:
-            ResourceError: the disk failed to take it.
+            ResourceError: the disk failed.
         """
-        self._release()
-        for number in sorted(self._touched):
-            with writing(self._files[number], 0):
+        self._close_open_file()
+        for number in sorted(self._unsynced):
+            with write_errors(self._files[number], 0):
                 self._disk.sync(self._files[number])
-        self._touched.clear()
+        self._unsynced.clear()
 
     def close(self) -> None:
         """Check that every byte of every tensor was written, and make the files durable.
 
         Raises:
             ValueError: tensors are missing.
-            ResourceError: the disk failed to take what was written.
+            ResourceError: the disk failed.
         """
-        self._release()
+        self._close_open_file()
         missing = [
             name
             for name, (_, _, tensor) in self._planned.items()
@@ -230,15 +230,15 @@ class WeightsWriter:
         if missing:
             raise ValueError(f"{len(missing)} tensors were not written: {', '.join(missing[:5])}")
         for file in self._files:
-            with writing(file, 0):
+            with write_errors(file, 0):
                 self._disk.sync(file)
 
     def _allocate(self) -> None:
-        """Make all files, with what is known of them beforehand."""
-        with writing(self._stage, sum(plan.size for plan in self._plans)):
+        """Create all files with their planned sizes, and write the parts that are known in advance."""
+        with write_errors(self._stage, sum(plan.size for plan in self._plans)):
             try:
                 for path, plan in zip(self._files, self._plans, strict=True):
-                    descriptor = create_fresh(path)
+                    descriptor = recreate_file(path)
                     try:
                         self._disk.allocate(descriptor, plan.size)
                         for offset, data in plan.fixed:
@@ -250,9 +250,9 @@ class WeightsWriter:
                 for path in self._files:
                     path.unlink(missing_ok=True)
                 raise
-        self._touched.update(range(len(self._files)))
+        self._unsynced.update(range(len(self._files)))
 
-    def _planned_as(self, name: str, tensor: torch.Tensor) -> StoredTensor:
+    def _planned_tensor(self, name: str, tensor: torch.Tensor) -> StoredTensor:
         if name not in self._planned:
             raise ValueError(f"{name}: not planned")
         planned = self._planned[name][2]
@@ -260,38 +260,38 @@ class WeightsWriter:
             raise ValueError(f"{name}: {tensor.dtype}, planned {planned.dtype}")
         return planned
 
-    def _put(self, name: str, start: int, tensor: torch.Tensor) -> None:
+    def _write_bytes(self, name: str, start: int, tensor: torch.Tensor) -> None:
         import torch
 
         number, offset, planned = self._planned[name]
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         data = memoryview(flat.view(torch.uint8).numpy().data)
-        done = self._written.get(name, 0)
-        if start < done or (name in self._written and done == planned.nbytes):
-            raise ValueError(f"{name}: bytes {start} to {done} were written before")
-        if start > done:
-            raise ValueError(f"{name}: bytes {done} to {start} are not written yet")
-        self._written[name] = done + len(data)
-        self._touched.add(number)
-        with writing(self._files[number], planned.nbytes):
-            self._disk.write_at(self._descriptor(number), data, offset + start)
+        written = self._written.get(name, 0)
+        if start < written or (name in self._written and written == planned.nbytes):
+            raise ValueError(f"{name}: bytes {start} to {written} were written before")
+        if start > written:
+            raise ValueError(f"{name}: bytes {written} to {start} are not written yet")
+        self._written[name] = written + len(data)
+        self._unsynced.add(number)
+        with write_errors(self._files[number], planned.nbytes):
+            self._disk.write_at(self._open_shard(number), data, offset + start)
 
-    def _descriptor(self, number: int) -> int:
-        if self._open[0] != number:
-            self._release()
-            self._open = (number, open_existing(self._files[number]))
-        return self._open[1]
+    def _open_shard(self, number: int) -> int:
+        if self._open_file[0] != number:
+            self._close_open_file()
+            self._open_file = (number, open_existing(self._files[number]))
+        return self._open_file[1]
 
-    def _release(self) -> None:
-        if self._open[1] >= 0:
-            os.close(self._open[1])
-        self._open = (-1, -1)
+    def _close_open_file(self) -> None:
+        if self._open_file[1] >= 0:
+            os.close(self._open_file[1])
+        self._open_file = (-1, -1)
 
 
-def _check_size(file: Path, size: int) -> None:
-    if file.is_symlink() or not file.is_file() or file.stat().st_size != size:
+def _check_file_size(path: Path, size: int) -> None:
+    if path.is_symlink() or not path.is_file() or path.stat().st_size != size:
         raise IntegrityError.at(
-            file,
+            path,
             "not the file that the interrupted run had begun",
-            f"start afresh: rm -r {file.parent.parent}",
+            f"start afresh: rm -r {path.parent.parent}",
         )

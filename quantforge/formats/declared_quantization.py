@@ -30,7 +30,7 @@ from quantforge.architectures import architecture_of, text_config
 from quantforge.architectures.match import ModelLayout, Role, holds_codes
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES, read_object
-from quantforge.files.reader import CONFIG, Checkpoint
+from quantforge.files.reader import CONFIG_FILE, Checkpoint
 from quantforge.formats import ModuleLayout, detect_format
 from quantforge.formats.configuration import (
     find_quantization_keys,
@@ -133,7 +133,9 @@ def _added_biases(checkpoint: Checkpoint) -> frozenset[str]:
 def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
     """Return the checkpoint with at most one declaration, in ``quantization_config``."""
     config = checkpoint.config
-    packed = [name for name, entry in checkpoint.entries.items() if holds_codes(entry.header())]
+    packed = [
+        name for name, entry in checkpoint.entries.items() if holds_codes(entry.to_stored_tensor())
+    ]
     if not packed and not any(name.endswith(_PARAMETER_SUFFIXES) for name in checkpoint.entries):
         return _drop_declarations(checkpoint)
     found = config.get(CONFIG_KEY)
@@ -156,13 +158,13 @@ def _declared_once(checkpoint: Checkpoint) -> Checkpoint:
         if other != declared:
             raise InputError(
                 f"{first} and {place} declare different quantizations",
-                f"put the right one into {CONFIG} as {CONFIG_KEY}",
+                f"put the right one into {CONFIG_FILE} as {CONFIG_KEY}",
                 file=str(checkpoint.path),
                 subject=str(checkpoint.path),
             )
     config = {**strip_quantization_keys(config), CONFIG_KEY: declared}
     usual = first == _MODELOPT_FILE
-    note = "" if usual else f"read from {first}, because {CONFIG} has no {CONFIG_KEY}"
+    note = "" if usual else f"read from {first}, because {CONFIG_FILE} has no {CONFIG_KEY}"
     return replace(checkpoint, config=config, declaration_note=note)
 
 
@@ -185,7 +187,7 @@ def _drop_declarations(checkpoint: Checkpoint) -> Checkpoint:
     return replace(
         checkpoint,
         config=config,
-        declaration_note=f"{', '.join(left)}{shown} in {CONFIG} is left over and not read: no tensor is packed",
+        declaration_note=f"{', '.join(left)}{shown} in {CONFIG_FILE} is left over and not read: no tensor is packed",
     )
 
 
@@ -197,10 +199,13 @@ def _other_declarations(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str,
             continue
         inner = found.get(CONFIG_KEY)
         there = True
-        yield f"{path} of {CONFIG}", {**found, **inner} if isinstance(inner, Mapping) else {**found}
+        yield (
+            f"{path} of {CONFIG_FILE}",
+            {**found, **inner} if isinstance(inner, Mapping) else {**found},
+        )
     if there or not checkpoint.path.is_dir():
         return
-    names = FILES.listing(checkpoint.path, None)
+    names = FILES.list_names(checkpoint.path, None)
     for name, method in _METHOD_BY_FILE.items():
         if name in names:
             yield name, _read_declaration_file(checkpoint, name, method)
@@ -219,7 +224,7 @@ def _read_declaration_file(checkpoint: Checkpoint, name: str, method: str) -> di
 
 def _missing_modelopt_method(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the missing ``quant_method`` to add: ``modelopt`` if the directory has that tool's file, else nothing."""
-    there = _MODELOPT_FILE in FILES.listing(checkpoint.path, None)
+    there = _MODELOPT_FILE in FILES.list_names(checkpoint.path, None)
     return {"quant_method": "modelopt"} if there else {}
 
 
@@ -237,8 +242,8 @@ def _undeclared_error(checkpoint: Checkpoint, packed: list[str]) -> InputError:
     written = f"; {tool} writes such names" if tool else ""
     what = f"{len(packed)} tensor(s) are packed ({', '.join(kinds)}: {', '.join(packed[:_MAX_SHOWN])}{more})"
     return InputError(
-        f"{what}, and neither {CONFIG} nor a file beside it declares how{written}",
-        f"fetch {CONFIG} again: its {CONFIG_KEY} is missing",
+        f"{what}, and neither {CONFIG_FILE} nor a file beside it declares how{written}",
+        f"fetch {CONFIG_FILE} again: its {CONFIG_KEY} is missing",
         file=str(checkpoint.path),
         tensor=packed[0],
         subject=str(checkpoint.path),

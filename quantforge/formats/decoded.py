@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from quantforge.architectures import architecture_of
 from quantforge.errors import InputError
-from quantforge.files.computed_tensors import PreparedCheckpoint, Rows, prepared_checkpoint
+from quantforge.files.computed_tensors import ComputedCheckpoint, ComputeRows, with_computed_tensors
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format, kv_scales
 from quantforge.formats.configuration import strip_quantization_keys
@@ -75,11 +75,9 @@ class QuantizedWeightReader:
 
     def _strip(self, checkpoint: Checkpoint, first: int, last: int) -> torch.Tensor:
         """Decode rows ``first:last``; if scales belong to tiles, each row gets its own copy."""
-        layout, rows, endings = (
-            self.layout,
-            self.layout.shape[0],
-            self.file_format.INFO.row_sliced_suffixes,
-        )
+        layout = self.layout
+        rows = self.layout.shape[0]
+        endings = self.file_format.INFO.row_sliced_suffixes
         if (first, last) == (0, rows):
             tensors = {part: checkpoint.read(part) for part in layout.tensor_names}
             return self.file_format.unpack(layout, tensors).decode()
@@ -121,10 +119,10 @@ def _repeat_tile_rows(
     return found[torch.arange(first, last) // high - start]
 
 
-def decode_checkpoint(checkpoint: Checkpoint) -> PreparedCheckpoint:
+def decode_checkpoint(checkpoint: Checkpoint) -> ComputedCheckpoint:
     """Return a view of a quantized checkpoint with float32 weights; errors as `quantized_weight_readers`."""
     weights = quantized_weight_readers(checkpoint)
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     used = {part for rows, _ in weights.values() for part in rows.layout.tensor_names}
     added = {
         name: replace(
@@ -132,12 +130,12 @@ def decode_checkpoint(checkpoint: Checkpoint) -> PreparedCheckpoint:
         )
         for name, (rows, shape) in weights.items()
     }
-    return prepared_checkpoint(
+    return with_computed_tensors(
         checkpoint,
         {name: rows for name, (rows, _) in weights.items()},
         config=unquantized_config(checkpoint),
-        added=added,
-        left_out=used | kv_scales.find_scales(checkpoint.config, headers).tensor_names,
+        new_entries=added,
+        removed=used | kv_scales.find_scales(checkpoint.config, headers).tensor_names,
     )
 
 
@@ -156,13 +154,13 @@ class EncodedWeight:
     name: str
     shape: tuple[int, ...]
     tensor_names: tuple[str, ...]
-    reader: Rows
+    reader: ComputeRows
     precision: str
 
 
 def decode_weights(
     checkpoint: Checkpoint, weights: Iterable[EncodedWeight], left_out: Iterable[str] = ()
-) -> PreparedCheckpoint:
+) -> ComputedCheckpoint:
     """Return a view of a source model in which encoded weights appear unquantized, in the model's dtype.
 
     Args:
@@ -190,12 +188,12 @@ def decode_weights(
         )
         first = checkpoint.entries[weight.tensor_names[0]]
         added[weight.name] = replace(first, name=weight.name, dtype=dtype, shape=weight.shape)
-    return prepared_checkpoint(
+    return with_computed_tensors(
         checkpoint,
         {weight.name: weight.reader for weight in weights},
         config=unquantized_config(checkpoint),
-        added=added,
-        left_out=used.union(left_out),
+        new_entries=added,
+        removed=used.union(left_out),
         facts={PRECISION: ", ".join(words for words, _ in held.most_common())},
     )
 
@@ -205,7 +203,7 @@ def quantized_weight_readers(
 ) -> dict[str, tuple[QuantizedWeightReader, tuple[int, int]]]:
     """Return readers and shapes of the quantized weights by name; errors as ``find_layouts``, `match_headers`."""
     form = detect_format(checkpoint.config)
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     architecture = architecture_of(checkpoint.config)
     turned = architecture.linears if architecture and architecture.transposed else ()
     found, layouts = {}, form.find_layouts(checkpoint.config, headers)

@@ -30,7 +30,7 @@ def match_quantized(
     ``derive``: of a family that is not declared, derive the declarations where that can be done.
     """
     entries = _unquantized_headers(checkpoint, layouts, headers, architecture_of(checkpoint.config))
-    model_layout = match_tensors(checkpoint.config, entries, checkpoint.declared)
+    model_layout = match_tensors(checkpoint.config, entries, checkpoint.derived_declarations)
     if derive and model_layout.architecture is None:
         model_layout = _match_derived(checkpoint.config, entries) or model_layout
     return drop_tied_copy(model_layout, checkpoint)
@@ -47,7 +47,7 @@ def match_headers(
         InputError: as `match` and `check_declared_modules`.
     """
     entries = _unquantized_headers(checkpoint, layouts, headers, architecture_of(checkpoint.config))
-    model_layout = match_tensors(checkpoint.config, entries, checkpoint.declared)
+    model_layout = match_tensors(checkpoint.config, entries, checkpoint.derived_declarations)
     check_declared_modules(checkpoint.config, model_layout, layouts)
     return model_layout
 

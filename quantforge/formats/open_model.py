@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from quantforge.files.disk import save
+from quantforge.files.disk import save_file
 from quantforge.files.reader import Checkpoint, open_checkpoint
 from quantforge.formats.declared_quantization import resolve_declaration
 from quantforge.formats.sources.adapter import open_adapter
@@ -48,7 +48,7 @@ def tokenizer_side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     from quantforge.formats.gguf.source import GgufCheckpoint
     from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 
-    opened = checkpoint.opened
+    opened = checkpoint.original
     assert isinstance(opened, GgufCheckpoint)
     return tokenizer_files(opened.file)
 
@@ -75,5 +75,5 @@ def tokenizer_directory(path: Path) -> Iterator[tuple[Path, GgufFile | None]]:
         for name, data in tokenizer_files(file).items():
             target = Path(directory) / name
             target.parent.mkdir(exist_ok=True)
-            save(target, data)
+            save_file(target, data)
         yield Path(directory), file

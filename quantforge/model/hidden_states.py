@@ -144,7 +144,7 @@ class UnnamedFile:
     def read_into(self, offset: int, values: Tensor) -> None:
         """Fill a contiguous CPU tensor from the file, starting at an offset."""
         try:
-            complete = system.fill(self._file.fileno(), _bytes(values), offset)
+            complete = system.read_into(self._file.fileno(), _bytes(values), offset)
         except OSError as error:
             raise self._storage_error(error) from error
         if not complete:

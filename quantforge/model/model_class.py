@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from quantforge.architectures import architecture_of, text_config
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge_files.strict_json import INFINITE
+from quantforge_files.strict_json import INFINITY_KEY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -167,8 +167,12 @@ def _classes_in_table(table: str, parsed: PreTrainedConfig) -> Iterator[type[Pre
 def _remove_private_keys(value: Any) -> Any:
     """Remove private keys and keys that load code or quantized layers, at every depth."""
     if isinstance(value, Mapping):
-        if value.keys() == {INFINITE} and value[INFINITE] in {"Infinity", "-Infinity", "NaN"}:
-            return float(value[INFINITE])
+        if value.keys() == {INFINITY_KEY} and value[INFINITY_KEY] in {
+            "Infinity",
+            "-Infinity",
+            "NaN",
+        }:
+            return float(value[INFINITY_KEY])
         return {
             key: _remove_private_keys(item)
             for key, item in value.items()

@@ -23,7 +23,7 @@ from torch import nn
 from quantforge.architectures import architecture_of
 from quantforge.architectures.draft_heads import is_draft
 from quantforge.errors import InputError, RefusedError
-from quantforge.files.computed_tensors import RUNNING, Rows, prepared_checkpoint
+from quantforge.files.computed_tensors import LAYOUT, ComputeRows, with_computed_tensors
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import TensorEntry
 from quantforge.model.skeleton import build_skeleton
@@ -44,27 +44,31 @@ def running_layout(checkpoint: Checkpoint) -> Checkpoint:
         RefusedError: names of the running model mean something else in files.
     """
     model = build_skeleton(checkpoint.config)
-    names = WeightMapping(model, [entry.header() for entry in checkpoint.entries.values()])
+    names = WeightMapping(
+        model, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
+    )
     changed = [
         source for source in names.distinct_sources() if source.rule and not source.expert_places()
     ]
     if not changed:
         return checkpoint
-    computed: dict[str, Rows] = {}
+    computed: dict[str, ComputeRows] = {}
     added: dict[str, TensorEntry] = {}
     for source in changed:
         for parameter, shape in source.parameters.items():
             first = checkpoint.entries[source.stored[0]]
             computed[parameter] = partial(_converted_rows, names, source, parameter)
             added[parameter] = _entry(first, parameter, shape, names)
-    view = prepared_checkpoint(
+    view = with_computed_tensors(
         checkpoint,
         computed,
-        added=added,
-        left_out={name for source in changed for name in source.stored},
-        facts={RUNNING: RUNNING_LAYOUT},
+        new_entries=added,
+        removed={name for source in changed for name in source.stored},
+        facts={LAYOUT: RUNNING_LAYOUT},
     )
-    _check_names(WeightMapping(model, [entry.header() for entry in view.entries.values()]), added)
+    _check_names(
+        WeightMapping(model, [entry.to_stored_tensor() for entry in view.entries.values()]), added
+    )
     return view
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from quantforge.architectures import LayerKind, StackSlice
 from quantforge.architectures.match import ModelLayout, require_declarations
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.model.weight_mapping import WeightMapping
 from quantforge.numerics.allocator import CHUNK_BYTES
 from quantforge.plans import StoredTensor
@@ -113,7 +113,7 @@ class ModuleWeights:
         """Return one row of a tensor as float32, keeping the first dimension; errors as `read`."""
         stored = self._model_layout.by_name[name].header.name
         tensor = self._source.read_rows(stored, row, row + 1)
-        scan_finite(stored, tensor)
+        check_finite(stored, tensor)
         return tensor.to(self._device, torch.float32, copy=True)
 
     def read(self, name: str) -> Tensor:
@@ -210,7 +210,7 @@ def is_plain_embedding(module: nn.Module) -> bool:
 
 def _read_float32(source: TensorSource, name: str, device: torch.device) -> Tensor:
     tensor = source.read(name)
-    scan_finite(name, tensor)
+    check_finite(name, tensor)
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype  # tables of numbers stay
     # A copy even of a float32 tensor: the source may hand out what it keeps.
     return tensor.to(device, dtype, copy=True)

@@ -291,7 +291,9 @@ def check_no_missing_parameters(checkpoint: Checkpoint) -> None:
         model = build_skeleton(checkpoint.config)
     except InputError:
         return
-    names = WeightMapping(model, [entry.header() for entry in checkpoint.entries.values()])
+    names = WeightMapping(
+        model, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
+    )
     missing = names.missing
     if len(missing) > len(names.sources):
         return  # the checkpoint is of another class of the family, whose names are not these

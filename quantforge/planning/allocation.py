@@ -24,7 +24,7 @@ from quantforge.arguments import as_list
 from quantforge.artifacts.manifest import digest_small_files
 from quantforge.artifacts.number_text import size
 from quantforge.errors import QuantForgeError, RefusedError, UsageError
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import GGUF, KEEP, load_format
 from quantforge.formats.match_quantized import drop_tied_copy
@@ -325,7 +325,7 @@ def plan_search(
     """
     reference_model, recipe = None, request.recipe
     if request.like is not None:
-        reference_model = open_model(resolve(str(request.like), settings.offline))
+        reference_model = open_model(resolve_model(str(request.like), settings.offline))
         if not (recipe.format or recipe.engine):
             recipe = replace(recipe, format=GGUF if reference_model.path.is_file() else "")
     target = None
@@ -333,7 +333,7 @@ def plan_search(
         target = parse_target(request.target, settings.serving.cache, recipe.tensor_parallel)
     chosen_recipe, run_settings = strip_local_paths(choose_format(recipe, out)[0], settings)
     key = chosen_recipe.format
-    opened = open_model(resolve(str(model), settings.offline))
+    opened = open_model(resolve_model(str(model), settings.offline))
     source = without_dropped_heads(
         source_as_read(opened, chosen_recipe, None, run_settings), chosen_recipe
     )

@@ -154,7 +154,7 @@ def plan_export(
     requested_dtype = _requested_dtype(recipe)
 
     # Quantized layers of the source.
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     layouts = source.find_layouts(checkpoint.config, headers)
     model_layout = match_headers(checkpoint, {item.module: item for item in layouts}, headers)
     family = _family(checkpoint)
@@ -305,7 +305,7 @@ def _loss_events(
 ) -> list[Event]:
     """Return events for what the target cannot store (KV-cache scales) and for layers that stay unquantized."""
     lost_events = []
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     scales = kv_scales.find_scales(checkpoint.config, headers).tensor_names
     if scales and not target.INFO.holds_kv_scales:
         reason = f"{target.KEY} has no place for {len(scales)} scales of the KV cache"
@@ -364,7 +364,7 @@ def _plan_safetensors(
 ) -> PartialPlan:
     """Return the partial plan of a result in safetensors files: layers in the target's format, all else kept."""
     layers = tuple(layers)
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     used = {name for layer in layers for name in layer.layout.tensor_names}
     if not target.INFO.holds_kv_scales:
         used |= kv_scales.find_scales(checkpoint.config, headers).tensor_names

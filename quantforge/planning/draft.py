@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quantforge.events import Event
-from quantforge.files.writer import file_plans, plan_shards
+from quantforge.files.writer import plan_files, plan_shards
 from quantforge.plans import EngineVerdict, FilePlan, TensorPlan
 from quantforge.recipe import Recipe
 
@@ -31,4 +31,4 @@ class PartialPlan:
     def files(self, recipe: Recipe) -> tuple[FilePlan, ...]:
         """Return the files of the result; formats that store the recipe get it from here."""
         outputs = [item for tensor in self.tensors for item in tensor.outputs]
-        return file_plans(plan_shards(outputs, recipe.max_shard_bytes or SHARD_BYTES))
+        return plan_files(plan_shards(outputs, recipe.max_shard_bytes or SHARD_BYTES))

@@ -39,7 +39,7 @@ from quantforge.plans import TensorPlan, choice
 from quantforge.quantizers import AWQ_GPTQ, GPTQ, RTN
 from quantforge.recipe import IMATRIX, NO_DATA, Recipe
 from quantforge.scheme import Scheme
-from quantforge_files.roles import CARRIED, TOKENIZER, VOCABULARY
+from quantforge_files.roles import CARRIED_FILES, TOKENIZER, VOCABULARY
 
 if TYPE_CHECKING:
     from quantforge.files.reader import Checkpoint
@@ -103,7 +103,7 @@ def _method_obstacle(
 
 
 def _is_tokenizer_file(name: str) -> bool:
-    roles = (role for pattern, role in CARRIED.items() if fnmatch.fnmatchcase(name, pattern))
+    roles = (role for pattern, role in CARRIED_FILES.items() if fnmatch.fnmatchcase(name, pattern))
     return next(roles, None) in {TOKENIZER, VOCABULARY}
 
 

@@ -21,7 +21,7 @@ from quantforge.architectures.layer_kind import KEYS
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.events import Event
-from quantforge.files.computed_tensors import RUNNING
+from quantforge.files.computed_tensors import LAYOUT
 from quantforge.formats import PLAIN, Format, Verdict, kv_scales, load_format
 from quantforge.formats.compressed_tensors.linears import (
     can_store_transposed,
@@ -89,7 +89,7 @@ def plan_module_tensors(
         and not family.loads_single_experts,
         embedding=planner.quantizes_embedding,
         kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
-        running=RUNNING in checkpoint.facts,
+        running=LAYOUT in checkpoint.facts,
         unmapped=unmapped(
             family, checkpoint.config, (item.header.name for item in model_layout.tensors)
         ),

@@ -27,7 +27,7 @@ from quantforge.artifacts.manifest import (
 )
 from quantforge.errors import InputError, RefusedError
 from quantforge.files.hub import source_name
-from quantforge.files.output_names import side_of
+from quantforge.files.output_names import side_path
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import DEFAULT_FORMAT, PLAIN, load_format
 from quantforge.formats.gguf.mixture import MIXED_PREFIX, MIXTURES
@@ -142,7 +142,7 @@ def _origin_words(checkpoint: Checkpoint, manifest_entry: Mapping[str, Any]) -> 
     name = known if isinstance(known, str) else source_name(checkpoint.path)[0]
     name = name.rpartition("/")[2]
     if format_from_filename(Path(name)):
-        name = _strip_type_suffix(side_of(Path(name), "").stem)
+        name = _strip_type_suffix(side_path(Path(name), "").stem)
     yield _safe_filename(name) or "model"
     for entry in all_adapters(checkpoint):
         yield _safe_filename(adapter_name(entry))

@@ -17,7 +17,14 @@ from quantforge.artifacts.manifest import NAME as MANIFEST
 from quantforge.errors import RefusedError, UsageError
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS, ROTATION
 from quantforge.files.opener import FILES
-from quantforge.files.reader import CARD, CONFIG, INDEX, QUANTIZATION, Checkpoint, is_licence
+from quantforge.files.reader import (
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    QUANTIZATION,
+    Checkpoint,
+    is_license,
+)
 from quantforge.files.without_experts import DROPPED_HEADS
 from quantforge.formats import GGUF
 from quantforge.plans import Action, Note, NoteKind
@@ -120,11 +127,11 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return notes on everything in a model directory that is not copied to the result; none for a GGUF file."""
     if not checkpoint.path.is_dir():
         return ()
-    names = [name for name in FILES.listing(checkpoint.path, None) if not name.startswith(".")]
+    names = [name for name in FILES.list_names(checkpoint.path, None) if not name.startswith(".")]
     known = {
-        CONFIG,
-        CARD,
-        INDEX,
+        CONFIG_FILE,
+        CARD_FILE,
+        INDEX_FILE,
         TEMPLATE_FOLDER,
         MANIFEST,
         *(path.name for path in checkpoint.shards),
@@ -132,12 +139,12 @@ def not_copied(checkpoint: Checkpoint) -> tuple[str, ...]:
     known |= {path.name for path in checkpoint.side_files}
     messages = []
     if keys := sorted(_code_keys(checkpoint.config)):
-        messages.append(f"{CONFIG} names code, which is never run: {', '.join(keys)}")
+        messages.append(f"{CONFIG_FILE} names code, which is never run: {', '.join(keys)}")
     if left_out := [_printable_name(checkpoint.path / name) for name in names if name not in known]:
         count_note = f" and {len(left_out) - _MAX_NAMES} more" if len(left_out) > _MAX_NAMES else ""
         messages.append(f"not carried over: {', '.join(left_out[:_MAX_NAMES])}{count_note}")
     has_licence = any(key.startswith("license") for key in source_card_fields(checkpoint.card))
-    if not has_licence and not any(is_licence(path.name) for path in checkpoint.side_files):
+    if not has_licence and not any(is_license(path.name) for path in checkpoint.side_files):
         messages.append(
             "the source states no licence, so the result states none: ask whoever made the model"
         )

@@ -188,7 +188,7 @@ def make_plan(
     ]
     peak = peak_bytes(model_layout, tensors, run)
     _check_smaller(checkpoint, tensors)
-    source_bytes = sum(file.stat().st_size for file in checkpoint.opened.shards)
+    source_bytes = sum(file.stat().st_size for file in checkpoint.original.shards)
     written = total_file_bytes(files) + (tower.plan.size if tower else 0)
     work = run_work(
         model_layout, tensors, run, recipe.rounding, (source_bytes, written), guide_bytes
@@ -268,8 +268,8 @@ def _match_unquantized(checkpoint: Checkpoint, recipe: Recipe) -> ModelLayout:
             " `quantforge plan` with --context N looks at it as it is",
             subject=str(checkpoint.path),
         )
-    stored = [entry.header() for entry in checkpoint.entries.values()]
-    model_layout = match_tensors(checkpoint.config, stored, checkpoint.declared)
+    stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
+    model_layout = match_tensors(checkpoint.config, stored, checkpoint.derived_declarations)
     headers = [item.header for item in model_layout.tensors if item.block >= 0 or item.draft_head]
     check_experts(model_layout.config, headers)
     check_draft_model(model_layout.draft_kind, recipe)
@@ -351,7 +351,7 @@ def match_by_derivation(checkpoint: Checkpoint) -> ModelLayout:
     """
     from quantforge.model.derive.derive import derive_declarations_for
 
-    entries = [entry.header() for entry in checkpoint.entries.values()]
+    entries = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     architecture = derive_declarations_for(checkpoint.config, entries)
     if architecture.transposed_stacks:
         raise RefusedError(
@@ -433,7 +433,9 @@ def _check_smaller(checkpoint: Checkpoint, tensors: Sequence[TensorPlan]) -> Non
     """Refuse a quantized result that is not smaller than its source."""
     if not any(tensor.action is Action.QUANTIZE for tensor in tensors):
         return
-    before = sum(entry.header().nbytes for entry in checkpoint.entries.values())  # in 16 or 32 bits
+    before = sum(
+        entry.to_stored_tensor().nbytes for entry in checkpoint.entries.values()
+    )  # in 16 or 32 bits
     after = sum(tensor.output_bytes for tensor in tensors if tensor.action is not Action.DROP)
     if after >= before:
         raise RefusedError(

@@ -292,7 +292,7 @@ def size_like(other: Checkpoint, model_layout: ModelLayout) -> SizeTarget:
 
 def _decoded_shapes(opened: Checkpoint) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors by name, those of quantized matrices as decoded."""
-    headers = {name: entry.header() for name, entry in opened.entries.items()}
+    headers = {name: entry.to_stored_tensor() for name, entry in opened.entries.items()}
     layouts = [*detect_format(opened.config).find_layouts(opened.config, headers)]
     packed = {name for layout in layouts for name in layout.tensor_names}
     plain = {name: header.shape for name, header in headers.items() if name not in packed}

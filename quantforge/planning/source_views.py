@@ -19,8 +19,13 @@ from quantforge.architectures.routers import expert_counts, is_expert_stack
 from quantforge.architectures.towers import NUMBERED_NAME
 from quantforge.errors import InputError, RefusedError, UsageError
 from quantforge.files.reader import Checkpoint
-from quantforge.files.unstacked_experts import unstacked
-from quantforge.files.without_experts import Removed, fewer_experts, fewer_heads, pruning_of
+from quantforge.files.unstacked_experts import unstack_experts
+from quantforge.files.without_experts import (
+    RemovedExperts,
+    plan_pruning,
+    remove_draft_heads,
+    remove_experts,
+)
 from quantforge.formats import GGUF, KEEP, load_format
 from quantforge.formats.engine_verdicts import TRANSFORMERS, converts
 from quantforge.formats.sources.adapter import open_adapter
@@ -67,7 +72,9 @@ def single_experts(source: Checkpoint, key: str, recipe: Recipe) -> Checkpoint:
     if key == GGUF:
         return view  # GGUF files stack them again
     model_layout = match_tensors(
-        view.config, [entry.header() for entry in view.entries.values()], view.declared
+        view.config,
+        [entry.to_stored_tensor() for entry in view.entries.values()],
+        view.derived_declarations,
     )
     rules = RecipeRules(recipe, model_layout.tensors)
     keeps_by_default = base_scheme(load_format(key), recipe) == KEEP
@@ -88,12 +95,12 @@ def one_by_one(checkpoint: Checkpoint) -> Checkpoint:
         InputError: the configuration has invalid sizes.
     """
     if architecture_of(checkpoint.config) is not None or not _seems_stacked(checkpoint):
-        return unstacked(checkpoint)
+        return unstack_experts(checkpoint)
     from quantforge.model.derive.derive import derive_declarations_for
 
-    stored = [entry.header() for entry in checkpoint.entries.values()]
+    stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     try:
-        return unstacked(checkpoint, derive_declarations_for(checkpoint.config, stored))
+        return unstack_experts(checkpoint, derive_declarations_for(checkpoint.config, stored))
     except (InputError, RefusedError):
         return checkpoint
 
@@ -111,20 +118,20 @@ def _seems_stacked(checkpoint: Checkpoint) -> bool:
 def planned_source(source: Checkpoint, recipe: Recipe) -> Checkpoint:
     """Return a source (see `source_as_read`) as the recipe changes it, from headers alone.
 
-    Errors are those of `fewer_heads` and `transformed_source`.
+    Errors are those of `remove_draft_heads` and `transformed_source`.
     """
     return transformed_source(without_dropped_heads(source, recipe), recipe)
 
 
 def without_dropped_heads(source: Checkpoint, recipe: Recipe) -> Checkpoint:
-    """Return the source without its draft heads (MTP) if the recipe drops them; errors as `fewer_heads`."""
+    """Return the source without its draft heads (MTP) if the recipe drops them; errors as `remove_draft_heads`."""
     if recipe.mtp == "drop" and "quantization_config" not in source.config:
-        return fewer_heads(source)
+        return remove_draft_heads(source)
     return source
 
 
 def transformed_source(
-    source: Checkpoint, recipe: Recipe, removed: Removed | None = None
+    source: Checkpoint, recipe: Recipe, removed: RemovedExperts | None = None
 ) -> Checkpoint:
     """Return the source without pruned experts and with whole-model transforms applied.
 
@@ -136,8 +143,8 @@ def transformed_source(
         removed: the experts to remove; None before they are chosen, when nothing that depends on them may be read.
 
     Raises:
-        UsageError: there is no calibration text to rank experts by; or as `pruning_of`.
-        RefusedError: as `pruning_of`.
+        UsageError: there is no calibration text to rank experts by; or as `plan_pruning`.
+        RefusedError: as `plan_pruning`.
         InputError: as `prepare` of the transform.
     """
     if "quantization_config" in source.config:
@@ -149,8 +156,8 @@ def transformed_source(
                 "--prune-experts: experts are judged by what they do on a text, and none is given",
                 "--calibration builtin, or a text of yours",
             )
-        pruning = pruning_of(source, recipe.prune_experts)
-        experts = pruning.undecided() if removed is None else removed
-        source = fewer_experts(source, experts, decided=removed is not None)
+        pruning = plan_pruning(source, recipe.prune_experts)
+        experts = pruning.placeholder() if removed is None else removed
+        source = remove_experts(source, experts, is_decided=removed is not None)
     transforms = source_transforms(recipe.method)
     return apply_source_transforms(source, transforms) if transforms else source

@@ -20,7 +20,7 @@ from quantforge.architectures.configuration import tied_head_mismatch, untie_con
 from quantforge.architectures.match import match_tensors, needs_architecture
 from quantforge.architectures.residual_stream import find_residual_stream
 from quantforge.errors import RefusedError
-from quantforge.files.computed_tensors import ROTATION, Rows, prepared_checkpoint
+from quantforge.files.computed_tensors import ROTATION, ComputeRows, with_computed_tensors
 from quantforge.files.reader import Checkpoint
 from quantforge.numerics.hadamard import Rotation, has_hadamard
 
@@ -40,7 +40,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
             its size.
     """
     model_layout = match_tensors(
-        source.config, [entry.header() for entry in source.entries.values()]
+        source.config, [entry.to_stored_tensor() for entry in source.entries.values()]
     )
     if model_layout.architecture is None or model_layout.dimensions is None:
         raise needs_architecture(model_layout, NAME)
@@ -55,7 +55,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
         for name in (model_layout.architecture.head, model_layout.architecture.embedding)
     )
     rotated = partial(RotatedTensorReader, rotation=rotation, offset=offset, last=LastTensorCache())
-    computed: dict[str, Rows] = {
+    computed: dict[str, ComputeRows] = {
         stored[name]: rotated(stored[name], place.axis, stored.get(place.norm, ""))
         for name, place in stream.axes.items()
     }
@@ -65,15 +65,15 @@ def prepare(source: Checkpoint) -> Checkpoint:
         f" {len(stream.norms)} norms in their readers"
     )
     if not model_layout.tied:
-        return prepared_checkpoint(source, computed, facts={ROTATION: description})
+        return with_computed_tensors(source, computed, facts={ROTATION: description})
     base = model_layout.by_name[embedding].header
     duplicate = stored[head] if model_layout.stores_tied_head else ""
     computed[head] = rotated(base.name, 1, stored[stream.norms[0]], duplicate=duplicate)
     added = {head: replace(source.entries[base.name], name=head)}
     description += f"; the head stored on its own, {base.nbytes:,} bytes before rounding"
     config = untie_config(source.config)
-    return prepared_checkpoint(
-        source, computed, config=config, added=added, facts={ROTATION: description}
+    return with_computed_tensors(
+        source, computed, config=config, new_entries=added, facts={ROTATION: description}
     )
 
 

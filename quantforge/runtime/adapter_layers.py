@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantforge.errors import InputError, UsageError
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.safetensors import TensorEntry, read_tensor
 from quantforge.formats.sources.adapter import Adapter, LowRankUpdate, open_adapter
 from quantforge.runtime.load import Loaded
@@ -94,5 +94,5 @@ def _find_linear(model: nn.Module, name: str, change: LowRankUpdate, path: Path)
 
 def _load_factor(entry: TensorEntry, loaded: Loaded) -> Tensor:
     value = read_tensor(entry)
-    scan_finite(entry.name, value, entry.file)
+    check_finite(entry.name, value, entry.file)
     return value.to(next(loaded.model.parameters()).device, torch.float32)

@@ -32,7 +32,7 @@ from quantforge.architectures.expert_sets import has_single_experts
 from quantforge.architectures.match import ModelLayout, match_tensors
 from quantforge.errors import InputError, RefusedError
 from quantforge.events import Event
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.reader import Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format, kv_scales
 from quantforge.formats.decoded import PRECISION
@@ -141,7 +141,7 @@ def load(
     """
     checkpoint = decode_if_unsupported(open_model(source)) if isinstance(source, Path) else source
     model_format = detect_format(checkpoint.config)
-    stored = checkpoint.headers()
+    stored = checkpoint.stored_tensors()
     layouts = {item.module: item for item in model_format.find_layouts(checkpoint.config, stored)}
     model_layout = drop_tied_copy(match_headers(checkpoint, layouts, stored), checkpoint)
     bits, total, stored_bytes = _sizes(checkpoint, model_layout, layouts, stored)
@@ -214,7 +214,7 @@ def _sizes(
     """Return `stored_sizes`, corrected for sources whose files are smaller than the tensors decoded from them."""
     bits, total, size = stored_sizes(model_layout, layouts, stored)
     if PRECISION in checkpoint.facts:
-        size = sum(entry.nbytes for entry in checkpoint.opened.entries.values())
+        size = sum(entry.nbytes for entry in checkpoint.original.entries.values())
         bits = total = total * size / sum(item.nbytes for item in stored.values())
     return bits, total, size
 
@@ -411,7 +411,7 @@ class SkeletonFiller:
 
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.read(name)
-        scan_finite(name, tensor, self._checkpoint.entries[name].file)
+        check_finite(name, tensor, self._checkpoint.entries[name].file)
         return tensor
 
     def _read_part(self, name: str) -> Tensor:

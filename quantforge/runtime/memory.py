@@ -106,7 +106,7 @@ class PeakMemory:
             trim()
             self._was_reset = _reset_high_water_mark()
             self._start_bytes = (
-                _read_status_bytes("VmRSS") if self._was_reset else system.peak_bytes()
+                _read_status_bytes("VmRSS") if self._was_reset else system.peak_memory()
             )
         return self
 
@@ -115,7 +115,7 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._start_bytes
         elif self._was_reset:
             self.bytes = _read_status_bytes("VmHWM") - self._start_bytes
-        elif (peak := system.peak_bytes()) > self._start_bytes:
+        elif (peak := system.peak_memory()) > self._start_bytes:
             self.bytes = peak - self._start_bytes
 
 

@@ -47,7 +47,7 @@ class ModelServer(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        caught = [one for one in system.STOPPING if signal.getsignal(one) is not signal.SIG_IGN]
+        caught = [one for one in system.STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self.handle_exit) for number in caught}
         try:
             yield

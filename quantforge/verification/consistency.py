@@ -13,7 +13,7 @@ from typing import Any
 from quantforge.architectures import text_config
 from quantforge.architectures.match import Role
 from quantforge.errors import InputError, IntegrityError
-from quantforge.files.reader import CONFIG
+from quantforge.files.reader import CONFIG_FILE
 from quantforge.formats import kv_scales
 from quantforge.formats.compressed_tensors.groups import (
     MIXED_PRECISION,
@@ -81,11 +81,11 @@ def check_consistency(report: Report, artifact: Artifact) -> None:
     find_contradictions(report, own, min(rows, default=0))
     try:
         for text in _doubtful_settings(artifact):
-            report.warn("settings", CONFIG, text)
+            report.warn("settings", CONFIG_FILE, text)
     except (InputError, IntegrityError):
         pass  # the checks of the tensors report this
     if report.source is None:
-        for name, document in ((CONFIG, own.config), (SETTINGS, own.document(SETTINGS))):
+        for name, document in ((CONFIG_FILE, own.config), (SETTINGS, own.document(SETTINGS))):
             for key in CODE_LOADING_KEYS:
                 if key in document and document[key] not in KNOWN_ATTENTION_KERNELS:
                     text = f"{key} lets a loader run code of the model or of another repository"
@@ -127,7 +127,7 @@ def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
         for key, usual in _DECODING_SETTINGS.items():
             one, two = first.get(key, usual), second.get(key, usual)
             if not trees_equal(one, two) and (usual is not ABSENT or ABSENT not in (one, two)):
-                yield name, f"{key} = {format_value(two)}, {CONFIG} has {format_value(one)}"
+                yield name, f"{key} = {format_value(two)}, {CONFIG_FILE} has {format_value(one)}"
     twins = {key: own.config.get(key) for key in ("quantization", "compression_config")}
     twins["text_config"] = text_config(own.config).get("quantization_config")
     for name, twin in twins.items():
@@ -135,7 +135,7 @@ def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
         if found and (change := next(iterate_changes(inner, found), None)):
             place, value = shorten(".".join((name, *change.path))), format_value(change.value)
             yield (
-                CONFIG,
+                CONFIG_FILE,
                 f"{place} = {value}, quantization_config has {format_value(change.source_value)}",
             )
 
@@ -148,17 +148,17 @@ def _description_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
     others = [part.get("format") for part in parts if isinstance(part, Mapping)]
     for other in (found.get("checkpoint_format"), *others):
         if form != MIXED_PRECISION and other not in (None, form):
-            yield CONFIG, f"format = {format_value(form)}, and elsewhere {format_value(other)}"
+            yield CONFIG_FILE, f"format = {format_value(form)}, and elsewhere {format_value(other)}"
     sparsity = found.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
         yield (
-            CONFIG,
+            CONFIG_FILE,
             f"sparsity_config = {format_value(sparsity)}: loaders unpack the weights by it",
         )
     announced = found.get("kv_cache_scheme") or found.get("quant_method") != "compressed-tensors"
     if not announced and (scales := kv_scales.scale_names(own.tensors)):
         text = f"{scales[0]} is a scale of a KV cache ({len(scales)} in all)"
-        yield CONFIG, f"kv_cache_scheme is missing, but {text}"
+        yield CONFIG_FILE, f"kv_cache_scheme is missing, but {text}"
 
 
 def _doubtful_settings(artifact: Artifact) -> Iterator[str]:
@@ -252,7 +252,7 @@ def _doubtful_flags(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[st
 
 def _token_id_conflicts(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
     """Yield file and message for every token id that the embedding does not have."""
-    documents = {CONFIG: text_config(own.config), GENERATION: own.document(GENERATION)}
+    documents = {CONFIG_FILE: text_config(own.config), GENERATION: own.document(GENERATION)}
     for name, document in documents.items():
         for key, number in _values_of_keys(document, "_token_id", int):
             if rows and not -1 <= number < rows:

@@ -170,7 +170,11 @@ def _snr_db(first: Tensor | None, second: Tensor | None) -> float:
 
 
 def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
-    return checkpoint.side_data() if checkpoint.path.is_dir() else tokenizer_side_files(checkpoint)
+    return (
+        checkpoint.read_side_files()
+        if checkpoint.path.is_dir()
+        else tokenizer_side_files(checkpoint)
+    )
 
 
 def _differing_model_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:

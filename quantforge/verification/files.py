@@ -20,8 +20,8 @@ from quantforge.artifacts.signing import check_signature, signature_path
 from quantforge.errors import InputError, IntegrityError
 from quantforge.files.hub import source_name
 from quantforge.files.opener import FILES
-from quantforge.files.output_names import set_of, side_of
-from quantforge.files.previous_output import OF_DIRECTORY, SCHEMA
+from quantforge.files.output_names import part_paths, side_path
+from quantforge.files.previous_output import DIRECTORY_SIGNATURE, SCHEMA
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import open_model
 from quantforge.progress import report_step
@@ -57,7 +57,9 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
     for name in sorted(_files_to_list(path) - listed.keys()):
         report.add("manifest", name, "is not listed in the manifest")
     if name := document.get(manifest.RECORDED_NAME):
-        report.notes.append(f"the manifest calls {side_of(path, '').name} by another name: {name}")
+        report.notes.append(
+            f"the manifest calls {side_path(path, '').name} by another name: {name}"
+        )
     return document
 
 
@@ -81,9 +83,9 @@ def verify_signature(report: Report, key: Path | None) -> None:
 def _files_to_list(path: Path) -> set[str]:
     """Return the names of the files that a manifest has to list."""
     if path.is_file():
-        return {path.name, *(part.name for part in set_of(path) if part.exists())}
-    found = {str(file.relative_to(path)) for file in FILES.below(path)}
-    return found - manifest.MUTABLE - {OF_DIRECTORY, manifest.NAME}
+        return {path.name, *(part.name for part in part_paths(path) if part.exists())}
+    found = {str(file.relative_to(path)) for file in FILES.list_files_below(path)}
+    return found - manifest.MUTABLE - {DIRECTORY_SIGNATURE, manifest.NAME}
 
 
 def _compare_with_manifest(
@@ -149,7 +151,7 @@ def check_source(
     recorded = _recorded_sources(document)
     given, name, own = open_model(source), source_name(source)[0], report.path.name
     report_step("the source's digests")
-    if _is_one_of(artifact.checkpoint.opened, _recorded_sources(manifest.read_manifest(source))):
+    if _is_one_of(artifact.checkpoint.original, _recorded_sources(manifest.read_manifest(source))):
         report.add(
             "source",
             own,
@@ -221,6 +223,6 @@ def _is_one_of(model: Checkpoint, recorded: Sequence[_RecordedSource]) -> bool:
 def _split_differently(model: Checkpoint, recorded: _RecordedSource) -> bool:
     """Return whether a model may contain the recorded tensors in other files: equal bytes except for headers."""
     sizes = sorted(path.stat().st_size for path in model.shards)
-    tensors = sum(tensor.nbytes for tensor in model.held())
+    tensors = sum(tensor.nbytes for tensor in model.tensor_infos())
     headers = sum(recorded.weights) - tensors
     return sizes != recorded.weights and 0 < headers <= _MAX_HEADER_RATIO * (sum(sizes) - tensors)

@@ -526,7 +526,7 @@ def check_cache_scales(
         checkpoint: the artifact.
         caches: observed peaks of the source's keys and values, by block.
     """
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     found = kv_scales.find_scales(checkpoint.config, headers)
     for name in sorted(found.tensor_names):
         try:

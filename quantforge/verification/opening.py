@@ -23,8 +23,8 @@ from quantforge.architectures.match import MatchedTensor, ModelLayout
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError, NotReadError, UsageError
 from quantforge.files import without_experts
-from quantforge.files.computed_tensors import RUNNING
-from quantforge.files.reader import CONFIG, Checkpoint
+from quantforge.files.computed_tensors import LAYOUT
+from quantforge.files.reader import CONFIG_FILE, Checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format
 from quantforge.formats.decoded import decode_checkpoint
 from quantforge.formats.gguf import KEY
@@ -56,7 +56,7 @@ class DeclaredChanges:
     """
 
     transforms: tuple[str, ...] = ()
-    removed_experts: without_experts.Removed | None = None
+    removed_experts: without_experts.RemovedExperts | None = None
     drops_draft_heads: bool = False
     uses_running_layout: bool = False
 
@@ -76,9 +76,9 @@ class DeclaredChanges:
         experts = facts.get(without_experts.REMOVED_EXPERTS)
         return cls(
             tuple(transforms),
-            None if experts is None else without_experts.from_text(str(experts)),
+            None if experts is None else without_experts.parse_removed(str(experts)),
             without_experts.DROPPED_HEADS in facts,
-            RUNNING in facts,
+            LAYOUT in facts,
         )
 
 
@@ -201,9 +201,9 @@ def open_source(
     if one_by_one:
         view = split_experts(view)
     if declared.drops_draft_heads and not before.drops_draft_heads:
-        view = without_experts.fewer_heads(view)
+        view = without_experts.remove_draft_heads(view)
     if declared.removed_experts is not None and before.removed_experts is None:
-        view = without_experts.fewer_experts(view, declared.removed_experts)
+        view = without_experts.remove_experts(view, declared.removed_experts)
     if declared.transforms and not before.transforms:
         view = apply_source_transforms(view, declared.transforms)
     if view is not plain:
@@ -249,7 +249,7 @@ def check_adapter(
 
 
 def _entries(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    return checkpoint.headers()
+    return checkpoint.stored_tensors()
 
 
 def _headers(checkpoint: Checkpoint) -> tuple[dict[str, StoredTensor], dict[str, ModuleLayout]]:
@@ -272,7 +272,7 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
             text = (
                 f"{report.unsupported}; but {read} is of a layout that is read: is the name right?"
             )
-            report.warn("unreadable", CONFIG, text)
+            report.warn("unreadable", CONFIG_FILE, text)
     elif report.path.is_file():
         file = read_gguf(report.path)
         report.format, report.model_type = KEY, file.value("general.architecture", str)
@@ -286,7 +286,7 @@ def _report_unopenable(report: Report, check: str, error: InputError) -> None:
     """Report why the artifact cannot be opened, and skip all checks that need it."""
     file = Path(error.file or report.path.name)
     named = file.relative_to(report.path) if report.path in file.parents else file
-    where = CONFIG if error.subject == CONFIG else str(named)
+    where = CONFIG_FILE if error.subject == CONFIG_FILE else str(named)
     report.add(check, error.tensor or where, error.detail_about(report.path))
     done = {*FILE_CHECKS, "unreadable", check}
     report.skip("the artifact could not be opened", *(one for one in CHECKS if one not in done))

@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from quantforge.architectures import text_config
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError
-from quantforge.files.disk import save
+from quantforge.files.disk import save_file
 from quantforge.files.opener import FILES, parse_object
-from quantforge.files.reader import CONFIG, INDEX, is_licence
+from quantforge.files.reader import CONFIG_FILE, INDEX_FILE, is_license
 from quantforge.files.safetensors import TORCH_NAMES
 from quantforge.formats.gguf.tokenizer import added_tokens, template_key
 from quantforge.formats.open_model import tokenizer_side_files
@@ -114,7 +114,7 @@ def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
     for name in sorted(
         other.files.keys() - own.files.keys() - REDUNDANT_FILES - QUANTIZATION_FILES - {GENERATION}
     ):
-        if is_licence(name):
+        if is_license(name):
             report.notes.append(f"{name!r} of the source is missing")
         elif not chat_templates.is_template(name):
             severity = Severity.ERROR if name in {TOKENIZER, SETTINGS} else Severity.WARNING
@@ -132,7 +132,7 @@ def report_changes(
         if severity is not None:
             files.setdefault(change.path[0], []).append((severity, f"{change}: {why}"))
     for name, texts in files.items():
-        check = "configuration" if name == CONFIG else "side-files"
+        check = "configuration" if name == CONFIG_FILE else "side-files"
         texts.sort(key=lambda item: item[0] is not Severity.ERROR)
         rest = texts[_MAX_LISTED_CHANGES:]
         for severity, text in texts[:_MAX_LISTED_CHANGES]:
@@ -155,7 +155,7 @@ def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
         first, second = bare
     elif not first:  # a value that no loader takes: compare at least what is stated
         first = {**second, **bare[0]}
-    yield from iterate_changes(first, second, (CONFIG,))
+    yield from iterate_changes(first, second, (CONFIG_FILE,))
     rope = own.get("rope_parameters")
     newer = {
         "rope_theta": rope.get("rope_theta") if isinstance(rope, Mapping) else None,
@@ -163,7 +163,7 @@ def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterato
     }
     for older, value in newer.items():  # which older loaders read
         if None not in (own.get(older), value) and not trees_equal(own[older], value):
-            yield Change((CONFIG, older), own[older], value)
+            yield Change((CONFIG_FILE, older), own[older], value)
 
 
 def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
@@ -285,15 +285,16 @@ RULES: tuple[Rule, ...] = (
          lambda change, *_: change.value in KNOWN_ATTENTION_KERNELS),
     Rule("*", " ".join(CODE_LOADING_KEYS), Severity.ERROR, "a loader runs code or loads kernels by it"),
     Rule("*", "*pad_token *pad_token_id", None, "padding is masked", lambda change, *_: change.added),
-    Rule(CONFIG, "*dtype", None, "the type that the rest is computed in", _is_stored_type),
-    Rule(CONFIG, "*dtype", Severity.WARNING, "no stored tensor has this type"),
-    Rule(CONFIG, "*tie_word_embeddings", None, "the head was quantized by itself", _is_untied),
-    Rule(CONFIG, "*rope*.type", None, "rope_type says it",
+    Rule(CONFIG_FILE, "*dtype", None, "the type that the rest is computed in", _is_stored_type),
+    Rule(CONFIG_FILE, "*dtype", Severity.WARNING, "no stored tensor has this type"),
+    Rule(CONFIG_FILE, "*tie_word_embeddings", None, "the head was quantized by itself", _is_untied),
+    Rule(CONFIG_FILE, "*rope*.type", None, "rope_type says it",
          lambda change, *_: ABSENT in (change.value, change.source_value)),
-    Rule(CONFIG, "*dropout* *pdrop *initializer_* pretraining_tp *output_attentions *output_hidden_states *return_dict"
-         " *num_labels *id2label* *label2id* problem_type *task_specific_params *use_cache", Severity.WARNING,
+    Rule(CONFIG_FILE, "*dropout* *pdrop *initializer_* pretraining_tp *output_attentions *output_hidden_states"
+         " *return_dict *num_labels *id2label* *label2id* problem_type *task_specific_params"
+         " *use_cache", Severity.WARNING,
          "it does not concern the numbers of text generation"),
-    Rule(CONFIG, "*", Severity.WARNING, "transformers does not know this key, other loaders may",
+    Rule(CONFIG_FILE, "*", Severity.WARNING, "transformers does not know this key, other loaders may",
          lambda change, *_: ABSENT in (change.value, change.source_value)),
     Rule(GENERATION, "do_sample", None, "a temperature is meant to be used", _sampling_is_meant),
     Rule(GENERATION, "bos_token_id pad_token_id", Severity.WARNING, "text generation rarely uses it"),
@@ -355,7 +356,7 @@ def read_side_files(model: Artifact | SourceModel) -> SideFiles:
     """
     checkpoint = model.checkpoint
     path = checkpoint.path
-    files = checkpoint.side_data() if path.is_dir() else tokenizer_side_files(checkpoint)
+    files = checkpoint.read_side_files() if path.is_dir() else tokenizer_side_files(checkpoint)
     copies = {name for name in QUANTIZATION_FILES if (path / name).is_file()}
     files |= {name: FILES.read(path / name, SETTINGS_ROLE, path) for name in copies}
     tensors = {name: entry.dtype for name, entry in checkpoint.entries.items()}
@@ -467,11 +468,11 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
         name: side.files[name] for name in (TOKENIZER, *REDUNDANT_FILES) if name in side.files
     }
     tables[SETTINGS] = json.dumps(_without_code(settings)).encode()
-    tables[CONFIG] = json.dumps(model).encode()
+    tables[CONFIG_FILE] = json.dumps(model).encode()
     try:
         with TemporaryDirectory() as folder, silence_stderr():
             for name, data in tables.items():
-                save(Path(folder, name), data)
+                save_file(Path(folder, name), data)
             loaded = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
@@ -557,7 +558,15 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
         return
     other = source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
     own = {str(path.relative_to(root)) for path in artifact.checkpoint.shards}
-    own |= {CONFIG, INDEX, GENERATION, TOKENIZER, SETTINGS, *REDUNDANT_FILES, *QUANTIZATION_FILES}
+    own |= {
+        CONFIG_FILE,
+        INDEX_FILE,
+        GENERATION,
+        TOKENIZER,
+        SETTINGS,
+        *REDUNDANT_FILES,
+        *QUANTIZATION_FILES,
+    }
     for path in sorted(root.rglob("*")):
         name = path.relative_to(root).as_posix()
         row = find_loaded_file(name)

@@ -11,7 +11,7 @@ from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.engines import target_of
 from quantforge.errors import InputError
 from quantforge.files.opener import FILES, parse_object
-from quantforge.files.reader import CONFIG
+from quantforge.files.reader import CONFIG_FILE
 from quantforge.formats.configuration import head_module, quantization_config
 from quantforge.formats.declared_quantization import quantization_predicate
 from quantforge.formats.decoded import decode_checkpoint
@@ -56,7 +56,7 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
     stated = quantization_config(config)
     only_cache = not artifact.layouts and stated.get("kv_cache_scheme") is not None
     if not artifact.layouts and not only_cache and (artifact.checkpoint.declaration_note or stated):
-        text = f"{CONFIG} declares a quantization, but no tensor is quantized"
+        text = f"{CONFIG_FILE} declares a quantization, but no tensor is quantized"
         report.add("nothing-quantized", report.path.name, text)
     linears = _quantized_by_module(artifact)
     try:
@@ -66,14 +66,14 @@ def _check_quantized(report: Report, artifact: Artifact) -> None:
             return
         answers = {module: says(module) for module in linears}
     except InputError as error:
-        report.add("ignore-list", CONFIG, error.message)
+        report.add("ignore-list", CONFIG_FILE, error.message)
         return
     wrong: dict[tuple[str, Severity], list[str]] = {}
     for module, stored in linears.items():
         if answers[module] - {stored is True}:
-            text = f"not quantized, but {CONFIG} declares that it is"
+            text = f"not quantized, but {CONFIG_FILE} declares that it is"
             if stored:
-                text = f"quantized, but {CONFIG} excludes it"
+                text = f"quantized, but {CONFIG_FILE} excludes it"
             # Loaders disagree on the list, or use the embedding and never look for a head.
             unsure = len(answers[module]) > 1 or stored is None
             severity = Severity.WARNING if unsure else Severity.ERROR
@@ -172,7 +172,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     loading = LoadingResult()
     if name == TRANSFORMERS and not (about.is_single_file or model.draft):
         checkpoint = artifact.checkpoint
-        stored = [entry.header() for entry in checkpoint.entries.values()]
+        stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
         loading = check_loading(
             checkpoint.config, stored, checkpoint.read, lambda: _decoded_headers(artifact)
         )
@@ -234,7 +234,10 @@ def _tower_name(name: str) -> str:
 
 def _decoded_headers(artifact: Artifact) -> list[StoredTensor]:
     """Return the headers of the tensors after decoding, as if no weight were quantized."""
-    return [entry.header() for entry in decode_checkpoint(artifact.checkpoint).entries.values()]
+    return [
+        entry.to_stored_tensor()
+        for entry in decode_checkpoint(artifact.checkpoint).entries.values()
+    ]
 
 
 def _model_to_load(artifact: Artifact) -> ModelToLoad:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError, IntegrityError
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.progress import report_step
 from quantforge.quantizers.tuning import MAX_RELATIVE_CHANGE
@@ -263,10 +263,10 @@ class TensorChecks:
         try:
             for part in layout.tensor_names if layout else ():
                 if part != name:  # codes, which float types may carry, are decoded below
-                    scan_finite(part, self._artifact.checkpoint.read(part))
+                    check_finite(part, self._artifact.checkpoint.read(part))
             found = self._quantized_tensor(tensor)
             value = found.decode() if found is not None else self._artifact.checkpoint.read(name)
-            scan_finite(name, value)
+            check_finite(name, value)
         except (InputError, IntegrityError) as error:
             self._unreadable.add(name)
             self._report.add(error.fault, error.tensor or name, error.message)

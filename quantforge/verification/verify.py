@@ -150,7 +150,7 @@ def _open_matching_source(
     original = open_source(source, declared, adapter, one_by_one=single, derive=derive)
     if derive and original.model_layout.architecture is None:
         checkpoint = artifact.checkpoint
-        model_layout = match_quantized(checkpoint, artifact.layouts, checkpoint.headers())
+        model_layout = match_quantized(checkpoint, artifact.layouts, checkpoint.stored_tensors())
         artifact = replace(artifact, model_layout=model_layout)
     return artifact, original
 
@@ -179,7 +179,7 @@ def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> N
     """Report a directory of unquantized weights that all equal the source's: it is a copy, not a result."""
     if (
         artifact.layouts
-        or quantization_config(source.checkpoint.opened.config)  # a quantized source, decoded
+        or quantization_config(source.checkpoint.original.config)  # a quantized source, decoded
         or not report.path.is_dir()
         or not source.checkpoint.facts.keys().isdisjoint(CHANGE_FACTS)
     ):

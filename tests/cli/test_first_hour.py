@@ -12,7 +12,7 @@ from quantforge.cli.progress_bar import Clock
 from quantforge.cli.release import _default_directory
 from quantforge.engines import with_output_path
 from quantforge.errors import InputError, nearest
-from quantforge.files.disk import no_space
+from quantforge.files.disk import no_space_error
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.notation import parse_share
 from quantforge.plans import Note, NoteKind
@@ -91,7 +91,7 @@ def test_a_file_that_an_engine_reads_a_name_from_is_said_to_lie_there() -> None:
 
 
 def test_bytes_that_do_not_fit_have_a_unit(tmp_path: Path) -> None:
-    assert "(2.5 GB, " in no_space(tmp_path, 2_500_000_000, "full").message
+    assert "(2.5 GB, " in no_space_error(tmp_path, 2_500_000_000, "full").message
 
 
 def test_a_number_in_place_of_a_share_is_told_from_one() -> None:

@@ -63,7 +63,7 @@ UNPROVEN = {
 
 def derived(path: Path) -> ModelLayout:
     checkpoint = open_checkpoint(path)
-    stored = [entry.header() for entry in checkpoint.entries.values()]
+    stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     return match_tensors(
         checkpoint.config, stored, derive_declarations_for(checkpoint.config, stored, whole=True)
     )

@@ -54,7 +54,7 @@ def decoded(directory: Path) -> dict[str, Tensor]:
     """The weight of every linear, as the files say."""
     checkpoint = open_checkpoint(directory)
     form = detect_format(checkpoint.config)
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     layouts = form.find_layouts(checkpoint.config, headers)
     return {
         layout.module: form.unpack(

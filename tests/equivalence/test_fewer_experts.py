@@ -18,7 +18,7 @@ from quantforge.artifacts import manifest
 from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageError
 from quantforge.execution.expert_saliency import expert_saliency
 from quantforge.files.reader import open_checkpoint
-from quantforge.files.without_experts import as_text, from_text, pruning_of
+from quantforge.files.without_experts import format_removed, parse_removed, plan_pruning
 from quantforge.runtime.load import load
 from quantforge.settings import Settings
 from quantforge.verification.verify import verify
@@ -34,7 +34,7 @@ ROWS = torch.randint(0, VOCABULARY, (3, 20), generator=torch.Generator().manual_
 def removed(out: Path) -> dict[int, tuple[int, ...]]:
     document = manifest.read_manifest(out)
     assert document is not None
-    return dict(from_text(document["source"]["removed_experts"]))
+    return dict(parse_removed(document["source"]["removed_experts"]))
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,17 @@ def test_saliency_is_the_mean_weighted_norm_of_what_an_expert_returns(tiny: Tiny
 
 
 def test_those_that_do_least_go_from_every_group(tiny: Tiny) -> None:
-    pruning = pruning_of(open_checkpoint(tiny("qwen2-moe")), "50%")
-    assert (pruning.experts, pruning.removed, pruning.layers) == (4, 2, (0, 2))
+    pruning = plan_pruning(open_checkpoint(tiny("qwen2-moe")), "50%")
+    assert (pruning.num_experts, pruning.removed_per_group, pruning.layers) == (4, 2, (0, 2))
     saliency = {0: [3.0, 1.0, 2.0, 4.0], 2: [1.0, 1.0, 1.0, 0.5]}
-    assert pruning.choose(saliency) == {0: (1, 2), 2: (2, 3)}  # of equal ones the later
-    grouped = replace(pruning, groups=2, removed=1)
-    assert grouped.choose(saliency) == {0: (1, 2), 2: (1, 3)}
-    assert from_text(as_text(pruning.choose(saliency))) == pruning.choose(saliency)
+    assert pruning.choose_experts(saliency) == {0: (1, 2), 2: (2, 3)}  # of equal ones the later
+    grouped = replace(pruning, num_groups=2, removed_per_group=1)
+    assert grouped.choose_experts(saliency) == {0: (1, 2), 2: (1, 3)}
+    assert parse_removed(
+        format_removed(pruning.choose_experts(saliency))
+    ) == pruning.choose_experts(saliency)
     with pytest.raises(InputError, match="removed_experts"):
-        from_text("0: 1, 2")
+        parse_removed("0: 1, 2")
 
 
 def test_it_is_said_wherever_people_look(
@@ -160,9 +162,9 @@ def test_before_a_rounder_and_after_a_crash(tiny: Tiny, tmp_path: Path) -> None:
     assert verify(tmp_path / "a", model).findings == []
     assert reproduce(tmp_path / "a", str(model), Settings()).differing == ()
     path = tmp_path / "a" / manifest.NAME
-    said = as_text(removed(tmp_path / "a"))
-    other = as_text(
-        {layer: (0, 1) if gone != (0, 1) else (2, 3) for layer, gone in from_text(said).items()}
+    said = format_removed(removed(tmp_path / "a"))
+    other = format_removed(
+        {layer: (0, 1) if gone != (0, 1) else (2, 3) for layer, gone in parse_removed(said).items()}
     )
     path.write_text(path.read_text().replace(said, other))
     assert {f.check for f in verify(tmp_path / "a", model).findings} >= {"kept-changed"}
@@ -211,7 +213,7 @@ def test_groups_and_counts_of_wrong_types_are_named(tiny: Tiny, key: str, value:
     checkpoint = open_checkpoint(tiny("deepseek-v3"))
     config = {**checkpoint.config, "n_group": 2, "topk_group": 1, key: value}
     with pytest.raises(InputError, match=key):
-        pruning_of(replace(checkpoint, config=config), "50%")
+        plan_pruning(replace(checkpoint, config=config), "50%")
 
 
 def test_on_a_trained_mixture_saliency_beats_chance(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ BESIDE = (
 def opened(path: Path) -> tuple[Checkpoint, ModelLayout]:
     checkpoint = open_checkpoint(path)
     return checkpoint, match_tensors(
-        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+        checkpoint.config, [e.to_stored_tensor() for e in checkpoint.entries.values()]
     )
 
 
@@ -182,7 +182,9 @@ def test_parameters_are_the_stored_ones(tiny: Tiny) -> None:
 )
 def test_a_missing_expert_is_named_as_it_is_stored(tiny: Tiny, gone: str, words: str) -> None:
     checkpoint, _ = opened(tiny("mixtral"))
-    stored = [entry.header() for name, entry in checkpoint.entries.items() if name != gone]
+    stored = [
+        entry.to_stored_tensor() for name, entry in checkpoint.entries.items() if name != gone
+    ]
     with pytest.raises(InputError) as caught:
         match_tensors(checkpoint.config, stored)
     assert words in caught.value.message

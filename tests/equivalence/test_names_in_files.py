@@ -41,7 +41,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def stored(path: Path) -> list[StoredTensor]:
-    return [entry.header() for entry in open_checkpoint(path).entries.values()]
+    return [entry.to_stored_tensor() for entry in open_checkpoint(path).entries.values()]
 
 
 @pytest.mark.parametrize("name", FAMILIES)

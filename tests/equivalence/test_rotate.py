@@ -64,7 +64,7 @@ REFUSED = {
 
 def logits(checkpoint: Checkpoint) -> Tensor:
     model_layout = match_tensors(
-        checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
+        checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
     with ModelStream(checkpoint, model_layout, ROWS) as stream:
         for part in stream:
@@ -79,7 +79,7 @@ def test_the_model_computes_what_it_did(tiny: Tiny, family: str) -> None:
     before, after = logits(source), logits(rotated)
     assert float((after - before).norm() / before.norm()) <= 3e-6
     model_layout = match_tensors(
-        source.config, [entry.header() for entry in source.entries.values()]
+        source.config, [entry.to_stored_tensor() for entry in source.entries.values()]
     )
     stream = find_residual_stream(model_layout, "this")
     for name in stream.norms:
@@ -125,7 +125,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
 ) -> None:
     source = open_checkpoint(tiny("llama"))
     model_layout = match_tensors(
-        source.config, [entry.header() for entry in source.entries.values()]
+        source.config, [entry.to_stored_tensor() for entry in source.entries.values()]
     )
     kinds = tuple(replace(k, parameters=(*k.parameters, item)) for k in model_layout.layers)
     first = replace(model_layout.tensors[0], name=f"{model_layout.block_name(0)}.{item.name}")
@@ -137,7 +137,7 @@ def test_a_tensor_that_touches_the_stream_unknown_is_named(
 def test_heads_for_further_tokens_are_to_be_dropped_first(tiny: Tiny) -> None:
     source = open_checkpoint(tiny("glm4-moe"))
     model_layout = match_tensors(
-        source.config, [entry.header() for entry in source.entries.values()]
+        source.config, [entry.to_stored_tensor() for entry in source.entries.values()]
     )
     head = replace(model_layout.tensors[0], name="further", role=Role.FOREIGN, draft_head=True)
     with pytest.raises(RefusedError, match="lies outside of the decoder") as refused:

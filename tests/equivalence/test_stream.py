@@ -55,7 +55,7 @@ class Changed:
 def opened(path: Path) -> tuple[Checkpoint, ModelLayout]:
     checkpoint = open_checkpoint(path)
     return checkpoint, match_tensors(
-        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+        checkpoint.config, [e.to_stored_tensor() for e in checkpoint.entries.values()]
     )
 
 

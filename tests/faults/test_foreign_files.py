@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from quantforge.errors import BusyError, IntegrityError, QuantForgeError, RefusedError
-from quantforge.files.disk import DISK, create, make_folder, open_existing, save
-from quantforge.files.output_names import SIDE
+from quantforge.files.disk import DISK, create_file, make_directory, open_existing, save_file
+from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.previous_output import MANIFEST
 from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, content, fill, make, manifest_of
@@ -57,7 +57,7 @@ def unlocked(directory: Path) -> dict[str, bytes]:
 
 
 def edit(out: Path, change: Callable[[dict[str, object]], object]) -> None:
-    place = out / MANIFEST if out.is_dir() else out.with_name(f"{out.name}{SIDE}")
+    place = out / MANIFEST if out.is_dir() else out.with_name(f"{out.name}{MANIFEST_SUFFIX}")
     document = json.loads(place.read_text())
     change(document)
     place.write_text(json.dumps(document))
@@ -181,7 +181,7 @@ def test_a_file_result_leaves_the_directory_to_its_owner(tmp_path: Path) -> None
         publish_file(out, (out.name,), "new")
         found = content(out.parent)
         assert {file: found.pop(file) for file in foreign} == dict.fromkeys(foreign, b"mine")
-        assert found.keys() == {out.name, f"{out.name}{SIDE}"}
+        assert found.keys() == {out.name, f"{out.name}{MANIFEST_SUFFIX}"}
         assert found[out.name] == b"new"
 
 
@@ -198,8 +198,8 @@ BESIDE: dict[str, tuple[Plant, str]] = {
     "a manifest that lists a way out": (
         lambda out: edit(out, lambda d: d["outputs"].update({"../canary": {"bytes": 6}})), "../canary",
     ),
-    "a manifest of an older version": (lambda out: edit(out, lambda d: d.pop("outputs")), SIDE),
-    "no manifest": (lambda out: out.with_name(f"{out.name}{SIDE}").unlink(), "is not a result"),
+    "a manifest of an older version": (lambda out: edit(out, lambda d: d.pop("outputs")), MANIFEST_SUFFIX),
+    "no manifest": (lambda out: out.with_name(f"{out.name}{MANIFEST_SUFFIX}").unlink(), "is not a result"),
 }  # fmt: skip
 
 
@@ -383,20 +383,20 @@ def test_a_new_file_is_new_and_an_existing_one_is_ours(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("mine", "link", "nowhere", "other", "pipe"):
         with pytest.raises(FileExistsError):
-            create(tmp_path / name)
+            create_file(tmp_path / name)
     for name in ("link", "nowhere", "other", "pipe"):
         with pytest.raises(OSError, match=r"no file|symbolic|No such|device"):
             os.close(open_existing(tmp_path / name))
     for name in ("link", "nowhere", "mine"):
         with pytest.raises(OSError, match="exists"):
-            make_folder(tmp_path / name)
+            make_directory(tmp_path / name)
     for name in ("link", "nowhere", "pipe"):
         with pytest.raises(RefusedError):
-            save(tmp_path / name, b"x", overwrite=True)
+            save_file(tmp_path / name, b"x", overwrite=True)
     with pytest.raises(RefusedError, match="exists"):
-        save(tmp_path / "mine", b"x")
+        save_file(tmp_path / "mine", b"x")
     (tmp_path / "other").unlink()
-    save(tmp_path / "mine", b"x", overwrite=True)
+    save_file(tmp_path / "mine", b"x", overwrite=True)
     assert (tmp_path / "mine").read_text() == "x"
     assert not (tmp_path / "new").exists()
     assert not list(tmp_path.glob(".*"))

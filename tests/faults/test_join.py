@@ -656,9 +656,9 @@ def test_a_block_whose_states_cannot_be_written_is_not_handed_in(
             raise ResourceError("no space", "free some")
         save(path, *given, **named)
 
-    save = shared_run.save
+    save = shared_run.save_file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_run, "save", full)
+        patch.setattr(shared_run, "save_file", full)
         with pytest.raises(ResourceError, match="no space"):
             join(model, out, GPTQ)
     done = sorted(path.name[:4] for path in (out.parent / UNITS).glob("*/*.done"))

@@ -13,7 +13,7 @@ import pytest
 from quantforge.artifacts import manifest
 from quantforge.errors import RefusedError
 from quantforge.files.disk import DISK, Disk
-from quantforge.files.output_names import SIDE
+from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, Failing, manifest_of, text_of
 from tests.runs import quantize, recipe, tree
@@ -52,7 +52,7 @@ def visible(out: Path) -> dict[str, str]:
 def test_a_kill_at_any_call_is_made_good_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: tuple[str, ...], new: tuple[str, ...]
 ) -> None:
-    complete = dict.fromkeys((*new, "m.Modelfile", f"m.gguf{SIDE}"), "new")
+    complete = dict.fromkeys((*new, "m.Modelfile", f"m.gguf{MANIFEST_SUFFIX}"), "new")
     after = []
     for at in range(1, 100):
         out = tmp_path / f"{at}/m.gguf"
@@ -71,7 +71,7 @@ def test_a_kill_at_any_call_is_made_good_by_the_next_run(
         else:
             break
         found = visible(out)
-        side = found.get(f"m.gguf{SIDE}")
+        side = found.get(f"m.gguf{MANIFEST_SUFFIX}")
         assert {text for name, text in found.items() if "gguf" in name} <= {side or "new", "old"}
         assert side is None or len({found[name] for name in found if ".gguf" in name}) == 1
         with suppress(RefusedError), FileStage(out, overwrite=False, disk=FAST) as stage:
@@ -92,7 +92,7 @@ def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_pat
     out = tmp_path / "m.gguf"
 
     def rename(source: Path, target: Path) -> None:
-        if target == out.with_name(f"m.gguf{SIDE}"):
+        if target == out.with_name(f"m.gguf{MANIFEST_SUFFIX}"):
             raise KilledError
         source.rename(target)
 
@@ -104,7 +104,7 @@ def test_a_failing_disk_in_the_middle_does_not_lose_what_has_no_name_yet(tmp_pat
         stage.discard()
     with pytest.raises(RefusedError, match="exists"), FileStage(out, overwrite=False):
         pass
-    assert visible(out) == dict.fromkeys(("m.gguf", f"m.gguf{SIDE}"), "new")
+    assert visible(out) == dict.fromkeys(("m.gguf", f"m.gguf{MANIFEST_SUFFIX}"), "new")
 
 
 def test_what_is_there_is_told_apart_and_another_name_is_given(tmp_path):
@@ -116,7 +116,7 @@ def test_what_is_there_is_told_apart_and_another_name_is_given(tmp_path):
         (json.dumps(made), ", made from demo-awq-int4 (method awq, format gguf)"),
     ):
         out.write_text("old")
-        out.with_name(f"{out.name}{SIDE}").write_text(said)
+        out.with_name(f"{out.name}{MANIFEST_SUFFIX}").write_text(said)
         with pytest.raises(RefusedError) as refused, FileStage(out, overwrite=False):
             pass
         assert refused.value.message == f"{out}: exists{from_there}"
@@ -134,7 +134,7 @@ def test_what_is_there_is_told_apart_and_another_name_is_given(tmp_path):
 
 
 def no_manifest(source: Path, target: Path) -> None:
-    if target.name.endswith(SIDE) and target.parent.name != "stage":
+    if target.name.endswith(MANIFEST_SUFFIX) and target.parent.name != "stage":
         raise KilledError
     source.rename(target)
 

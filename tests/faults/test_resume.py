@@ -21,7 +21,7 @@ from quantforge.errors import (
     QuantForgeError,
 )
 from quantforge.execution.unit_output import UnitOutput
-from quantforge.files.disk import writing
+from quantforge.files.disk import write_errors
 from quantforge.formats.gguf.importance_file import WeightImportance, read_imatrix, write_imatrix
 from quantforge.recipe import CalibrationOptions
 from quantforge.settings import Settings
@@ -52,7 +52,7 @@ def test_a_place_that_is_closed_meanwhile_loses_nothing(model, out, monkeypatch,
         written, calls = UnitOutput.write, itertools.count()
 
         def closed(*arguments):
-            with writing(out, 0):
+            with write_errors(out, 0):
                 if next(calls) == 30:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS))
                 written(*arguments)
@@ -295,7 +295,7 @@ def test_a_journal_whose_stage_is_gone_does_not_stand_in_the_way(model, out):
 
 def test_killed_after_the_swap_of_an_overwrite(model, out, monkeypatch):
     quantize(model, out, swift(bits=8))
-    monkeypatch.setattr("quantforge.files.stage.Stage._remove_old", crash)
+    monkeypatch.setattr("quantforge.files.stage.Stage._remove_replaced", crash)
     with pytest.raises(StopError):
         quantize(model, out, swift("gptq"), overwrite=True)
     monkeypatch.undo()

@@ -17,8 +17,8 @@ from quantforge.api.reproduce import reproduce
 from quantforge.artifacts import manifest
 from quantforge.artifacts.signing import check_signature, sign_files, signature_path
 from quantforge.errors import InputError, IntegrityError, UsageError
-from quantforge.files.output_names import SIDE
-from quantforge.files.previous_output import OF_DIRECTORY
+from quantforge.files.output_names import MANIFEST_SUFFIX
+from quantforge.files.previous_output import DIRECTORY_SIGNATURE
 from quantforge.settings import Settings
 from tests.runs import command, leftovers, quantize, recipe, tree
 
@@ -75,7 +75,7 @@ def accepted_by_the_tool(*words: object) -> bool:
 def test_a_signature_is_the_only_difference(signed: Path, model: Path, keys: Path) -> None:
     plain = signed.with_name("m")
     quantize(model, plain, recipe(bits=8))
-    assert {**tree(plain), OF_DIRECTORY: tree(signed)[OF_DIRECTORY]} == tree(signed)
+    assert {**tree(plain), DIRECTORY_SIGNATURE: tree(signed)[DIRECTORY_SIGNATURE]} == tree(signed)
     assert not reproduce(signed, str(model), Settings(offline=True)).differing
     assert leftovers(signed) == {"out"}
 
@@ -92,7 +92,7 @@ def test_it_is_checked_by_verify_and_by_the_tool_of_the_library(
         assert wrong == ({"signature"} if code else set())
     document = json.loads(command(capsys, "verify", signed, "--source", model, *options).out)
     assert "no key" in document["skipped"]["signature"]
-    given = (signed, "--signature", signed / OF_DIRECTORY, "--public_key")
+    given = (signed, "--signature", signed / DIRECTORY_SIGNATURE, "--public_key")
     assert accepted_by_the_tool(*given, keys / "key.pub")
     assert not accepted_by_the_tool(*given, keys / "other.pub")
 
@@ -114,7 +114,7 @@ def test_every_change_is_found(signed: Path, keys: Path) -> None:
     (signed / "added").touch()
     refused(signed, keys, r"not those that were signed \(not signed: added\)$")
     (signed / "added").unlink()
-    (signed / OF_DIRECTORY).unlink()
+    (signed / DIRECTORY_SIGNATURE).unlink()
     refused(signed, keys, "there is no signature")
 
 
@@ -122,7 +122,7 @@ def test_every_change_is_found(signed: Path, keys: Path) -> None:
 def test_a_bundle_that_leads_out_of_the_result_is_refused(
     signed: Path, keys: Path, name: object
 ) -> None:
-    place = signed / OF_DIRECTORY
+    place = signed / DIRECTORY_SIGNATURE
     bundle = json.loads(place.read_bytes())
     payload = json.loads(base64.b64decode(bundle["dsseEnvelope"]["payload"]))
     payload["predicate"]["resources"][0]["name"] = name
@@ -143,7 +143,7 @@ def test_a_file_is_signed_with_what_belongs_to_it_and_not_with_its_neighbours(
     (tmp_path / "other.gguf").write_bytes(b"GGUF")
     check_signature(out, keys / "key.pub")
     assert check_signature(out, keys / "key.pub") == [], "the manifest is covered too"
-    for name in ("m.Modelfile", "m.gguf", f"m.gguf{SIDE}"):
+    for name in ("m.Modelfile", "m.gguf", f"m.gguf{MANIFEST_SUFFIX}"):
         data = (tmp_path / name).read_bytes()
         (tmp_path / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         refused(out, keys, "sig")
@@ -167,9 +167,9 @@ def test_a_signature_that_leaves_the_manifest_out_says_so(
     out.with_name("m.gguf.sig").write_bytes(
         sign_files(place, keys / "key", unsigned=frozenset({"x"}))
     )
-    assert check_signature(out, keys / "key.pub") == [f"m.gguf{SIDE}"]
+    assert check_signature(out, keys / "key.pub") == [f"m.gguf{MANIFEST_SUFFIX}"]
     said = command(capsys, "verify", out, "--key", keys / "key.pub", "--no-forward")
-    assert f"not covered by the signature: m.gguf{SIDE}" in said.err
+    assert f"not covered by the signature: m.gguf{MANIFEST_SUFFIX}" in said.err
 
 
 def test_numbered_files_have_one_signature(model: Path, tmp_path: Path, keys: Path) -> None:
@@ -230,5 +230,5 @@ def test_without_the_library(
     with pytest.raises(UsageError, match="model-signing"):
         api.export(str(out), recipe(format="gptq"), again, Settings(sign=keys / "key"))
     api.export(str(out), recipe(format="gptq"), again, Settings())
-    assert not (again / OF_DIRECTORY).exists()
-    assert not list(out.parent.glob(f"*{SIDE}"))
+    assert not (again / DIRECTORY_SIGNATURE).exists()
+    assert not list(out.parent.glob(f"*{MANIFEST_SUFFIX}"))

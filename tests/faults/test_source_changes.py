@@ -19,8 +19,8 @@ from quantforge import api
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, IntegrityError
 from quantforge.files import checksums, safetensors
-from quantforge.files.checksums import Checksums, take_checksums
-from quantforge.files.opener import changed
+from quantforge.files.checksums import Checksums, compute_checksums
+from quantforge.files.opener import changed_error
 from quantforge.files.reader import open_checkpoint
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.plans import Plan
@@ -35,7 +35,7 @@ GGUF = recipe(type="Q8_0", format="gguf", scales="absmax")
 
 def edit(path: Path, at: int, data: bytes | None = None) -> None:
     """Change a byte of a file (or write some) that is not in memory any more, and set its time back."""
-    checksums._LAST.clear()
+    checksums._CACHE.clear()
     found = path.stat()
     with path.open("r+b") as file:
         file.seek(at)
@@ -217,12 +217,12 @@ def test_an_importance_file_that_is_edited_while_it_is_read_is_noticed(
 def test_a_seal_knows_every_byte(
     tmp_path: Path, size: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "_CHUNKS", chunks)
-    monkeypatch.setattr(checksums, "_READ", 10_000)
+    monkeypatch.setattr(checksums, "_MAX_CHUNKS", chunks)
+    monkeypatch.setattr(checksums, "_READ_BYTES", 10_000)
     path = tmp_path / "file"
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     path.write_bytes(data)
-    known = take_checksums(path, tmp_path)
+    known = compute_checksums(path, tmp_path)
     assert known.sha256 == hashlib.sha256(data).hexdigest()
     places = sorted({0, size // 3, 65_535, 65_536, size - 1, size} & set(range(size + 1)))
     runs = [(start, end) for start in places for end in places if start <= end]
@@ -232,7 +232,7 @@ def test_a_seal_knows_every_byte(
     for start, end in runs:
         if start < end:
             path.write_bytes(data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:])
-            checksums._LAST.clear()
+            checksums._CACHE.clear()
             with path.open("rb") as file:
                 assert taken(known, file, start, end - start) is None
 
@@ -264,7 +264,7 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
         monkeypatch.setattr(checksums, name, value)
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
-    known = take_checksums(path, tmp_path)
+    known = compute_checksums(path, tmp_path)
     assert len(known._states) <= 9
     counts = reads(monkeypatch)
     with path.open("rb") as file:
@@ -273,7 +273,7 @@ def test_a_seal_is_small_and_a_read_takes_the_chunks_that_it_touches(
         assert taken(known, file, 995, 10) is None  # beyond the end
     assert sum(counts) <= 1000 / 7
     path.write_bytes(bytes(10_000))
-    assert take_checksums(path, tmp_path)._chunk == 200
+    assert compute_checksums(path, tmp_path)._chunk_bytes == 200
 
 
 @each_value(
@@ -294,20 +294,20 @@ def test_many_reads_from_front_to_back_read_each_byte_once_and_miss_nothing(
     path, draw = tmp_path / "file", random.Random(0)
     data = draw.randbytes(5009)
     path.write_bytes(data)
-    known = take_checksums(path, tmp_path)
+    known = compute_checksums(path, tmp_path)
     counts = reads(monkeypatch)
     with path.open("rb") as file, ThreadPoolExecutor(workers) as pool:
         parts = pool.map(lambda start: taken(known, file, start, 10), range(0, 5000, 10))
         assert b"".join(part or b"" for part in parts) == data[:5000]
     assert sum(counts) <= 5009 * (1 if large > 1 else 1.5)  # rarely a chunk was given up meanwhile
-    assert len(checksums._LAST) <= kept
+    assert len(checksums._CACHE) <= kept
     with path.open("rb") as file:
         for _ in range(300):
             start, end = sorted(draw.sample(range(5010), 2))
             assert taken(known, file, start, end - start) == data[start:end]
-    checksums._READER.submit(int).result()  # nothing is read meanwhile any more
+    checksums._PREFETCHER.submit(int).result()  # nothing is read meanwhile any more
     path.write_bytes(data[:2500] + b"x" + data[2501:])
-    checksums._LAST.clear()
+    checksums._CACHE.clear()
     with path.open("rb") as file:
         assert taken(known, file, 2499, 3) is None
         assert taken(known, file, 2499, 3) is None  # nothing of it is kept
@@ -319,20 +319,20 @@ def test_a_file_that_ends_while_it_is_digested_is_noticed(
 ) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
-    fill = system.fill
+    fill = system.read_into
     monkeypatch.setattr(
-        system, "fill", lambda file, view, start: start < 500 and fill(file, view[:500], start)
+        system, "read_into", lambda file, view, start: start < 500 and fill(file, view[:500], start)
     )
-    monkeypatch.setattr(checksums, "_READ", 500)
+    monkeypatch.setattr(checksums, "_READ_BYTES", 500)
     with pytest.raises(IntegrityError, match="changed"):
-        take_checksums(path, tmp_path)
+        compute_checksums(path, tmp_path)
 
 
 def test_rows_and_tensors_are_compared_on_every_reading(model: Path, tmp_path: Path) -> None:
     source = copied(model, tmp_path / "m")
     opened = open_checkpoint(source)
     file = source / "model.safetensors"
-    checked = opened.with_checksums({file: take_checksums(file, source)})
+    checked = opened.with_checksums({file: compute_checksums(file, source)})
     name = "model.layers.1.mlp.down_proj.weight"
     entry = checked.entries[name]
     with safe_open(file, "pt") as reference:
@@ -351,4 +351,4 @@ def test_rows_and_tensors_are_compared_on_every_reading(model: Path, tmp_path: P
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises((IntegrityError, InputError)):
         checked.read(name)
-    assert changed(file).exit_code == 5
+    assert changed_error(file).exit_code == 5

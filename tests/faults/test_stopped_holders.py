@@ -34,10 +34,10 @@ Stopped = Callable[[object, str, Callable[[], object]], int]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let nobody be waited for long."""
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(lock, "QUIET_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "STALE_SECONDS", 1.0)
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")
 
 
@@ -173,9 +173,9 @@ def test_a_process_of_another_version_does_not_take_part(
 
 def test_the_lock_of_a_version_that_notes_more_is_a_lock(tmp_path: Path) -> None:
     held = lock.Lock(tmp_path / ".out.qf")
-    held.take()
-    path = tmp_path / ".out.qf" / lock.FILE
+    held.acquire()
+    path = tmp_path / ".out.qf" / lock.LOCK_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
     with pytest.raises(BusyError, match=f"process {os.getpid()} "):
-        lock.Lock(tmp_path / ".out.qf").take()
+        lock.Lock(tmp_path / ".out.qf").acquire()
     held.release()

@@ -227,7 +227,7 @@ def test_a_report_that_cannot_be_written_does_not_cost_the_table(
         raise ResourceError("no space")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quantforge.cli.evaluate.save", full)
+        patch.setattr("quantforge.cli.evaluate.save_file", full)
         first = command(capsys, *asked)
     assert (first.code, "bits4" in first.out) == (ResourceError.exit_code, True)
     assert command(capsys, *asked).code == 0

@@ -20,7 +20,7 @@ from quantforge.artifacts import manifest
 from quantforge.artifacts.provenance import BILL, STATEMENT
 from quantforge.artifacts.publish import describe_source
 from quantforge.errors import InputError, IntegrityError, RefusedError, ResourceError, UsageError
-from quantforge.files.output_names import SIDE
+from quantforge.files.output_names import MANIFEST_SUFFIX
 from quantforge.files.reader import open_checkpoint
 from quantforge.files.stage import Stage
 from quantforge.model.hidden_states import OnDisk
@@ -134,7 +134,7 @@ def nothing(done: Progress) -> None:
         (f"m.gguf.{STATEMENT}", {"provenance": True}),
         (f"m.gguf.{BILL}", {"provenance": True}),
         ("m.gguf.sig", {}),
-        (f"m.gguf{SIDE}", {}),
+        (f"m.gguf{MANIFEST_SUFFIX}", {}),
     ],
 )
 def test_names_beside_a_file_are_looked_at_before_the_work(

@@ -30,10 +30,10 @@ Work = Callable[[Path, Settings], object]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let claims be taken over after a second, and those that are not heard of be told soon."""
-    monkeypatch.setattr(lock, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lock, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "HEARTBEAT_SECONDS", 0.05)
     monkeypatch.setattr(claims, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(lock, "QUIET_SECONDS", 2.0)
+    monkeypatch.setattr(lock, "STALE_SECONDS", 2.0)
 
 
 @pytest.fixture(params=["quantize", "release"])

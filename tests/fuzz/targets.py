@@ -18,9 +18,9 @@ from quantforge.artifacts.card import source_card_fields
 from quantforge.errors import InputError, QuantForgeError
 from quantforge.execution.journal import Journal
 from quantforge.files.opener import FILES, parse_object
-from quantforge.files.reader import INDEX, open_checkpoint, read_weights
+from quantforge.files.reader import INDEX_FILE, open_checkpoint, read_weights
 from quantforge.files.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.files.writer import file_plans, header_bytes
+from quantforge.files.writer import header_bytes, plan_files
 from quantforge.formats import detect_format
 from quantforge.formats.gguf.importance_file import read_imatrix
 from quantforge.formats.gguf.source import open_gguf
@@ -55,8 +55,8 @@ def index(data: bytes, place: Path) -> None:
         shard = place / f"{name}.safetensors"
         if not shard.exists():
             shard.write_bytes(header_bytes([StoredTensor(tensor, "U8", (1,))]) + b"\0")
-    written(place / INDEX, data)
-    read_weights(place, FILES.listing(place, None))
+    written(place / INDEX_FILE, data)
+    read_weights(place, FILES.list_names(place, None))
 
 
 def strict_json(data: bytes, place: Path) -> None:
@@ -76,12 +76,12 @@ def config(data: bytes, place: Path) -> None:
     ]
     wanted = document.get("config")
     written(place / "config.json", json.dumps(wanted).encode())
-    (plan,) = file_plans((tensors,))
+    (plan,) = plan_files((tensors,))
     with (place / "model.safetensors").open("wb") as file:
         file.write(plan.fixed[0][1])
         file.truncate(plan.size)
     checkpoint = open_checkpoint(place)
-    stored = checkpoint.headers()
+    stored = checkpoint.stored_tensors()
     form = detect_format(checkpoint.config)
     layouts = {item.module: item for item in form.find_layouts(checkpoint.config, stored)}
     match_quantized(checkpoint, layouts, stored)
@@ -107,7 +107,7 @@ def gguf(data: bytes, place: Path) -> None:
         tokenizer_files(checkpoint.file)
     form = detect_format(checkpoint.config)
     form.find_layouts(
-        checkpoint.config, {n: entry.header() for n, entry in checkpoint.entries.items()}
+        checkpoint.config, {n: entry.to_stored_tensor() for n, entry in checkpoint.entries.items()}
     )
     for name in islice(checkpoint.entries, 4):
         checkpoint.read(name)

@@ -27,7 +27,7 @@ def test_tensors_of_our_own_are_passed_over(tiny: Tiny, tmp_path: Path) -> None:
     assert not said["mismatched_keys"]
     assert all("outlier" in name for name in said["unexpected_keys"])
     checkpoint = open_checkpoint(out)
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     form = detect_format(checkpoint.config)
     for layout in form.find_layouts(checkpoint.config, headers):
         weight = model.get_submodule(layout.module).weight

@@ -52,9 +52,9 @@ def ours(path: Path) -> LoadingResult:
     model = open_model(path)
     return check_loading(
         model.config,
-        [entry.header() for entry in model.entries.values()],
+        [entry.to_stored_tensor() for entry in model.entries.values()],
         model.read,
-        lambda: [entry.header() for entry in decode_checkpoint(model).entries.values()],
+        lambda: [entry.to_stored_tensor() for entry in decode_checkpoint(model).entries.values()],
     )
 
 
@@ -250,7 +250,7 @@ def test_declared_names_are_those_that_transformers_looks_for(tiny: Tiny, family
     model = open_model(tiny(family))
     architecture = architecture_of(model.config)
     assert architecture is not None
-    stored = [entry.header() for entry in model.entries.values()]
+    stored = [entry.to_stored_tensor() for entry in model.entries.values()]
     whole = model.config.get("text_config") is not None
     for prefix in ("", "language_model.", "model.language_model."):
         names = [_under(prefix, tensor.name, whole=whole) for tensor in stored]

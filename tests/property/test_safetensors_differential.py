@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import InputError
 from quantforge.files.safetensors import TORCH_NAMES, read_header, read_tensor
-from quantforge.files.writer import WeightsWriter, file_plans, plan_shards, shard_names
+from quantforge.files.writer import WeightsWriter, plan_files, plan_shards, shard_names
 from quantforge.plans import DTYPE_BITS, StoredTensor
 from tests.headers import file_bytes
 
@@ -192,7 +192,7 @@ def test_what_is_written_both_read(
     with tempfile.TemporaryDirectory() as directory:
         order = list(enumerate(tensors))
         random.shuffle(order)
-        with WeightsWriter(Path(directory), file_plans(shards)) as writer:
+        with WeightsWriter(Path(directory), plan_files(shards)) as writer:
             for n, tensor in order:
                 writer.write(tensor.name, filled(tensor, n))
         written = [(Path(directory) / name).read_bytes() for name in shard_names(len(shards))]

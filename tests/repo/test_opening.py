@@ -78,16 +78,21 @@ def test_the_opener_opens_files_in_one_way():
 def test_the_table_in_the_documents_is_the_one_in_the_code():
     text = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
     for role in (value for value in vars(roles).values() if isinstance(value, roles.FileRole)):
-        size = f"{role.limit >> 20} MiB" if role.limit >> 20 else f"{role.limit >> 10} KiB"
-        size = "read in parts" if role.limit == roles.NO_LIMIT else size
-        assert f"| {role.name} | {size} | {f'{role.values:,}' if role.values else ''} |" in text
+        size = (
+            f"{role.max_bytes >> 20} MiB" if role.max_bytes >> 20 else f"{role.max_bytes >> 10} KiB"
+        )
+        size = "read in parts" if role.max_bytes == roles.NO_LIMIT else size
+        assert (
+            f"| {role.name} | {size} | {f'{role.max_values:,}' if role.max_values else ''} |"
+            in text
+        )
 
 
 def test_limits_are_four_times_the_largest_that_are_known():
     megabyte = 10**6
-    assert roles.TOKENIZER.limit >= 4 * 33 * megabyte
-    assert roles.INDEX.limit >= 4 * 70_000 * len(
+    assert roles.TOKENIZER.max_bytes >= 4 * 33 * megabyte
+    assert roles.INDEX.max_bytes >= 4 * 70_000 * len(
         '    "model.language_model.layers.100.mlp.experts.255.down_proj.weight_scale_inv": '
         '"model-00001-of-00163.safetensors",\n'
     )
-    assert roles.VOCABULARY.limit >= 4 * 19 * megabyte
+    assert roles.VOCABULARY.max_bytes >= 4 * 19 * megabyte

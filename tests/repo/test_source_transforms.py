@@ -40,7 +40,7 @@ def _known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def logits(checkpoint: Checkpoint) -> Tensor:
     model_layout = match_tensors(
-        checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
+        checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
     with ModelStream(checkpoint, model_layout, ROWS) as stream:
         for part in stream:

@@ -15,7 +15,7 @@ from quantforge.architectures import FoldKind
 from quantforge.architectures.configuration import untie_config
 from quantforge.architectures.match import ModelLayout, match_tensors, needs_architecture
 from quantforge.errors import InputError
-from quantforge.files.computed_tensors import Rows, prepared_checkpoint
+from quantforge.files.computed_tensors import ComputeRows, with_computed_tensors
 from quantforge.files.reader import Checkpoint
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Norm(NamedTuple):
 def prepare(source: Checkpoint) -> Checkpoint:
     """Return a source whose norms have gain 1."""
     model_layout = match_tensors(
-        source.config, [entry.header() for entry in source.entries.values()]
+        source.config, [entry.to_stored_tensor() for entry in source.entries.values()]
     )
     if model_layout.architecture is None:
         raise needs_architecture(model_layout, "unit-norms")
@@ -46,7 +46,7 @@ def prepare(source: Checkpoint) -> Checkpoint:
         for shared in kind.inputs
     )
     stored = {name: tensor.header.name for name, tensor in model_layout.by_name.items()}
-    computed: dict[str, Rows] = {}
+    computed: dict[str, ComputeRows] = {}
     for norm in norms(model_layout):
         gain = stored[f"{norm.name}.weight"]
         computed[gain] = partial(_constant, gain, 0.0 if plus_one else 1.0)
@@ -60,9 +60,11 @@ def prepare(source: Checkpoint) -> Checkpoint:
                 _scaled, read, gain, plus_one=plus_one, turned=turned
             )
     if not model_layout.tied:
-        return prepared_checkpoint(source, computed)
+        return with_computed_tensors(source, computed)
     added = {head: replace(source.entries[stored[embedding]], name=head)}
-    return prepared_checkpoint(source, computed, config=untie_config(source.config), added=added)
+    return with_computed_tensors(
+        source, computed, config=untie_config(source.config), new_entries=added
+    )
 
 
 def norms(model_layout: ModelLayout) -> Iterator[Norm]:

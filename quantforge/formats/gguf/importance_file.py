@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.errors import InputError
-from quantforge.files.disk import save
-from quantforge.files.opener import FILES, changed
+from quantforge.files.disk import save_file
+from quantforge.files.opener import FILES, changed_error
 from quantforge.files.safetensors import read_tensor
 from quantforge.formats.gguf.container import (
     GgufTensor,
@@ -69,7 +69,7 @@ def write_imatrix(path: Path, found: Imatrix) -> None:
         ResourceError: the disk is full.
     """
     data = _legacy_bytes(found) if path.suffix == ".dat" else _gguf_bytes(found)
-    save(path, data)
+    save_file(path, data)
 
 
 def read_imatrix(path: Path, wanted: Mapping[str, int] | None = None) -> Imatrix:
@@ -272,7 +272,7 @@ class _RecordReader:
         self._pass(count)
         data = self._file.read(count)
         if len(data) != count:
-            raise changed(self._path)
+            raise changed_error(self._path)
         return data
 
     def skip(self, count: int) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.errors import InputError
-from quantforge.files.opener import FILES, changed
+from quantforge.files.opener import FILES, changed_error
 from quantforge.files.safetensors import TensorEntry
 from quantforge.formats.gguf.container import (
     ALIGNMENT,
@@ -41,7 +41,7 @@ from quantforge_files.roles import GGUF_HEADER, WEIGHTS
 
 MAX_TENSORS = 1 << 18
 MAX_KEYS = 1 << 16
-MAX_HEADER_BYTES, MAX_VALUES = GGUF_HEADER.limit, GGUF_HEADER.values
+MAX_HEADER_BYTES, MAX_VALUES = GGUF_HEADER.max_bytes, GGUF_HEADER.max_values
 _READ_BYTES = 1 << 20  # bytes that are read at a time
 DAMAGED_HINT = "the file is damaged or not GGUF: fetch or export it again"
 MAX_KEY_BYTES = 65535
@@ -117,7 +117,7 @@ class GgufFile:
 def is_gguf(path: Path) -> bool:
     """Return whether a file begins with GGUF's magic number."""
     try:
-        return FILES.head(path, WEIGHTS, len(MAGIC), None) == MAGIC
+        return FILES.read_start(path, WEIGHTS, len(MAGIC), None) == MAGIC
     except InputError:
         return False
 
@@ -135,7 +135,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_part(path: Path, inside: Path | None) -> GgufFile:
-    with FILES.opened(path, WEIGHTS, inside) as descriptor:
+    with FILES.open_checked(path, WEIGHTS, inside) as descriptor:
         stamp = Stamp.of(descriptor)
         header = HeaderReader(path, descriptor, stamp.size)
         if stamp.size < 24 or header.take(4) != MAGIC:
@@ -325,7 +325,7 @@ class HeaderReader:
         while done < count:
             part = os.pread(self._descriptor, count - done, self._start + done)
             if not part:
-                raise changed(self._path)
+                raise changed_error(self._path)
             parts.append(part)
             done += len(part)
         return b"".join(parts)

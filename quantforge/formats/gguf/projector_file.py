@@ -19,7 +19,7 @@ from quantforge.architectures.families import declared_families
 from quantforge.architectures.projector import KeyValue, Projector, TokenRow, TowerTensor
 from quantforge.errors import InputError, NotReadError, RefusedError
 from quantforge.events import Event
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.hub import source_name
 from quantforge.files.opener import read_object
 from quantforge.files.safetensors import TensorEntry, torch_dtype
@@ -80,7 +80,7 @@ class ProjectorFile:
         types = {stored.name: stored.dtype for stored, _ in self.plan.places}
         for name, tensor in self.tensors.items():
             value = checkpoint.read(name)
-            scan_finite(name, value)
+            check_finite(name, value)
             if tensor.plus_one:
                 value = value.float() + 1
             if side := tensor.patch_size:  # colours of a pixel beside each other become planes
@@ -103,7 +103,7 @@ class ProjectorFile:
         if self.row:
             name, number, held = self.row
             value = checkpoint.read_rows(name, number, number + 1)
-            scan_finite(name, value)
+            check_finite(name, value)
             yield held, value[0].float()
 
 

@@ -28,7 +28,7 @@ from types import NoneType
 from typing import Any
 
 from quantforge.errors import InputError
-from quantforge.files.checksums import take_checksums
+from quantforge.files.checksums import compute_checksums
 from quantforge.files.opener import FILES, parse_object
 from quantforge.files.safetensors import TensorEntry, read_header
 from quantforge.formats import patterns
@@ -112,7 +112,7 @@ def open_adapter(path: Path) -> Adapter:
     Raises:
         InputError: no adapter of LoRA that can be merged; says what is in the way.
     """
-    names = FILES.listing(path, None)
+    names = FILES.list_names(path, None)
     for name in (CONFIG, WEIGHTS):
         if name not in names:
             pickled = name == WEIGHTS and PICKLE in names
@@ -129,7 +129,7 @@ def open_adapter(path: Path) -> Adapter:
     check_config(path / CONFIG, config)
     # Looked at before gigabytes are digested, and taken as it is afterwards.
     _sort_tensors(path, config, read_header(path / WEIGHTS, path))
-    known = take_checksums(path / WEIGHTS, path)
+    known = compute_checksums(path / WEIGHTS, path)
     found = read_header(path / WEIGHTS, path)
     entries = {name: replace(entry, checksums=known) for name, entry in found.items()}
     changes, replaced = _sort_tensors(path, config, entries)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from quantforge.architectures.draft_heads import DRAFT_KINDS, draft_kind
 from quantforge.architectures.match import FLOAT_DTYPES
 from quantforge.errors import InputError
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.opener import FILES, read_object
-from quantforge.files.reader import CONFIG, Checkpoint, open_checkpoint
+from quantforge.files.reader import CONFIG_FILE, Checkpoint, open_checkpoint
 from quantforge.formats import Format, ModuleLayout, detect_format
 from quantforge.formats.declared_quantization import resolve_declaration
 from quantforge_files import roles
@@ -121,7 +121,7 @@ class DraftHeadDirectory:
                 _TRAINED_HINT,
             )
         tensor = self.checkpoint.read(name)
-        scan_finite(name, tensor, entry.file)
+        check_finite(name, tensor, entry.file)
         return tensor
 
     def error(self, what: str, hint: str) -> InputError:
@@ -135,9 +135,9 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
     Raises:
         InputError: it cannot be read, or holds heads of a kind, or in a format, that is not known here.
     """
-    if not path.is_dir() or CONFIG not in (names := FILES.listing(path, None)):
+    if not path.is_dir() or CONFIG_FILE not in (names := FILES.list_names(path, None)):
         return None
-    config = read_object(path / CONFIG, roles.CONFIG, path)
+    config = read_object(path / CONFIG_FILE, roles.CONFIG, path)
     nested = config.get("transformer_layer_config")
     config = {**(nested if isinstance(nested, dict) else {}), **config}
     kind = draft_kind(config)
@@ -160,7 +160,7 @@ def open_draft_heads(path: Path) -> DraftHeadDirectory | None:
     except InputError as error:
         what = f"are quantized: {error.message}"
         raise _error(path, kind, what, "take those in 16 bits, or quantize these here") from error
-    headers = checkpoint.headers()
+    headers = checkpoint.stored_tensors()
     layouts = {item.module: item for item in form.find_layouts(checkpoint.config, headers)}
     return DraftHeadDirectory(kind, config, checkpoint, form, layouts)
 

@@ -39,7 +39,7 @@ def decode_if_low_precision(checkpoint: Checkpoint) -> Checkpoint:
     reader = _reader(checkpoint)
     stated = isinstance(checkpoint.config.get("quantization_config"), Mapping)
     if reader is not None:
-        return decode_weights(checkpoint, *reader(checkpoint.headers()))
+        return decode_weights(checkpoint, *reader(checkpoint.stored_tensors()))
     if not stated or checkpoint.path.is_file():
         return checkpoint
     if (checkpoint.path / MANIFEST).exists() or not detect_format(
@@ -58,7 +58,7 @@ def decode_quantized_source(checkpoint: Checkpoint) -> Checkpoint:
     return decode_weights(
         checkpoint,
         weights,
-        kv_scales.find_scales(checkpoint.config, checkpoint.headers()).tensor_names,
+        kv_scales.find_scales(checkpoint.config, checkpoint.stored_tensors()).tensor_names,
     )
 
 

@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING
 from quantforge.architectures.configuration import untie_config
 from quantforge.architectures.match import ModelLayout, Role, match_tensors
 from quantforge.errors import InputError
-from quantforge.files.computed_tensors import ADAPTER, PreparedCheckpoint, Rows, prepared_checkpoint
+from quantforge.files.computed_tensors import (
+    ADAPTER,
+    ComputedCheckpoint,
+    ComputeRows,
+    with_computed_tensors,
+)
 from quantforge.files.reader import Checkpoint
 from quantforge.files.safetensors import TensorEntry, read_rows, read_tensor
 from quantforge.formats.sources.adapter import CONFIG, WEIGHTS, Adapter, LowRankUpdate, merge_steps
@@ -108,14 +113,14 @@ class _BiasReader:
         return checkpoint.read_rows(self.base, first, last).float() + added
 
 
-def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoint:
+def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> ComputedCheckpoint:
     """Return a view of a model with an adapter merged into it.
 
     Raises:
         InputError: the adapter is of another model: a name matches nothing, or a shape is another; lists all of them.
     """
     found = match_tensors(
-        checkpoint.config, [entry.header() for entry in checkpoint.entries.values()]
+        checkpoint.config, [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     )
     places = _StoredNames(checkpoint, found)
     touched = {*(f"{module}.weight" for module in adapter.changes), *adapter.replaced}
@@ -162,8 +167,8 @@ def merge_adapter(checkpoint: Checkpoint, adapter: Adapter) -> PreparedCheckpoin
         added = {head: replace(checkpoint.entries[places.embedding], name=head)}
         new.computed.setdefault(head, _UntiedHeadReader(places.embedding))
         config = untie_config(config)
-    whole = prepared_checkpoint(checkpoint, new.computed, config=config, added=added)
-    return prepared_checkpoint(whole, merge.computed, facts=facts)
+    whole = with_computed_tensors(checkpoint, new.computed, config=config, new_entries=added)
+    return with_computed_tensors(whole, merge.computed, facts=facts)
 
 
 def _resized_error(
@@ -216,11 +221,11 @@ class _MergedTensors:
 
     def __init__(self, checkpoint: Checkpoint, places: _StoredNames) -> None:
         self._entries, self._places = checkpoint.entries, places
-        self.computed: dict[str, Rows] = {}
+        self.computed: dict[str, ComputeRows] = {}
         self.problems: list[str] = []
         self.resized: dict[str, tuple[int, int]] = {}
 
-    def put(self, name: str, shape: tuple[int, ...], rows: Rows) -> None:
+    def put(self, name: str, shape: tuple[int, ...], rows: ComputeRows) -> None:
         """Register a reader for a tensor of the model if the model has it in this shape; else record a problem."""
         base, stored = self._places.base(name), self._places.stored(name)
         if not base:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import InputError, RefusedError, without
-from quantforge.files.disk import create_fresh, no_space, open_existing, writing
+from quantforge.files.disk import no_space_error, open_existing, recreate_file, write_errors
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
 
@@ -66,8 +66,8 @@ class TokenWeights:
         self._offsets = {name: index * self._bytes for index, name in enumerate(linears)}
         self.runs: dict[str, list[tuple[int, int]]] = {name: [] for name in experts}
         self._end = size = len(linears) * self._bytes
-        with writing(path, size):
-            self._file = create_fresh(path) if runs is None else open_existing(path, os.O_RDWR)
+        with write_errors(path, size):
+            self._file = recreate_file(path) if runs is None else open_existing(path, os.O_RDWR)
             if runs is None and size:
                 system.allocate(self._file, size)
         for name, found in (runs or {}).items():
@@ -135,8 +135,8 @@ class TokenWeights:
 
     def finish(self) -> None:
         """Flush the file to disk."""
-        with writing(self._path, 0):
-            system.sync(self._file)
+        with write_errors(self._path, 0):
+            system.sync_file(self._file)
 
     def _write_tokens(self, name: str, tokens: Tensor, weights: Tensor) -> None:
         """Append the weights ``[tokens, strips]`` of tokens routed to an expert."""
@@ -150,13 +150,13 @@ class TokenWeights:
     def _read(self, offset: int, found: Tensor) -> Tensor:
         """Fill a contiguous tensor with bytes from an offset, and return it."""
         view = memoryview(found.view(-1).view(torch.uint8).numpy().data)
-        if not system.fill(self._file, view, offset):
-            raise no_space(self._path, self._bytes, "the file ends early")
+        if not system.read_into(self._file, view, offset):
+            raise no_space_error(self._path, self._bytes, "the file ends early")
         return found
 
     def _write(self, offset: int, values: Tensor) -> None:
         view = memoryview(values.view(-1).view(torch.uint8).numpy().data)
-        with writing(self._path, len(view)):
+        with write_errors(self._path, len(view)):
             while view:
                 count = os.pwrite(self._file, view, offset)
                 view, offset = view[count:], offset + count

@@ -21,7 +21,7 @@ from torch import Tensor
 from quantforge.architectures import architecture_of
 from quantforge.architectures.draft_heads import NEXTN_LAYERS, layer_count, without_draft_heads
 from quantforge.errors import InputError, RefusedError
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.formats.open_model import open_model
 from quantforge.formats.sources.low_precision import decode_if_unsupported
 from quantforge.runtime.decoder import Decoder
@@ -85,7 +85,7 @@ def read_mtp(loaded: Loaded) -> MtpLayer:
     inputs = {}
     for name, stored in input_names.items():
         value = checkpoint.read(stored)
-        scan_finite(stored, value, checkpoint.entries[stored].file)
+        check_finite(stored, value, checkpoint.entries[stored].file)
         inputs[name] = value.to(embedding.device, embedding.dtype)
     return MtpLayer(layer, inputs)
 

@@ -40,7 +40,7 @@ def headers(tiny: Tiny) -> Any:
     def read(family: str) -> tuple[dict[str, Any], Headers]:
         checkpoint = open_checkpoint(tiny(family))
         return checkpoint.config, {
-            name: entry.header() for name, entry in checkpoint.entries.items()
+            name: entry.to_stored_tensor() for name, entry in checkpoint.entries.items()
         }
 
     return read
@@ -124,7 +124,7 @@ def test_planning_needs_no_torch(tiny: Tiny) -> None:
     code = (
         "import sys; from pathlib import Path; from quantforge.files.reader import open_checkpoint;"
         "from quantforge.architectures.match import match_tensors; c = open_checkpoint(Path(sys.argv[1]));"
-        "match_tensors(c.config, [e.header() for e in c.entries.values()]);"
+        "match_tensors(c.config, [e.to_stored_tensor() for e in c.entries.values()]);"
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert (
@@ -543,7 +543,7 @@ def test_configurations_that_no_engine_obeys_are_refused(
     tiny: Tiny, family: str, keys: dict[str, object], said: str
 ) -> None:
     checkpoint = open_checkpoint(tiny(family))
-    stored = [entry.header() for entry in checkpoint.entries.values()]
+    stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
     match_tensors(checkpoint.config, stored)
     with pytest.raises(InputError, match=said):
         match_tensors({**checkpoint.config, **keys}, stored)

@@ -23,7 +23,9 @@ PUBLISHED = {"global_head_dim": 32, "num_global_key_value_heads": 1}
 def saved(tiny: Tiny) -> Any:
     def read(family: str) -> tuple[dict[str, Any], list[StoredTensor]]:
         checkpoint = open_checkpoint(tiny(family))
-        return dict(checkpoint.config), [item.header() for item in checkpoint.entries.values()]
+        return dict(checkpoint.config), [
+            item.to_stored_tensor() for item in checkpoint.entries.values()
+        ]
 
     return read
 

@@ -83,7 +83,7 @@ def test_threads_and_stops_change_nothing(tiny, made, tmp_path, monkeypatch):
 def test_experts_that_the_model_computes_otherwise_than_in_stacks_are_refused(tiny):
     checkpoint = open_checkpoint(tiny("qwen3-moe"))
     model_layout = match_tensors(
-        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+        checkpoint.config, [e.to_stored_tensor() for e in checkpoint.entries.values()]
     )
     tensors = api.plan(tiny("qwen3-moe"), method="gptq", scheme=SCHEMES[1], **ROWS).tensors
     refuse_guide(1, ("gptq",), tensors, model_layout, "allocate", "no")

@@ -12,7 +12,7 @@ from quantforge.errors import IntegrityError, ResourceError
 from quantforge.execution import claims
 from quantforge.execution.claims import Claims
 from quantforge.files.disk import DISK
-from quantforge.files.lock import Watch
+from quantforge.files.lock import ChangeTracker
 
 SAME = {"recipe": "r"}
 RECORD = {"unit": "a", "checksums": {}}
@@ -207,7 +207,7 @@ def test_a_run_that_is_over_is_not_the_next_one_at_its_place(tmp_path: Path) -> 
 
 
 def test_what_stands_still_is_measured_from_when_it_was_first_seen() -> None:
-    watch = Watch()
+    watch = ChangeTracker()
     assert watch.seconds_unchanged("a", 1) == 0
     time.sleep(0.02)
     assert 0.02 <= watch.seconds_unchanged("a", 1) < 5

@@ -53,7 +53,7 @@ def test_what_cannot_be_written_is_told_before_a_block_is_handed_in(
         raise ResourceError("no space", "free some")
 
     states = SharedStates(tmp_path / "states")
-    monkeypatch.setattr(shared_run, "save", full)
+    monkeypatch.setattr(shared_run, "save_file", full)
     states.write(0, ROWS)
     with pytest.raises(ResourceError, match="no space"):
         states.flush()

@@ -59,7 +59,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def modules(path: Path) -> dict[str, QuantizedTensor]:
     opened = open_model(path)
-    stored = {name: entry.header() for name, entry in opened.entries.items()}
+    stored = {name: entry.to_stored_tensor() for name, entry in opened.entries.items()}
     found = find_layouts(opened.config, stored)
     return {
         one.module: unpack(one, {one.tensor_names[0]: opened.read(one.tensor_names[0])})

@@ -280,15 +280,15 @@ def test_results_that_were_damaged_meanwhile_are_not_used(short: Tiny, tmp_path:
 def test_results_may_be_larger_than_the_limit_of_a_journal(
     short: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: dict[str, str]
 ) -> None:
-    opened, roles = Opener.opened, []
+    opened, roles = Opener.open_checked, []
 
     def limited(self: Opener, path: Path, role: FileRole, inside: Path | None) -> Any:
         if path.name == FILE:
             roles.append(role.name)
-            role = replace(role, limit=9) if role.limit < NO_LIMIT else role
+            role = replace(role, max_bytes=9) if role.max_bytes < NO_LIMIT else role
         return opened(self, path, role, inside)
 
-    monkeypatch.setattr(Opener, "opened", limited)
+    monkeypatch.setattr(Opener, "open_checked", limited)
     quantize(short("llama"), tmp_path / "out", tuned())
     assert roles
     assert tree(tmp_path / "out") == whole

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from quantforge.errors import InputError, IntegrityError
 from quantforge.files.opener import parse_object, read_object
-from quantforge.files.reader import INDEX, read_weights
+from quantforge.files.reader import INDEX_FILE, read_weights
 from quantforge.files.safetensors import read_header, read_rows, read_tensor
 from quantforge_files.roles import FileRole
 from tests.unit.files.test_safetensors import entry, file, one
@@ -149,9 +149,9 @@ def test_the_key_that_occurs_twice_is_the_one_named() -> None:
 def test_20_disagreements_are_listed(tmp_path: Path, count: int, end: str) -> None:
     (tmp_path / "a.safetensors").write_bytes(file('{"a":' + entry() + "}", b"1234"))
     places = dict.fromkeys(["a", *(f"t{n}" for n in range(count))], "a.safetensors")
-    (tmp_path / INDEX).write_text(json.dumps({"weight_map": places}))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": places}))
     with pytest.raises(InputError) as caught:
-        read_weights(tmp_path, [INDEX, "a.safetensors"])
+        read_weights(tmp_path, [INDEX_FILE, "a.safetensors"])
     message = caught.value.message.replace(" a.safetensors, where the index puts it", "")
     assert message.endswith(end)
     assert message.count("tensor 't") == 20

@@ -25,14 +25,21 @@ from quantforge.errors import (
     ResourceError,
 )
 from quantforge.files import disk
-from quantforge.files.disk import DISK, append, create, free_bytes, no_space, save
-from quantforge.files.output_names import SIDE, placed, side_of
+from quantforge.files.disk import (
+    DISK,
+    append_to_file,
+    create_file,
+    free_bytes,
+    no_space_error,
+    save_file,
+)
+from quantforge.files.output_names import MANIFEST_SUFFIX, final_name, side_path
 from quantforge.files.previous_output import (
+    DIRECTORY_SIGNATURE,
     MANIFEST,
-    OF_DIRECTORY,
     check_replaceable,
+    file_size,
     read_previous_output,
-    size_of,
 )
 from quantforge.files.stage import FileStage, Stage
 from tests.releases import FAST, fill, make, manifest_of
@@ -76,7 +83,7 @@ def test_links_are_not_synced_in_place_of_what_they_lead_to(tmp_path: Path) -> N
 def test_a_new_file_has_the_mode_that_its_user_has_chosen(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        os.close(create(tmp_path / "a"))
+        os.close(create_file(tmp_path / "a"))
     finally:
         os.umask(before)
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o666
@@ -86,15 +93,15 @@ def test_what_is_added_comes_behind_what_was_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = tmp_path / "log"
-    append(log, b"one")
-    append(log, b"two")
+    append_to_file(log, b"one")
+    append_to_file(log, b"two")
     assert log.read_bytes() == b"onetwo"
     (tmp_path / "link").symlink_to(log)
     with pytest.raises(ResourceError):
-        append(tmp_path / "link", b"three")
+        append_to_file(tmp_path / "link", b"three")
     monkeypatch.setattr(os, "write", lambda *_: 1)
     with pytest.raises(ResourceError, match="No space"):
-        append(log, b"three")
+        append_to_file(log, b"three")
 
 
 def test_a_file_that_somebody_named_is_durable_before_it_has_its_name(tmp_path: Path) -> None:
@@ -104,14 +111,14 @@ def test_a_file_that_somebody_named_is_durable_before_it_has_its_name(tmp_path: 
         calls.append("sync")
         assert not target.exists()
 
-    save(target, b"whole", disk=replace(DISK, fsync=fsync))
+    save_file(target, b"whole", disk=replace(DISK, fsync=fsync))
     assert (target.read_bytes(), calls) == (b"whole", ["sync"])
 
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(ResourceError, match="No space"):
-        save(target, b"other", overwrite=True, disk=replace(DISK, fsync=full))
+        save_file(target, b"other", overwrite=True, disk=replace(DISK, fsync=full))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"report": b"whole"}
 
 
@@ -125,7 +132,7 @@ def test_a_place_that_one_may_not_write_to_is_not_told_as_a_full_disk(
         raise OSError(number, os.strerror(number))
 
     with pytest.raises(QuantForgeError) as raised:
-        save(tmp_path / "report", b"x", disk=replace(DISK, rename=refuse))
+        save_file(tmp_path / "report", b"x", disk=replace(DISK, rename=refuse))
     may_not = number in {errno.EACCES, errno.EPERM, errno.EROFS}
     assert raised.value.exit_code == (3 if may_not else 7)
     assert ("cannot be written" in raised.value.message) == may_not
@@ -145,30 +152,30 @@ def test_permission_is_asked_for_before_the_work(
     monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)
     for place in (file, tmp_path / "new"):
         with pytest.raises(InputError, match=f"no permission to write to {tmp_path}"):
-            disk.check_new(place, "--report", overwrite=True)
-    disk.check_new(file, overwrite=True, adds=True)
+            disk.check_new_file(place, "--report", overwrite=True)
+    disk.check_new_file(file, overwrite=True, appends=True)
     with pytest.raises(InputError, match="cannot be written"):
-        disk.check_new(tmp_path / "new", "--log", adds=True)
+        disk.check_new_file(tmp_path / "new", "--log", appends=True)
 
 
 def test_a_name_where_nothing_can_be_written_is_told_before_the_work(tmp_path: Path) -> None:
-    disk.check_new(tmp_path / "new")
+    disk.check_new_file(tmp_path / "new")
     with pytest.raises(InputError, match="no directory") as missing:
-        disk.check_new(tmp_path / "a/b", "--report")
+        disk.check_new_file(tmp_path / "a/b", "--report")
     assert "mkdir -p" in missing.value.hint
     assert missing.value.message.startswith("--report ")
     (tmp_path / "link").symlink_to("new")
     (tmp_path / "file").touch()
     for overwrite in (False, True):
         with pytest.raises(RefusedError, match="is a link"):
-            disk.check_new(tmp_path / "link", overwrite=overwrite)
+            disk.check_new_file(tmp_path / "link", overwrite=overwrite)
         with pytest.raises(RefusedError, match="is no file"):
-            disk.check_new(tmp_path, overwrite=overwrite)
+            disk.check_new_file(tmp_path, overwrite=overwrite)
     with pytest.raises(RefusedError, match="exists"):
-        disk.check_new(tmp_path / "file")
-    disk.check_new(tmp_path / "file", overwrite=True)
+        disk.check_new_file(tmp_path / "file")
+    disk.check_new_file(tmp_path / "file", overwrite=True)
     with pytest.raises(InputError, match="too long"):
-        disk.check_new(tmp_path / ("x" * 300))
+        disk.check_new_file(tmp_path / ("x" * 300))
 
 
 def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
@@ -177,7 +184,7 @@ def test_free_bytes_are_those_of_the_file_system(tmp_path: Path) -> None:
         assert abs(free_bytes(place) - known) < known / 10
     assert free_bytes(Path("/proc/self")) == 0
     for place in (tmp_path, tmp_path / "file"):
-        assert f" in {tmp_path} (" in no_space(place, 5, "full").hint
+        assert f" in {tmp_path} (" in no_space_error(place, 5, "full").hint
 
 
 # ---- earlier results
@@ -190,7 +197,7 @@ def listed(root: Path, *names: str, **more: object) -> None:
 
 
 def found(root: Path) -> set[str]:
-    return set(read_previous_output(root, own=lambda name: name != "other").files)
+    return set(read_previous_output(root, is_own_name=lambda name: name != "other").files)
 
 
 EIGHT = "/".join("abcdefgh")
@@ -205,7 +212,7 @@ def test_names_inside_of_a_result_are_taken(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     ["", ".", "..", "/a", "/", "a/", "./a", "a//b", "a/./b", "a/../b", "../a", "a\0", f"{EIGHT}/i",
-     "other", MANIFEST, OF_DIRECTORY],
+     "other", MANIFEST, DIRECTORY_SIGNATURE],
 )  # fmt: skip
 def test_names_that_lead_elsewhere_or_are_spelt_twice_are_refused(
     tmp_path: Path, name: str
@@ -224,8 +231,8 @@ def test_a_signature_belongs_to_the_manifest_that_it_lists(
     listed(tmp_path, "a")
     digest = hashlib.sha256((tmp_path / MANIFEST).read_bytes()).hexdigest()
     for said, own in (({MANIFEST: digest}, True), ({MANIFEST: "0" * 64}, False), ({}, False)):
-        (tmp_path / OF_DIRECTORY).write_text(json.dumps(said))
-        assert (OF_DIRECTORY in found(tmp_path)) == own
+        (tmp_path / DIRECTORY_SIGNATURE).write_text(json.dumps(said))
+        assert (DIRECTORY_SIGNATURE in found(tmp_path)) == own
 
 
 def test_what_is_no_manifest_says_nothing_of_what_may_be_removed(tmp_path: Path) -> None:
@@ -265,7 +272,7 @@ def test_a_size_is_that_of_a_file_that_no_link_leads_to(tmp_path: Path) -> None:
         "a/b/file": 3, "a/b/none": None, "a/none/file": None, "a/b/file/x": -1, "a": -1, "a/b": -1, "link": -1,
         "folder/b/file": -1, "x" * 300: -1,
     }  # fmt: skip
-    assert {name: size_of(tmp_path, name) for name in sizes} == sizes
+    assert {name: file_size(tmp_path, name) for name in sizes} == sizes
 
 
 def test_the_files_that_a_manifest_lists_are_removed_and_no_others(tmp_path: Path) -> None:
@@ -320,10 +327,10 @@ def test_a_journal_is_forgotten_with_its_stage_only(tmp_path: Path) -> None:
     with stage:
         stage.journal.mkdir()
     stage.path.mkdir()
-    stage.forget()
+    stage.remove_leftovers()
     assert stage.journal.is_dir()
     stage.path.rmdir()
-    stage.forget()
+    stage.remove_leftovers()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -337,7 +344,7 @@ def test_what_a_kill_after_the_swap_has_left_is_removed(
 
     make(tmp_path / "out", "old", FAST)
     with monkeypatch.context() as patch:
-        patch.setattr(Stage, "_remove_old", killed)
+        patch.setattr(Stage, "_remove_replaced", killed)
         with pytest.raises(KeyboardInterrupt):
             make(tmp_path / "out", "new", FAST)
     assert (tmp_path / ".out.qf/stage/config.json").read_text() == "old"
@@ -366,12 +373,12 @@ def test_a_lock_that_is_being_written_says_that_it_is_held(tmp_path: Path) -> No
 
 def test_files_are_called_after_the_output() -> None:
     part = "model-00002-of-00003.gguf"
-    assert placed(Path("x/m.gguf"), "model.gguf") == "m.gguf"
-    assert placed(Path("x/m.gguf"), part) == "m-00002-of-00003.gguf"
-    assert placed(Path("x/m"), part) == "m-00002-of-00003"
-    assert side_of(Path("x/m.gguf")) == Path(f"x/m.gguf{SIDE}")
-    assert side_of(Path("x/m-00002-of-00003.gguf")) == Path(f"x/m.gguf{SIDE}")
-    assert side_of(Path("x/m-00002-of-00003"), ".sig") == Path("x/m.sig")
+    assert final_name(Path("x/m.gguf"), "model.gguf") == "m.gguf"
+    assert final_name(Path("x/m.gguf"), part) == "m-00002-of-00003.gguf"
+    assert final_name(Path("x/m"), part) == "m-00002-of-00003"
+    assert side_path(Path("x/m.gguf")) == Path(f"x/m.gguf{MANIFEST_SUFFIX}")
+    assert side_path(Path("x/m-00002-of-00003.gguf")) == Path(f"x/m.gguf{MANIFEST_SUFFIX}")
+    assert side_path(Path("x/m-00002-of-00003"), ".sig") == Path("x/m.sig")
 
 
 def test_what_is_opened_first_gets_its_name_last(tmp_path: Path) -> None:
@@ -393,7 +400,7 @@ def test_what_is_opened_first_gets_its_name_last(tmp_path: Path) -> None:
                 stage.write_file(name, b"new")
             stage.write_file(stage.manifest, manifest_of(stage, "new"))
             stage.publish()
-        assert named == ["m.Modelfile", *reversed(names), f"m.gguf{SIDE}"]
+        assert named == ["m.Modelfile", *reversed(names), f"m.gguf{MANIFEST_SUFFIX}"]
 
 
 def test_a_file_in_the_way_is_kept_for_the_reason_that_is_said(tmp_path: Path) -> None:

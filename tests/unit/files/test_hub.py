@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quantforge.errors import InputError
-from quantforge.files.hub import resolve
+from quantforge.files.hub import resolve_model
 from quantforge.files.reader import open_checkpoint
 from quantforge.files.writer import header_bytes
 from quantforge.plans import StoredTensor
@@ -39,7 +39,7 @@ def cache(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["org/name", "org/name@main", "org/name@v1", f"org/name@{COMMIT}"])
 def test_a_cached_model_is_found_and_opened(cache: Path, name: str) -> None:
-    found = resolve(name, offline=True, cache_dir=cache)
+    found = resolve_model(name, offline=True, cache_dir=cache)
     assert found.name == COMMIT
     checkpoint = open_checkpoint(found)
     assert list(checkpoint.entries) == ["w"]
@@ -58,7 +58,7 @@ def network() -> deque[str]:
 def test_what_is_not_cached_says_what_to_type(cache: Path, network: deque[str], name: str) -> None:
     network.clear()
     with pytest.raises(InputError, match=r"not .* in the cache while offline") as caught:
-        resolve(name, offline=True, cache_dir=cache)
+        resolve_model(name, offline=True, cache_dir=cache)
     model, _, revision = name.partition("@")
     assert f"hf download {model}" in caught.value.hint
     assert revision in caught.value.hint
@@ -70,10 +70,10 @@ def test_a_path_that_exists_wins(
 ) -> None:
     (tmp_path / "org/name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert resolve("org/name", offline=True, cache_dir=cache) == Path("org/name")
-    assert resolve(str(tmp_path), offline=True) == tmp_path
+    assert resolve_model("org/name", offline=True, cache_dir=cache) == Path("org/name")
+    assert resolve_model(str(tmp_path), offline=True) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve("~/org", offline=True) == tmp_path / "org"
+    assert resolve_model("~/org", offline=True) == tmp_path / "org"
 
 
 @pytest.mark.parametrize(
@@ -87,5 +87,5 @@ def test_everything_else_is_a_path_that_is_not_there(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(cache)
     with pytest.raises(InputError, match="no such directory") as caught:
-        resolve(name, offline=True, cache_dir=cache)
+        resolve_model(name, offline=True, cache_dir=cache)
     assert "org/name[@revision]" in caught.value.hint

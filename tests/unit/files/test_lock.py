@@ -16,7 +16,7 @@ import pytest
 from quantforge.errors import BusyError, RefusedError
 from quantforge.files import lock as lock_module
 from quantforge.files.disk import open_existing
-from quantforge.files.lock import FILE, Lock
+from quantforge.files.lock import LOCK_FILE, Lock
 from quantforge_files import system
 
 
@@ -25,7 +25,7 @@ def contend(directory: Path, end: float, told: Any) -> None:
     while time.monotonic() < end:
         lock = Lock(directory)
         try:
-            lock.take()
+            lock.acquire()
             lock.release()
             found["taken"] += 1
         except BusyError:
@@ -54,10 +54,10 @@ def test_processes_that_begin_and_end_at_once_take_turns(tmp_path: Path) -> None
 def test_a_signal_while_a_lock_is_released_leaves_nothing(tmp_path: Path, moment: int) -> None:
     """It comes before any one line of what removes the file."""
     lock, lines = Lock(tmp_path / ".out.qf"), count()
-    lock.take()
+    lock.acquire()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        inside = frame.f_code.co_name in {"_remove", "_is_there", "_names"}
+        inside = frame.f_code.co_name in {"_remove", "_is_held", "_names"}
         if inside and event == "line" and next(lines) == moment:
             raise KeyboardInterrupt
         return trace
@@ -79,16 +79,16 @@ def test_a_lock_that_appears_while_its_directory_is_listed_is_no_foreign_directo
 ) -> None:
     directory = tmp_path / ".out.qf"
     first = Lock(directory)
-    first.take()
+    first.acquire()
     (directory / "journal").mkdir()
     seen = iter([{"journal"}])
     names = Lock._names
     monkeypatch.setattr(Lock, "_names", lambda lock: next(seen, None) or names(lock))
     with pytest.raises(BusyError):
-        Lock(directory).take()
-    (directory / FILE).unlink()
+        Lock(directory).acquire()
+    (directory / LOCK_FILE).unlink()
     with pytest.raises(RefusedError, match="holds files and no lock"):
-        Lock(directory).take()
+        Lock(directory).acquire()
 
 
 def test_a_file_that_goes_while_it_is_opened_is_missing(
@@ -113,7 +113,7 @@ def test_a_signal_before_the_file_is_made_leaves_no_directory(
     def interrupted(_: Path) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lock_module, "create", interrupted)
+    monkeypatch.setattr(lock_module, "create_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        Lock(tmp_path / ".out.qf").take()
+        Lock(tmp_path / ".out.qf").acquire()
     assert not list(tmp_path.iterdir())

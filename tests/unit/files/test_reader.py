@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantforge.errors import InputError
-from quantforge.files.finite_values import scan_finite
+from quantforge.files.finite_values import check_finite
 from quantforge.files.reader import open_checkpoint
 from tests.thorough import each_value
 
@@ -105,7 +105,7 @@ def test_opening_imports_no_torch(sharded: Path) -> None:
         "import sys; from pathlib import Path\n"
         "from quantforge.files import hub, reader, stage, writer\n"
         f"found = reader.open_checkpoint(Path({str(sharded)!r}))\n"
-        "planned = writer.plan_shards([e.header() for e in found.entries.values()], 30)\n"
+        "planned = writer.plan_shards([e.to_stored_tensor() for e in found.entries.values()], 30)\n"
         "assert len(planned) == 3 and found.dtype == 'BF16'\n"
         "heavy = {'torch', 'transformers', 'numpy', 'huggingface_hub'} & sys.modules.keys()\n"
         "sys.exit(str(heavy) if heavy else 0)"
@@ -120,7 +120,7 @@ def test_a_real_model() -> None:
     names = [path.name for path in found.side_files]
     assert names == ["generation_config.json", "tokenizer.json", "tokenizer_config.json"]
     for name in found.entries:
-        scan_finite(name, found.read(name))
+        check_finite(name, found.read(name))
 
 
 # --- the index, both ways -------------------------------------------------------------------------
@@ -407,11 +407,11 @@ def test_values_that_are_no_numbers_are_named(
     dtype: str, place: tuple[int, int], value: float
 ) -> None:
     weight = torch.ones(1030, 1530, dtype=getattr(torch, dtype))
-    scan_finite("w", weight)
+    check_finite("w", weight)
     weight[place] = value
     weight[1029, 1529] = value  # the first one counts
     with pytest.raises(InputError) as caught:
-        scan_finite("w", weight, Path("model.safetensors"))
+        check_finite("w", weight, Path("model.safetensors"))
     assert caught.value.message == (
         f"model.safetensors: tensor 'w' holds {value} at {list(place)} of [1030, 1530]"
     )
@@ -419,9 +419,9 @@ def test_values_that_are_no_numbers_are_named(
 
 
 def test_tensors_without_floats_and_without_values_are_finite() -> None:
-    scan_finite("codes", torch.ones(3, dtype=torch.int32))
-    scan_finite("empty", torch.empty(0, 3))
-    scan_finite("scalar", torch.tensor(1.0))
-    scan_finite("tower.linear.input_max", torch.tensor(float("inf")))
+    check_finite("codes", torch.ones(3, dtype=torch.int32))
+    check_finite("empty", torch.empty(0, 3))
+    check_finite("scalar", torch.tensor(1.0))
+    check_finite("tower.linear.input_max", torch.tensor(float("inf")))
     with pytest.raises(InputError, match=r"at \[\] of \[\]"):
-        scan_finite("scalar", torch.tensor(float("nan")))
+        check_finite("scalar", torch.tensor(float("nan")))

@@ -198,7 +198,11 @@ def test_entries_carry_absolute_offsets(tmp_path: Path) -> None:
     a, b = found["a"], found["b"]
     assert (a.start, a.end, b.start, b.end) == tuple(8 + len(header) + n for n in (0, 4, 4, 8))
     assert (a.name, a.dtype, a.shape, a.file, a.nbytes) == ("a", "F32", (1,), path, 4)
-    assert (a.header().name, a.header().dtype, a.header().shape) == ("a", "F32", (1,))
+    assert (a.to_stored_tensor().name, a.to_stored_tensor().dtype, a.to_stored_tensor().shape) == (
+        "a",
+        "F32",
+        (1,),
+    )
 
 
 def test_every_type_is_read_as_the_library_reads_it(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantforge.files.checksums import take_checksums
+from quantforge.files.checksums import compute_checksums
 from quantforge.files.reader import Checkpoint, open_checkpoint
-from quantforge.files.unstacked_experts import KEPT, unstacked
+from quantforge.files.unstacked_experts import MAX_CACHED_EXPERTS, unstack_experts
 from tests.conftest import Tiny
 
 PARTS = ("gate", "up", "down")
@@ -53,7 +53,7 @@ def expected(family: str, model: Path) -> dict[str, Tensor]:
 @pytest.mark.parametrize("family", STACKS)
 def test_every_matrix_is_where_the_stack_has_it(tiny: Tiny, family: str) -> None:
     source = open_checkpoint(tiny(family))
-    view, wanted = unstacked(source), expected(family, tiny(family))
+    view, wanted = unstack_experts(source), expected(family, tiny(family))
     first, second, _ = STACKS[family]
     stacks = {f"model.layers.{n}.{name}" for n in range(3) for name in (first, second)}
     assert view.entries.keys() == (source.entries.keys() - stacks) | wanted.keys()
@@ -71,13 +71,13 @@ def test_every_matrix_is_where_the_stack_has_it(tiny: Tiny, family: str) -> None
     norm = "model.norm.weight"
     assert torch.equal(view.read(norm), source.read(norm))
     assert torch.equal(view.read_rows(norm, 2, 9), source.read(norm)[2:9])
-    assert view.opened is source.opened
+    assert view.original is source.original
     assert view.facts == source.facts
-    assert view.declared is None
+    assert view.derived_declarations is None
 
 
 def test_an_expert_is_read_alone_and_once(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    view = unstacked(open_checkpoint(tiny("gpt-oss")))
+    view = unstack_experts(open_checkpoint(tiny("gpt-oss")))
     read: list[tuple[str, int, int]] = []
     rows = Checkpoint.read_rows
 
@@ -93,20 +93,20 @@ def test_an_expert_is_read_alone_and_once(tiny: Tiny, monkeypatch: pytest.Monkey
         view.read_rows(name.format(2, part), 0, 3)
         view.read(name.format(2, part))
     assert read == [(stack, 2, 3)]
-    for number in range(KEPT):  # others are read meanwhile
+    for number in range(MAX_CACHED_EXPERTS):  # others are read meanwhile
         view.read(name.format(number, "up"))
     view.read(name.format(1, "gate"))
-    assert len(read) == 1 + KEPT
+    assert len(read) == 1 + MAX_CACHED_EXPERTS
     view.read(name.format(2, "gate"))
-    assert len(read) == 2 + KEPT  # no more than so many are held
+    assert len(read) == 2 + MAX_CACHED_EXPERTS  # no more than so many are held
 
 
 def test_seals_go_to_the_files_and_nothing_read_before_is_used(tiny: Tiny) -> None:
-    view = unstacked(open_checkpoint(tiny("gpt-oss")))
+    view = unstack_experts(open_checkpoint(tiny("gpt-oss")))
     name = "model.layers.0.mlp.experts.0.up_proj.weight"
     before, norm = view.read(name), "model.norm.weight"
     files = {entry.file for entry in view.inner.entries.values()}  # type: ignore[attr-defined]
-    again = view.with_checksums({file: take_checksums(file, file.parent) for file in files})
+    again = view.with_checksums({file: compute_checksums(file, file.parent) for file in files})
     assert again.inner.entries[norm].checksums is not None
     assert torch.equal(again.read(name), before)
     assert again.entries == view.entries
@@ -115,7 +115,7 @@ def test_seals_go_to_the_files_and_nothing_read_before_is_used(tiny: Tiny) -> No
 def test_a_model_without_stacks_is_itself(tiny: Tiny) -> None:
     for family in ("llama", "mixtral"):
         source = open_checkpoint(tiny(family))
-        assert unstacked(source) is source
+        assert unstack_experts(source) is source
 
 
 @pytest.mark.parametrize("experts", [3, 5])
@@ -133,7 +133,7 @@ def test_a_stack_of_another_number_is_left_for_who_names_what_is_wrong(
     flat = "model.layers.0.mlp.experts.down_proj"
     tensors[flat] = tensors[flat].flatten(1)
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    view = unstacked(open_checkpoint(tmp_path / "m"))
+    view = unstack_experts(open_checkpoint(tmp_path / "m"))
     for left in (name, odd, flat):
         assert left in view.entries
         assert torch.equal(view.read(left), tensors[left])

@@ -21,10 +21,10 @@ from quantforge.files.reader import open_checkpoint
 from quantforge.files.safetensors import read_header, read_tensor
 from quantforge.files.writer import (
     WeightsWriter,
-    file_plans,
     header_bytes,
     index_json,
-    natural,
+    natural_sort_key,
+    plan_files,
     plan_shards,
     shard_names,
 )
@@ -36,7 +36,7 @@ SHARDS = ((W, StoredTensor("bias", "BF16", (3,))),)
 
 
 def test_the_exact_bytes_of_a_file(tmp_path: Path) -> None:
-    with WeightsWriter(tmp_path, file_plans(SHARDS)) as writer:
+    with WeightsWriter(tmp_path, plan_files(SHARDS)) as writer:
         writer.write("bias", torch.tensor([1.0, -2.0, 0.0], dtype=torch.bfloat16))
         writer.write("w", torch.tensor([[1.0, 2.0], [0.5, -0.0]]))
     assert (tmp_path / "model.safetensors").read_bytes() == (
@@ -60,7 +60,7 @@ def test_the_header_is_aligned_and_its_metadata_is_free() -> None:
 
 def test_names_sort_as_people_count() -> None:
     names = ["h.10.w", "h.2.w", "lm_head", "h.1.w", "h.01.w", "h.2.b", "10", "9"]
-    assert sorted(names, key=natural) == [
+    assert sorted(names, key=natural_sort_key) == [
         "9", "10", "h.01.w", "h.1.w", "h.2.b", "h.2.w", "h.10.w", "lm_head",
     ]  # fmt: skip
 
@@ -89,7 +89,7 @@ def test_the_index_and_the_predicted_size_are_those_of_the_files(tmp_path: Path)
     tensors = {f"t{n}": torch.randn(n + 1, 3).half() for n in range(9)}
     shards = plan_shards([StoredTensor(k, "F16", tuple(v.shape)) for k, v in tensors.items()], 64)
     assert len(shards) > 3
-    with WeightsWriter(tmp_path, file_plans(shards)) as writer:
+    with WeightsWriter(tmp_path, plan_files(shards)) as writer:
         for name in reversed(tensors):
             writer.write(name, tensors[name])
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) == file_bytes(shards)
@@ -116,7 +116,7 @@ def test_every_layout_of_a_tensor_is_written_in_row_order(tmp_path: Path) -> Non
         "empty": torch.empty(0, 3),
     }
     shards = plan_shards([StoredTensor(k, "F32", tuple(v.shape)) for k, v in given.items()], 100)
-    with WeightsWriter(tmp_path, file_plans(shards)) as writer:
+    with WeightsWriter(tmp_path, plan_files(shards)) as writer:
         for name, tensor in given.items():
             writer.write(name, tensor)
     found = {
@@ -131,7 +131,7 @@ def test_every_layout_of_a_tensor_is_written_in_row_order(tmp_path: Path) -> Non
 def test_strips_of_rows_are_written_one_after_the_other(tmp_path: Path) -> None:
     weight = torch.randn(10, 2, 2).bfloat16()
     shards = ((StoredTensor("w", "BF16", (10, 2, 2)),),)
-    with WeightsWriter(tmp_path, file_plans(shards)) as writer:
+    with WeightsWriter(tmp_path, plan_files(shards)) as writer:
         with pytest.raises(ValueError, match="not written yet"):
             writer.write_rows("w", 3, weight[3:6])
         for first, last in ((0, 3), (3, 6), (6, 9), (9, 10)):
@@ -141,7 +141,7 @@ def test_strips_of_rows_are_written_one_after_the_other(tmp_path: Path) -> None:
 
 @pytest.fixture
 def writer(tmp_path: Path) -> Iterator[WeightsWriter]:
-    made = WeightsWriter(tmp_path, file_plans(SHARDS))
+    made = WeightsWriter(tmp_path, plan_files(SHARDS))
     yield made
     made.__exit__(KeyboardInterrupt, None, None)
 
@@ -170,7 +170,7 @@ def test_a_byte_is_written_once(writer: WeightsWriter) -> None:
 
 
 def test_a_tensor_without_bytes_is_written_once_too(tmp_path: Path) -> None:
-    writer = WeightsWriter(tmp_path, file_plans(((StoredTensor("e", "U8", (0,)),),)))
+    writer = WeightsWriter(tmp_path, plan_files(((StoredTensor("e", "U8", (0,)),),)))
     with pytest.raises(ValueError, match="1 tensors were not written: e"):
         writer.close()
     writer.write("e", torch.empty(0, dtype=torch.uint8))
@@ -186,7 +186,7 @@ def test_closing_early_is_an_error(writer: WeightsWriter) -> None:
 
 
 def test_an_error_in_the_block_is_not_hidden_by_closing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), WeightsWriter(tmp_path, file_plans(SHARDS)):
+    with pytest.raises(ZeroDivisionError), WeightsWriter(tmp_path, plan_files(SHARDS)):
         _ = 1 / 0
 
 
@@ -196,7 +196,7 @@ def test_plans_that_cannot_be_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="twice in one file"):
         header_bytes([StoredTensor("__metadata__", "U8", (1,))])
     with pytest.raises(ValueError, match="in two shards"):
-        WeightsWriter(tmp_path, file_plans(((W,), (W,))))
+        WeightsWriter(tmp_path, plan_files(((W,), (W,))))
 
 
 def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
     def fsync(descriptor: int) -> None:
         synced.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
 
-    first = WeightsWriter(tmp_path, file_plans(shards), disk=replace(DISK, fsync=fsync))
+    first = WeightsWriter(tmp_path, plan_files(shards), disk=replace(DISK, fsync=fsync))
     first.write("b", tensors["b"])
     first.write_rows("w", 0, tensors["w"][:1] + 1)  # a part of a tensor is not done
     first.sync()
@@ -216,7 +216,7 @@ def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
     assert len(synced) == 3, "nothing new"
     assert first.entry("w").file.name == shard_names(2)[0]
     del first
-    second = WeightsWriter(tmp_path, file_plans(shards), done=["b"])
+    second = WeightsWriter(tmp_path, plan_files(shards), done=["b"])
     with pytest.raises(ValueError, match="written before"):
         second.write("b", tensors["b"])
     with second as writer:
@@ -229,21 +229,21 @@ def test_an_interrupted_run_goes_on_with_its_files(tmp_path: Path) -> None:
 
 
 def test_a_run_goes_on_with_its_own_files_only(tmp_path: Path) -> None:
-    WeightsWriter(tmp_path, file_plans(SHARDS))
+    WeightsWriter(tmp_path, plan_files(SHARDS))
     os.truncate(tmp_path / "model.safetensors", 10)
     with pytest.raises(IntegrityError, match="not the file") as damaged:
-        WeightsWriter(tmp_path, file_plans(SHARDS), done=["w"])
+        WeightsWriter(tmp_path, plan_files(SHARDS), done=["w"])
     assert damaged.value.hint == f"start afresh: rm -r {tmp_path.parent}"  # what holds the stage
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(IntegrityError, match="not the file"):
-        WeightsWriter(tmp_path, file_plans(SHARDS), done=["w"])
+        WeightsWriter(tmp_path, plan_files(SHARDS), done=["w"])
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
 def test_the_umask_is_respected(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        WeightsWriter(tmp_path, file_plans(SHARDS))
+        WeightsWriter(tmp_path, plan_files(SHARDS))
     finally:
         os.umask(before)
     assert (tmp_path / "model.safetensors").stat().st_mode & 0o777 == 0o666 & ~umask
@@ -255,7 +255,7 @@ def test_300_shards_need_few_open_files(tmp_path: Path) -> None:
     used = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 4, hard))
     try:
-        with WeightsWriter(tmp_path, file_plans(shards)) as writer:
+        with WeightsWriter(tmp_path, plan_files(shards)) as writer:
             for n in range(300):
                 writer.write(f"t{n}", torch.tensor([n % 256], dtype=torch.uint8))
     finally:

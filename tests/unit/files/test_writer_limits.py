@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from quantforge.errors import ResourceError
 from quantforge.files.disk import DISK
 from quantforge.files.safetensors import read_header
-from quantforge.files.writer import WeightsWriter, file_plans, header_bytes, index_json, plan_shards
+from quantforge.files.writer import WeightsWriter, header_bytes, index_json, plan_files, plan_shards
 from quantforge.plans import StoredTensor
 from tests.headers import file_bytes
 
@@ -64,7 +64,7 @@ def test_the_largest_header_that_is_written_can_be_read(tmp_path: Path) -> None:
 
 
 def test_no_rows_behind_the_only_one_are_no_bytes(tmp_path: Path) -> None:
-    with WeightsWriter(tmp_path, file_plans(((StoredTensor("w", "U8", (1, 4)),),))) as writer:
+    with WeightsWriter(tmp_path, plan_files(((StoredTensor("w", "U8", (1, 4)),),))) as writer:
         writer.write_rows("w", 0, torch.ones(1, 4, dtype=torch.uint8))
         with pytest.raises(ValueError, match="written before"):
             writer.write_rows("w", 1, torch.empty(0, 4, dtype=torch.uint8))
@@ -72,7 +72,7 @@ def test_no_rows_behind_the_only_one_are_no_bytes(tmp_path: Path) -> None:
 
 
 def test_what_is_planned_is_found_where_it_will_be(tmp_path: Path) -> None:
-    writer = WeightsWriter(tmp_path, file_plans(SHARDS))
+    writer = WeightsWriter(tmp_path, plan_files(SHARDS))
     found = read_header(tmp_path / "model.safetensors")
     assert [writer.entry(name) for name in ("w", "bias")] == [found["w"], found["bias"]]
 
@@ -88,7 +88,7 @@ def test_a_disk_that_fails_while_room_is_made(tmp_path: Path) -> None:
 
     shards = [(StoredTensor(name, "U8", (100,)),) for name in "abc"]
     with pytest.raises(ResourceError) as caught:
-        WeightsWriter(tmp_path, file_plans(shards), disk=replace(DISK, allocate=allocate))
+        WeightsWriter(tmp_path, plan_files(shards), disk=replace(DISK, allocate=allocate))
     said = f"{tmp_path}: No space left on device; {file_bytes(shards)} bytes needed, "
     assert caught.value.message.startswith(said)
     assert list(tmp_path.iterdir()) == []
@@ -103,7 +103,7 @@ def test_a_disk_that_fails_to_keep_what_it_took(tmp_path: Path) -> None:
         if failing:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    writer = WeightsWriter(tmp_path, file_plans(SHARDS), disk=replace(DISK, fsync=fsync))
+    writer = WeightsWriter(tmp_path, plan_files(SHARDS), disk=replace(DISK, fsync=fsync))
     writer.write("w", torch.zeros(2, 2))
     writer.write("bias", torch.zeros(3).bfloat16())
     failing.append("now")
@@ -121,7 +121,7 @@ def test_a_process_without_an_input_leaves_no_file_open(tmp_path: Path) -> None:
     before = os.dup(0)
     os.close(0)
     try:
-        with WeightsWriter(tmp_path, file_plans(((W,),))) as writer:
+        with WeightsWriter(tmp_path, plan_files(((W,),))) as writer:
             writer.write("w", torch.zeros(2, 2))
             assert Path("/proc/self/fd/0").readlink().name == "model.safetensors"
         assert not Path("/proc/self/fd/0").exists()
@@ -135,9 +135,9 @@ def test_what_was_not_written_is_named_at_the_end_unless_something_worse_happene
 ) -> None:
     with (
         pytest.raises(ValueError, match="1 tensors were not written: bias"),
-        WeightsWriter(tmp_path, file_plans(SHARDS)) as writer,
+        WeightsWriter(tmp_path, plan_files(SHARDS)) as writer,
     ):
         writer.write("w", torch.ones(2, 2))
     (tmp_path / "other").mkdir()
-    with pytest.raises(KeyError), WeightsWriter(tmp_path / "other", file_plans(SHARDS)):
+    with pytest.raises(KeyError), WeightsWriter(tmp_path / "other", plan_files(SHARDS)):
         raise KeyError

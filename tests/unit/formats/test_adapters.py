@@ -445,7 +445,7 @@ def test_an_adapter_that_changes_under_the_run_is_noticed(tiny: Tiny, tmp_path: 
     import os
 
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))
-    checksums._LAST.clear()  # what is in memory is what was digested
+    checksums._CACHE.clear()  # what is in memory is what was digested
     with pytest.raises(IntegrityError, match="changed while it was being read"):
         source.read("model.layers.1.self_attn.q_proj.weight")
 
@@ -593,13 +593,13 @@ def test_what_is_no_adapter_is_refused_before_it_is_digested(
     model = tiny("llama")
     place = adapter(tmp_path / "lora", low_rank(model, ("q_proj",)))
     digested: list[Path] = []
-    real = opening.take_checksums
+    real = opening.compute_checksums
 
     def noted(path: Path, inside: Path | None) -> Any:
         digested.append(path)
         return real(path, inside)
 
-    monkeypatch.setattr(opening, "take_checksums", noted)
+    monkeypatch.setattr(opening, "compute_checksums", noted)
     opening.open_adapter(place)
     assert digested == [place / opening.WEIGHTS]
     os.truncate(place / opening.WEIGHTS, 1 << 40)

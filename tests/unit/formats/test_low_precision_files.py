@@ -123,7 +123,7 @@ def test_odd_sizes_are_written_to_a_file_and_read_back_or_refused(kinds, data, t
     config |= {"model_type": "of no known family"}
     file = tmp_path_factory.mktemp("odd") / "model.safetensors"
     save_file({name: value.contiguous() for name, value in packed.items()}, file)
-    headers = {name: entry.header() for name, entry in read_header(file).items()}
+    headers = {name: entry.to_stored_tensor() for name, entry in read_header(file).items()}
     (layout,) = form.find_layouts(config, headers)
     assert layout.shape == shape
     assert torch.equal(form.unpack(layout, packed).decode(), tensor.decode())
@@ -134,7 +134,7 @@ def test_a_recorded_shape_that_other_tensors_deny_is_refused(tmp_path):
     file = tmp_path / "model.safetensors"
     for wrong in ([6, 33], [6, 24], [7, 30], [6, -1], [6, 2**62]):
         save_file(packed | {f"{MODULE}.weight_shape": torch.tensor(wrong)}, file)
-        headers = {name: entry.header() for name, entry in read_header(file).items()}
+        headers = {name: entry.to_stored_tensor() for name, entry in read_header(file).items()}
         with pytest.raises(InputError, match=f"weight_shape: {wrong[0]}x{wrong[1]}, but"):
             form.find_layouts(config, headers)
 
@@ -316,7 +316,7 @@ def test_a_4_bit_file_records_its_shape(tmp_path, recorded, family, message):
     text = bytes(packed[state].tolist()).replace(b"[256, 256]", recorded.encode())
     packed[state] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     save_file(packed, file := tmp_path / "model.safetensors")
-    headers = {name: entry.header() for name, entry in read_header(file).items()}
+    headers = {name: entry.to_stored_tensor() for name, entry in read_header(file).items()}
     config |= {"model_type": family}
     if message:
         with pytest.raises(InputError, match=message):

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from quantforge.artifacts import manifest
 from quantforge.errors import QuantForgeError
 from quantforge.files.opener import parse_object
-from quantforge.files.reader import INDEX, read_weights
+from quantforge.files.reader import INDEX_FILE, read_weights
 from quantforge.files.safetensors import read_header
 from quantforge.formats.gguf.importance_file import (
     Imatrix,
@@ -110,17 +110,17 @@ def test_bytes_are_counted_as_a_parser_would(value: object, chunk: int) -> None:
         depth, count = counted(value)
         for ascii_only in (False, True):
             data = json.dumps(value, ensure_ascii=ascii_only).encode()
-            assert strict_json.measured(data) == (depth, count + 1)
+            assert strict_json.measure(data) == (depth, count + 1)
 
 
 @pytest.mark.parametrize("piece", [b"[", b'{"a":', b"[],", b'"a":1,', b"\\", b'"\\\\'])
 def test_a_large_document_of_nothing_but_structure(piece: bytes) -> None:
-    data = b'{"a":[' + piece * (roles.HEADER.limit // len(piece) // 2)
+    data = b'{"a":[' + piece * (roles.HEADER.max_bytes // len(piece) // 2)
     assert bounded(lambda: parse_object(data, "x", roles.SETTINGS)).startswith("refused")
 
 
 def test_a_settings_file_of_the_most_values_that_it_may_have() -> None:
-    count = roles.SETTINGS.values
+    count = roles.SETTINGS.max_values
     items = b",".join(b'"\xc3\xa9%06d"' % n for n in range(count - 10))
     assert (
         bounded(lambda: len(parse_object(b'{"a":[' + items + b"]}", "x", roles.SETTINGS)))
@@ -142,17 +142,17 @@ def test_a_header_of_four_times_70000_tensors(tmp_path: Path) -> None:
 def test_an_index_of_four_times_70000_names_and_many_shards(tmp_path: Path) -> None:
     name = "model.language_model.layers.{}.mlp.experts.down_proj.weight_scale"
     places = {name.format(n): f"model-{n % 5000:05}-of-05000.safetensors" for n in range(280_000)}
-    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    assert "No such file" in bounded(lambda: read_weights(tmp_path, [INDEX]))
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert "No such file" in bounded(lambda: read_weights(tmp_path, [INDEX_FILE]))
     header_file(tmp_path / "model-00000-of-05000.safetensors", b"{}")
-    assert "where the index puts it" in bounded(lambda: read_weights(tmp_path, [INDEX]))
+    assert "where the index puts it" in bounded(lambda: read_weights(tmp_path, [INDEX_FILE]))
 
 
 @pytest.mark.thorough
 def test_a_tokenizer_of_four_times_33_mb_and_262000_tokens() -> None:
     tokens = ",".join(f'"token {n:08} {"x" * 90}":{n}' for n in range(1_048_576))
     data = f'{{"model":{{"type":"BPE","vocab":{{{tokens}}},"merges":[]}},"pad":"{"x" * 10_000_000}"}}'.encode()
-    assert 4 * 32_000_000 < len(data) < roles.TOKENIZER.limit
+    assert 4 * 32_000_000 < len(data) < roles.TOKENIZER.max_bytes
     said = bounded(lambda: len(parse_object(data, "x", roles.TOKENIZER)["model"]["vocab"]))
     assert said == "done: 1048576"
 
@@ -164,7 +164,7 @@ def test_long_and_deep_lines_of_text(tmp_path: Path) -> None:
         (whole, "done: 1"),
         (b"[" * 8_000_000, "nested deeper"),
         (b'{"text":[' + b"[]," * 2_000_000, "values, more than"),
-        (b"x" * (roles.LINE.limit + 1), "longer than"),
+        (b"x" * (roles.LINE.max_bytes + 1), "longer than"),
     ):
         path.write_bytes(line)
         assert said in bounded(lambda: sum(1 for _ in read_jsonl(path, RowReader("text"))))
@@ -264,7 +264,7 @@ def test_sparse_texts_and_importance_are_refused_before_they_are_digested(
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, size)
     for name, match in said.items():
-        what = match if size <= roles.TABLE.limit else f"more than {roles.TABLE.limit}"
+        what = match if size <= roles.TABLE.max_bytes else f"more than {roles.TABLE.max_bytes}"
         source = str(tmp_path / name) if name != "d.dat" else f"imatrix:{name}"
         settings = Settings(imatrix=tmp_path / name) if name == "d.dat" else Settings()
         recipe = Recipe(method="gptq", calibration=CalibrationOptions(source=source))

@@ -33,7 +33,7 @@ def model(tmp_path: Path) -> Path:
 def refusal(path: Path, inside: Path | None, role: FileRole = SMALL) -> str:
     with pytest.raises(Refused) as caught:
         FILES.read(path, role, inside)
-    for other in (FILES.check, lambda *given: FILES.head(given[0], given[1], 1, given[2])):
+    for other in (FILES.check, lambda *given: FILES.read_start(given[0], given[1], 1, given[2])):
         with pytest.raises(Refused):
             other(path, role, inside)
     return str(caught.value)
@@ -42,7 +42,7 @@ def refusal(path: Path, inside: Path | None, role: FileRole = SMALL) -> str:
 def test_a_file_is_read_up_to_its_limit(model: Path) -> None:
     (model / "a").write_bytes(b"x" * 100)
     assert FILES.read(model / "a", SMALL, model) == b"x" * 100
-    assert FILES.head(model / "a", SMALL, 7, model) == b"x" * 7
+    assert FILES.read_start(model / "a", SMALL, 7, model) == b"x" * 7
     (model / "a").write_bytes(b"x" * 101)
     assert "101 bytes, more than 100 | no thing needs to be that large" in refusal(
         model / "a", model
@@ -53,7 +53,7 @@ def test_a_sparse_file_of_a_terabyte_costs_nothing(model: Path) -> None:
     (model / "a").touch()
     os.truncate(model / "a", 1 << 40)
     for role in (value for value in vars(roles).values() if isinstance(value, FileRole)):
-        if role.limit < roles.NO_LIMIT:
+        if role.max_bytes < roles.NO_LIMIT:
             assert str(1 << 40) in refusal(model / "a", model, role)
 
 
@@ -95,8 +95,8 @@ def test_links_lead_out_only_where_a_person_named_them(model: Path) -> None:
         assert "outside of the model" in refusal(path, model)
         assert FILES.read(path, SMALL, None) == b"private"
     with pytest.raises(Refused, match="outside of the model"):
-        FILES.listing(model / "folder", model)
-    assert FILES.listing(model / "folder", None) == ["model", "outside"]
+        FILES.list_names(model / "folder", model)
+    assert FILES.list_names(model / "folder", None) == ["model", "outside"]
     (model / "own").write_bytes(b"own")
     (model / "inner").symlink_to("own")
     assert FILES.read(model / "inner", SMALL, model) == b"own"
@@ -117,10 +117,13 @@ def test_a_directory_of_too_many_names_is_refused(
     monkeypatch.setattr("quantforge_files.opener.MAX_NAMES", 3)
     for name in "abc":
         (tmp_path / name).touch()
-    assert FILES.listing(tmp_path, None) == ["a", "b", "c"]
-    assert [path.name for path in FILES.below(tmp_path)] == ["a", "b", "c"]
+    assert FILES.list_names(tmp_path, None) == ["a", "b", "c"]
+    assert [path.name for path in FILES.list_files_below(tmp_path)] == ["a", "b", "c"]
     (tmp_path / "d").mkdir()
-    for look in (lambda: FILES.listing(tmp_path, None), lambda: FILES.below(tmp_path)):
+    for look in (
+        lambda: FILES.list_names(tmp_path, None),
+        lambda: FILES.list_files_below(tmp_path),
+    ):
         with pytest.raises(Refused, match="more than 3 files"):
             look()
 

@@ -18,7 +18,7 @@ from quantforge_files import system
 
 @pytest.fixture
 def file(tmp_path: Path) -> Iterator[int]:
-    descriptor = os.open(tmp_path / "file", system.NEW)
+    descriptor = os.open(tmp_path / "file", system.CREATE_FLAGS)
     yield descriptor
     os.close(descriptor)
 
@@ -35,21 +35,21 @@ def test_room_is_given_and_buffers_are_filled(
     assert os.fstat(file).st_size == 10
     os.pwrite(file, b"firstlater", 0)
     data = bytearray(6)
-    assert system.fill(file, memoryview(data), 4)
+    assert system.read_into(file, memoryview(data), 4)
     assert bytes(data) == b"tlater"
-    assert not system.fill(file, memoryview(data), 5)
+    assert not system.read_into(file, memoryview(data), 5)
 
 
 def test_links_are_not_opened(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to("file")
-    for flags in (system.READ, system.EXISTING | os.O_WRONLY):
+    for flags in (system.READ_FLAGS, system.EXISTING_FLAGS | os.O_WRONLY):
         os.close(system.open_nofollow(tmp_path / "file", flags))
         with pytest.raises(OSError, match="symbolic") as raised:
             system.open_nofollow(tmp_path / "link", flags)
         assert raised.value.errno == errno.ELOOP
     with pytest.raises(FileExistsError):
-        system.open_nofollow(tmp_path / "link", system.NEW)
+        system.open_nofollow(tmp_path / "link", system.CREATE_FLAGS)
 
 
 def test_a_drive_is_told_to_write_where_it_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,34 +63,34 @@ def test_a_drive_is_told_to_write_where_it_can_be_told(monkeypatch: pytest.Monke
     for call, expected in (((lambda *_: told.append("drive")), ["drive"]), (refused, ["system"])):
         told.clear()
         monkeypatch.setattr(fcntl, "fcntl", call)
-        system.sync(0)
+        system.sync_file(0)
         assert told == expected
 
 
 def test_the_peak_of_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    peak = system.peak_bytes()
+    peak = system.peak_memory()
     assert 1 << 24 < peak < 1 << 40
     usage = SimpleNamespace(ru_maxrss=peak >> 10)
     monkeypatch.setattr(system.resource, "getrusage", lambda _: usage)
-    assert system.peak_bytes() == peak >> 10 << 10
+    assert system.peak_memory() == peak >> 10 << 10
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert system.peak_bytes() == peak >> 10
+    assert system.peak_memory() == peak >> 10
 
 
 def test_swaps_are_those_of_the_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    system.exchange(tmp_path / "a", tmp_path / "b")
+    system.swap_paths(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "a/b").exists()
     seen: list[tuple[object, ...]] = []
     mac = SimpleNamespace(renamex_np=lambda *given: seen.append(given) or 0)
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: mac)
-    system.exchange(tmp_path / "a", tmp_path / "b")
+    system.swap_paths(tmp_path / "a", tmp_path / "b")
     assert seen == [(bytes(tmp_path / "a"), bytes(tmp_path / "b"), 2)]
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: SimpleNamespace())
     with pytest.raises(OSError, match=os.strerror(errno.ENOSYS)):
-        system.exchange(tmp_path / "a", tmp_path / "b")
+        system.swap_paths(tmp_path / "a", tmp_path / "b")
 
 
 def test_what_a_user_may_lose_lies_where_the_system_keeps_such_files(
@@ -104,4 +104,4 @@ def test_what_a_user_may_lose_lies_where_the_system_keeps_such_files(
     ):
         monkeypatch.setenv("XDG_CACHE_HOME", cache)
         monkeypatch.setattr(sys, "platform", platform)
-        assert system.user_cache() == Path(expected)
+        assert system.user_cache_directory() == Path(expected)

@@ -42,7 +42,7 @@ FAMILIES = ("llama", "llama-tied", "qwen2", "gemma2", "phi3", "gpt2", "opt")
 def first_block(path: Path) -> Iterator[DecoderBlock]:
     checkpoint = open_checkpoint(path)
     model_layout = match_tensors(
-        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+        checkpoint.config, [e.to_stored_tensor() for e in checkpoint.entries.values()]
     )
     with ModelStream(checkpoint, model_layout, ROWS, micro_batch=2) as stream:
         yield next(iter(stream))

@@ -26,7 +26,7 @@ ROWS = torch.randint(0, VOCABULARY, (5, 40), generator=torch.Generator().manual_
 def opened(path: Path) -> tuple[Checkpoint, ModelLayout]:
     checkpoint = open_checkpoint(path)
     return checkpoint, match_tensors(
-        checkpoint.config, [e.header() for e in checkpoint.entries.values()]
+        checkpoint.config, [e.to_stored_tensor() for e in checkpoint.entries.values()]
     )
 
 

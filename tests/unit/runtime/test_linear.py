@@ -155,7 +155,7 @@ def decoded_model(source: Path, path: Path):
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     checkpoint = open_checkpoint(path)
     form = detect_format(checkpoint.config)
-    stored = checkpoint.headers()
+    stored = checkpoint.stored_tensors()
     layouts = form.find_layouts(checkpoint.config, stored)
     assert layouts
     for layout in layouts:

@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 from quantforge import api
 from quantforge.artifacts import manifest
 from quantforge.errors import InputError, RefusedError
-from quantforge.files.output_names import side_of
-from quantforge.files.unstacked_experts import unstacked
+from quantforge.files.output_names import side_path
+from quantforge.files.unstacked_experts import unstack_experts
 from quantforge.formats.gguf.container import string_value
 from quantforge.formats.gguf.parsing import read_gguf
 from quantforge.formats.gguf.source import open_gguf
@@ -64,7 +64,7 @@ def test_every_tensor_and_setting_comes_back_as_it_was(name, models, tmp_path):
     out = export(model, tmp_path / "x.gguf", "F32")
     from quantforge.formats.open_model import open_model
 
-    source, found = unstacked(open_model(model)), open_gguf(out)
+    source, found = unstack_experts(open_model(model)), open_gguf(out)
     assert set(found.entries) == set(source.entries)
     for tensor in source.entries:
         expected = source.read(tensor).float()
@@ -263,7 +263,7 @@ def test_large_results_come_in_numbered_parts_that_are_read_as_one(models, tmp_p
     assert len(parts) > 2
     assert parts[0].name == f"x-00001-of-{len(parts):05}.gguf"
     assert not (tmp_path / "x.gguf").exists()
-    assert side_of(parts[0]).is_file()
+    assert side_path(parts[0]).is_file()
     one, many = open_gguf(whole), open_gguf(parts[1])
     assert all(torch.equal(one.read(name), many.read(name)) for name in one.entries)
     with pytest.raises(RefusedError, match="exists"):
