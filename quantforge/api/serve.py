@@ -15,7 +15,7 @@ from quantforge.api.generate import (
 from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import check_arguments
 from quantforge.errors import RefusedError, UsageError
-from quantforge.serving.serve_options import ServeOptions, complete, drafts_of
+from quantforge.serving.serve_options import ServeOptions, complete_options, draft_options
 from quantforge.settings import Settings
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ def serve(
         RefusedError: QuantForge's decoder does not support the model family.
         ResourceError: the model or the cache does not fit into GPU memory.
     """
-    settings, checked_options = settings or Settings(), complete(options)
-    from quantforge.serving.server import listen, server_of, url_of
+    settings, checked_options = settings or Settings(), complete_options(options)
+    from quantforge.serving.server import create_server, listen, server_url
 
     listening_socket = listen(checked_options["host"], checked_options["port"])
     try:
         served = served_model(model, settings, checked_options)
         server_info = ListeningServer(
-            url=url_of(listening_socket),
+            url=server_url(listening_socket),
             model=served.name,
             chat=served.processor.template is not None,
             context=served.room,
@@ -87,7 +87,7 @@ def serve(
             cache_tokens=served.cache_tokens,
         )
         try:
-            server_of(served, lambda: ready(server_info)).run(sockets=[listening_socket])
+            create_server(served, lambda: ready(server_info)).run(sockets=[listening_socket])
         finally:
             served.engine.stop()
     finally:
@@ -97,8 +97,8 @@ def serve(
 def served_model(
     model: str | Path | Loaded, settings: Settings, options: ServeOptions
 ) -> ServedModel:
-    """Load a model for serving, with options that `complete` has checked; errors as `serve`."""
-    drafts = drafts_of(options)
+    """Load a model for serving, with options that `complete_options` has checked; errors as `serve`."""
+    drafts = draft_options(options)
     check_draft_options(model, drafts, settings, batched=True)
     loaded, name = load_for_generation(model, settings)
     for event in loaded.events:

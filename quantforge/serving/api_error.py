@@ -1,4 +1,4 @@
-"""Refusals of a request, as the error documents of OpenAI's API that its clients read.
+"""Errors of requests, as the error documents of OpenAI's API that its clients understand.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
@@ -17,14 +17,14 @@ from quantforge_calibration.source_error import SourceError
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A request that is refused or has failed.
+    """A request that was refused or has failed.
 
     Attributes:
         message: what is wrong, and what to send instead.
         status: HTTP status.
-        param: the field of the body.
-        code: short name of the rule.
-        headers: further headers of the response.
+        param: field of the body that is wrong.
+        code: short name of the error.
+        headers: additional headers of the response.
     """
 
     message: str
@@ -35,16 +35,27 @@ class ApiError(Exception):
 
     def document(self) -> dict[str, Any]:
         """Return the error document."""
-        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error_type = "server_error" if self.status >= 500 else "invalid_request_error"
         if self.status == 429:
-            kind = "rate_limit_error"
-        found = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return {"error": found}
+            error_type = "rate_limit_error"
+        fields = {
+            "message": self.message,
+            "type": error_type,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": fields}
 
 
 @contextmanager
-def refusing(param: str, code: str | None = None, hint: str = "") -> Iterator[None]:
-    """Turn a `SourceError` into the refusal of a field, with another hint where one is given."""
+def source_error_as_refusal(param: str, code: str | None = None, hint: str = "") -> Iterator[None]:
+    """Context manager that raises a `SourceError` as the `ApiError` of a field.
+
+    Args:
+        param: field of the body.
+        code: short name of the error.
+        hint: replaces the hint of the error; "" keeps it.
+    """
     try:
         yield
     except SourceError as error:

@@ -1,7 +1,7 @@
-"""The engine on a thread of its own: commands go in through a queue, and events come back to the event loop.
+"""Run the serving engine on a thread of its own: commands arrive through a queue, events go to the asyncio event loop.
 
-Only this thread touches the engine. Between two steps it carries out commands; without requests it sleeps. The events
-of a step are handed to the loop in one call, which puts each into the queue of the request over HTTP that it is for.
+Only this thread uses the engine. It runs commands between two steps, and sleeps while there are no requests. The events
+of a step are passed to the loop in one call, which puts each into the queue of the HTTP request that it belongs to.
 """
 
 from __future__ import annotations
@@ -23,108 +23,109 @@ from quantforge.runtime.batching.generation_requests import (
 )
 from quantforge.serving.api_error import ApiError
 
-Events = asyncio.Queue[EngineEvent]
+EventQueue = asyncio.Queue[EngineEvent]
 LOG = logging.getLogger(__name__)
-BROKEN = "the engine has failed; the log of the server has the reason"
+FAILED_MESSAGE = "the engine has failed; the log of the server has the reason"
 
 
 class EngineThread:
-    """An engine for coroutines. All methods but `stop` are called in the event loop.
+    """Engine for coroutines; all methods except `stop` must be called in the event loop.
 
     Args:
         engine: the engine.
-        most: requests at a time, running and waiting ones.
-        prepare: is called on the thread before anything else.
+        max_requests: maximum number of running and waiting requests.
+        prepare: called on the thread before anything else.
 
     Attributes:
-        broken: nothing can be computed any more.
+        has_failed: whether the engine can no longer be used.
     """
 
     def __init__(
-        self, engine: ServingEngine, most: int, prepare: Callable[[], object] = lambda: None
+        self, engine: ServingEngine, max_requests: int, prepare: Callable[[], object] = lambda: None
     ) -> None:
-        self._engine, self._most, self._prepare = engine, most, prepare
+        self._engine, self._max_requests, self._prepare = engine, max_requests, prepare
         self._commands: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self._events: dict[str, Events] = {}  # of requests that have not ended; the loop's
-        self._inside: set[str] = set()  # requests that the engine has; the thread's
+        self._events: dict[str, EventQueue] = {}  # of requests that have not ended; the loop's
+        self._engine_ids: set[str] = set()  # requests that the engine has; the thread's
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.broken = False
+        self.has_failed = False
 
     def start(self) -> None:
-        """Start the thread, for the running loop."""
+        """Start the thread and connect it to the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End all requests, and the thread."""
+        """End all requests and the thread."""
         if self._thread.is_alive():
             self._commands.put(None)
             self._thread.join(seconds)
 
     @property
-    def open(self) -> int:
+    def open_requests(self) -> int:
         """Return the number of requests that have not ended."""
         return len(self._events)
 
-    def submit(self, requests: Sequence[GenerationRequest]) -> Events:
-        """Queue requests that the engine has room for, and return the queue of their events.
+    def submit(self, requests: Sequence[GenerationRequest]) -> EventQueue:
+        """Submit requests and return the queue of their events.
 
-        Who ends before they do has to `cancel` them.
+        A caller that stops reading before the requests have ended must `cancel` them.
 
         Raises:
             ApiError: too many requests are waiting, or the engine has failed.
         """
-        if self.broken:
-            raise ApiError(BROKEN, 503, code="engine_failed")
-        if len(requests) > self._most:
+        if self.has_failed:
+            raise ApiError(FAILED_MESSAGE, 503, code="engine_failed")
+        if len(requests) > self._max_requests:
             raise ApiError(
-                f"{len(requests)} completions are asked for, and this server takes {self._most} at a time: "
+                f"{len(requests)} completions are asked for, and this server takes {self._max_requests} at a time: "
                 "send several requests",
                 code="too_many_answers",
             )
-        if self.open + len(requests) > self._most:
-            raise full()
-        events: Events = asyncio.Queue()
-        self._events |= dict.fromkeys((one.id for one in requests), events)
+        if self.open_requests + len(requests) > self._max_requests:
+            raise too_many_requests()
+        events: EventQueue = asyncio.Queue()
+        self._events |= dict.fromkeys((request.id for request in requests), events)
         self._commands.put(lambda: self._submit(requests))
         return events
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """End those of these requests that have not ended; their pages are free before the next step."""
-        left = [one for one in ids if one in self._events]
-        if left:
-            self._commands.put(lambda: self._cancel(left))
+        """Cancel the given requests that have not ended; their cache pages are freed before the next step."""
+        running = [request_id for request_id in ids if request_id in self._events]
+        if running:
+            self._commands.put(lambda: self._cancel(running))
 
     def cancel_all(self) -> None:
-        """End every request."""
+        """Cancel all requests."""
         self.cancel([*self._events])
 
     async def counters(self) -> EngineCounters:
-        """Return the counts of the engine between two steps."""
+        """Return the counters of the engine, read between two steps."""
         future: Future[EngineCounters] = Future()
         self._commands.put(lambda: future.set_result(self._engine.counters))
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
-        for one in requests:
-            self._engine.submit(one)
-            self._inside.add(one.id)
+        for request in requests:
+            self._engine.submit(request)
+            self._engine_ids.add(request.id)
 
     def _cancel(self, ids: Iterable[str]) -> None:
-        for one in ids:
-            self._engine.cancel(one)
+        for request_id in ids:
+            self._engine.cancel(request_id)
 
     def _run(self) -> None:
+        """Run commands and engine steps until the thread is stopped."""
         self._prepare()
-        while self._obey():
+        while self._run_commands():
             self._step()
-        self._cancel(self._inside)
+        self._cancel(self._engine_ids)
         self._step()
 
-    def _obey(self) -> bool:
-        """Carry out commands, waiting for one where there is nothing to compute; return False at the end."""
-        while self.broken or self._engine.idle or not self._commands.empty():
+    def _run_commands(self) -> bool:
+        """Run queued commands, waiting for one if there is nothing to compute; return False when told to stop."""
+        while self.has_failed or self._engine.idle or not self._commands.empty():
             command = self._commands.get()
             if command is None:
                 return False
@@ -135,27 +136,30 @@ class EngineThread:
         return True
 
     def _step(self) -> None:
+        """Run one engine step and pass its events to the event loop."""
         try:
             events = self._engine.step()
         except Exception as error:  # ends all requests of this step; the thread serves later ones
             LOG.exception("a step of the engine failed")
-            events = self._end_all(f"{BROKEN} ({type(error).__name__})")
-        self._inside -= {one.id for one in events if isinstance(one, Finished)}
+            events = self._end_all(f"{FAILED_MESSAGE} ({type(error).__name__})")
+        self._engine_ids -= {event.id for event in events if isinstance(event, Finished)}
         if events and self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._hand_out, events)
+                self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _end_all(self, error: str) -> list[EngineEvent]:
-        ids = [*self._inside]
+        """End all requests after an error; mark the engine as failed if it cannot be stepped any more."""
+        ids = [*self._engine_ids]
         try:
             self._cancel(ids)
             self._engine.step()
         except Exception:  # what it holds is not known any more
             LOG.exception("the engine cannot go on")
-            self.broken = True
-        return [Finished(one, FinishReason.ERROR, (), error) for one in ids]
+            self.has_failed = True
+        return [Finished(request_id, FinishReason.ERROR, (), error) for request_id in ids]
 
-    def _hand_out(self, events: Iterable[EngineEvent]) -> None:
+    def _dispatch(self, events: Iterable[EngineEvent]) -> None:
+        """Put each event into the queue of its request."""
         for event in events:
             ended = isinstance(event, Finished)
             queue = self._events.pop(event.id, None) if ended else self._events.get(event.id)
@@ -163,8 +167,8 @@ class EngineThread:
                 queue.put_nowait(event)
 
 
-def full() -> ApiError:
-    """Return the refusal of a request for which there is no room."""
+def too_many_requests() -> ApiError:
+    """Create the error for a request that exceeds the limit of waiting requests."""
     return ApiError(
         "too many requests are waiting; send this one again later",
         429,

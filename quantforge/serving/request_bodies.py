@@ -1,15 +1,15 @@
-"""Bodies of requests as OpenAI's API has them: what each field may be, and which fields are refused.
+"""Request bodies of OpenAI's API: the accepted values of each field, and the fields that are refused.
 
-The description of a field is the rule that the refusal of a value quotes. Types are strict: ``"5"`` is not 5. ``null``
-means that the field is left out. A field that is not declared could change the completion, so it is refused by name,
-unless it only says who asks or its value asks for nothing.
+The description of a field is the rule quoted when a value is refused. Types are strict: ``"5"`` is not 5. ``null``
+means that the field is omitted. An unknown field could change the completion, so it is refused by name, unless it only
+identifies the caller or has a value without effect.
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from reprlib import repr as shortened
+from reprlib import repr as short_repr
 from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,45 +21,47 @@ from quantforge.runtime.generation_options import (
     SAMPLING_RANGES,
     Sampling,
 )
-from quantforge.serving.api_error import ApiError, refusing
+from quantforge.serving.api_error import ApiError, source_error_as_refusal
 from quantforge_calibration.conversations import Conversation, check_names
 from quantforge_files import strict_json
 
-MOST_COMPLETIONS, MOST_BIASES, MOST_STOPS, MOST_STOP_CHARACTERS = 128, 1024, 64, 1024
+MAX_COMPLETIONS, MAX_BIASES, MAX_STOPS, MAX_STOP_CHARACTERS = 128, 1024, 64, 1024
 FLAG = "true or false"
 PROMPT = "a string, a list of strings, a list of token ids, or a list of such lists"
 CONTENT = 'a string, or a list of parts {"type": "text", "text": ...},'
-STOP = f"a string or a list of up to {MOST_STOPS} strings, of 1 to {MOST_STOP_CHARACTERS} characters each,"
+STOP = f"a string or a list of up to {MAX_STOPS} strings, of 1 to {MAX_STOP_CHARACTERS} characters each,"
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-Several = Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
+PromptList = Annotated[list[str | TokenIds], Field(min_length=1, fail_fast=True)]
 BiasKey = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=BIAS_RANGE.minimum, le=BIAS_RANGE.maximum)]
-StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Prompt = str | list[int] | Conversation
 
 
-def _whole(default: int | None, least: int, most: int | None = None) -> Any:
-    """Return a field for a whole number."""
-    to = "on" if most is None else f"to {most}"
-    rule = f"a whole number from {least} {to}"
-    return Field(default, ge=least, le=most, description=rule)
+def _integer_field(default: int | None, minimum: int, maximum: int | None = None) -> Any:
+    """Declare an integer field with its range."""
+    upper_text = "on" if maximum is None else f"to {maximum}"
+    rule = f"a whole number from {minimum} {upper_text}"
+    return Field(default, ge=minimum, le=maximum, description=rule)
 
 
-def _sampled(name: str, default: float | None = None) -> Any:
-    """Return a field for an option of `Sampling`, with the range that it has there."""
+def _sampling_field(name: str, default: float | None = None) -> Any:
+    """Declare a field for an option of `Sampling` with the range defined there."""
     limits = SAMPLING_RANGES[name]
-    most = int(limits.maximum) if limits.integer_only else limits.maximum
-    above, least = (limits.minimum, None) if limits.exclusive_minimum else (None, limits.minimum)
-    return Field(default, gt=above, ge=least, le=most, description=limits.rule)
+    maximum = int(limits.maximum) if limits.integer_only else limits.maximum
+    exclusive_minimum, minimum = (
+        (limits.minimum, None) if limits.exclusive_minimum else (None, limits.minimum)
+    )
+    return Field(default, gt=exclusive_minimum, ge=minimum, le=maximum, description=limits.rule)
 
 
-class _Object(BaseModel):
-    """An object of exactly the declared fields and types.
+class _StrictObject(BaseModel):
+    """Object with strictly checked fields and types.
 
     Attributes:
-        neutral: values of fields that are not declared, which ask for nothing.
-        ignored: fields that mean nothing here.
+        neutral: values of unknown fields that have no effect.
+        ignored: unknown fields that are ignored.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid")
@@ -68,14 +70,15 @@ class _Object(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out(cls, data: Any) -> Any:
-        """Leave out the fields that ask for nothing."""
+    def _drop_neutral_fields(cls, data: Any) -> Any:
+        """Drop the fields that have no effect."""
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if cls._asks(name, value)}
+        return {name: value for name, value in data.items() if cls._has_effect(name, value)}
 
     @classmethod
-    def _asks(cls, name: str, value: Any) -> bool:
+    def _has_effect(cls, name: str, value: Any) -> bool:
+        """Return whether a field could change the response."""
         if value is None or name in cls.ignored:
             return False
         neutral = cls.neutral.get(name)
@@ -83,15 +86,15 @@ class _Object(BaseModel):
         return name in cls.model_fields or not (same or value in ([], ""))
 
 
-class StreamOptions(_Object):
-    """What a stream has beside the pieces of completions."""
+class StreamOptions(_StrictObject):
+    """Options of a stream."""
 
     neutral: ClassVar[Mapping[str, Any]] = {"include_obfuscation": False}
     include_usage: bool = Field(default=False, description=FLAG)
 
 
-class CommonBody(_Object):
-    """Fields of both kinds of requests; `Sampling` describes those with which tokens are chosen."""
+class CommonBody(_StrictObject):
+    """Fields common to both kinds of requests; see `Sampling` for those that control sampling."""
 
     neutral: ClassVar[Mapping[str, Any]] = {
         "best_of": 1,
@@ -119,19 +122,19 @@ class CommonBody(_Object):
     )
 
     model: str = Field(description="the name of the model, which /v1/models lists,")
-    n: int = _whole(1, 1, MOST_COMPLETIONS)
-    temperature: float = _sampled("temperature", 1.0)  # OpenAI's default
-    top_p: float | None = _sampled("top_p")
-    top_k: int | None = _sampled("top_k")
-    min_p: float | None = _sampled("min_p")
-    seed: int | None = _sampled("seed")
-    repetition_penalty: float | None = _sampled("repetition_penalty")
-    frequency_penalty: float | None = _sampled("frequency_penalty")
-    presence_penalty: float | None = _sampled("presence_penalty")
+    n: int = _integer_field(1, 1, MAX_COMPLETIONS)
+    temperature: float = _sampling_field("temperature", 1.0)  # OpenAI's default
+    top_p: float | None = _sampling_field("top_p")
+    top_k: int | None = _sampling_field("top_k")
+    min_p: float | None = _sampling_field("min_p")
+    seed: int | None = _sampling_field("seed")
+    repetition_penalty: float | None = _sampling_field("repetition_penalty")
+    frequency_penalty: float | None = _sampling_field("frequency_penalty")
+    presence_penalty: float | None = _sampling_field("presence_penalty")
     logit_bias: dict[BiasKey, Bias] = Field(
-        {}, max_length=MOST_BIASES, description=f"up to {MOST_BIASES} {BIAS_RANGE.rule}"
+        {}, max_length=MAX_BIASES, description=f"up to {MAX_BIASES} {BIAS_RANGE.rule}"
     )
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOPS)] = Field(
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = Field(
         [], description=STOP
     )
     include_stop_str_in_output: bool = Field(default=False, description=FLAG)
@@ -141,61 +144,61 @@ class CommonBody(_Object):
 
     @property
     def stops(self) -> list[str]:
-        """Return the strings that end a completion."""
+        """Return the stop strings."""
         return [self.stop] if isinstance(self.stop, str) else self.stop
 
     @property
     def sampling(self) -> Sampling:
-        """Return how tokens are chosen; without a seed, nobody knows the next one."""
-        given = self.model_dump(include={*SAMPLING_RANGES} - {"logprobs"}, exclude_none=True)
-        given.setdefault("seed", secrets.randbits(62))
+        """Return the sampling options, with a random seed if none is given."""
+        options = self.model_dump(include={*SAMPLING_RANGES} - {"logprobs"}, exclude_none=True)
+        options.setdefault("seed", secrets.randbits(62))
         bias = {int(token): number for token, number in self.logit_bias.items()}
-        return Sampling(**given, logit_bias=bias)
+        return Sampling(**options, logit_bias=bias)
 
 
 class CompletionBody(CommonBody):
     """Body of ``/v1/completions``: texts or token ids to continue."""
 
-    prompt: str | TokenIds | Several = Field(description=PROMPT)
-    max_tokens: int = _whole(16, 0)  # OpenAI's default
-    logprobs: int | None = _whole(None, 0, MAX_LOGPROBS)
+    prompt: str | TokenIds | PromptList = Field(description=PROMPT)
+    max_tokens: int = _integer_field(16, 0)  # OpenAI's default
+    logprobs: int | None = _integer_field(None, 0, MAX_LOGPROBS)
     echo: bool = Field(default=False, description=FLAG)
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
         count = len(self.prompts)
-        if count * self.n > MOST_COMPLETIONS:
+        if count * self.n > MAX_COMPLETIONS:
             raise ApiError(
-                f"{count} prompts with n = {self.n} ask for over {MOST_COMPLETIONS} completions; send several requests",
+                f"{count} prompts with n = {self.n} ask for over {MAX_COMPLETIONS} completions; send several requests",
                 param="n" if self.n > 1 else "prompt",
                 code="too_many_answers",
             )
         if not self.max_tokens and not self.echo:
-            raise _invalid("max_tokens", "max_tokens is 0; that needs echo")
+            raise _invalid_value("max_tokens", "max_tokens is 0; that needs echo")
         return self
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Return what to complete, ``n`` times each."""
+        """Return the prompts, each of which gets ``n`` completions."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
 
     @property
-    def top(self) -> int | None:
-        """Return of how many most likely tokens to send log-probabilities; None sends none at all."""
+    def top_logprobs_count(self) -> int | None:
+        """Return for how many of the most likely tokens to send log-probabilities; None sends none at all."""
         return self.logprobs
 
 
-class TextPart(_Object):
+class TextPart(_StrictObject):
     """A part of the content of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Message(_Object):
+class Message(_StrictObject):
     """A turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"] = Field(
@@ -205,7 +208,7 @@ class Message(_Object):
 
     @property
     def turn(self) -> dict[str, str]:
-        """Return the message as chat templates know it: ``developer`` is the later name of ``system``."""
+        """Return the message for chat templates, with the role ``developer`` mapped to ``system``."""
         content = self.content
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -223,58 +226,66 @@ class ChatBody(CommonBody):
         None, description='a list of objects such as {"title": ..., "text": ...}'
     )
     chat_template_kwargs: dict[str, Any] = Field({}, description="an object")
-    max_tokens: int | None = _whole(None, 1)
-    max_completion_tokens: int | None = _whole(None, 1)
+    max_tokens: int | None = _integer_field(None, 1)
+    max_completion_tokens: int | None = _integer_field(None, 1)
     logprobs: bool = Field(default=False, description=FLAG)
-    top_logprobs: int | None = _whole(None, 0, MAX_LOGPROBS)
+    top_logprobs: int | None = _integer_field(None, 0, MAX_LOGPROBS)
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
-        later = self.max_completion_tokens
-        self.max_tokens = later if self.max_tokens is None else self.max_tokens
-        if later not in (None, self.max_tokens):
-            raise _invalid("max_tokens", "max_tokens and max_completion_tokens differ; send one")
+        max_completion_tokens = self.max_completion_tokens
+        self.max_tokens = max_completion_tokens if self.max_tokens is None else self.max_tokens
+        if max_completion_tokens not in (None, self.max_tokens):
+            raise _invalid_value(
+                "max_tokens", "max_tokens and max_completion_tokens differ; send one"
+            )
         if self.top_logprobs is not None and not self.logprobs:
-            raise _invalid("top_logprobs", 'top_logprobs needs "logprobs": true')
-        with refusing("chat_template_kwargs", "invalid_value"):
+            raise _invalid_value("top_logprobs", 'top_logprobs needs "logprobs": true')
+        with source_error_as_refusal("chat_template_kwargs", "invalid_value"):
             check_names("the body", self.chat_template_kwargs)
         return self
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """Return the conversation."""
+        """Return the conversation as the only prompt."""
         turns = [message.turn for message in self.messages]
         return [Conversation(turns, documents=self.documents, kwargs=self.chat_template_kwargs)]
 
     @property
-    def top(self) -> int | None:
-        """Return of how many most likely tokens to send log-probabilities; None sends none at all."""
+    def top_logprobs_count(self) -> int | None:
+        """Return for how many of the most likely tokens to send log-probabilities; None sends none at all."""
         return self.top_logprobs or 0 if self.logprobs else None
 
 
 Body = CompletionBody | ChatBody
-DOUBLE_QUANT_GROUP = {
+NESTED_FIELDS = {
     "messages": Message.model_fields,
     "stream_options": StreamOptions.model_fields,
 }
 
 
-def parse_body(kind: type[Body], data: bytes, served: str) -> Body:
-    """Return the body of a request for the model with the name ``served``.
+def parse_body(body_type: type[Body], data: bytes, served_name: str) -> Body:
+    """Parse and validate the body of a request.
+
+    Args:
+        body_type: type of the body.
+        data: the body.
+        served_name: name of the served model.
 
     Raises:
-        ApiError: not a JSON object with one meaning, a field or a value that is refused, or another model.
+        ApiError: the body is not an unambiguous JSON object, a field or value is refused, or another model is
+            requested.
     """
     document = strict_json.parse(data, len(data), _not_json)
     if not isinstance(document, dict):
         _not_json("not a JSON object: send {...}")
     try:
-        body = kind.model_validate(document)
+        body = body_type.model_validate(document)
     except ValidationError as error:
-        raise _refusal(kind, document, error) from None
-    if body.model != served:
+        raise _validation_refusal(body_type, document, error) from None
+    if body.model != served_name:
         raise ApiError(
-            f"no model {body.model!a:.100} is served here; it is {served!a}",
+            f"no model {body.model!a:.100} is served here; it is {served_name!a}",
             404,
             "model",
             "model_not_found",
@@ -283,15 +294,17 @@ def parse_body(kind: type[Body], data: bytes, served: str) -> Body:
 
 
 def _not_json(problem: str, hint: str = "") -> NoReturn:
+    """Raise the error for a body that is not valid JSON."""
     raise ApiError(f"request body: {problem}" + (f" ({hint})" if hint else ""), code="invalid_json")
 
 
-def _invalid(name: str, message: str) -> ApiError:
+def _invalid_value(name: str, message: str) -> ApiError:
+    """Create the error for an invalid value of a field."""
     return ApiError(message, param=name, code="invalid_value")
 
 
-def _refusal(kind: type[Body], document: Any, error: ValidationError) -> ApiError:
-    """Return the refusal of the first error of a body; fields that are not declared come first."""
+def _validation_refusal(kind: type[Body], document: Any, error: ValidationError) -> ApiError:
+    """Create the error for the first validation error of a body; unknown fields take precedence."""
     errors = error.errors(include_url=False, include_context=False)
     first = min(errors, key=lambda one: one["type"] != "extra_forbidden")
     field, value, rule, fields = "", document, "", kind.model_fields
@@ -302,7 +315,7 @@ def _refusal(kind: type[Body], document: Any, error: ValidationError) -> ApiErro
         elif part in fields:
             place, inside = f"{place}.{part}".lstrip("."), inside.get(part)
             field, value, rule = place, inside, fields[part].description or ""
-            fields = DOUBLE_QUANT_GROUP.get(part, {})
+            fields = NESTED_FIELDS.get(part, {})
         elif fields:
             name = f"{place}.{part}".lstrip(".")[:60]
             hint = "leave it out" if part in kind.neutral else nearest(part[:60], fields)
@@ -312,4 +325,4 @@ def _refusal(kind: type[Body], document: Any, error: ValidationError) -> ApiErro
             break
     if value is None:
         return ApiError(f"{field} is missing; {rule} is expected", param=field, code="missing")
-    return _invalid(field, f"{field} is {shortened(value)}; {rule} is expected")
+    return _invalid_value(field, f"{field} is {short_repr(value)}; {rule} is expected")

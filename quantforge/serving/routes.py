@@ -1,4 +1,4 @@
-"""A served model and the routes of its HTTP interface: what each path answers, while its client is there."""
+"""Served model and HTTP routes: what each path returns, as long as its client is connected."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from quantforge.serving.completions import (
     ChatDocuments,
     Completion,
     CompletionDocuments,
-    Piece,
+    TextPiece,
     TokenTexts,
-    join,
-    start,
+    join_pieces,
+    start_completions,
     usage,
 )
-from quantforge.serving.engine_thread import EngineThread, Events, full
+from quantforge.serving.engine_thread import EngineThread, EventQueue, too_many_requests
 from quantforge.serving.metrics import MEDIA_TYPE, ServingMetrics
 from quantforge.serving.request_bodies import Body, ChatBody, CompletionBody, parse_body
 from quantforge_calibration.source_error import SourceError
@@ -39,57 +39,62 @@ from quantforge_kernels.kv import PAGE_SIZE
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics")
 BODY_SECONDS = 60.0
-DISCARDED = 16  # times the largest body: read and thrown away, for clients that listen only after they have sent
-LAST_SECONDS = 5.0  # to send the end of a stream to a client that does not read
-STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+MAX_DISCARD_FACTOR = (
+    16  # times the largest body: discarded, for clients that read only after sending everything
+)
+STREAM_END_SECONDS = 5.0  # time to send the end of a stream to a client that does not read
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
 
 
 class ServedModel:
     """A model behind an HTTP interface.
 
     Args:
-        name: by which requests ask for it.
-        side: its tokenizer and chat template.
-        engine: computes it.
-        rows: completions that the engine computes at a time.
-        waiting: most completions that wait beside those; more are refused.
-        body_bytes: most bytes of a request.
-        seconds: most time from a request to the end of its completions.
-        prepare: is called on the engine's thread before anything else.
+        name: name of the model in requests.
+        processor: tokenizer and chat template of the model.
+        engine: engine that computes the model.
+        rows: number of completions computed at a time.
+        waiting: maximum number of completions that wait in addition; more are refused.
+        body_bytes: maximum size of a request body.
+        timeout_seconds: maximum time from a request to the end of its completions.
+        prepare: called on the engine's thread before anything else.
 
     Attributes:
-        engine: on its thread.
-        most: requests at a time.
-        room: most tokens of a prompt and its completion.
-        cache_tokens: that the cache has room for.
-        stopping: no request is accepted any more.
-        requests: over HTTP that are being answered.
+        engine: the engine on its thread.
+        max_requests: maximum number of requests at a time.
+        room: maximum number of tokens of a prompt with its completion.
+        cache_tokens: number of tokens that the cache can hold.
+        stopping: whether the server is stopping and refuses requests.
+        requests: number of HTTP requests being answered.
     """
 
     def __init__(
         self,
         name: str,
-        side: TextProcessor,
+        processor: TextProcessor,
         engine: ServingEngine,
         rows: int,
         waiting: int,
         body_bytes: int,
-        seconds: float,
+        timeout_seconds: float,
         prepare: Callable[[], object] = lambda: None,
     ) -> None:
-        self.name, self.processor, self.rows = name, side, rows
-        self.body_bytes, self.seconds = body_bytes, seconds
-        self.most = rows + waiting
-        self.engine = EngineThread(engine, self.most, prepare)
+        self.name, self.processor, self.rows = name, processor, rows
+        self.body_bytes, self.timeout_seconds = body_bytes, timeout_seconds
+        self.max_requests = rows + waiting
+        self.engine = EngineThread(engine, self.max_requests, prepare)
         self.room, self.cache_tokens = engine.max_request_tokens, PAGE_SIZE * engine.cache.pages
-        self.texts = TokenTexts(side.tokenizer)
+        self.texts = TokenTexts(processor.tokenizer)
         self.metrics = ServingMetrics()
         self.stopping = False
         self.requests = 0
         self._created = int(time.time())
 
     def card(self) -> dict[str, Any]:
-        """Return the entry of the list of models."""
+        """Return the entry of the model in the list of models."""
         return {
             "id": self.name,
             "object": "model",
@@ -100,7 +105,7 @@ class ServedModel:
 
 
 def application(model: ServedModel) -> ASGIApp:
-    """Return the application that serves a model; every refusal is an error document, every response is counted."""
+    """Create the ASGI application of a model; every error has an error document, every response is counted."""
 
     async def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model.card()]})
@@ -114,8 +119,8 @@ def application(model: ServedModel) -> ASGIApp:
 
     async def health(_: Request) -> Response:
         if model.stopping:
-            raise _stopping()
-        if model.engine.broken:
+            raise _stopping_error()
+        if model.engine.has_failed:
             raise ApiError("the engine has failed", 503, code="engine_failed")
         return JSONResponse({"status": "ok"})
 
@@ -169,162 +174,176 @@ def application(model: ServedModel) -> ASGIApp:
 
 
 class CompletionEndpoint:
-    """A path whose requests are completed by the model.
+    """ASGI endpoint of a path whose requests are completed by the model.
 
     Args:
         model: the model.
-        kind: of the bodies.
-        documents: of the responses.
+        body_type: type of the request bodies.
+        documents: type of the response documents.
     """
 
     def __init__(
-        self, model: ServedModel, kind: type[Body], documents: type[CompletionDocuments]
+        self, model: ServedModel, body_type: type[Body], documents: type[CompletionDocuments]
     ) -> None:
-        self._model, self._kind, self._documents = model, kind, documents
+        self._model, self._body_type, self._documents = model, body_type, documents
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as ASGI calls it.
+        """Answer a request.
 
         Raises:
-            ApiError: it is refused or has failed, and nothing was sent.
+            ApiError: it was refused or has failed before anything was sent.
         """
         model = self._model
         if model.stopping:
-            raise _stopping()
-        if model.requests >= model.most:
-            raise full()
-        begun = perf_counter()
+            raise _stopping_error()
+        if model.requests >= model.max_requests:
+            raise too_many_requests()
+        start_time = perf_counter()
         model.requests += 1
         try:
             data = await read_body(Request(scope, receive), model.body_bytes)
-            body = parse_body(self._kind, data, model.name)
-            await while_connected(receive, self._respond(body, begun, scope, receive, send))
+            body = parse_body(self._body_type, data, model.name)
+            await run_while_connected(
+                receive, self._respond(body, start_time, scope, receive, send)
+            )
         except ClientDisconnect:
             model.metrics.disconnected += 1
         finally:
             model.requests -= 1
 
     async def _respond(
-        self, body: Body, begun: float, scope: Scope, receive: Receive, send: Send
+        self, body: Body, start_time: float, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Compute the completions and send them, in time; the end frees whatever the engine holds of them."""
-        model, seconds = self._model, self._model.seconds
+        """Compute the completions and send them within the time limit; finally release them in the engine."""
+        model, seconds = self._model, self._model.timeout_seconds
         documents = self._documents(model.name, model.texts)
         completions: list[Completion] = []
-        found: list[list[Piece]] = []
-        started, last = False, b"data: [DONE]\n\n"
+        pieces_by_completion: list[list[TextPiece]] = []
+        is_streaming, final_event = False, b"data: [DONE]\n\n"
         try:
             async with asyncio.timeout(seconds):
                 completions = await asyncio.to_thread(
-                    start, documents.id, model.processor, body, model.room
+                    start_completions, documents.id, model.processor, body, model.room
                 )
-                events = model.engine.submit([one.request for one in completions])
+                events = model.engine.submit([completion.request for completion in completions])
                 model.metrics.prompt_tokens += usage(completions, body.n)["prompt_tokens"]
-                pieces = self._pieces(completions, events, begun)
+                pieces = self._read_pieces(completions, events, start_time)
                 if body.stream:
-                    await send({"type": "http.response.start", "status": 200, "headers": STREAM})
-                    started = True
-                    async for chunk in _chunks(body, documents, completions, pieces):
-                        await send(_part(_event(chunk)))
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS}
+                    )
+                    is_streaming = True
+                    async for chunk in _stream_documents(body, documents, completions, pieces):
+                        await send(_body_message(_server_sent_event(chunk)))
                 else:
-                    found = [[] for _ in completions]
+                    pieces_by_completion = [[] for _ in completions]
                     async for index, piece in pieces:
-                        found[index].append(piece)
+                        pieces_by_completion[index].append(piece)
         except (ApiError, TimeoutError) as error:
-            refusal = error if isinstance(error, ApiError) else _too_late(seconds)
-            if not started:
+            refusal = error if isinstance(error, ApiError) else _timeout_error(seconds)
+            if not is_streaming:
                 raise refusal from None
-            last = _event(refusal.document())
+            final_event = _server_sent_event(refusal.document())
         finally:
-            model.engine.cancel(one.request.id for one in completions)
-        if started:
+            model.engine.cancel(completion.request.id for completion in completions)
+        if is_streaming:
             with suppress(TimeoutError):
-                await asyncio.wait_for(send(_part(last, more=False)), LAST_SECONDS)
+                await asyncio.wait_for(
+                    send(_body_message(final_event, more=False)), STREAM_END_SECONDS
+                )
         else:
-            document = documents.whole([*map(join, found)])
+            document = documents.complete([*map(join_pieces, pieces_by_completion)])
             response = JSONResponse({**document, "usage": usage(completions, body.n)})
             await response(scope, receive, send)
 
-    async def _pieces(
-        self, completions: Sequence[Completion], events: Events, begun: float
-    ) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield numbers of completions with the next piece of each, until all have ended."""
+    async def _read_pieces(
+        self, completions: Sequence[Completion], events: EventQueue, start_time: float
+    ) -> AsyncIterator[tuple[int, TextPiece]]:
+        """Yield the index of a completion with its next piece, until all completions have ended."""
         metrics, engine = self._model.metrics, self._model.engine
-        left = {one.request.id: one for one in completions}
-        first = True
-        while left:
+        running = {one.request.id: one for one in completions}
+        awaiting_first_token = True
+        while running:
             event = await events.get()
-            completion = left.get(event.id)
+            completion = running.get(event.id)
             if completion is None:  # ended by a stop string
                 continue
-            if first and isinstance(event, NewToken):
-                metrics.first_token.observe(perf_counter() - begun)
-                first = False
+            if awaiting_first_token and isinstance(event, NewToken):
+                metrics.first_token.observe(perf_counter() - start_time)
+                awaiting_first_token = False
             try:
                 piece = completion.add(event)
             except SourceError as error:
                 message = f"the completion has no text: {error.message}"
                 raise ApiError(message, 500, code="engine_error") from error
             if piece.reason is not None:
-                del left[event.id]
+                del running[event.id]
                 engine.cancel([event.id])
-            if piece != Piece():
+            if piece != TextPiece():
                 yield completion.index, piece
-        metrics.completed.observe(perf_counter() - begun)
+        metrics.completed.observe(perf_counter() - start_time)
 
 
-async def _chunks(
+async def _stream_documents(
     body: Body,
     documents: CompletionDocuments,
     completions: Sequence[Completion],
-    pieces: AsyncIterator[tuple[int, Piece]],
+    pieces: AsyncIterator[tuple[int, TextPiece]],
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield the documents of a stream."""
-    more = {"usage": None} if body.stream_options.include_usage else {}
+    usage_field = {"usage": None} if body.stream_options.include_usage else {}
     opened: set[int] = set()
     async for index, piece in pieces:
         opening = None if index in opened else documents.opening(index)
         opened.add(index)
         if opening is not None:
-            yield {**opening, **more}
-        yield {**documents.chunk((index, piece)), **more}
-    if more:
+            yield {**opening, **usage_field}
+        yield {**documents.chunk((index, piece)), **usage_field}
+    if usage_field:
         yield {**documents.chunk(), "usage": usage(completions, body.n)}
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Do work, which is cancelled when the client closes the connection.
+async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine, and cancel it when the client closes the connection.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client closed the connection.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task, disconnected = (
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(_wait_for_disconnect(receive)),
+    )
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         task.result()
     finally:
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """Return the body of a request.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read the body of a request.
+
+    Args:
+        request: the request.
+        max_bytes: maximum size of the body.
 
     Raises:
-        ApiError: it is not said to be JSON (a page in a browser may send other types to anybody, unasked), has more
-            than ``most`` bytes, or does not come in time.
+        ApiError: the content type is not JSON (browsers may send other types to any server without asking), the body is
+            too large, or it does not arrive in time.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if (
-        kind != "application/json"
+        content_type != "application/json"
         or request.headers.get("content-encoding", "identity") != "identity"
     ):
         raise ApiError(
@@ -335,37 +354,41 @@ async def read_body(request: Request, most: int) -> bytes:
     body, length = bytearray(), 0
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                length += len(part)
-                if length <= most:
-                    body += part
-                elif length > most * DISCARDED:
+            async for chunk in request.stream():
+                length += len(chunk)
+                if length <= max_bytes:
+                    body += chunk
+                elif length > max_bytes * MAX_DISCARD_FACTOR:
                     break
     except TimeoutError:
         message = f"the body was not there within {BODY_SECONDS:g} s"
         raise ApiError(message, 408, code="timeout") from None
-    if length > most:
+    if length > max_bytes:
         raise ApiError(
-            f"the body has more than {most} bytes; send less, or start the server with a larger --max-body",
+            f"the body has more than {max_bytes} bytes; send less, or start the server with a larger --max-body",
             413,
             code="body_too_large",
         )
     return bytes(body)
 
 
-def _event(document: Mapping[str, Any]) -> bytes:
+def _server_sent_event(document: Mapping[str, Any]) -> bytes:
+    """Encode a document as a server-sent event."""
     return b"data: " + json.dumps(document, allow_nan=False).encode() + b"\n\n"
 
 
-def _part(data: bytes, *, more: bool = True) -> Message:
+def _body_message(data: bytes, *, more: bool = True) -> Message:
+    """Create the ASGI message that sends a part of a response body."""
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def _stopping() -> ApiError:
+def _stopping_error() -> ApiError:
+    """Create the error for a request while the server is stopping."""
     return ApiError("the server is stopping", 503, code="stopping")
 
 
-def _too_late(seconds: float) -> ApiError:
+def _timeout_error(seconds: float) -> ApiError:
+    """Create the error for a completion that took too long."""
     return ApiError(
         f"the completion was not there within {seconds:g} s; ask for fewer tokens, or start the server with a larger "
         "--timeout",

@@ -1,4 +1,4 @@
-"""Options of a server: where it listens, how much it computes at a time, and what it accepts."""
+"""Options of the server: its address, how much it computes at a time, and what it accepts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantforge.runtime.speculation.options import DRAFT_TOKENS, DraftOptions
 
 PACKAGES = ("pydantic", "starlette", "uvicorn")
 COUNT = ValueRange("a whole number from 1 on", 1, integer_only=True)
-SAMPLING_RANGES = {
+OPTION_RANGES = {
     "port": ValueRange(
         "a whole number from 0 to 65535 (0: a free one)", 0, 65535, integer_only=True
     ),
@@ -59,15 +59,15 @@ DEFAULTS: ServeOptions = {
 }
 
 
-def complete(given: ServeOptions) -> ServeOptions:
-    """Return options with the defaults of those left out, after checks that need no model; errors as `serve`."""
+def complete_options(given: ServeOptions) -> ServeOptions:
+    """Fill in the defaults of missing options and check all options that need no model; raises as `serve` does."""
     options: ServeOptions = {**DEFAULTS, **given}
     if options["cache"]:
         parse_cache_kind(options["cache"])
-    drafts_of(options)
+    draft_options(options)
     for name, value in options.items():
-        if name in SAMPLING_RANGES:
-            SAMPLING_RANGES[name].check(name, value)
+        if name in OPTION_RANGES:
+            OPTION_RANGES[name].check(name, value)
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise UsageError(
@@ -77,6 +77,6 @@ def complete(given: ServeOptions) -> ServeOptions:
     return options
 
 
-def drafts_of(options: ServeOptions) -> DraftOptions:
-    """Return who drafts, by options that are complete; errors as `DraftOptions`."""
+def draft_options(options: ServeOptions) -> DraftOptions:
+    """Return the options of speculative decoding; raises as `DraftOptions` does."""
     return DraftOptions(options["draft"], options["draft_tokens"], options["draft_tree"])

@@ -1,7 +1,7 @@
-"""The server: it listens, says where, and stops cleanly when it is asked to.
+"""HTTP server that reports its address and stops gracefully on a signal.
 
-After the first signal (SIGINT, SIGTERM, SIGHUP) requests are refused, and those under way have some seconds to end;
-then the engine ends them, each with an error document. A second signal does not wait.
+After the first signal (SIGINT, SIGTERM, SIGHUP) new requests are refused, and running ones have some seconds to finish;
+then the engine ends them, each with an error document. A second signal ends them at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ UNREAD_SECONDS = 5.0  # after those, for clients that do not read
 
 
 class ModelServer(uvicorn.Server):
-    """A server that ends by itself after a signal, and reports when it listens."""
+    """uvicorn server that stops gracefully on a signal and reports when it listens."""
 
     def __init__(
         self, config: uvicorn.Config, model: ServedModel, ready: Callable[[], object]
@@ -36,34 +36,38 @@ class ModelServer(uvicorn.Server):
         self._model, self._ready = model, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
+        """Start the engine, start listening, and report it."""
         self._model.engine.start()
         await super().startup(sockets)
         self._ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Stop at a signal, which uvicorn does not raise again afterwards."""
+        """Stop the server on a signal, without uvicorn's re-raising of the signal afterwards."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        caught = [one for one in system.STOP_SIGNALS if signal.getsignal(one) is not signal.SIG_IGN]
-        before = {number: signal.signal(number, self.handle_exit) for number in caught}
+        signals = [
+            number
+            for number in system.STOP_SIGNALS
+            if signal.getsignal(number) is not signal.SIG_IGN
+        ]
+        previous_handlers = {number: signal.signal(number, self.handle_exit) for number in signals}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous_handlers.items():
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (uvicorn's)
-        """Stop, at the second signal at once."""
+        """Stop gracefully; stop at once on the second signal."""
         if self.should_exit:
             self.force_exit = True
             self._model.engine.cancel_all()
         self.should_exit = self._model.stopping = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests end, for a while, also where no signal has asked for it."""
+        """Let running requests finish for some seconds, then cancel them and stop the engine."""
         self._model.stopping = True
         engine = self._model.engine
         late = asyncio.get_running_loop().call_later(STOPPING_SECONDS, engine.cancel_all)
@@ -73,10 +77,10 @@ class ModelServer(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens; port 0 takes a free one.
+    """Return a listening socket; port 0 chooses a free port.
 
     Raises:
-        InputError: the address cannot be had.
+        InputError: the address is not available.
     """
     try:
         family, *_, address = socket.getaddrinfo(
@@ -84,25 +88,25 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except (OSError, OverflowError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise InputError(
-            f"cannot listen on {host} port {port}: {why}", "choose another --port or --host"
+            f"cannot listen on {host} port {port}: {reason}", "choose another --port or --host"
         ) from error
 
 
-def url_of(listening: socket.socket) -> str:
-    """Return the address of a server."""
+def server_url(listening: socket.socket) -> str:
+    """Return the URL of a listening socket."""
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _worth_logging(record: logging.LogRecord) -> bool:
-    """Return whether a record is about more than a request that was cancelled at the end."""
+def _is_no_cancellation(record: logging.LogRecord) -> bool:
+    """Return whether a log record is about anything else than a request cancelled at shutdown."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) -> ModelServer:
-    """Return a server of a model; its ``run(sockets=[...])`` returns when it was stopped."""
+def create_server(model: ServedModel, ready: Callable[[], object] = lambda: None) -> ModelServer:
+    """Create the server of a model; its ``run(sockets=[...])`` returns when the server has stopped."""
     config = uvicorn.Config(
         application(model),
         log_config=None,
@@ -113,5 +117,5 @@ def server_of(model: ServedModel, ready: Callable[[], object] = lambda: None) ->
         server_header=False,
         timeout_graceful_shutdown=int(STOPPING_SECONDS + UNREAD_SECONDS),
     )
-    logging.getLogger("uvicorn.error").addFilter(_worth_logging)
+    logging.getLogger("uvicorn.error").addFilter(_is_no_cancellation)
     return ModelServer(config, model, ready)

@@ -15,7 +15,7 @@ import quantforge
 from quantforge.api.serve import served_model
 from quantforge.runtime.decoder import Decoder
 from quantforge.runtime.load import Loaded, load
-from quantforge.serving.serve_options import complete
+from quantforge.serving.serve_options import complete_options
 from quantforge.settings import Settings
 from tests.plain_loop import StopLimits, generate
 
@@ -34,15 +34,15 @@ def demo() -> Loaded:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The demo model on a port of this machine."""
-    from quantforge.serving.server import listen, server_of, url_of
+    from quantforge.serving.server import create_server, listen, server_url
 
     listening = listen("127.0.0.1", 0)
-    options = complete({"served_name": "demo", "concurrent": 8})
+    options = complete_options({"served_name": "demo", "concurrent": 8})
     served = served_model(demo(), Settings(), options)
-    server = server_of(served)
+    server = create_server(served)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
-    yield url_of(listening)
+    yield server_url(listening)
     server.should_exit = True
     thread.join(60)
     assert not thread.is_alive()
