@@ -303,22 +303,22 @@ def _invalid_value(name: str, message: str) -> ApiError:
     return ApiError(message, param=name, code="invalid_value")
 
 
-def _validation_refusal(kind: type[Body], document: Any, error: ValidationError) -> ApiError:
+def _validation_refusal(body_type: type[Body], document: Any, error: ValidationError) -> ApiError:
     """Create the error for the first validation error of a body; unknown fields take precedence."""
     errors = error.errors(include_url=False, include_context=False)
-    first = min(errors, key=lambda one: one["type"] != "extra_forbidden")
-    field, value, rule, fields = "", document, "", kind.model_fields
-    place, inside = "", document
-    for part in first["loc"]:
-        if isinstance(part, int):
-            place, inside = f"{place}[{part}]", inside[part]
-        elif part in fields:
-            place, inside = f"{place}.{part}".lstrip("."), inside.get(part)
-            field, value, rule = place, inside, fields[part].description or ""
-            fields = NESTED_FIELDS.get(part, {})
+    first_error = min(errors, key=lambda entry: entry["type"] != "extra_forbidden")
+    field, value, rule, fields = "", document, "", body_type.model_fields
+    field_path, current_value = "", document
+    for key in first_error["loc"]:
+        if isinstance(key, int):
+            field_path, current_value = f"{field_path}[{key}]", current_value[key]
+        elif key in fields:
+            field_path, current_value = f"{field_path}.{key}".lstrip("."), current_value.get(key)
+            field, value, rule = field_path, current_value, fields[key].description or ""
+            fields = NESTED_FIELDS.get(key, {})
         elif fields:
-            name = f"{place}.{part}".lstrip(".")[:60]
-            hint = "leave it out" if part in kind.neutral else nearest(part[:60], fields)
+            name = f"{field_path}.{key}".lstrip(".")[:60]
+            hint = "leave it out" if key in body_type.neutral else nearest(key[:60], fields)
             message = f"{name} is not supported here; {hint}"
             return ApiError(message, param=name, code="not_supported")
         else:  # a branch of a union, or a key of an object that is no body
