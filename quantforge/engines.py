@@ -19,7 +19,7 @@ from typing import Any
 from quantforge.cache_kinds import PLAIN, format_cache_kind, parse_cache_kind
 from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
 from quantforge.formats import DEFAULT_FORMAT, GGUF, FormatInfo, load_format
-from quantforge.formats.engine_rules import UNTRIED
+from quantforge.formats.engine_rules import NOT_RUN
 from quantforge.grids import PerGroup, Tile
 from quantforge.plans import EngineVerdict, Note, NoteKind, Serving, TensorPlan, kind_of
 
@@ -82,13 +82,13 @@ TARGETS: Mapping[str, Target] = {
         caches={"fp8": "--kv-cache-dtype fp8_e4m3"},
         devices="--tp-size {}",
         named="--served-model-name {}",
-        note=UNTRIED, port=30000, packages="'sglang[all]'",
+        note=NOT_RUN, port=30000, packages="'sglang[all]'",
     ),
     "tensorrt-llm": Target(
         {4: _packed("NVFP4_W4A4"), 8: _packed("FP8_DYNAMIC")}, "tensorrt-llm", "trtllm-serve {model}{options}",
         context="--max_seq_len {}",
         devices="--tp_size {}",
-        note=f"nvfp4 needs a Blackwell GPU; {UNTRIED}", port=8000, packages="tensorrt-llm",
+        note=f"nvfp4 needs a Blackwell GPU; {NOT_RUN}", port=8000, packages="tensorrt-llm",
     ),
     "lmdeploy": Target(
         {4: {"format": "awq", "scheme": "int4:g128:asym"}}, "lmdeploy", "lmdeploy serve api_server {model}{options}",
@@ -96,7 +96,7 @@ TARGETS: Mapping[str, Target] = {
         caches={"int8": "--quant-policy int8", "int4": "--quant-policy int4"},
         devices="--tp {}",
         named="--model-name {}",
-        note=UNTRIED, port=23333, packages="lmdeploy",
+        note=NOT_RUN, port=23333, packages="lmdeploy",
     ),
     "transformers": Target(
         {4: _packed("int4:g128:sym"), 8: _packed("int8:g128:sym")}, "transformers", "transformers serve {model}",

@@ -32,11 +32,11 @@ from quantforge.formats.configuration import (
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import (
     GROUPS_ONLY,
-    MARLIN,
+    MARLIN_RULES,
     MODELOPT,
     TURBOMIND,
     Engine,
-    by_engine,
+    engine_table,
 )
 from quantforge.formats.gptq import dynamic_override
 from quantforge.formats.read_checks import (
@@ -70,14 +70,14 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "awq"
-_VLLM_SUPPORT = Engine(refuses=(GROUPS_ONLY,), notes=MARLIN)
-ENGINES = by_engine(
+_VLLM_SUPPORT = Engine(layer_rules=(GROUPS_ONLY,), note_rules=MARLIN_RULES)
+ENGINES = engine_table(
     transformers=Engine(note="through gptqmodel"),
     vllm=_VLLM_SUPPORT,
     sglang=_VLLM_SUPPORT,
     tensorrt_llm=MODELOPT,
     lmdeploy=TURBOMIND,
-    mlx=Engine(refuses=(GROUPS_ONLY,), note="converted on loading"),
+    mlx=Engine(layer_rules=(GROUPS_ONLY,), note="converted on loading"),
 )
 INFO = FormatInfo(
     engine_packages={"transformers": "gptqmodel"},

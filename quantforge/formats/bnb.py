@@ -52,7 +52,7 @@ from quantforge.formats.configuration import (
     skip_list_with_experts,
 )
 from quantforge.formats.convert import convert
-from quantforge.formats.engine_rules import UNTRIED, Engine, by_engine
+from quantforge.formats.engine_rules import NOT_RUN, Engine, engine_table
 from quantforge.formats.read_checks import (
     check_config_value,
     check_not_in_skip_list,
@@ -75,21 +75,25 @@ if TYPE_CHECKING:
 
 KEY = "bnb"
 _JOINS_EXPERTS = "its loader joins the matrices of experts into one tensor, which packed ones of bitsandbytes cannot be"
-_UNSUPPORTED = Engine(never="does not read bitsandbytes")
+_UNSUPPORTED = Engine(unsupported_reason="does not read bitsandbytes")
 
 
 def _no_int8_experts(layer: LayerScheme) -> str:
     return "its plugin (0.0.3) has no experts in 8 bits" if layer.weight.integer else ""
 
 
-ENGINES = by_engine(
-    transformers=Engine(note="through bitsandbytes", experts=_JOINS_EXPERTS, unrolls=True),
+ENGINES = engine_table(
+    transformers=Engine(
+        note="through bitsandbytes",
+        unstacked_experts_reason=_JOINS_EXPERTS,
+        loads_unstacked_experts=True,
+    ),
     vllm=Engine(
         note="through vllm-bnb-plugin (since vLLM 0.28)",
-        packed_experts=_no_int8_experts,
-        kept_experts="its plugin (0.0.3) takes all experts for packed ones",
+        expert_rule=_no_int8_experts,
+        unquantized_experts_reason="its plugin (0.0.3) takes all experts for packed ones",
     ),
-    sglang=Engine(note=UNTRIED),
+    sglang=Engine(note=NOT_RUN),
     tensorrt_llm=_UNSUPPORTED,
     lmdeploy=_UNSUPPORTED,
     mlx=_UNSUPPORTED,

@@ -24,77 +24,79 @@ InputRule = Callable[[LayerScheme], str]
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Which files of one format an engine loads, and why not the others.
+    """Which quantized layers of one format an engine loads, and why not the others.
 
     Attributes:
-        never: why it loads no file of the format; "" if it loads some.
-        refuses: rules that every layer has to pass.
-        inputs: rule about the quantization of inputs.
-        mixture: why it does not load a model whose layers have different schemes.
-        note: what to know where it loads a layer.
-        notes: rules that return such notes.
-        transposed: why it does not load families that store linears ``[in, out]``.
-        experts: why it does not load packed experts that are stored one by one.
-        kept_experts: why it does not load unquantized experts, stored one by one, beside packed layers.
-        packed_experts: rule about the scheme of packed experts that are stored one by one.
-        mixed_experts: why it does not load such experts with different schemes.
-        unrolls: whether it loads experts one by one for families that publish them stacked.
-        embedding: whether it loads a quantized embedding.
-        decodes: whether it can be configured to decode weights on loading, for blocks that read weights directly.
+        unsupported_reason: why it loads no file of the format; "" if it loads some.
+        layer_rules: rules that every layer must pass.
+        input_rule: rule about the quantization of inputs.
+        mixed_schemes_reason: why it does not load a model whose layers have different schemes.
+        note: a note for users whose layers it loads.
+        note_rules: rules that return such notes.
+        transposed_reason: why it does not load families that store linears ``[in, out]``.
+        unstacked_experts_reason: why it does not load packed experts that are separate tensors.
+        unquantized_experts_reason: why it does not load unquantized separate experts together with packed layers.
+        expert_rule: rule about the scheme of packed experts that are separate tensors.
+        mixed_experts_reason: why it does not load such experts with different schemes.
+        loads_unstacked_experts: whether it loads separate experts for families that publish them stacked.
+        loads_embedding: whether it loads a quantized embedding.
+        can_decode: whether it can be configured to decode weights on loading, for blocks that read weights directly.
     """
 
-    never: str = ""
-    refuses: tuple[Rule, ...] = ()
-    inputs: InputRule = lambda _: ""
-    mixture: str = ""
+    unsupported_reason: str = ""
+    layer_rules: tuple[Rule, ...] = ()
+    input_rule: InputRule = lambda _: ""
+    mixed_schemes_reason: str = ""
     note: str = ""
-    notes: tuple[Rule, ...] = ()
-    transposed: str = ""
-    experts: str = ""
-    kept_experts: str = ""
-    packed_experts: InputRule = lambda _: ""
-    mixed_experts: str = ""
-    unrolls: bool = False
-    embedding: bool = False
-    decodes: bool = False
+    note_rules: tuple[Rule, ...] = ()
+    transposed_reason: str = ""
+    unstacked_experts_reason: str = ""
+    unquantized_experts_reason: str = ""
+    expert_rule: InputRule = lambda _: ""
+    mixed_experts_reason: str = ""
+    loads_unstacked_experts: bool = False
+    loads_embedding: bool = False
+    can_decode: bool = False
 
 
 # Rules
 
 
-def bits_in(*widths: int) -> Rule:
+def require_bits(*widths: int) -> Rule:
     """Return a rule that allows only codes of these widths."""
-    shown = " and ".join(map(str, widths))
+    allowed = " and ".join(map(str, widths))
 
     def rule(scheme: Scheme, _: Shape) -> str:
-        return "" if scheme.bits in widths else f"kernels for {shown} bits only, not {scheme.bits}"
+        return (
+            "" if scheme.bits in widths else f"kernels for {allowed} bits only, not {scheme.bits}"
+        )
 
     return rule
 
 
-def groups_in(*sizes: int, row: bool = True) -> Rule:
+def require_group_sizes(*sizes: int, row: bool = True) -> Rule:
     """Return a rule that allows only these group sizes and, with ``row``, one scale per row."""
-    shown = ", ".join(map(str, sizes)) + (" or one per row" if row else "")
+    allowed = ", ".join(map(str, sizes)) + (" or one per row" if row else "")
 
     def rule(scheme: Scheme, shape: Shape) -> str:
         size = scheme.group_size(shape[1])
         by_row = row and not isinstance(scheme.granularity, PerGroup)
-        return "" if by_row or size in sizes else f"groups of {shown} only, not {size}"
+        return "" if by_row or size in sizes else f"groups of {allowed} only, not {size}"
 
     return rule
 
 
-def symmetric(reason: str) -> Rule:
+def require_symmetric(reason: str) -> Rule:
     """Return a rule that allows only symmetric schemes, without zero points."""
     return lambda scheme, _: "" if scheme.symmetric else reason
 
 
-def at_bits(width: int, answer: str) -> Rule:
-    """Return a rule that gives the text ``answer`` for codes of one width."""
-    return lambda scheme, _: answer if scheme.bits == width else ""
+def message_at_bits(width: int, message: str) -> Rule:
+    """Return a rule that gives a message for codes of one width."""
+    return lambda scheme, _: message if scheme.bits == width else ""
 
 
-def tiles(out_features: int, in_features: int) -> Rule:
+def require_tile_multiples(out_features: int, in_features: int) -> Rule:
     """Return a rule that allows only shapes that are multiples of a kernel's tile."""
 
     def rule(_: Scheme, shape: Shape) -> str:
@@ -107,35 +109,40 @@ def tiles(out_features: int, in_features: int) -> Rule:
     return rule
 
 
-def of_integers(*rules: Rule) -> tuple[Rule, ...]:
-    """Return the same rules, applied to integer schemes only."""
+def for_integers_only(*rules: Rule) -> tuple[Rule, ...]:
+    """Return the same rules, limited to integer schemes."""
 
-    def limited(rule: Rule) -> Rule:
+    def apply_to_integers(rule: Rule) -> Rule:
         return lambda scheme, shape: rule(scheme, shape) if scheme.integer else ""
 
-    return tuple(limited(rule) for rule in rules)
+    return tuple(apply_to_integers(rule) for rule in rules)
 
 
-def grid_in(grids: Iterable[str], answer: str) -> Rule:
-    """Return a rule that gives the text ``answer`` for schemes with one of these grids."""
-    known = frozenset(grids)
-    return lambda scheme, _: answer if scheme.grid in known else ""
+def message_for_grids(grids: Iterable[str], message: str) -> Rule:
+    """Return a rule that gives a message for schemes with one of these grids."""
+    grid_set = frozenset(grids)
+    return lambda scheme, _: message if scheme.grid in grid_set else ""
 
 
-GGUF_ONLY = Engine(never="reads GGUF files only")
-MODELOPT = Engine(never="reads this format through a ModelOpt configuration only")
-GROUPS = groups_in(32, 64, 128)
-GROUPS_ONLY = groups_in(32, 64, 128, row=False)
-MARLIN = (tiles(64, 128), at_bits(8, "8-bit kernels run on a GPU only"))
-UNTRIED = "according to its source, not run"
-TURBOMIND = Engine(refuses=(bits_in(4), groups_in(128, row=False)), note=UNTRIED)  # of LMDeploy
+GGUF_ONLY = Engine(unsupported_reason="reads GGUF files only")
+MODELOPT = Engine(unsupported_reason="reads this format through a ModelOpt configuration only")
+GROUPS_OR_ROW = require_group_sizes(32, 64, 128)
+GROUPS_ONLY = require_group_sizes(32, 64, 128, row=False)
+MARLIN_RULES = (
+    require_tile_multiples(64, 128),
+    message_at_bits(8, "8-bit kernels run on a GPU only"),
+)
+NOT_RUN = "according to its source, not run"
+TURBOMIND = Engine(
+    layer_rules=(require_bits(4), require_group_sizes(128, row=False)), note=NOT_RUN
+)  # of LMDeploy
 
 
-def by_engine(
+def engine_table(
     *, transformers: Engine, vllm: Engine, sglang: Engine, tensorrt_llm: Engine, lmdeploy: Engine, mlx: Engine,
     llama_cpp: Engine = GGUF_ONLY,
 ) -> Mapping[str, Engine]:  # fmt: skip
-    """Return the table of engines for a format of directories, by engine name."""
+    """Return the table of engines for a format whose results are directories, by engine name."""
     return {
         "transformers": transformers, "vllm": vllm, "sglang": sglang, "tensorrt-llm": tensorrt_llm,
         "lmdeploy": lmdeploy, "llama.cpp": llama_cpp, "mlx": mlx,

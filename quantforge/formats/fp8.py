@@ -29,7 +29,7 @@ from quantforge.formats.configuration import (
     skip_list_with_experts,
 )
 from quantforge.formats.convert import convert
-from quantforge.formats.engine_rules import UNTRIED, Engine, by_engine
+from quantforge.formats.engine_rules import NOT_RUN, Engine, engine_table
 from quantforge.formats.read_checks import (
     check_config_value,
     check_not_in_skip_list,
@@ -62,14 +62,14 @@ def _tiles_only(scheme: Scheme, _: tuple[int, int]) -> str:
     return "tiles of 128x128 only" if whole else ""
 
 
-ENGINES = by_engine(
+ENGINES = engine_table(
     transformers=Engine(note="decoded to the model's type without a GPU"),
     vllm=Engine(note="no kernel for tiles on a CPU without AMX"),
-    sglang=Engine(note=UNTRIED),
-    tensorrt_llm=Engine(note=UNTRIED),
-    lmdeploy=Engine(refuses=(_tiles_only,), note=UNTRIED),
-    llama_cpp=Engine(never="reads GGUF files only (its converter decodes fp8)"),
-    mlx=Engine(never="does not read fp8"),
+    sglang=Engine(note=NOT_RUN),
+    tensorrt_llm=Engine(note=NOT_RUN),
+    lmdeploy=Engine(layer_rules=(_tiles_only,), note=NOT_RUN),
+    llama_cpp=Engine(unsupported_reason="reads GGUF files only (its converter decodes fp8)"),
+    mlx=Engine(unsupported_reason="does not read fp8"),
 )
 INFO = FormatInfo(
     example_schemes=("FP8_BLOCK",),

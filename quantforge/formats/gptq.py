@@ -48,14 +48,14 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.convert import compare_schemes, convert
 from quantforge.formats.engine_rules import (
-    GROUPS,
-    MARLIN,
+    GROUPS_OR_ROW,
+    MARLIN_RULES,
     MODELOPT,
     TURBOMIND,
     Engine,
-    bits_in,
-    by_engine,
-    symmetric,
+    engine_table,
+    require_bits,
+    require_symmetric,
 )
 from quantforge.formats.patterns import config_pattern_matches
 from quantforge.formats.read_checks import (
@@ -95,15 +95,18 @@ if TYPE_CHECKING:
 
 KEY = "gptq"
 _VLLM_SUPPORT = Engine(
-    refuses=(bits_in(4, 8), GROUPS, symmetric("no kernel for zero points")), notes=MARLIN
+    layer_rules=(require_bits(4, 8), GROUPS_OR_ROW, require_symmetric("no kernel for zero points")),
+    note_rules=MARLIN_RULES,
 )
-ENGINES = by_engine(
+ENGINES = engine_table(
     transformers=Engine(note="through gptqmodel and optimum"),
     vllm=_VLLM_SUPPORT,
     sglang=_VLLM_SUPPORT,
     tensorrt_llm=MODELOPT,
-    lmdeploy=replace(TURBOMIND, refuses=(*TURBOMIND.refuses, symmetric("no zero points"))),
-    mlx=Engine(never="refuses files with g_idx"),
+    lmdeploy=replace(
+        TURBOMIND, layer_rules=(*TURBOMIND.layer_rules, require_symmetric("no zero points"))
+    ),
+    mlx=Engine(unsupported_reason="refuses files with g_idx"),
 )
 INFO = FormatInfo(
     engine_packages={"transformers": "gptqmodel optimum"},

@@ -32,7 +32,7 @@ from quantforge.formats.configuration import (
     quantized_modules,
 )
 from quantforge.formats.convert import convert
-from quantforge.formats.engine_rules import Engine, by_engine
+from quantforge.formats.engine_rules import Engine, engine_table
 from quantforge.formats.read_checks import (
     check_config_value,
     contradiction_error,
@@ -56,14 +56,14 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "mlx"
-_UNSUPPORTED = Engine(never="does not read MLX files")
-ENGINES = by_engine(
+_UNSUPPORTED = Engine(unsupported_reason="does not read MLX files")
+ENGINES = engine_table(
     transformers=_UNSUPPORTED,
     vllm=_UNSUPPORTED,
     sglang=_UNSUPPORTED,
     tensorrt_llm=_UNSUPPORTED,
     lmdeploy=_UNSUPPORTED,
-    mlx=Engine(embedding=True),
+    mlx=Engine(loads_embedding=True),
 )
 INFO = FormatInfo(
     hub_library="mlx",

@@ -14,7 +14,7 @@ from quantforge.formats.configuration import (
     model_dtype,
     quantization_config,
 )
-from quantforge.formats.engine_rules import Engine, by_engine
+from quantforge.formats.engine_rules import Engine, engine_table
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from quantforge.packers.tensor import QuantizedTensor
 
 KEY = "plain"
-ENGINES = by_engine(
+ENGINES = engine_table(
     transformers=Engine(),
     vllm=Engine(),
     sglang=Engine(),

@@ -376,7 +376,7 @@ def plan_search(
     assert target is not None
     # An engine that the format does not list cannot load its mixtures: `check_mixture_allowed` says so.
     engine_rules = load_format(key).INFO.engines.get(chosen_recipe.engine or "")
-    experts_share_scheme = engine_rules is not None and bool(engine_rules.mixed_experts)
+    experts_share_scheme = engine_rules is not None and bool(engine_rules.mixed_experts_reason)
     groups: dict[object, list[str]] = {}
     for linear, tensor in quantized_linears(
         first_plan.plan.tensors, first_plan.model_layout

@@ -39,7 +39,12 @@ from quantforge.formats.configuration import (
     head_module,
 )
 from quantforge.formats.convert import layer_scheme_in_format
-from quantforge.formats.engine_verdicts import TRANSFORMERS, ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.engine_verdicts import (
+    TRANSFORMERS,
+    ModelToLoad,
+    engine_verdicts,
+    unmapped_reason,
+)
 from quantforge.formats.match_quantized import drop_tied_copy, match_headers
 from quantforge.formats.refusal_reasons import common_split_size, summarize_names
 from quantforge.grids import PerGroup
@@ -326,19 +331,23 @@ def _model_to_load(
         modules,
         tuple(str(config.get("model_type")) for config in configs),
         transposed=family is not None and family.transposed,
-        unstacked=family is not None
+        unstacked_experts=family is not None
         and family.publishes_stacked_experts
         and not family.loads_single_experts,
-        kept=tuple(name for name in checkpoint.entries if name.rpartition(".")[0] not in modules),
-        embedding=any(module.rpartition(".")[2] in EMBEDDING_MODULES for module in modules),
-        unmapped=unmapped(family, checkpoint.config, checkpoint.entries),
-        draft=_draft_head_kind(checkpoint),
+        unquantized=tuple(
+            name for name in checkpoint.entries if name.rpartition(".")[0] not in modules
+        ),
+        quantized_embedding=any(
+            module.rpartition(".")[2] in EMBEDDING_MODULES for module in modules
+        ),
+        unmapped_reason=unmapped_reason(family, checkpoint.config, checkpoint.entries),
+        draft_kind=_draft_head_kind(checkpoint),
     )
 
 
 def _refuse_unstacked_experts(model: ModelToLoad) -> None:
     """Refuse to decode experts into single tensors if loaders expect one stacked tensor."""
-    if model.unstacked and (model.experts or model.kept_experts):
+    if model.unstacked_experts and (model.expert_schemes or model.has_unquantized_experts):
         raise RefusedError(
             f"{PLAIN}: {model.model_types[0]} has its experts in one tensor, which are read one by one here: loaders"
             " would take random numbers for them",

@@ -27,7 +27,7 @@ from quantforge.formats.compressed_tensors.linears import (
     can_store_transposed,
     packed_transposed_tensors,
 )
-from quantforge.formats.engine_verdicts import ModelToLoad, engine_verdicts, unmapped
+from quantforge.formats.engine_verdicts import ModelToLoad, engine_verdicts, unmapped_reason
 from quantforge.notation import SPARSITY_HINT
 from quantforge.planning.choice import SchemeChooser
 from quantforge.planning.coverage import is_kept_by_user
@@ -83,17 +83,17 @@ def plan_module_tensors(
         layers,
         (model_layout.model_type, str(checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
-        turned=any(tensor.turned for tensor in tensors),
-        unstacked=family is not None
+        transposed_codes=any(tensor.turned for tensor in tensors),
+        unstacked_experts=family is not None
         and family.publishes_stacked_experts
         and not family.loads_single_experts,
-        embedding=planner.quantizes_embedding,
-        kept=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
-        running=LAYOUT in checkpoint.facts,
-        unmapped=unmapped(
+        quantized_embedding=planner.quantizes_embedding,
+        unquantized=tuple(tensor.name for tensor in tensors if tensor.action is Action.KEEP),
+        running_layout=LAYOUT in checkpoint.facts,
+        unmapped_reason=unmapped_reason(
             family, checkpoint.config, (item.header.name for item in model_layout.tensors)
         ),
-        draft=model_layout.draft_kind,
+        draft_kind=model_layout.draft_kind,
     )
     return PartialPlan(
         tensors=tuple(tensors),

@@ -27,7 +27,7 @@ from quantforge.files.without_experts import (
     remove_experts,
 )
 from quantforge.formats import GGUF, KEEP, load_format
-from quantforge.formats.engine_verdicts import TRANSFORMERS, converts
+from quantforge.formats.engine_verdicts import TRANSFORMERS, needs_conversion
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter
@@ -46,7 +46,7 @@ def source_as_read(
     source = decode_if_low_precision(opened)
     if settings.adapter is not None:
         source = merge_adapter(source, open_adapter(settings.adapter))
-    if recipe.engine == TRANSFORMERS and key != GGUF and converts(source.config):
+    if recipe.engine == TRANSFORMERS and key != GGUF and needs_conversion(source.config):
         from quantforge.model.transformers_layout import (
             running_layout,  # torch, which planning does without
         )

@@ -170,13 +170,13 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     about, model = artifact.format.INFO, _model_to_load(artifact)
     name = engine if engine in about.engines else target_of(engine).judged
     loading = LoadingResult()
-    if name == TRANSFORMERS and not (about.is_single_file or model.draft):
+    if name == TRANSFORMERS and not (about.is_single_file or model.draft_kind):
         checkpoint = artifact.checkpoint
         stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
         loading = check_loading(
             checkpoint.config, stored, checkpoint.read, lambda: _decoded_headers(artifact)
         )
-        model = replace(model, compared=not loading.not_tried)
+        model = replace(model, names_compared=not loading.not_tried)
     verdict = next(item for item in engine_verdicts(about, model) if item.engine == name)
     refused = verdict.reason if verdict.loads is False else ""
     if refused or loading.reason:
@@ -247,16 +247,18 @@ def _model_to_load(artifact: Artifact) -> ModelToLoad:
         {module: (layout.scheme, layout.shape) for module, layout in layouts.items()},
         (model_layout.model_type, str(artifact.checkpoint.config.get("model_type"))),
         transposed=family is not None and family.transposed,
-        turned=any(layout.transposed for layout in layouts.values()),
-        unstacked=family is not None
+        transposed_codes=any(layout.transposed for layout in layouts.values()),
+        unstacked_experts=family is not None
         and family.publishes_stacked_experts
         and not family.loads_single_experts,
-        kept=tuple(t.header.name for t in model_layout.tensors if artifact.layout(t) is None),
-        embedding=any(
+        unquantized=tuple(
+            t.header.name for t in model_layout.tensors if artifact.layout(t) is None
+        ),
+        quantized_embedding=any(
             t.role is Role.EMBEDDING and artifact.layout(t) for t in model_layout.tensors
         ),
-        running=artifact.uses_running_layout,
-        draft=model_layout.draft_kind,
+        running_layout=artifact.uses_running_layout,
+        draft_kind=model_layout.draft_kind,
     )
 
 

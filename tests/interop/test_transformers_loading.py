@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from quantforge import api
 from quantforge.architectures import architecture_of
 from quantforge.formats.decoded import decode_checkpoint
-from quantforge.formats.engine_verdicts import unmapped
+from quantforge.formats.engine_verdicts import unmapped_reason
 from quantforge.formats.open_model import open_model
 from quantforge.model.transformers_loading import LoadingResult, check_loading
 from quantforge.recipe import Recipe
@@ -259,7 +259,7 @@ def test_declared_names_are_those_that_transformers_looks_for(tiny: Tiny, family
             for name, tensor in zip(names, stored, strict=True)
         ]
         found = check_loading(model.config, moved, model.read, list)
-        left_open = bool(unmapped(architecture, model.config, names))
+        left_open = bool(unmapped_reason(architecture, model.config, names))
         assert (prefix, found.not_tried, left_open) == (prefix, "", bool(found.reason))
 
 

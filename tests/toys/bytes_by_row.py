@@ -11,7 +11,7 @@ from torch import Tensor
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import config_json, model_dtype
 from quantforge.formats.convert import convert
-from quantforge.formats.engine_rules import Engine, bits_in
+from quantforge.formats.engine_rules import Engine, require_bits
 from quantforge.grids import Row, ScaleType
 from quantforge.notation import parse
 from quantforge.packers.tensor import QuantizedTensor
@@ -23,7 +23,7 @@ SCHEME = "int8:row:sym:f32"
 INFO = FormatInfo(
     engine_packages={"toy": "toys"},
     example_schemes=(SCHEME,),
-    engines={"toy": Engine(refuses=(bits_in(8),)), "other": Engine(never="plays no toys")},
+    engines={"toy": Engine(refuses=(require_bits(8),)), "other": Engine(never="plays no toys")},
     skip_list_key="left_out",
 )
 MIN_ZERO_POINT = 0

@@ -47,20 +47,20 @@ from quantforge.formats.configuration import (
 )
 from quantforge.formats.convert import convert
 from quantforge.formats.engine_rules import (
-    GROUPS,
-    MARLIN,
-    UNTRIED,
+    GROUPS_OR_ROW,
+    MARLIN_RULES,
+    NOT_RUN,
     Engine,
     Shape,
-    at_bits,
-    bits_in,
-    by_engine,
-    grid_in,
-    groups_in,
-    of_integers,
-    symmetric,
+    engine_table,
+    for_integers_only,
+    message_at_bits,
+    message_for_grids,
+    require_bits,
+    require_group_sizes,
+    require_symmetric,
 )
-from quantforge.formats.engine_verdicts import reads_weights
+from quantforge.formats.engine_verdicts import blocks_read_weights
 from quantforge.formats.read_checks import contradiction_error, require_scales
 from quantforge.formats.refusal_reasons import check_whole_groups, require_possible
 from quantforge.grids import PerGroup, PerTensor, Row, ScaleType, Zero
@@ -106,23 +106,23 @@ def _unsupported_expert_scheme(layer: LayerScheme) -> str:
 
 
 _FLOAT_NOTES = (
-    grid_in(
+    message_for_grids(
         ("fp8_e4m3",),
         "8-bit floats are fast from compute capability 8.9 on; a CPU has kernels with inputs by token (or tiles, "
         "with AMX) only",
     ),
-    grid_in(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
+    message_for_grids(("nvfp4", "mxfp4", "mxfp8"), "kernels run on a GPU only"),
 )
 _VLLM_SUPPORT = Engine(
-    refuses=(*of_integers(bits_in(4, 8), GROUPS), _no_fp8_groups),
-    notes=(*of_integers(*MARLIN), *_FLOAT_NOTES),
+    layer_rules=(*for_integers_only(require_bits(4, 8), GROUPS_OR_ROW), _no_fp8_groups),
+    note_rules=(*for_integers_only(*MARLIN_RULES), *_FLOAT_NOTES),
 )
 _PACKED_ZERO_POINTS_REASON = (
     "compressed-tensors 0.18 to 0.20 cannot load packed zero points: load with "
     "CompressedTensorsConfig(dequantize=True)"
 )
 _UNUSUAL_BITS_NOTES = tuple(
-    at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7)
+    message_at_bits(width, "needs compressed-tensors 0.18 or later") for width in (3, 5, 6, 7)
 )
 
 # Seen with transformers 5.23 and compressed-tensors 0.20.
@@ -136,41 +136,43 @@ _MIXED_EXPERTS_REASON = (
 _UNQUANTIZED_EXPERTS_REASON = (
     "beside packed layers its loader joins packed experts alone, and these stay as they are"
 )
-ENGINES = by_engine(
+ENGINES = engine_table(
     transformers=Engine(
-        refuses=(symmetric(_PACKED_ZERO_POINTS_REASON),),
-        notes=of_integers(*_UNUSUAL_BITS_NOTES),
-        transposed=_CONV1D_REASON,
-        kept_experts=_UNQUANTIZED_EXPERTS_REASON,
-        packed_experts=_unsupported_expert_scheme,
-        mixed_experts=_MIXED_EXPERTS_REASON,
-        unrolls=True,
-        decodes=True,
+        layer_rules=(require_symmetric(_PACKED_ZERO_POINTS_REASON),),
+        note_rules=for_integers_only(*_UNUSUAL_BITS_NOTES),
+        transposed_reason=_CONV1D_REASON,
+        unquantized_experts_reason=_UNQUANTIZED_EXPERTS_REASON,
+        expert_rule=_unsupported_expert_scheme,
+        mixed_experts_reason=_MIXED_EXPERTS_REASON,
+        loads_unstacked_experts=True,
+        can_decode=True,
     ),
-    vllm=replace(_VLLM_SUPPORT, unrolls=True),
+    vllm=replace(_VLLM_SUPPORT, loads_unstacked_experts=True),
     sglang=_VLLM_SUPPORT,
     tensorrt_llm=Engine(
-        refuses=(
+        layer_rules=(
             lambda scheme, _: "reads no integers of this format" if scheme.integer else "",
             _no_fp8_groups,
             _fp8_rows_or_tiles,
-            grid_in(("mxfp8",), "no kernel for mxfp8"),
+            message_for_grids(("mxfp8",), "no kernel for mxfp8"),
         ),
-        inputs=_four_by_four,
-        note=UNTRIED,
+        input_rule=_four_by_four,
+        note=NOT_RUN,
     ),
     lmdeploy=Engine(
-        refuses=(
+        layer_rules=(
             _integers_only,
-            bits_in(4),
-            groups_in(32, 128, row=False),
-            symmetric("no zero points"),
+            require_bits(4),
+            require_group_sizes(32, 128, row=False),
+            require_symmetric("no zero points"),
         ),
-        inputs=_no_inputs,
-        mixture="it reads one group of the configuration, for all layers",
-        note=UNTRIED,
+        input_rule=_no_inputs,
+        mixed_schemes_reason="it reads one group of the configuration, for all layers",
+        note=NOT_RUN,
     ),
-    mlx=Engine(never="reads this format of a few model families only, others not: take --for mlx"),
+    mlx=Engine(
+        unsupported_reason="reads this format of a few model families only, others not: take --for mlx"
+    ),
 )
 
 
@@ -321,7 +323,7 @@ def side_files(plan: Plan, config: Mapping[str, Any]) -> dict[str, bytes]:
             item for tensor in plan.tensors for item in tensor.outputs
         ),
     }
-    reads = reads_weights(plan.model_type, str(config.get("model_type")))
+    reads = blocks_read_weights(plan.model_type, str(config.get("model_type")))
     if len(targets) == 1 and (reads or any(tensor.turned for tensor in modules.values())):
         quantization["dequantize"] = True  # to transformers: decode while loading
     dtype = model_dtype(plan, config)

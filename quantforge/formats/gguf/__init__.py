@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from quantforge.errors import InputError, RefusedError
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.convert import GGML_INTEGER_SCHEMES
-from quantforge.formats.engine_rules import UNTRIED, Engine, grid_in
+from quantforge.formats.engine_rules import NOT_RUN, Engine, message_for_grids
 from quantforge.formats.gguf.container import TYPES
 from quantforge.formats.read_checks import require_finite
 from quantforge.grids import GGML_BLOCKS, ScaleType
@@ -55,13 +55,17 @@ INFO = FormatInfo(
     engines={
         "llama.cpp": Engine(),
         "ollama": Engine(),
-        "transformers": Engine(never="it decodes GGUF to dense weights"),
+        "transformers": Engine(unsupported_reason="it decodes GGUF to dense weights"),
         "vllm": Engine(
-            refuses=(grid_in(("mxfp4", "tq1_0", "tq2_0"), f"{_VLLM_PLUGIN} has no such type"),),
-            note=f"through {_VLLM_PLUGIN} (since vLLM 0.24), on a GPU; {UNTRIED}",
+            layer_rules=(
+                message_for_grids(("mxfp4", "tq1_0", "tq2_0"), f"{_VLLM_PLUGIN} has no such type"),
+            ),
+            note=f"through {_VLLM_PLUGIN} (since vLLM 0.24), on a GPU; {NOT_RUN}",
         ),
-        "sglang": Engine(note=UNTRIED),
-        **dict.fromkeys(("tensorrt-llm", "lmdeploy", "mlx"), Engine(never="does not read GGUF")),
+        "sglang": Engine(note=NOT_RUN),
+        **dict.fromkeys(
+            ("tensorrt-llm", "lmdeploy", "mlx"), Engine(unsupported_reason="does not read GGUF")
+        ),
     },
     engine_packages={"vllm": _VLLM_PLUGIN},
     file_suffix=".gguf",

@@ -88,13 +88,23 @@ def test_plain_files_load_everywhere_but_in_llama_cpp():
         ("compressed-tensors", {"transposed": True}, "transformers", "Conv1D"),
         ("compressed-tensors", {"transposed": True}, "vllm", ""),
         ("gptq", {"transposed": True}, "transformers", ""),
-        ("compressed-tensors", {"embedding": True}, "transformers", "quantized embedding"),
-        ("mlx", {"embedding": True}, "mlx", ""),
+        (
+            "compressed-tensors",
+            {"quantized_embedding": True},
+            "transformers",
+            "quantized embedding",
+        ),
+        ("mlx", {"quantized_embedding": True}, "mlx", ""),
         ("bnb", {"module": "mlp.experts.3.up_proj"}, "transformers", "joins the matrices"),
         ("fp8", {"module": "mlp.experts.3.up_proj"}, "transformers", ""),
         ("bnb", {"module": "mlp.experts.3.up_proj"}, "vllm", ""),
-        ("bnb", {"kept": ("mlp.experts.3.up_proj.weight",)}, "vllm", "all experts for packed"),
-        ("awq", {"kept": ("mlp.experts.3.up_proj.weight",)}, "vllm", ""),
+        (
+            "bnb",
+            {"unquantized": ("mlp.experts.3.up_proj.weight",)},
+            "vllm",
+            "all experts for packed",
+        ),
+        ("awq", {"unquantized": ("mlp.experts.3.up_proj.weight",)}, "vllm", ""),
         ("gptq", {"model_types": ("", "falcon")}, "transformers", "falcon does not load"),
     ],
 )
@@ -134,7 +144,7 @@ def test_vllm_holds_the_experts_of_a_mixture_as_one():
         ("other.experts.0.up_proj.weight", True),
         ("mlp.gate.weight", True),
     ):
-        assert vllm_of("gptq", replace(alike, kept=(kept,))).loads is loads
+        assert vllm_of("gptq", replace(alike, unquantized=(kept,))).loads is loads
 
 
 def test_the_plugin_of_vllm_has_no_experts_in_bytes():
@@ -163,6 +173,6 @@ def test_quantize_export_and_verify_agree_on_who_loads_it(tiny, tmp_path):
 @pytest.mark.parametrize("unstacked", [True, False])
 def test_plain_experts_one_by_one_load_where_the_family_publishes_them_so(unstacked: bool) -> None:
     kept = ("model.layers.0.feed_forward.experts.0.up_proj.weight",)
-    model = ModelToLoad({}, ("llama4_text",), unstacked=unstacked, kept=kept)
+    model = ModelToLoad({}, ("llama4_text",), unstacked_experts=unstacked, unquantized=kept)
     found = {one.engine: one.loads for one in engine_verdicts(load_format("plain").INFO, model)}
     assert found["transformers"] is not unstacked
