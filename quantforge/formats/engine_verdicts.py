@@ -30,7 +30,10 @@ TRANSFORMERS = "transformers"
 _JOINS_TENSORS = "its loader takes tensors that it joins or cuts for quantized ones, and finds none"
 _CONVERTS_TENSORS = f"{_JOINS_TENSORS}; --for transformers stores them as it runs them"
 _CUTS_TOWER = "it cannot cut tensors of its tower on loading beside packed layers, nor builds its rules for that"
-_SPLITS_EXPERTS = "its loader shares the experts out to text and images on loading, which it cannot beside packed layers"
+_SPLITS_EXPERTS = (
+    "its loader shares the experts out to text and images on loading, which it cannot "
+    "beside packed layers"
+)
 _UNROLLS_EXPERTS = "its loader unrolls the experts, which are stored as one tensor"
 _READS_WEIGHTS = "its blocks read the weights of their linears themselves"
 _DECODES_ON_LOADING = f"{_READS_WEIGHTS}, so that these are decoded on loading: no memory is saved"
@@ -39,7 +42,10 @@ TRANSPOSED_CODES = "the matrices of its Conv1D layers are stored for transformer
 _UNQUANTIZED_INPUTS = "inputs stay as they are"
 _TAKES_ONE_SCHEME = "it decodes this family on loading, by the first scheme alone"
 _MIXES_TYPES = "its blocks mix float32 with the type of the packed layers"
-_QUANTIZED_EMBEDDING = "transformers cannot load a quantized embedding, no other engine is known to; quantforge eval does"
+_QUANTIZED_EMBEDDING = (
+    "transformers cannot load a quantized embedding, no other engine is known to; "
+    "quantforge eval does"
+)
 _UNSTACKED_EXPERTS = (
     "it knows the experts of this family stacked in one tensor, and these are stored one by one; quantforge eval and "
     "--format gguf know them, and --ignore '*experts*' leaves them as they are"
