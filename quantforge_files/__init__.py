@@ -6,8 +6,8 @@ the model (or named by a person), and no more of it is read than its role allows
 
 In this folder:
 
-    opener       Open files that others made, and check that they are regular, inside the model and not too large
+    opener       Open files that others made, and check that they are regular, inside the model
     roles        Kinds of files, and how many bytes each may have
-    strict_json  Parse untrusted JSON in bounded time and memory, and reject ambiguous documents
+    strict_json  Parse untrusted JSON in bounded time and memory
     system       System calls that Linux and macOS offer differently
 """

@@ -62,10 +62,10 @@ def make_spec(
 
 
 def variants() -> dict[str, tuple[Any, ...]]:
-    """Kernel, types of arguments, constants, warps, weights of a program's step."""
-    found: dict[str, tuple[Any, ...]] = {}
+    """Return kernel, argument types, constants, warps and weights per loop step of each variant, by name."""
+    variants_by_name: dict[str, tuple[Any, ...]] = {}
     four, eight = make_spec(4, 128), make_spec(8, 128, grid="fp8", tile_rows=128)
-    for name, form, mode in (
+    for name, spec, mode in (
         ("int4 row, exponents", four, 1), ("int4 row, assembly", four, 2),
         ("int4 row, asymmetric g32", make_spec(4, 32, False), 2), ("int8 row", make_spec(8, 8192), 2),
         ("int2 row", make_spec(2, 64), 2), ("table row", make_spec(4, 64, grid="table"), 2),
@@ -75,35 +75,47 @@ def variants() -> dict[str, tuple[Any, ...]]:
         ("q4_k row", make_spec(4, 32, False, has_minima=True, superblock_size=256), 2),
         ("q6_k row", make_spec(6, 16, superblock_size=256), 2),
     ):  # fmt: skip
-        constants = kernel_constants(form) | {
+        constants = kernel_constants(spec) | {
             "WORD_IN_GROUP": True, "UNMASKED": True, "FIELD_MODE": mode, "TOP_K": 0, "BLOCK_N": 8, "BLOCK_K": 1024,
         }  # fmt: skip
-        found[name] = (plane_kernels.matvec_kernel, packed_types(form), constants, 1, 8 * 1024)
-        if form is four and mode == 2:
-            found["int4 row, grouped"] = (
-                *found[name][:2],
+        variants_by_name[name] = (
+            plane_kernels.matvec_kernel,
+            packed_types(spec),
+            constants,
+            1,
+            8 * 1024,
+        )
+        if spec is four and mode == 2:
+            variants_by_name["int4 row, grouped"] = (
+                *variants_by_name[name][:2],
                 constants | {"TOP_K": 8},
-                *found[name][3:],
+                *variants_by_name[name][3:],
             )
-    for name, form in (
+    for name, spec in (
         ("int4 rows", four), ("int4 rows, g32", make_spec(4, 32)), ("fp8 rows", eight),
         ("table rows", make_spec(4, 64, grid="table")),
         ("q4_k rows", make_spec(4, 32, False, has_minima=True, superblock_size=256)),
     ):  # fmt: skip
-        constants = kernel_constants(form) | {
-            "WORD_IN_GROUP": True, "SCALE_AFTER_DOT": form.group_size == 128, "DOT_IN_FLOAT32": False,
+        constants = kernel_constants(spec) | {
+            "WORD_IN_GROUP": True, "SCALE_AFTER_DOT": spec.group_size == 128, "DOT_IN_FLOAT32": False,
             "FIELD_MODE": 2, "TOP_K": 0, "BLOCK_E": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
         }  # fmt: skip
-        found[name] = (plane_kernels.matmul_kernel, packed_types(form), constants, 2, 64 * 128)
-        if form is four:
+        variants_by_name[name] = (
+            plane_kernels.matmul_kernel,
+            packed_types(spec),
+            constants,
+            2,
+            64 * 128,
+        )
+        if spec is four:
             for width in (16, 64):
                 grouped = constants | {"TOP_K": 8, "BLOCK_E": 128, "BLOCK_M": width}
-                found[f"int4 rows, grouped, {width}"] = (
-                    *found[name][:2],
+                variants_by_name[f"int4 rows, grouped, {width}"] = (
+                    *variants_by_name[name][:2],
                     grouped,
-                    *found[name][3:],
+                    *variants_by_name[name][3:],
                 )
-    found["int4 decode"] = (
+    variants_by_name["int4 decode"] = (
         plane_kernels.decode_kernel,
         packed_types(four),
         kernel_constants(four) | {"FIELD_MODE": 2, "BLOCK_N": 8, "BLOCK_K": 512},
@@ -116,7 +128,13 @@ def variants() -> dict[str, tuple[Any, ...]]:
             "out_ptr": "*bf16",
         }  # fmt: skip
         tile = {"GROUP": 8192, "TILE_ROWS": 1, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128}
-        found[f"{kind} x {kind}"] = (w8a8_kernel.w8a8_matmul_kernel, types, tile, 4, 64 * 128)
+        variants_by_name[f"{kind} x {kind}"] = (
+            w8a8_kernel.w8a8_matmul_kernel,
+            types,
+            tile,
+            4,
+            64 * 128,
+        )
     types_by_name = {
         "16 bits": "*bf16",
         "int8": "*i8",
@@ -140,7 +158,7 @@ def variants() -> dict[str, tuple[Any, ...]]:
             **dict.fromkeys(("KEY_SCALE_WIDTH", "VALUE_SCALE_WIDTH"), 32 if kind == "int4" else 64),
             "GROUP_BLOCK": 16, "HALF_BLOCK": 64, "HAS_SOFTCAP": False, "HAS_WINDOW": False, "DOT_IN_FLOAT32": False,
         }  # fmt: skip
-        found[f"attention, {kind}"] = (
+        variants_by_name[f"attention, {kind}"] = (
             attention_kernel.paged_attention_kernel,
             types,
             constants,
@@ -150,15 +168,15 @@ def variants() -> dict[str, tuple[Any, ...]]:
     types = dict.fromkeys(("sums_ptr", "maxima_ptr", "denominators_ptr"), "*fp32") | {
         "out_ptr": "*bf16"
     }
-    found["attention, combine"] = (
+    variants_by_name["attention, combine"] = (
         attention_kernel.combine_splits_kernel, types, {"HEAD_DIM": 128, "SPLIT_BLOCK": 8, "BLOCK": 128}, 4, 0,
     )  # fmt: skip
     types = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr", "sum_ptr"), "*bf16")
     constants = {"OFFSET": 0.0, "ADD": True, "BLOCK": 4096}
-    found["splits"] = (
+    variants_by_name["splits"] = (
         layer_kernels.add_splits_kernel, {"parts_ptr": "*fp32", "out_ptr": "*bf16"}, {"BLOCK": 512}, 4, 0,
     )  # fmt: skip
-    found["norm"] = (
+    variants_by_name["norm"] = (
         layer_kernels.add_rms_norm_kernel,
         types | {"epsilon": "fp32"},
         constants,
@@ -166,21 +184,35 @@ def variants() -> dict[str, tuple[Any, ...]]:
         0,
     )
     types = dict.fromkeys(("x_ptr", "cosine_ptr", "sine_ptr", "out_ptr"), "*bf16")
-    found["rotary"] = (layer_kernels.rotary_kernel, types, {"HALF": 64, "BLOCK": 64}, 1, 0)
+    variants_by_name["rotary"] = (
+        layer_kernels.rotary_kernel,
+        types,
+        {"HALF": 64, "BLOCK": 64},
+        1,
+        0,
+    )
     types = dict.fromkeys(("gate_ptr", "up_ptr", "out_ptr"), "*bf16")
-    found["gate"] = (layer_kernels.gate_kernel, types, {"TANH": False, "BLOCK": 1024}, 4, 0)
-    return found
+    variants_by_name["gate"] = (
+        layer_kernels.gate_kernel,
+        types,
+        {"TANH": False, "BLOCK": 1024},
+        4,
+        0,
+    )
+    return variants_by_name
 
 
-def packed_types(form: MatmulSpec) -> dict[str, str]:
-    """Types of the pointers of the kernels over planes."""
-    lists = ("experts_ptr", "order_ptr", "starts_ptr")
-    words = dict.fromkeys(("words0", "words1", "words2", *lists), "*i32")
-    halves = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
-    if form.superblock_size:
-        halves["scales"] = "*u8"
+def packed_types(spec: MatmulSpec) -> dict[str, str]:
+    """Return the pointer types of the kernels that read packed weights."""
+    routing_pointers = ("experts_ptr", "order_ptr", "starts_ptr")
+    words = dict.fromkeys(("words0", "words1", "words2", *routing_pointers), "*i32")
+    float16_pointers = dict.fromkeys(("scales", "d", "dmin"), "*fp16")
+    if spec.superblock_size:
+        float16_pointers["scales"] = "*u8"
     return (
-        words | halves | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "minima": "*u8"}
+        words
+        | float16_pointers
+        | {"x_ptr": "*bf16", "out_ptr": "*bf16", "table": "*fp32", "minima": "*u8"}
     )
 
 
@@ -194,19 +226,19 @@ def compile_variant(
         name: "constexpr" if name in constants else types.get(name, "i32") for name in names
     }
     aligned = {
-        (place,): [["tt.divisibility", 16]]
-        for place, name in enumerate(names)
+        (position,): [["tt.divisibility", 16]]
+        for position, name in enumerate(names)
         if types_by_name[name].startswith("*") or types_by_name[name] == "i32"
     }
     constants_by_position = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(
         fn=kernel, signature=types_by_name, constexprs=constants_by_position, attrs=aligned
     )
-    found = triton.compile(source, target=target, options={"num_warps": warps})
-    ptx: str = found.asm["ptx"]
+    compiled = triton.compile(source, target=target, options={"num_warps": warps})
+    ptx: str = compiled.asm["ptx"]
     loads = Counter(re.findall(r"ld\.global\S*?((?:\.v\d)?\.b\d+)", ptx))
     loads += Counter(re.findall(r"cp\.async\S* .*?, (0x10|16)\b", ptx))
-    loop = longest_loop(found.asm["cubin"]) if weights else None
+    loop = longest_loop(compiled.asm["cubin"]) if weights else None
     per_weight = None if loop is None else round(sum(loop.values()) * 32 * warps / weights, 2)
     return {
         "loads": dict(loads),
@@ -214,12 +246,12 @@ def compile_variant(
         "lop3_in_ptx": ptx.count("lop3"),
         "tensor_cores": "mma" in ptx,
         "instructions_per_weight": per_weight,
-        "shared_bytes": found.metadata.shared,
+        "shared_bytes": compiled.metadata.shared,
     }
 
 
 def longest_loop(cubin: bytes) -> Counter[str] | None:
-    """Instructions of the longest backward branch, by name; None without a disassembler."""
+    """Count the instructions of the longest loop, by name; None if there is no disassembler."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     if not tool.exists():
         return None

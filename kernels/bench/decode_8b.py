@@ -1,4 +1,4 @@
-"""Decoding with random weights of given sizes: what an engine of this kind would take per token."""
+"""Measure decoding speed with random weights of given sizes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def measure_decode(
 def random_model(
     config: dict[str, Any], scheme: Scheme | None, device: str, head: Scheme | None = None
 ) -> Any:
-    """A model of random weights, its blocks' linears packed in ``scheme``, its output in ``head``."""
+    """Build a model of random weights: its blocks' linears packed in ``scheme``, its output layer in ``head``."""
     model = build_skeleton(config)
     target_device = torch.device(device)
     for name, module in list(model.named_modules()):
@@ -83,7 +83,7 @@ def random_model(
 
 
 def random_experts(module: Any, scheme: Scheme, device: torch.device) -> nn.Module:
-    """Packed experts in the place of a module whose stacks are ``[experts, out, in]``, gate before up."""
+    """Build packed experts to replace a module whose stacks are ``[experts, out, in]``, gate before up."""
     shapes = {"gate": module.gate_up_proj, "up": module.gate_up_proj, "down": module.down_proj}
     sizes = {name: (value.shape[1], value.shape[2]) for name, value in shapes.items()}
     for name in ("gate", "up"):
@@ -101,7 +101,7 @@ def random_experts(module: Any, scheme: Scheme, device: torch.device) -> nn.Modu
 
 
 def random_tensor(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> QuantizedTensor:
-    """Random codes under scales that give weights of ordinary size."""
+    """Return random codes under scales that give weights of ordinary size."""
     scheme = scheme.with_scale(ScaleType.BF16)
     size = scheme.parameter_shape(shape)
     codes = torch.randint(0, 1 << scheme.bits, shape, dtype=torch.uint8, device=device)

@@ -1,8 +1,8 @@
-"""Grouped products on a GPU, of the shapes of mixtures of experts; a part of `gpu.py`.
+"""Time grouped products on a GPU with the shapes of MoE models; a step of `gpu.py`.
 
-Every shape is the two products of an expert, gate with up and down, of all experts of a layer. Tokens are sent to
+Every shape is the two products of an expert, gate with up and down, for all experts of a layer. Tokens are sent to
 different experts at random, evenly: decoding a few sequences reads little more than the weights of as many experts as
-there are pairs, and a prompt reads all of them. Beside it torch multiplies the same pairs in bfloat16
+there are pairs, and a prompt reads all of them. For comparison torch multiplies the same pairs in bfloat16
 (``torch._grouped_mm``), where it can.
 """
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from timing import ROTATED_BYTES, make_spec, random_weights, seconds
+from timing import ROTATED_BYTES, make_spec, measure_seconds, random_weights
 
 from quantforge_kernels import fallback
 from quantforge_kernels.grouped import (
@@ -31,7 +31,7 @@ SHAPES = {
     "8 experts, 2 of a token, 14336x4096": (8, 2, ((28672, 4096), (4096, 14336))),
     "256 experts, 8 of a token, 2048x7168": (256, 8, ((4096, 7168), (7168, 2048))),
 }
-WEIGHT_FORMS = ("int4 g128", "int8 g128", "nf4 g64", "fp8 128x128", "q4_k")
+WEIGHT_FORMATS = ("int4 g128", "int8 g128", "nf4 g64", "fp8 128x128", "q4_k")
 TOKENS = (1, 4, 16, 64, 512, 2048)
 ROUTINGS = 24  # of owners, drawn anew: what few tokens read would else stay in the cache
 
@@ -48,20 +48,20 @@ def random_routing(tokens: int, experts: int, top_k: int, seed: int = 0) -> Expe
 
 
 def grouped(
-    form: str, experts: int, shape: tuple[int, int]
+    weight_format: str, experts: int, shape: tuple[int, int]
 ) -> tuple[GroupedMatmulSpec, PackedWeight]:
-    """Random weights of all experts, as the kernel that is chosen lays them out: one matrix again and again."""
-    spec = GroupedMatmulSpec(make_spec(form, shape, torch.bfloat16), experts)
+    """Return random weights of all experts, packed for the selected kernel; the same matrix is repeated."""
+    spec = GroupedMatmulSpec(make_spec(weight_format, shape, torch.bfloat16), experts)
     weights = random_weights(spec.matrix_spec)
     return spec, prepare_stacked(
         (weights for _ in range(experts)), spec, select_grouped_kernel(spec)
     )
 
 
-def grouped_error(form: str, tokens: int) -> float:
+def grouped_error(weight_format: str, tokens: int) -> float:
     """The error of a small mixture relative to the reference in float64."""
     experts, top_k, shape = 16, 4, (1000, 2048)
-    spec = GroupedMatmulSpec(make_spec(form, shape, torch.bfloat16), experts)
+    spec = GroupedMatmulSpec(make_spec(weight_format, shape, torch.bfloat16), experts)
     weights = [random_weights(spec.matrix_spec) for _ in range(experts)]
     if "table" in weights[0][1]:
         weights = [(codes, values | {"table": weights[0][1]["table"]}) for codes, values in weights]
@@ -86,12 +86,12 @@ def measure(part: dict[str, Any], bandwidth_rate: float, deadline: float) -> Non
     """Time every form, shape and number of tokens; bytes are those of the experts that own a token."""
     for name, (experts, top_k, shapes) in SHAPES.items():
         for shape in shapes:
-            base = dense_times(experts, top_k, shape)
-            for form in WEIGHT_FORMS:
+            base = time_dense_products(experts, top_k, shape)
+            for weight_format in WEIGHT_FORMATS:
                 if time.monotonic() > deadline:
-                    part["cut short"] = f"{name}, {form}"
+                    part["cut short"] = f"{name}, {weight_format}"
                     return
-                spec, packed = grouped(form, experts, shape)
+                spec, packed = grouped(weight_format, experts, shape)
                 size = sum(value.nbytes for value in packed.values())
                 rotated = [packed, *({k: v.clone() for k, v in packed.items()}
                                      for _ in range(ROTATED_BYTES // size))]  # fmt: skip
@@ -101,7 +101,7 @@ def measure(part: dict[str, Any], bandwidth_rate: float, deadline: float) -> Non
                     ]
                     x = torch.randn(tokens, shape[1], device="cuda").bfloat16()
                     multiply = select_grouped_kernel(spec).matmul
-                    value = seconds([
+                    value = measure_seconds([
                         partial(multiply, x, routing, rotated[seed % len(rotated)], spec)
                         for seed, routing in enumerate(routings)
                     ])  # fmt: skip
@@ -114,11 +114,11 @@ def measure(part: dict[str, Any], bandwidth_rate: float, deadline: float) -> Non
                     }
                     if tokens in base:
                         results["over_bf16"] = base[tokens] / value
-                    part[f"{form}, {name}, out {shape[0]}, {tokens} tokens"] = results
+                    part[f"{weight_format}, {name}, out {shape[0]}, {tokens} tokens"] = results
                 del packed, rotated
 
 
-def dense_times(experts: int, top_k: int, shape: tuple[int, int]) -> dict[int, float]:
+def time_dense_products(experts: int, top_k: int, shape: tuple[int, int]) -> dict[int, float]:
     """The grouped product of torch in bfloat16, of rows that are sorted already; empty where it has none."""
     multiply = getattr(torch, "_grouped_mm", None)
     if multiply is None:
@@ -132,7 +132,7 @@ def dense_times(experts: int, top_k: int, shape: tuple[int, int]) -> dict[int, f
         ]
         x = torch.randn(tokens * top_k, shape[1], device="cuda").bfloat16()
         try:
-            results[tokens] = seconds(
+            results[tokens] = measure_seconds(
                 [partial(multiply, x, weight.transpose(1, 2), offs=last) for last in ends]
             )
         except RuntimeError:

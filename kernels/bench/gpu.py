@@ -25,12 +25,12 @@ import torch
 import triton
 from timing import (
     ROTATED_BYTES,
-    WEIGHT_FORMS,
-    copies,
+    WEIGHT_FORMATS,
     make_spec,
+    measure_seconds,
+    pack_copies,
     random_weights,
     read_bandwidth,
-    seconds,
 )
 from torch import Tensor
 from triton.errors import TritonError
@@ -44,7 +44,7 @@ from quantforge_kernels.select import select_kernel
 
 SHAPES = ((4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096))  # out, in
 ROWS = (1, 2, 4, 8, 16, 32, 64)
-TIMED_FORMS = (
+TIMED_FORMATS = (
     "int4 g128",
     "int4 g32 asym",
     "int8 g128",
@@ -71,7 +71,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu-benchmark.json"))
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--part", nargs="*", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--part", nargs="*", choices=list(STEPS), default=list(STEPS))
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing is measured")
@@ -85,30 +85,30 @@ def main() -> None:
         start = time.monotonic()
         results[name] = {}
         try:
-            PARTS[name](results, results[name], deadline)
+            STEPS[name](results, results[name], deadline)
         except FAILURES as error:
             results[name]["error"] = f"{type(error).__name__}: {error}"
         results["seconds"][name] = round(time.monotonic() - start, 1)
         options.out.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{name}: {results['seconds'][name]} s", file=sys.stderr, flush=True)
-    print(table(results))
+        print(f"{name}: {results['measure_seconds'][name]} s", file=sys.stderr, flush=True)
+    print(format_results(results))
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
     return float((y.double() - reference).norm() / reference.norm())
 
 
-def correctness(_found: Results, part: Results, deadline: float) -> None:
-    """Every form of weights, some rows, both types; the two paths of the matrix-vector kernel."""
-    for form in WEIGHT_FORMS:
+def correctness(_found: Results, step_results: Results, deadline: float) -> None:
+    """Compare the kernels with the reference for all weight formats, some numbers of rows and both types."""
+    for weight_format in WEIGHT_FORMATS:
         for rows in (1, 3, 16, 70):
             for dtype in (torch.float16, torch.bfloat16):
                 if time.monotonic() > deadline:
                     return
-                spec = make_spec(form, (1000, 2048), dtype)
-                part[f"{form}, {rows} rows, {dtype}"] = one_error(spec, rows)
+                spec = make_spec(weight_format, (1000, 2048), dtype)
+                step_results[f"{weight_format}, {rows} rows, {dtype}"] = product_error(spec, rows)
     for dtype in (torch.float16, torch.bfloat16):
-        part[f"assembly equals plain Triton, {dtype}"] = same_bits(dtype)
+        step_results[f"assembly equals plain Triton, {dtype}"] = same_bits_in_both_modes(dtype)
     for kind, grid in (("int8", "int"), ("fp8", "fp8")):
         spec = MatmulSpec(1000, 2048, 8, 2048, True, torch.bfloat16, "cuda", grid, 1, kind)
         if w8a8_products.accepts(spec):
@@ -118,21 +118,23 @@ def correctness(_found: Results, part: Results, deadline: float) -> None:
             weight = fallback.decode_rows(
                 fallback.prepare(codes, parameters, spec), spec, slice(None)
             )
-            part[f"{kind} x {kind}"] = relative_error(
+            step_results[f"{kind} x {kind}"] = relative_error(
                 y, fallback.reference_product(x, weight, kind)
             )
-    from experts import WEIGHT_FORMS as GROUPED
+    from experts import WEIGHT_FORMATS as GROUPED
     from experts import grouped_error
 
-    for form in GROUPED:
+    for weight_format in GROUPED:
         for tokens in (1, 8, 200):
-            part[f"experts, {form}, {tokens} tokens"] = grouped_error(form, tokens)
+            step_results[f"experts, {weight_format}, {tokens} tokens"] = grouped_error(
+                weight_format, tokens
+            )
     for kind in CACHE_KINDS:
-        part[f"attention, cache {kind or '16 bits'}"] = attention_error(kind, kind)
-    part["attention, keys int8, values int4"] = attention_error("int8", "int4")
+        step_results[f"attention, cache {kind or '16 bits'}"] = attention_error(kind, kind)
+    step_results["attention, keys int8, values int4"] = attention_error("int8", "int4")
 
 
-def one_error(spec: MatmulSpec, rows: int) -> float:
+def product_error(spec: MatmulSpec, rows: int) -> float:
     codes, parameters = random_weights(spec)
     x = torch.randn(rows, spec.in_features, device="cuda").to(spec.dtype)
     kernel = select_kernel(spec)
@@ -141,7 +143,7 @@ def one_error(spec: MatmulSpec, rows: int) -> float:
     return relative_error(y, fallback.reference_product(x, weight))
 
 
-def same_bits(dtype: torch.dtype) -> bool:
+def same_bits_in_both_modes(dtype: torch.dtype) -> bool:
     spec = make_spec("int4 g128", (4096, 4096), dtype)
     packed = plane_products.prepare(*random_weights(spec), spec)
     x = torch.randn(1, 4096, device="cuda").to(dtype)
@@ -167,56 +169,58 @@ def attention_error(*kinds: str) -> float:
     return relative_error(y, attention.attend_reference(*arguments).double())
 
 
-def bandwidth(_found: Results, part: Results, _deadline: float) -> None:
-    """Measure reading."""
-    part["bytes_per_second"] = read_bandwidth()
+def bandwidth(_found: Results, step_results: Results, _deadline: float) -> None:
+    """Measure the memory bandwidth of reading."""
+    step_results["bytes_per_second"] = read_bandwidth()
 
 
-def kernels(results: Results, part: Results, deadline: float) -> None:
-    """Time every form, shape and number of rows; bytes are those of the packed weights."""
+def kernels(results: Results, step_results: Results, deadline: float) -> None:
+    """Time each weight format, shape and number of rows; bytes are those of the packed weights."""
     bandwidth_rate = results.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
     for shape in SHAPES:
-        base = dense_times(shape)
+        base = time_dense_products(shape)
         for peer, measured in PEERS.items():
             try:
                 times = measured(shape)
             except FAILURES as error:
-                part[f"{peer}: not measured"] = f"{type(error).__name__}: {error}"[:200]
+                step_results[f"{peer}: not measured"] = f"{type(error).__name__}: {error}"[:200]
                 continue
             for rows, value in times.items():
-                part[f"{peer}, {shape[0]}x{shape[1]}, {rows}"] = {
+                step_results[f"{peer}, {shape[0]}x{shape[1]}, {rows}"] = {
                     "seconds": value, "over_fp16": base[rows] / value,
                 }  # fmt: skip
-        for form in TIMED_FORMS:
+        for weight_format in TIMED_FORMATS:
             if time.monotonic() > deadline - 120:  # the last part needs its time
-                part["cut short"] = f"{shape}, {form}"
+                step_results["cut short"] = f"{shape}, {weight_format}"
                 return
-            weights = copies(make_spec(form, shape, torch.float16))
+            weights = pack_copies(make_spec(weight_format, shape, torch.float16))
             nbytes = sum(value.nbytes for value in weights[0].values())
             for rows in ROWS:
-                spec = make_spec(form, shape, torch.float16)
+                spec = make_spec(weight_format, shape, torch.float16)
                 x = torch.randn(rows, shape[1], device="cuda").half()
                 multiply = select_kernel(spec).matmul
-                value = seconds([partial(multiply, x, packed, spec) for packed in weights])
-                part[f"{form}, {shape[0]}x{shape[1]}, {rows}"] = {
+                value = measure_seconds([partial(multiply, x, packed, spec) for packed in weights])
+                step_results[f"{weight_format}, {shape[0]}x{shape[1]}, {rows}"] = {
                     "seconds": value, "over_fp16": base[rows] / value,
                     "bandwidth_share": nbytes / value / bandwidth_rate,
                 }  # fmt: skip
 
 
-def dense_times(shape: tuple[int, int]) -> dict[int, float]:
-    """The product of torch in fp16."""
+def time_dense_products(shape: tuple[int, int]) -> dict[int, float]:
+    """Time the fp16 matrix product of torch."""
     count = 1 + ROTATED_BYTES // (2 * shape[0] * shape[1])
     weights = [torch.randn(shape, device="cuda").half() for _ in range(count)]
     results = {}
     for rows in ROWS:
         x = torch.randn(rows, shape[1], device="cuda").half()
-        results[rows] = seconds([partial(torch.nn.functional.linear, x, w) for w in weights])
+        results[rows] = measure_seconds(
+            [partial(torch.nn.functional.linear, x, w) for w in weights]
+        )
     return results
 
 
-def tinygemm(shape: tuple[int, int]) -> dict[int, float]:
-    """The 4-bit kernel that torch has for GPUs, in bfloat16."""
+def time_tinygemm(shape: tuple[int, int]) -> dict[int, float]:
+    """Time torch's own 4-bit GPU kernel, in bfloat16."""
     aten = torch.ops.aten
     codes = torch.randint(0, 256, (shape[0], shape[1] // 2), dtype=torch.uint8, device="cuda")
     words = aten._convert_weight_to_int4pack(codes, 8)
@@ -225,14 +229,14 @@ def tinygemm(shape: tuple[int, int]) -> dict[int, float]:
     results = {}
     for rows in ROWS:
         x = torch.randn(rows, shape[1], device="cuda").bfloat16()
-        results[rows] = seconds(
+        results[rows] = measure_seconds(
             [partial(aten._weight_int4pack_mm, x, weight, 128, table) for weight in packed]
         )
     return results
 
 
 def bitsandbytes(shape: tuple[int, int]) -> dict[int, float]:
-    """NF4 for one row."""
+    """Time the NF4 kernel of bitsandbytes for one row."""
     import bitsandbytes.functional as library
 
     weight = torch.randn(shape, device="cuda").half()
@@ -240,49 +244,49 @@ def bitsandbytes(shape: tuple[int, int]) -> dict[int, float]:
     pairs = [library.quantize_4bit(weight, quant_type="nf4") for _ in range(count)]
     x = torch.randn(1, shape[1], device="cuda").half()
     calls = [partial(library.gemv_4bit, x, data.t(), state=state) for data, state in pairs]
-    return {1: seconds(calls)}
+    return {1: measure_seconds(calls)}
 
 
 PEERS: dict[str, Callable[[tuple[int, int]], dict[int, float]]] = {
-    "tinygemm int4 g128": tinygemm, "bitsandbytes nf4 g64": bitsandbytes,
+    "tinygemm int4 g128": time_tinygemm, "bitsandbytes nf4 g64": bitsandbytes,
 }  # fmt: skip
 
 
-def experts(results: Results, part: Results, deadline: float) -> None:
+def experts(results: Results, step_results: Results, deadline: float) -> None:
     """Time grouped products; see `experts.measure`."""
     from experts import measure
 
     bandwidth_rate = results.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
-    measure(part, bandwidth_rate, deadline - 60)
+    measure(step_results, bandwidth_rate, deadline - 60)
 
 
-def decode(results: Results, part: Results, deadline: float) -> None:
-    """Tokens per second of a random model of 8 billion weights, and the share of the roofline."""
+def decode(results: Results, step_results: Results, deadline: float) -> None:
+    """Measure tokens per second of a random model with 8 billion weights, and its share of the roofline."""
     from decode_8b import measure_decode
 
     bandwidth_rate = results.get("bandwidth", {}).get("bytes_per_second") or read_bandwidth()
     for name, scheme in DECODE_SCHEMES.items():
         if time.monotonic() > deadline - 20:
-            part["cut short"] = name
+            step_results["cut short"] = name
             return
-        part[name] = measure_decode(LLAMA_8B, scheme, bandwidth_rate)
-        if "bf16" in part:
-            part[name]["over_bf16"] = (
-                part[name]["tokens_per_second"] / part["bf16"]["tokens_per_second"]
+        step_results[name] = measure_decode(LLAMA_8B, scheme, bandwidth_rate)
+        if "bf16" in step_results:
+            step_results[name]["over_bf16"] = (
+                step_results[name]["tokens_per_second"] / step_results["bf16"]["tokens_per_second"]
             )
         torch.cuda.empty_cache()
 
 
-PARTS: dict[str, Callable[[Results, Results, float], None]] = {
+STEPS: dict[str, Callable[[Results, Results, float], None]] = {
     "correctness": correctness, "bandwidth": bandwidth, "kernels": kernels, "experts": experts,
     "decode": decode,
 }  # fmt: skip
 
 
-def table(results: Results) -> str:
-    """Write what was found as text."""
+def format_results(results: Results) -> str:
+    """Format all results as text."""
     lines = [f"{results['device']}, torch {results['torch']}, triton {results['triton']}"]
-    for name in PARTS:
+    for name in STEPS:
         lines.append(f"\n{name}")
         for key, value in results.get(name, {}).items():
             text = str(value)

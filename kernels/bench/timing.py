@@ -1,4 +1,4 @@
-"""Timing on a GPU: weights rotated through more memory than any cache, in a CUDA graph, by events."""
+"""Time GPU kernels with CUDA graphs and events, rotating weights through more memory than any cache holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantforge_kernels.select import select_kernel
 ROTATED_BYTES = 256 << 20  # the L2 cache of an H200 holds 50 MB
 REPEATS = 7
 
-WEIGHT_FORMS: dict[str, dict[str, object]] = {
+WEIGHT_FORMATS: dict[str, dict[str, object]] = {
     "int4 g128": {"bits": 4, "group_size": 128, "symmetric": True},
     "int4 g32 asym": {"bits": 4, "group_size": 32, "symmetric": False},
     "int8 g128": {"bits": 8, "group_size": 128, "symmetric": True},
@@ -41,29 +41,29 @@ WEIGHT_FORMS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def make_spec(form: str, shape: tuple[int, int], dtype: torch.dtype) -> MatmulSpec:
-    """State the product of a named form of weights."""
+def make_spec(weight_format: str, shape: tuple[int, int], dtype: torch.dtype) -> MatmulSpec:
+    """Return the specification of a product with a named weight format."""
     fields: dict[str, object] = {"out_features": shape[0], "in_features": shape[1]}
-    return MatmulSpec(**fields, **WEIGHT_FORMS[form], dtype=dtype, device="cuda")  # type: ignore[arg-type]
+    return MatmulSpec(**fields, **WEIGHT_FORMATS[weight_format], dtype=dtype, device="cuda")  # type: ignore[arg-type]
 
 
 def random_weights(spec: MatmulSpec, device: str = "cuda") -> tuple[Tensor, dict[str, Tensor]]:
-    """Return codes over their whole range, and parameters."""
+    """Return random codes over their whole range, and random parameters."""
     shape = (spec.out_features, spec.in_features)
     size = (-(-shape[0] // spec.tile_rows), spec.groups_per_row)
     codes = torch.randint(0, 2**spec.bits, shape, dtype=torch.uint8, device=device)
     if spec.grid in {"fp8", "e5m2"}:
-        least = 0x7F if spec.grid == "fp8" else 0x7C
-        codes = torch.where((codes & 0x7F) >= least, 0, codes)
+        first_nan = 0x7F if spec.grid == "fp8" else 0x7C
+        codes = torch.where((codes & 0x7F) >= first_nan, 0, codes)
     parameters = {"scales": (torch.randn(size, device=device) * 0.01).half()}
     max_code = 16 if spec.lower_encoding == "pairs" else 64
     if spec.superblock_size:
-        above = (shape[0], shape[1] // spec.superblock_size)
+        superblock_shape = (shape[0], shape[1] // spec.superblock_size)
         parameters["scales"] = torch.randint(0, max_code, size, device=device, dtype=torch.uint8)
-        parameters["d"] = (torch.randn(above, device=device) * 0.01).half()
+        parameters["d"] = (torch.randn(superblock_shape, device=device) * 0.01).half()
     if spec.has_minima:
         parameters["mins"] = torch.randint(0, max_code, size, device=device, dtype=torch.uint8)
-        parameters["dmin"] = (torch.randn(above, device=device) * 0.01).half()
+        parameters["dmin"] = (torch.randn(superblock_shape, device=device) * 0.01).half()
     elif not spec.symmetric:
         parameters["zeros"] = torch.randint(0, 2**spec.bits, size, device=device, dtype=torch.uint8)
     if spec.grid == "table":
@@ -71,16 +71,19 @@ def random_weights(spec: MatmulSpec, device: str = "cuda") -> tuple[Tensor, dict
     return codes, parameters
 
 
-def copies(spec: MatmulSpec) -> list[PackedWeight]:
-    """Pack the same problem so often that no cache holds it."""
-    first = select_kernel(spec).prepare(*random_weights(spec), spec)
-    top_k = sum(part.nbytes for part in first.values())
-    rest = range(ROTATED_BYTES // top_k)
-    return [first, *({name: part.clone() for name, part in first.items()} for _ in rest)]
+def pack_copies(spec: MatmulSpec) -> list[PackedWeight]:
+    """Pack so many copies of the same weights that no cache holds them."""
+    original = select_kernel(spec).prepare(*random_weights(spec), spec)
+    num_bytes = sum(tensor.nbytes for tensor in original.values())
+    extra_copies = range(ROTATED_BYTES // num_bytes)
+    return [
+        original,
+        *({name: tensor.clone() for name, tensor in original.items()} for _ in extra_copies),
+    ]
 
 
-def seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the time of one call, from a graph of all of them: the median of some replays."""
+def measure_seconds(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the time of one call, from a CUDA graph of all calls: the median of several replays."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         for call in calls[:2]:
@@ -112,7 +115,7 @@ def _read_kernel(data_ptr, out_ptr, count, BLOCK: tl.constexpr):  # noqa: ANN001
 
 
 def read_bandwidth(size: int = 2 << 30) -> float:
-    """Return the bytes per second that a kernel which only reads can read: the best of some grids."""
+    """Return the bytes per second of a kernel that only reads: the best of several launch grids."""
     data = torch.ones(size // 4, dtype=torch.int32, device="cuda")
     best = 0.0
     for programs, block in ((132 * 8, 1024), (132 * 16, 1024), (132 * 8, 4096), (132 * 16, 2048)):
@@ -121,5 +124,5 @@ def read_bandwidth(size: int = 2 << 30) -> float:
         def call(programs: int = programs, block: int = block, out: Tensor = out) -> object:
             return _read_kernel[(programs,)](data, out, data.numel(), BLOCK=block, num_warps=8)
 
-        best = max(best, data.nbytes / seconds([call]))
+        best = max(best, data.nbytes / measure_seconds([call]))
     return best
