@@ -216,11 +216,13 @@ class Architecture:
     def for_stored_names(self, names: Iterable[str]) -> Architecture:
         """Adapt the declarations to files that store `joined_tensors` instead of their parts."""
         ends = tuple(f".{name}" for name in self.joined_tensors)
-        held = {end for name in names if name.endswith(ends) for end in ends if name.endswith(end)}
-        if not held:
+        present = {
+            end for name in names if name.endswith(ends) for end in ends if name.endswith(end)
+        }
+        if not present:
             return self
         joined_tensors = {
-            name: parts for name, parts in self.joined_tensors.items() if f".{name}" in held
+            name: parts for name, parts in self.joined_tensors.items() if f".{name}" in present
         }
         return replace(
             self, kinds=tuple(_with_joined_tensors(kind, joined_tensors) for kind in self.kinds)
@@ -288,10 +290,10 @@ def _with_joined_tensors(kind: LayerKind, joined: Mapping[str, tuple[str, ...]])
     """Return a layer kind with joined tensors in place of their parts."""
     items = {item.name: item for item in kind.parameters}
     for whole, parts in joined.items():
-        found = [items.pop(part) for part in parts if part in items]
-        if found:
-            rows = "+".join(item.shape[0] for item in found)
-            items[whole] = Parameter(whole, (rows, *found[0].shape[1:]))
+        part_parameters = [items.pop(part) for part in parts if part in items]
+        if part_parameters:
+            rows = "+".join(item.shape[0] for item in part_parameters)
+            items[whole] = Parameter(whole, (rows, *part_parameters[0].shape[1:]))
     return replace(kind, parameters=tuple(items.values()))
 
 

@@ -322,5 +322,5 @@ def multimodal_as_whole(text: Architecture, model_type: str, towers: Sequence[st
 
 
 def _nested_name(name: str) -> str:
-    own = name.startswith("model.")
-    return f"{NESTED_DECODER_PREFIX}.{name.removeprefix('model.')}" if own else name
+    is_decoder_name = name.startswith("model.")
+    return f"{NESTED_DECODER_PREFIX}.{name.removeprefix('model.')}" if is_decoder_name else name

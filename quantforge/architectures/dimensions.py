@@ -144,16 +144,16 @@ def _family_size(
 ) -> int:
     if isinstance(keys, int):
         return _checked_size(name, keys, _MAX_SIZES["ffn"])
-    stated = {**defaults, **config}
-    given = [key for key in keys if config.get(key) is not None]
-    if len({config[key] for key in given if isinstance(config[key], int)}) > 1:
+    values = {**defaults, **config}
+    present = [key for key in keys if config.get(key) is not None]
+    if len({config[key] for key in present if isinstance(config[key], int)}) > 1:
         raise InputError(
-            f"{' and '.join(f'{key} = {config[key]}' for key in given)} contradict each other",
+            f"{' and '.join(f'{key} = {config[key]}' for key in present)} contradict each other",
             "remove the one that is wrong",
             subject="config.json",
         )
-    key = given[0] if given else keys[0]
-    return _checked_size(key, stated.get(key), _MAX_SIZES["ffn"])
+    key = present[0] if present else keys[0]
+    return _checked_size(key, values.get(key), _MAX_SIZES["ffn"])
 
 
 def listed_layer_types(config: Mapping[str, Any]) -> list[str] | None:
@@ -170,74 +170,76 @@ def listed_layer_types(config: Mapping[str, Any]) -> list[str] | None:
     return None if kinds is None else [str(kind) for kind in kinds]
 
 
-def _check_layer_types(config: Mapping[str, Any], layers: int, words: frozenset[str]) -> None:
+def _check_layer_types(config: Mapping[str, Any], layers: int, allowed: frozenset[str]) -> None:
     """Refuse ``layer_types`` of the wrong length or with unknown words, and windows that are not integers in range.
 
     Raises:
         InputError: naming the key.
     """
-    kinds = config.get("layer_types")
-    if kinds is not None:
-        known = isinstance(kinds, list) and len(kinds) == layers and {*map(str, kinds)} <= words
-        if not known:
+    types = config.get("layer_types")
+    if types is not None:
+        is_valid = (
+            isinstance(types, list) and len(types) == layers and {*map(str, types)} <= allowed
+        )
+        if not is_valid:
             raise InputError(
-                f"layer_types = {str(kinds)[:60]}",
-                f"a list of {layers}, each of them {' or '.join(sorted(words - {''}))}",
+                f"layer_types = {str(types)[:60]}",
+                f"a list of {layers}, each of them {' or '.join(sorted(allowed - {''}))}",
                 subject="config.json",
             )
-    for key, least in (
+    for key, minimum in (
         ("sliding_window", 1),
         ("attention_chunk_size", 1),
         ("max_window_layers", 0),
     ):
-        value, most = config.get(key), _MAX_SIZES["positions"]
+        value, maximum = config.get(key), _MAX_SIZES["positions"]
         if value == 0 and config.get("use_sliding_window") is False:
             continue  # what transformers writes of a window that is not used
-        if value is not None and (type(value) is not int or not least <= value <= most):
+        if value is not None and (type(value) is not int or not minimum <= value <= maximum):
             raise InputError(
                 f"{key} = {value!r:.40} ({type(value).__name__})",
-                f"{key} has to be an integer from {least} to {most}, or null",
+                f"{key} has to be an integer from {minimum} to {maximum}, or null",
                 subject="config.json",
             )
 
 
-def _check_routing(stated: Mapping[str, Any], config: Mapping[str, Any], experts: int) -> None:
+def _check_routing(values: Mapping[str, Any], config: Mapping[str, Any], experts: int) -> None:
     """Refuse numbers of chosen experts or expert groups that do not fit the number of experts.
 
     Raises:
         InputError: naming the key.
     """
-    used, groups = "num_experts_per_tok", stated.get("n_group")
-    if experts > 1 and (used in config or stated.get(used) is not None):
-        _checked_size(used, stated[used], experts)
+    used_key, groups = "num_experts_per_tok", values.get("n_group")
+    if experts > 1 and (used_key in config or values.get(used_key) is not None):
+        _checked_size(used_key, values[used_key], experts)
     if experts > 1 and groups is not None and experts % _checked_size("n_group", groups, experts):
         message = f"n_group = {groups}: {experts} experts do not fall into so many groups"
         raise InputError(message, "compare with the model's publication", subject="config.json")
-    if experts > 1 and groups is not None and stated.get("topk_group") is not None:
-        _checked_size("topk_group", stated["topk_group"], groups)
+    if experts > 1 and groups is not None and values.get("topk_group") is not None:
+        _checked_size("topk_group", values["topk_group"], groups)
 
 
 def _read_size(
     config: Mapping[str, Any],
     defaults: Mapping[str, object] | None,
     name: str,
-    otherwise: int | None = None,
+    fallback: int | None = None,
 ) -> int:
     keys = _SIZE_KEYS[name]
     for source in (config, defaults or {}):
         for key in keys:
             if key in source:
                 # null asks for the derived value, whatever the family's default
-                if source[key] is None and otherwise is not None:
-                    return otherwise
+                if source[key] is None and fallback is not None:
+                    return fallback
                 return _checked_size(key, source[key], _MAX_SIZES[name])
-    if otherwise is None:
+    if fallback is None:
         raise InputError(
             f"{' or '.join(keys)} is missing",
             "is this the directory of a decoder model?",
             subject="config.json",
         )
-    return otherwise
+    return fallback
 
 
 def _checked_size(key: str, value: object, limit: int) -> int:

@@ -82,22 +82,26 @@ def find_draft_head_tensors(
     count = config.get(NEXTN_LAYERS) or 0
     if type(count) is not int or not 0 <= count <= max(layers, 1):
         raise InputError(f"{NEXTN_LAYERS} = {str(count)[:40]!r}", "a number", subject="config.json")
-    after = range(layers, layers + count)
-    found = {}
+    extra_layers = range(layers, layers + count)
+    tensors = {}
     for tensor in stored:
         name = tensor.name
-        block = NUMBERED_NAME.match(name) if after else None
-        further = block and int(block[2]) in after and not TOWER_WORDS.search(name)
-        if further or (any(word in name for word in _DRAFT_WORDS) and _DRAFT_NAME.fullmatch(name)):
-            found[name] = tensor
-    spared = find_routers(config, {name: tensor.shape for name, tensor in found.items()})
-    return {name: name not in spared and _is_linear(tensor) for name, tensor in found.items()}
+        block = NUMBERED_NAME.match(name) if extra_layers else None
+        is_extra_layer = block and int(block[2]) in extra_layers and not TOWER_WORDS.search(name)
+        if is_extra_layer or (
+            any(word in name for word in _DRAFT_WORDS) and _DRAFT_NAME.fullmatch(name)
+        ):
+            tensors[name] = tensor
+    router_names = find_routers(config, {name: tensor.shape for name, tensor in tensors.items()})
+    return {
+        name: name not in router_names and _is_linear(tensor) for name, tensor in tensors.items()
+    }
 
 
 def layer_count(config: Mapping[str, Any]) -> int:
     """Return the number of layers in a configuration that was not validated; 0 if it has none."""
-    found = next((config[key] for key in LAYER_COUNT_KEYS if key in config), 0)
-    return found if type(found) is int else 0
+    layers = next((config[key] for key in LAYER_COUNT_KEYS if key in config), 0)
+    return layers if type(layers) is int else 0
 
 
 def without_draft_heads(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,10 +87,10 @@ def _allowed_counts(config: Mapping[str, Any]) -> frozenset[int]:
         if isinstance(value, list) and value and all(type(item) is int for item in value)
     }
     sums = {sum(value) for key, value in lists.items() if is_expert_count_key(key)}
-    found = expert_counts(config)
-    found |= {count * len(lists[key]) for count in found for key in _PER_PART_KEYS & lists.keys()}
-    found |= {count + more for count in found for more in _zero_expert_counts(config)}
-    return found | {total for total in sums if any(total % count == 0 for count in found)}
+    counts = expert_counts(config)
+    counts |= {count * len(lists[key]) for count in counts for key in _PER_PART_KEYS & lists.keys()}
+    counts |= {count + more for count in counts for more in _zero_expert_counts(config)}
+    return counts | {total for total in sums if any(total % count == 0 for count in counts)}
 
 
 def _zero_expert_counts(config: Mapping[str, Any]) -> set[int]:

@@ -67,13 +67,13 @@ class WindowRule:
         uses_layer_types = listed_layer_types(config) if self.uses_layer_types else None
         if self.flags_key and uses_layer_types is None:
             _read_flags(config, self.flags_key, layers)
-        needed = (
+        rule_needs_width = (
             self.period > 0
             and not self.needs_use_sliding_window
             and not (self.accepts_null_width and uses_layer_types is not None)
         )
-        missing = self.has_windows and config.get(self.width_key, self.width) is None
-        if missing and (needed or self.layer_type in (uses_layer_types or ())):
+        is_missing = self.has_windows and config.get(self.width_key, self.width) is None
+        if is_missing and (rule_needs_width or self.layer_type in (uses_layer_types or ())):
             raise InputError(
                 f"{self.width_key} = null, and layers of the family have windows",
                 "a number of tokens; transformers does not run such a model",
@@ -140,8 +140,10 @@ def _read_flags(config: Mapping[str, Any], key: str, layers: int) -> list[int]:
         InputError: it is not a list of flags, or has the wrong length.
     """
     flags = config.get(key) or []
-    known = isinstance(flags, list) and all(type(flag) is int and flag in {0, 1} for flag in flags)
-    if not known or len(flags) not in {0, layers}:
+    is_valid = isinstance(flags, list) and all(
+        type(flag) is int and flag in {0, 1} for flag in flags
+    )
+    if not is_valid or len(flags) not in {0, layers}:
         raise InputError(
             f"{key} = {str(flags)[:60]}",
             f"a list of {layers}, each of them 0 or 1",
@@ -150,13 +152,13 @@ def _read_flags(config: Mapping[str, Any], key: str, layers: int) -> list[int]:
     return flags
 
 
-def _read_layer_count(config: Mapping[str, Any], key: str, otherwise: int) -> int:
+def _read_layer_count(config: Mapping[str, Any], key: str, default: int) -> int:
     """Return a number of layers from a configuration.
 
     Raises:
         InputError: it is not a number.
     """
-    value = config.get(key, otherwise)
+    value = config.get(key, default)
     if type(value) is not int or value < 0:
         raise InputError(
             f"{key} = {str(value)[:40]!r}", "a number of layers", subject="config.json"

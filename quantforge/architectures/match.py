@@ -204,7 +204,7 @@ class ModelLayout:
 def match_tensors(
     config: Mapping[str, Any],
     entries: Iterable[StoredTensor],
-    found: DerivedDeclarations | None = None,
+    derived: DerivedDeclarations | None = None,
 ) -> ModelLayout:
     """Match the tensors of a checkpoint to the declarations of its family.
 
@@ -214,7 +214,7 @@ def match_tensors(
     Args:
         config: the content of ``config.json``.
         entries: headers of the stored tensors.
-        found: derived declarations of this model, which replace those of its family.
+        derived: derived declarations of this model, which replace those of its family.
 
     Raises:
         InputError: tensors are missing, superfluous, stored twice, or of a wrong shape or type (all are counted, the
@@ -224,11 +224,11 @@ def match_tensors(
     if is_draft(config):
         _refuse_packed(headers)
         return _match_draft(config, headers)
-    architecture = found.architecture if found else architecture_of(config)
+    architecture = derived.architecture if derived else architecture_of(config)
     if architecture is not None:
         architecture = architecture.for_stored_names(tensor.name for tensor in headers)
     tower = text_config(config)
-    check_values(tower, declared=architecture is not None and not found)
+    check_values(tower, declared=architecture is not None and not derived)
     if architecture is None:
         _refuse_packed(headers)
         reason = f"model_type {config.get('model_type')!r} is not declared"
@@ -239,7 +239,7 @@ def match_tensors(
         _refuse_packed(headers)
         return _match_names(config, tower, headers, refused.message)
     return _match_declarations(
-        architecture.for_config(tower), config, tower, headers, found.names if found else {}
+        architecture.for_config(tower), config, tower, headers, derived.names if derived else {}
     )
 
 
@@ -251,20 +251,22 @@ def needs_architecture(model_layout: ModelLayout, method: str, reason: str = "")
         method: the method that needs them.
         reason: why none could be derived.
     """
-    asked = f"rounding {method}" if " " in method else f"--method {method}"
-    plain = "--method rtn works on any decoder"
+    requested = f"rounding {method}" if " " in method else f"--method {method}"
+    rtn_hint = "--method rtn works on any decoder"
     hint = (
-        "dynamic inputs, and no --kv-cache, measure nothing" if method == MEASURED_INPUTS else plain
+        "dynamic inputs, and no --kv-cache, measure nothing"
+        if method == MEASURED_INPUTS
+        else rtn_hint
     )
     if model_layout.draft_kind:
         return InputError(
-            f"{asked}: {model_layout.draft_kind} heads alone read no text, so that nothing of theirs is observed",
+            f"{requested}: {model_layout.draft_kind} heads alone read no text, so that nothing of theirs is observed",
             hint.replace("any decoder", "weights alone"),
         )
-    tried = f", and its declarations could not be derived: {reason}" if reason else ""
+    derivation_note = f", and its declarations could not be derived: {reason}" if reason else ""
     return InputError(
-        f"{asked} needs to know which linears read the same activation; model_type"
-        f" {model_layout.model_type!r} is not declared{tried}",
+        f"{requested} needs to know which linears read the same activation; model_type"
+        f" {model_layout.model_type!r} is not declared{derivation_note}",
         hint,
     )
 
@@ -345,15 +347,17 @@ def _match_declarations(
     derived = architecture.derivation
     is_tied = derived.tied if derived else is_head_tied(tower, config, architecture.defaults)
     declared_tensors = _DeclaredTensors(architecture, dimensions, tower, names)
-    heads = _match_draft_heads(tower, dimensions.layers, headers)
-    found, dropped, problems = _assign_tensors(architecture, declared_tensors, headers, heads)
+    draft_heads = _match_draft_heads(tower, dimensions.layers, headers)
+    matched, dropped, problems = _assign_tensors(
+        architecture, declared_tensors, headers, draft_heads
+    )
     head = f"{architecture.head}.weight"
     problems += [
         f"{name}: missing"
-        for name in declared_tensors.missing(found)
+        for name in declared_tensors.missing(matched)
         if not (is_tied and declared_tensors.by_name[name].name == head)
     ]
-    problems += declared_tensors.stored_twice(found)
+    problems += declared_tensors.stored_twice(matched)
     _raise_problems(problems, "a complete checkpoint holds every tensor once, and no other")
     return ModelLayout(
         architecture=architecture,
@@ -361,10 +365,10 @@ def _match_declarations(
         config=tower,
         dimensions=dimensions,
         layers=declared_tensors.layers,
-        tensors=_use_stored_names(tuple(found.values())),
+        tensors=_use_stored_names(tuple(matched.values())),
         dropped=dropped,
         tied=is_tied,
-        stores_tied_head=is_tied and head in found,
+        stores_tied_head=is_tied and head in matched,
         linear_rule=architecture.linear_rule,
     )
 
@@ -373,10 +377,10 @@ def _assign_tensors(
     architecture: Architecture,
     declared_tensors: _DeclaredTensors,
     headers: Iterable[StoredTensor],
-    heads: Mapping[str, MatchedTensor],
+    draft_heads: Mapping[str, MatchedTensor],
 ) -> tuple[dict[str, MatchedTensor], tuple[tuple[StoredTensor, str], ...], list[str]]:
     """Sort stored tensors: matched ones by canonical name, dropped ones with the reason, and problems."""
-    found: dict[str, MatchedTensor] = {}
+    matched: dict[str, MatchedTensor] = {}
     dropped: list[tuple[StoredTensor, str]] = []
     problems: list[str] = []
     for tensor in headers:
@@ -385,31 +389,31 @@ def _assign_tensors(
             (text for text in architecture.droppable_patterns if re.fullmatch(text, tensor.name)),
             "",
         )
-        if declared_tensor is None and tensor.name in heads:
-            found[tensor.name] = heads[tensor.name]
+        if declared_tensor is None and tensor.name in draft_heads:
+            matched[tensor.name] = draft_heads[tensor.name]
         elif declared_tensor is None and pattern:
             dropped.append((tensor, pattern))
         elif declared_tensor is None and matches_any(architecture.foreign_patterns, tensor.name):
             if holds_codes(tensor):
                 problems.append(_packed_problem(tensor))
-            found[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
+            matched[tensor.name] = MatchedTensor(tensor.name, tensor, Role.FOREIGN)
         elif declared_tensor is None:
             hint = _layer_count_hint(tensor.name, len(declared_tensors.layers))
             problems.append(f"{tensor.name}: not a tensor of {architecture.model_type}{hint}")
-        elif declared_tensor.name in found:
+        elif declared_tensor.name in matched:
             problems.append(
-                f"{tensor.name}: the same tensor as {found[declared_tensor.name].header.name}"
+                f"{tensor.name}: the same tensor as {matched[declared_tensor.name].header.name}"
             )
         else:
             problems += declared_tensor.problems_with(tensor)
-            found[declared_tensor.name] = declared_tensor.match(tensor)
-    return found, tuple(dropped), problems
+            matched[declared_tensor.name] = declared_tensor.match(tensor)
+    return matched, tuple(dropped), problems
 
 
 def _block_index(name: str) -> int:
     """Return the block index in the name of a stored tensor, -1 if it has none."""
-    found = NUMBERED_NAME.match(name)
-    return int(found[2]) if found else -1
+    match = NUMBERED_NAME.match(name)
+    return int(match[2]) if match else -1
 
 
 def _layer_count_hint(name: str, layers: int) -> str:
@@ -600,21 +604,21 @@ def _match_names(
         headers: all tensors, including those of other towers.
         reason: why there are no declarations.
     """
-    heads = _match_draft_heads(tower, layer_count(tower), headers)
+    draft_heads = _match_draft_heads(tower, layer_count(tower), headers)
     names = {tensor.name for tensor in headers}
-    own = [tensor for tensor in headers if tensor.name not in heads]
-    module_lists = find_decoder_lists(config, tower, own)
+    decoder_headers = [tensor for tensor in headers if tensor.name not in draft_heads]
+    module_lists = find_decoder_lists(config, tower, decoder_headers)
     router_names = find_routers(
-        tower, {t.name: t.shape for t in own if module_lists.block_index(t.name) >= 0}
+        tower, {t.name: t.shape for t in decoder_headers if module_lists.block_index(t.name) >= 0}
     )
     tensors = []
     for tensor in headers:
-        if tensor.name in heads:
-            tensors.append(heads[tensor.name])
+        if tensor.name in draft_heads:
+            tensors.append(draft_heads[tensor.name])
             continue
         index = module_lists.block_index(tensor.name)
-        other = tensor.name in router_names or module_lists.is_in_tower(tensor.name)
-        role = Role.OTHER if other else _role_from_name(tensor, index >= 0)
+        is_other = tensor.name in router_names or module_lists.is_in_tower(tensor.name)
+        role = Role.OTHER if is_other else _role_from_name(tensor, index >= 0)
         shared = _first_sibling(tensor.name, names) if role is Role.LINEAR else ""
         tensors.append(MatchedTensor(tensor.name, tensor, role, index, shared))
     has_head = any(tensor.role is Role.HEAD for tensor in tensors)
@@ -669,17 +673,19 @@ def _match_draft_heads(
     config: Mapping[str, Any], layers: int, headers: list[StoredTensor]
 ) -> dict[str, MatchedTensor]:
     """Return the matched tensors of draft heads by name; arguments as of `find_draft_head_tensors`."""
-    found = find_draft_head_tensors(config, layers, headers)
+    linear_by_name = find_draft_head_tensors(config, layers, headers)
     return {
         tensor.name: MatchedTensor(
             tensor.name,
             tensor,
             Role.FOREIGN,
             draft_head=True,
-            shared_input=_first_sibling(tensor.name, found) if found[tensor.name] else "",
+            shared_input=_first_sibling(tensor.name, linear_by_name)
+            if linear_by_name[tensor.name]
+            else "",
         )
         for tensor in headers
-        if tensor.name in found
+        if tensor.name in linear_by_name
     }
 
 
@@ -709,11 +715,11 @@ def _match_draft(config: Mapping[str, Any], headers: list[StoredTensor]) -> Mode
 def _match_eagle3(headers: list[StoredTensor]) -> Iterator[MatchedTensor]:
     roles = dict.fromkeys(eagle3_stored_names(EMBEDDING), Role.EMBEDDING)
     roles |= dict.fromkeys(eagle3_stored_names("lm_head.weight"), Role.HEAD)
-    held = {tensor.name for tensor in headers}
+    names = {tensor.name for tensor in headers}
     shared: dict[str, str] = {}
     for group in _EAGLE3_GROUPS:
-        found = [_find_stored_name(f"{name}.weight", held) for name in group]
-        shared |= dict.fromkeys(found, found[0].removesuffix(".weight"))
+        stored_names = [_find_stored_name(f"{name}.weight", names) for name in group]
+        shared |= dict.fromkeys(stored_names, stored_names[0].removesuffix(".weight"))
     for tensor in headers:
         if tensor.name in shared:
             yield MatchedTensor(tensor.name, tensor, Role.LINEAR, 0, shared[tensor.name])
@@ -721,11 +727,13 @@ def _match_eagle3(headers: list[StoredTensor]) -> Iterator[MatchedTensor]:
             yield MatchedTensor(tensor.name, tensor, roles.get(tensor.name) or _other_role(tensor))
 
 
-def _find_stored_name(name: str, held: set[str]) -> str:
-    found = next((other for other in eagle3_stored_names(name) if other in held), None)
-    if found is None:
+def _find_stored_name(name: str, stored_names: set[str]) -> str:
+    stored_name = next(
+        (other for other in eagle3_stored_names(name) if other in stored_names), None
+    )
+    if stored_name is None:
         raise InputError(f"{EAGLE3} heads: no tensor {name!r}", "fetch the directory again")
-    return found
+    return stored_name
 
 
 def _match_medusa(headers: list[StoredTensor]) -> Iterator[MatchedTensor]:

@@ -214,12 +214,12 @@ class TowerConfig:
             RefusedError: heads do not fill the width, or cannot be divided between rows and columns of patches.
         """
         keys = ("hidden_size", "intermediate_size", *count_keys, "patch_size")
-        found = TowerSizes(*map(self.size, keys, defaults))
-        if found.width % (4 * found.heads):
+        sizes = TowerSizes(*map(self.size, keys, defaults))
+        if sizes.width % (4 * sizes.heads):
             raise unsupported_setting_error(
-                f"{found.heads} heads of {found.width} columns", "heads of a multiple of 4 columns"
+                f"{sizes.heads} heads of {sizes.width} columns", "heads of a multiple of 4 columns"
             )
-        return found
+        return sizes
 
     def _full_key(self, key: str) -> str:
         return f"{self.section}.{key}" if self.section else key

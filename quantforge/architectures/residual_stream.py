@@ -158,8 +158,8 @@ class _StreamProof:
     def _has(self, name: str) -> bool:
         return name in self._model_layout.by_name
 
-    def _refuse(self, what: str, why: str, hint: str = _OMIT_HINT) -> NoReturn:
-        raise RefusedError(f"{self._requested_by}: {what} {why}", hint)
+    def _refuse(self, subject: str, reason: str, hint: str = _OMIT_HINT) -> NoReturn:
+        raise RefusedError(f"{self._requested_by}: {subject} {reason}", hint)
 
 
 def _norms_before_halves(graph: DecoderGraph) -> dict[str, str]:

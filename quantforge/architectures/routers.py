@@ -25,12 +25,12 @@ _ROUTER_NAMES = re.compile(
 
 def expert_counts(config: Mapping[str, object]) -> frozenset[int]:
     """Return every number of experts larger than 1 that a configuration declares."""
-    found: set[int] = set()
+    counts: set[int] = set()
     for key, value in config.items():
         if is_expert_count_key(key):
             values = value if isinstance(value, list) else [value]
-            found |= {item for item in values if type(item) is int and item > 1}
-    return frozenset(found)
+            counts |= {item for item in values if type(item) is int and item > 1}
+    return frozenset(counts)
 
 
 def is_indexer_weight(name: str) -> bool:

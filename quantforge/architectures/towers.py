@@ -46,8 +46,8 @@ class DecoderLists:
 
     def block_index(self, name: str) -> int:
         """Return the decoder block index of a stored tensor, -1 if it belongs to none."""
-        found = NUMBERED_NAME.match(name)
-        return int(found[2]) if found and found[1] in self.blocks else -1
+        match = NUMBERED_NAME.match(name)
+        return int(match[2]) if match and match[1] in self.blocks else -1
 
     def is_in_tower(self, name: str) -> bool:
         """Return whether a stored tensor belongs to another tower."""
@@ -64,21 +64,23 @@ def find_decoder_lists(
         text: configuration of its decoder; the same object if there is nothing else.
         stored: headers of all tensors.
     """
-    found: dict[str, _ModuleList] = {}
+    lists: dict[str, _ModuleList] = {}
     for tensor in stored:
         if block := NUMBERED_NAME.match(tensor.name):
-            item = found.setdefault(block[1], _ModuleList())
+            item = lists.setdefault(block[1], _ModuleList())
             item.entries.add(int(block[2]))
             item.modules.add(block[3].rpartition(".")[0])
             item.weights += math.prod(tensor.shape)
-    found = {prefix: item for prefix, item in found.items() if item.modules != {""}}
-    own = {prefix: item for prefix, item in found.items() if not TOWER_WORDS.search(prefix)}
-    if not own or not has_towers(config):
-        return DecoderLists(frozenset(own), ())
+    lists = {prefix: item for prefix, item in lists.items() if item.modules != {""}}
+    candidates = {prefix: item for prefix, item in lists.items() if not TOWER_WORDS.search(prefix)}
+    if not candidates or not has_towers(config):
+        return DecoderLists(frozenset(candidates), ())
     layers = next((text[key] for key in LAYER_COUNT_KEYS if key in text), 0)
-    counted = {prefix for prefix, item in own.items() if len(item.entries) == layers}
-    decoder = max(counted or own, key=lambda prefix: (own[prefix].weights, prefix))
-    towers = {_tower_prefix(prefix, decoder) for prefix in found if prefix != decoder}
+    of_right_length = {prefix for prefix, item in candidates.items() if len(item.entries) == layers}
+    decoder = max(
+        of_right_length or candidates, key=lambda prefix: (candidates[prefix].weights, prefix)
+    )
+    towers = {_tower_prefix(prefix, decoder) for prefix in lists if prefix != decoder}
     return DecoderLists(frozenset({decoder}), tuple(sorted(towers)))
 
 

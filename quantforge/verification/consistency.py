@@ -73,66 +73,69 @@ def check_consistency(report: Report, artifact: Artifact) -> None:
     if not report.path.is_dir():
         return
     try:
-        own = read_side_files(artifact)
+        side_files = read_side_files(artifact)
     except InputError as error:
         report.add("unreadable", error.file or "", error.message)
         return
     rows = [t.header.shape[0] for t in artifact.model_layout.tensors if t.role is Role.EMBEDDING]
-    find_contradictions(report, own, min(rows, default=0))
+    find_contradictions(report, side_files, min(rows, default=0))
     try:
         for text in _doubtful_settings(artifact):
             report.warn("settings", CONFIG_FILE, text)
     except (InputError, IntegrityError):
         pass  # the checks of the tensors report this
     if report.source is None:
-        for name, document in ((CONFIG_FILE, own.config), (SETTINGS, own.document(SETTINGS))):
+        for name, document in (
+            (CONFIG_FILE, side_files.config),
+            (SETTINGS, side_files.document(SETTINGS)),
+        ):
             for key in CODE_LOADING_KEYS:
                 if key in document and document[key] not in KNOWN_ATTENTION_KERNELS:
                     text = f"{key} lets a loader run code of the model or of another repository"
                     report.warn("settings", name, text)
 
 
-def find_contradictions(report: Report, own: SideFiles, rows: int) -> None:
+def find_contradictions(report: Report, side_files: SideFiles, rows: int) -> None:
     """Report files that are damaged or contradict each other.
 
     Args:
         report: gets the findings.
-        own: the side files.
+        side_files: the side files.
         rows: number of rows of the embedding, 0 if unknown.
     """
-    for name, text in own.damaged.items():
+    for name, text in side_files.damaged.items():
         report.add("settings", name, f"is damaged: {text}")
-    for name, text in (*_conflicting_descriptions(own), *_description_conflicts(own)):
+    for name, text in (*_conflicting_descriptions(side_files), *_description_conflicts(side_files)):
         report.add("settings", name, text)
-    for name, text in (*_token_id_conflicts(own, rows), *_token_conflicts(own)):
+    for name, text in (*_token_id_conflicts(side_files, rows), *_token_conflicts(side_files)):
         report.warn("settings", name, text)
 
 
 # The quantization.
 
 
-def _quantization_description(own: SideFiles) -> Mapping[str, Any]:
-    found = own.config.get("quantization_config")
-    return found if isinstance(found, Mapping) else {}
+def _quantization_description(side_files: SideFiles) -> Mapping[str, Any]:
+    description = side_files.config.get("quantization_config")
+    return description if isinstance(description, Mapping) else {}
 
 
-def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
+def _conflicting_descriptions(side_files: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield file and message for every second description of the quantization that differs from the first."""
-    found = _quantization_description(own)
-    for name in sorted(QUANTIZATION_FILES & own.documents.keys()):
+    description = _quantization_description(side_files)
+    for name in sorted(QUANTIZATION_FILES & side_files.documents.keys()):
         first, second = (
             {_ALIASES.get(key, key): value for key, value in one.items() if value is not None}
-            for one in (found, own.documents[name])
+            for one in (description, side_files.documents[name])
         )
-        for key, usual in _DECODING_SETTINGS.items():
-            one, two = first.get(key, usual), second.get(key, usual)
-            if not trees_equal(one, two) and (usual is not ABSENT or ABSENT not in (one, two)):
+        for key, default in _DECODING_SETTINGS.items():
+            one, two = first.get(key, default), second.get(key, default)
+            if not trees_equal(one, two) and (default is not ABSENT or ABSENT not in (one, two)):
                 yield name, f"{key} = {format_value(two)}, {CONFIG_FILE} has {format_value(one)}"
-    twins = {key: own.config.get(key) for key in ("quantization", "compression_config")}
-    twins["text_config"] = text_config(own.config).get("quantization_config")
-    for name, twin in twins.items():
-        inner = twin.get("quantization_config", twin) if isinstance(twin, Mapping) else found
-        if found and (change := next(iterate_changes(inner, found), None)):
+    copies = {key: side_files.config.get(key) for key in ("quantization", "compression_config")}
+    copies["text_config"] = text_config(side_files.config).get("quantization_config")
+    for name, copy in copies.items():
+        inner = copy.get("quantization_config", copy) if isinstance(copy, Mapping) else description
+        if description and (change := next(iterate_changes(inner, description), None)):
             place, value = shorten(".".join((name, *change.path))), format_value(change.value)
             yield (
                 CONFIG_FILE,
@@ -140,23 +143,32 @@ def _conflicting_descriptions(own: SideFiles) -> Iterator[tuple[str, str]]:
             )
 
 
-def _description_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
+def _description_conflicts(side_files: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield contradictions within ``quantization_config``, and settings that would damage valid weights."""
-    found = _quantization_description(own)
-    groups, form = found.get("config_groups"), found.get("format") or MIXED_PRECISION
-    parts = [*groups.values()] if isinstance(groups, Mapping) else []
-    others = [part.get("format") for part in parts if isinstance(part, Mapping)]
-    for other in (found.get("checkpoint_format"), *others):
-        if form != MIXED_PRECISION and other not in (None, form):
-            yield CONFIG_FILE, f"format = {format_value(form)}, and elsewhere {format_value(other)}"
-    sparsity = found.get("sparsity_config")
+    description = _quantization_description(side_files)
+    groups, format_name = (
+        description.get("config_groups"),
+        description.get("format") or MIXED_PRECISION,
+    )
+    group_list = [*groups.values()] if isinstance(groups, Mapping) else []
+    group_formats = [part.get("format") for part in group_list if isinstance(part, Mapping)]
+    for other in (description.get("checkpoint_format"), *group_formats):
+        if format_name != MIXED_PRECISION and other not in (None, format_name):
+            yield (
+                CONFIG_FILE,
+                f"format = {format_value(format_name)}, and elsewhere {format_value(other)}",
+            )
+    sparsity = description.get("sparsity_config")
     if sparsity and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
         yield (
             CONFIG_FILE,
             f"sparsity_config = {format_value(sparsity)}: loaders unpack the weights by it",
         )
-    announced = found.get("kv_cache_scheme") or found.get("quant_method") != "compressed-tensors"
-    if not announced and (scales := kv_scales.scale_names(own.tensors)):
+    announced = (
+        description.get("kv_cache_scheme")
+        or description.get("quant_method") != "compressed-tensors"
+    )
+    if not announced and (scales := kv_scales.scale_names(side_files.tensors)):
         text = f"{scales[0]} is a scale of a KV cache ({len(scales)} in all)"
         yield CONFIG_FILE, f"kv_cache_scheme is missing, but {text}"
 
@@ -175,23 +187,23 @@ def _doubtful_settings(artifact: Artifact) -> Iterator[str]:
         for key in _REQUIRED_KEYS.get(artifact.format.KEY, "").split():
             if key not in description:
                 yield f"{key} is missing: loaders refuse the file, or assume what its tensors deny"
-    found = quantization_config(config)
-    if found.get("quant_method") == "compressed-tensors":
-        yield from _doubtful_group_settings(artifact, found)
-    elif found.get("quant_method") in {"gptq", "awq"}:
-        yield from _doubtful_flags(artifact, found)
+    quantization = quantization_config(config)
+    if quantization.get("quant_method") == "compressed-tensors":
+        yield from _doubtful_group_settings(artifact, quantization)
+    elif quantization.get("quant_method") in {"gptq", "awq"}:
+        yield from _doubtful_flags(artifact, quantization)
 
 
-def _doubtful_group_settings(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
+def _doubtful_group_settings(artifact: Artifact, quantization: Mapping[str, Any]) -> Iterator[str]:
     """Yield settings of compressed-tensors groups that QuantForge would not write for the same schemes."""
-    groups, config = found["config_groups"], artifact.checkpoint.config
+    groups, config = quantization["config_groups"], artifact.checkpoint.config
     if "group_0" not in groups:
         yield "config_groups has no group_0, the only group that TensorRT-LLM reads"
-    if (status := found.get("quantization_status")) not in (None, "compressed"):
+    if (status := quantization.get("quantization_status")) not in (None, "compressed"):
         yield f"quantization_status = {format_value(status)}: loaders expect weights that are not packed"
     modules = [name for module in artifact.layouts for name in name_variants(module, config)]
     for name, group_settings in groups.items():
-        group, place = parse_group(group_settings, found), f"config_groups.{shorten(name)}"
+        group, place = parse_group(group_settings, quantization), f"config_groups.{shorten(name)}"
         if not any(group.match_rank(module) is not None for module in modules):
             yield f"{place}.targets = {format_value(group_settings.get('targets'))} name no quantized layer"
         for key in group_settings.keys() - _GROUP_KEYS:
@@ -228,13 +240,15 @@ def _normalized_arguments(arguments: Any) -> dict[str, Any]:
     return {**_DEFAULT_ARGUMENTS, "strategy": strategy, **given, "group_size": size}
 
 
-def _doubtful_flags(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[str]:
+def _doubtful_flags(artifact: Artifact, quantization: Mapping[str, Any]) -> Iterator[str]:
     """Yield flags of GPTQ and AWQ files that all tensors contradict: act-order and zero points."""
     checkpoint, layouts = artifact.checkpoint, artifact.layouts.values()
     grouped = [one.module for one in layouts if one.scheme.weight.groups(one.shape[1]) > 1]
-    meta = found.get("meta")
-    static = found.get("static_groups") or (isinstance(meta, Mapping) and meta.get("static_groups"))
-    if found.get("desc_act") is True and grouped and not static:
+    meta = quantization.get("meta")
+    static = quantization.get("static_groups") or (
+        isinstance(meta, Mapping) and meta.get("static_groups")
+    )
+    if quantization.get("desc_act") is True and grouped and not static:
         names = (f"{module}.g_idx" for module in grouped if f"{module}.g_idx" in checkpoint.entries)
         if all(bool((checkpoint.read(name).diff() >= 0).all()) for name in names):
             yield "desc_act = true, but the columns of every layer are in order"
@@ -243,42 +257,45 @@ def _doubtful_flags(artifact: Artifact, found: Mapping[str, Any]) -> Iterator[st
         (artifact.unpack(one).parameters["zeros"], one.scheme.weight.bits) for one in asymmetric
     )
     if asymmetric and all(bool((zero == 1 << (bits - 1)).all()) for zero, bits in zeros):
-        flag = "sym" if found["quant_method"] == "gptq" else "zero_point"
-        yield f"{flag} = {format_value(found.get(flag))}, but every zero point is that of symmetric weights"
+        flag = "sym" if quantization["quant_method"] == "gptq" else "zero_point"
+        yield f"{flag} = {format_value(quantization.get(flag))}, but every zero point is that of symmetric weights"
 
 
 # The vocabulary.
 
 
-def _token_id_conflicts(own: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
+def _token_id_conflicts(side_files: SideFiles, rows: int) -> Iterator[tuple[str, str]]:
     """Yield file and message for every token id that the embedding does not have."""
-    documents = {CONFIG_FILE: text_config(own.config), GENERATION: own.document(GENERATION)}
+    documents = {
+        CONFIG_FILE: text_config(side_files.config),
+        GENERATION: side_files.document(GENERATION),
+    }
     for name, document in documents.items():
         for key, number in _values_of_keys(document, "_token_id", int):
             if rows and not -1 <= number < rows:
                 yield name, f"{key} = {format_value(number)}, the embedding has {rows} rows"
 
 
-def _token_conflicts(own: SideFiles) -> Iterator[tuple[str, str]]:
+def _token_conflicts(side_files: SideFiles) -> Iterator[tuple[str, str]]:
     """Yield file and message for tokens that ``tokenizer.json`` does not have, or has under another id."""
     try:
-        tokens = token_ids(own.document(TOKENIZER))
-        merges = normalize_tokenizer(own.document(TOKENIZER))["model"]["merges"]
+        tokens = token_ids(side_files.document(TOKENIZER))
+        merges = normalize_tokenizer(side_files.document(TOKENIZER))["model"]["merges"]
     except InputError:
         return
-    lines = own.files.get("merges.txt", b"").decode(errors="replace").splitlines()
+    lines = side_files.files.get("merges.txt", b"").decode(errors="replace").splitlines()
     if lines and merges != [line for line in lines if line and not line.startswith("#version")]:
         yield "merges.txt", f"the merges are not those of {TOKENIZER}"
     for name in ("vocab.json", "added_tokens.json"):
-        listed = own.document(name)
+        listed = side_files.document(name)
         if change := next(
             iterate_changes(listed, {key: tokens.get(key, ABSENT) for key in listed}), None
         ):
             text = f"{format_value(change.path[0])} = {format_value(change.value)}"
             yield name, f"{text}, {TOKENIZER} has {format_value(change.source_value)}"
-    roles = set(_values_of_keys(own.document(SETTINGS), "_token", str))
+    roles = set(_values_of_keys(side_files.document(SETTINGS), "_token", str))
     for name in (SETTINGS, "special_tokens_map.json"):
-        for key, text in _values_of_keys(own.document(name), "_token", str):
+        for key, text in _values_of_keys(side_files.document(name), "_token", str):
             if text not in tokens:
                 yield name, f"{key} = {format_value(text)} is not a token of {TOKENIZER}"
             elif (key, text) not in roles and any(key == role for role, _ in roles):

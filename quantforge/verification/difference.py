@@ -105,29 +105,34 @@ class Difference:
 @torch.no_grad()
 def difference(first: Path, second: Path) -> Difference:
     """Compare two models of any readable format; errors as `open_source`."""
-    one, other = open_source(first, one_by_one=True), open_source(second, one_by_one=True)
-    names = [model.model_layout.by_name.keys() for model in (one, other)]
+    first_model, second_model = (
+        open_source(first, one_by_one=True),
+        open_source(second, one_by_one=True),
+    )
+    names = [model.model_layout.by_name.keys() for model in (first_model, second_model)]
     common = sorted(names[0] & names[1])
     tensors = {}
-    for done, name in enumerate(common):
-        report_step(name, done, len(common))
-        if not _tensors_equal(one, other, name):
-            tensors[name] = _snr_db(one.weight(name), other.weight(name))
-    files = [_side_files(model.checkpoint) for model in (one, other)]
+    for index, name in enumerate(common):
+        report_step(name, index, len(common))
+        if not _tensors_equal(first_model, second_model, name):
+            tensors[name] = _snr_db(first_model.weight(name), second_model.weight(name))
+    files = [_side_files(model.checkpoint) for model in (first_model, second_model)]
     uncompared: set[str] = set()
-    if one.checkpoint.path.is_dir() != other.checkpoint.path.is_dir():
+    if first_model.checkpoint.path.is_dir() != second_model.checkpoint.path.is_dir():
         both = files[0].keys() & files[1].keys()
         uncompared = (files[0].keys() | files[1].keys()) - (both & {TEMPLATE_FILE})
         files = [{name: side[name] for name in side.keys() - uncompared} for side in files]
     differing = {name for name in files[0] | files[1] if files[0].get(name) != files[1].get(name)}
-    entries = [_recorded_entries(model) for model in (one, other)]
+    entries = [_recorded_entries(model) for model in (first_model, second_model)]
     return Difference(
         first=first,
         second=second,
         stated=_differing_entries(*entries),
         only=_exclusive_names(*names),
         tensors=tensors,
-        files=sorted({*differing, *_differing_model_files(one.checkpoint, other.checkpoint)}),
+        files=sorted(
+            {*differing, *_differing_model_files(first_model.checkpoint, second_model.checkpoint)}
+        ),
         compared=len(common),
         alone=_exclusive_names(*(side.keys() for side in files)),
         unstated={
@@ -142,9 +147,11 @@ def _exclusive_names(first: Set[str], second: Set[str]) -> dict[str, list[str]]:
     return {"first": sorted(first - second), "second": sorted(second - first)}
 
 
-def _tensors_equal(one: SourceModel, other: SourceModel, name: str) -> bool:
+def _tensors_equal(first_model: SourceModel, second_model: SourceModel, name: str) -> bool:
     """Return whether a tensor, after decoding, has the same type, shape and values in both models."""
-    tensors = [(model, model.model_layout.by_name[name].header) for model in (one, other)]
+    tensors = [
+        (model, model.model_layout.by_name[name].header) for model in (first_model, second_model)
+    ]
     if tensors[0][1].dtype != tensors[1][1].dtype or tensors[0][1].shape != tensors[1][1].shape:
         return False
     first, second = (model.checkpoint.read(stored.name) for model, stored in tensors)
@@ -177,24 +184,26 @@ def _side_files(checkpoint: Checkpoint) -> dict[str, bytes]:
     )
 
 
-def _differing_model_files(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
+def _differing_model_files(first_model: Checkpoint, second_model: Checkpoint) -> Iterator[str]:
     """Yield the names of differing model files: the configuration, or whole GGUF files."""
-    folders = [model.path.is_dir() for model in (one, other)]
+    folders = [model.path.is_dir() for model in (first_model, second_model)]
     if all(folders):
         first, second = (
             {key: value for key, value in model.config.items() if key not in STORAGE_ENTRIES}
-            for model in (one, other)
+            for model in (first_model, second_model)
         )
         if first != second:
             yield CONFIG
     elif not any(folders):
-        held = {manifest.sha256(file, None) for file in one.shards}
-        yield from (file.name for file in other.shards if manifest.sha256(file, None) not in held)
+        digests = {manifest.sha256(file, None) for file in first_model.shards}
+        yield from (
+            file.name for file in second_model.shards if manifest.sha256(file, None) not in digests
+        )
 
 
-def _differing_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _differing_entries(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Return the entries of configuration, manifest and recipe that differ."""
-    pairs = {key: [one.get(key), other.get(key)] for key in sorted(one.keys() | other.keys())}
+    pairs = {key: [first.get(key), second.get(key)] for key in sorted(first.keys() | second.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
@@ -204,9 +213,9 @@ def _missing_documents(entries: Mapping[str, Any]) -> list[str]:
 
 
 def _recorded_entries(model: SourceModel) -> dict[str, Any]:
-    found = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
+    entries = {f"config.{key}": value for key, value in model.checkpoint.config.items()}
     document = manifest.read_manifest(model.checkpoint.path) or {}
-    found |= {f"manifest.{key}": document[key] for key in _MANIFEST_KEYS if key in document}
+    entries |= {f"manifest.{key}": document[key] for key in _MANIFEST_KEYS if key in document}
     origin = f"{model.checkpoint.path}: the recipe of its manifest"
     recipe = read_toml(str(document.get("recipe", "")), origin)
-    return found | {f"recipe.{key}": value for key, value in recipe.items()}
+    return entries | {f"recipe.{key}": value for key, value in recipe.items()}

@@ -37,8 +37,8 @@ _MAX_HEADER_RATIO = 4
 def check_manifest(report: Report) -> dict[str, Any] | None:
     """Compare every file with the manifest; return the manifest, None if there is no readable one."""
     path = report.path
-    place = manifest.manifest_path(path)
-    if not place.exists():
+    manifest_file = manifest.manifest_path(path)
+    if not manifest_file.exists():
         if path.is_dir() and path.name == "stage" and path.parent.name.endswith(".qf"):
             text = "an unfinished run: repeat its command to finish it"
             report.add("manifest", path.name, text)
@@ -48,7 +48,7 @@ def check_manifest(report: Report) -> dict[str, Any] | None:
     if document is None:
         report.add(
             "manifest",
-            place.name,
+            manifest_file.name,
             manifest.other_schema(path) or f"is not a valid {SCHEMA} document",
         )
         return None
@@ -69,23 +69,23 @@ def verify_signature(report: Report, key: Path | None) -> None:
     Raises:
         UsageError, InputError: as `check_signature`.
     """
-    place = signature_path(report.path)
+    signature_file = signature_path(report.path)
     if key is None:
-        there = "" if place.exists() else ", and there is no signature"
+        there = "" if signature_file.exists() else ", and there is no signature"
         report.skip(f"no key was named (--key){there}", "signature")
         return
     try:
         report.unsigned = check_signature(report.path, key)
     except IntegrityError as error:
-        report.add("signature", place.name, error.message)
+        report.add("signature", signature_file.name, error.message)
 
 
 def _files_to_list(path: Path) -> set[str]:
     """Return the names of the files that a manifest has to list."""
     if path.is_file():
         return {path.name, *(part.name for part in part_paths(path) if part.exists())}
-    found = {str(file.relative_to(path)) for file in FILES.list_files_below(path)}
-    return found - manifest.MUTABLE - {DIRECTORY_SIGNATURE, manifest.NAME}
+    names = {str(file.relative_to(path)) for file in FILES.list_files_below(path)}
+    return names - manifest.MUTABLE - {DIRECTORY_SIGNATURE, manifest.NAME}
 
 
 def _compare_with_manifest(
@@ -149,39 +149,49 @@ def check_source(
         InputError: a file of the source cannot be read.
     """
     recorded = _recorded_sources(document)
-    given, name, own = open_model(source), source_name(source)[0], report.path.name
+    source_checkpoint, source_label, artifact_name = (
+        open_model(source),
+        source_name(source)[0],
+        report.path.name,
+    )
     report_step("the source's digests")
     if _is_one_of(artifact.checkpoint.original, _recorded_sources(manifest.read_manifest(source))):
         report.add(
             "source",
-            own,
-            f"{name} was made from {own}: are the two swapped? Usage: quantforge verify RESULT --source MODEL",
+            artifact_name,
+            f"{source_label} was made from {artifact_name}: are the two swapped?"
+            " Usage: quantforge verify RESULT --source MODEL",
         )
-        done = {*FILE_CHECKS, "source"}
-        report.skip("result and source are swapped", *(one for one in CHECKS if one not in done))
+        made_checks = {*FILE_CHECKS, "source"}
+        report.skip(
+            "result and source are swapped", *(one for one in CHECKS if one not in made_checks)
+        )
         return SourceMatch.SWAPPED
     if not recorded:
         report.skip("no manifest records the digests of a source", "source")
         return SourceMatch.COMPARABLE
-    if _is_one_of(given, recorded):
+    if _is_one_of(source_checkpoint, recorded):
         return SourceMatch.COMPARABLE
-    text = f"by its manifest, it was made from {' or '.join(map(str, recorded))}"
-    if split := next((one for one in recorded if _split_differently(given, one)), None):
+    origin = f"by its manifest, it was made from {' or '.join(map(str, recorded))}"
+    if split_record := next(
+        (one for one in recorded if _split_differently(source_checkpoint, one)), None
+    ):
         report.warn(
             "source",
-            own,
-            f"{text}; {name} has as many bytes of tensors in other files ({len(given.shards)}, not"
-            f" {len(split.weights)}): they may be the same tensors, which digests of files cannot tell",
+            artifact_name,
+            f"{origin}; {source_label} has as many bytes of tensors in other files"
+            f" ({len(source_checkpoint.shards)}, not"
+            f" {len(split_record.weights)}): they may be the same tensors, which digests of files cannot tell",
         )
     elif [*manifest.iterate_lineage(document)][
         -1
     ] == {}:  # an export of a result that had no manifest
-        report.skip(f"{text}, and no manifest says what that was made from", "source")
+        report.skip(f"{origin}, and no manifest says what that was made from", "source")
     else:
         report.add(
             "source",
-            own,
-            f"{text}; {name} has different weights, and nothing else was compared with them: name the"
+            artifact_name,
+            f"{origin}; {source_label} has different weights, and nothing else was compared with them: name the"
             " model it was made from with --source",
         )
         report.skip("the model named with --source is not the recorded one", *COMPARED[1:])
@@ -191,7 +201,7 @@ def check_source(
 
 def _recorded_sources(document: Mapping[str, Any] | None) -> list[_RecordedSource]:
     """Return the sources whose digests a manifest and its lineage record."""
-    found = []
+    sources = []
     for item in manifest.iterate_lineage(document):
         source = item.get("source", {})
         files = {name: entry for name, entry in source.get("files", {}).items() if len(entry) == 2}
@@ -200,12 +210,12 @@ def _recorded_sources(document: Mapping[str, Any] | None) -> list[_RecordedSourc
                 entry["bytes"] for name, entry in files.items() if name.endswith(_WEIGHT_SUFFIXES)
             )
             sizes = {entry["sha256"]: entry["bytes"] for entry in files.values()}
-            found.append(
+            sources.append(
                 _RecordedSource(
                     source.get("model", "a model without a name"), sizes, sorted(weights)
                 )
             )
-    return found
+    return sources
 
 
 def _is_one_of(model: Checkpoint, recorded: Sequence[_RecordedSource]) -> bool:
@@ -214,10 +224,10 @@ def _is_one_of(model: Checkpoint, recorded: Sequence[_RecordedSource]) -> bool:
     Files are digested only if their sizes match.
     """
     sizes = {path.stat().st_size for path in model.shards}
-    alike = [one for one in recorded if sizes <= {*one.files.values()}]
+    candidates = [record for record in recorded if sizes <= {*record.files.values()}]
     root = model.path.parent if model.path.is_file() else model.path
-    digests = {manifest.sha256(path, root) for path in model.shards} if alike else set()
-    return any(digests <= one.files.keys() for one in alike)
+    digests = {manifest.sha256(path, root) for path in model.shards} if candidates else set()
+    return any(digests <= record.files.keys() for record in candidates)
 
 
 def _split_differently(model: Checkpoint, recorded: _RecordedSource) -> bool:

@@ -123,8 +123,8 @@ class Report:
 
     def skip(self, reason: str, *checks: str) -> None:
         """Record that checks are not made, except those that already have findings."""
-        found = {item.check for item in self.findings}
-        self.skipped |= {check: _escape(reason) for check in checks if check not in found}
+        with_findings = {item.check for item in self.findings}
+        self.skipped |= {check: _escape(reason) for check in checks if check not in with_findings}
 
     def count(self, severity: Severity) -> int:
         """Return the number of findings of a severity."""

@@ -118,13 +118,13 @@ class LayerInputs:
 
     def raw(self, module: str) -> Tensor | None:
         """Return the inputs of a linear without normalization."""
-        found = self._statistics_of(module)
-        return found.sample if found else None
+        statistics = self._statistics_of(module)
+        return statistics.sample if statistics else None
 
     def peaks(self, module: str) -> Tensor | None:
         """Return the largest magnitude ``[in]`` of each input channel of a linear."""
-        found = self._statistics_of(module)
-        return found.peaks if found else None
+        statistics = self._statistics_of(module)
+        return statistics.peaks if statistics else None
 
     def _statistics_of(self, module: str) -> Statistics | None:
         return self.statistics.get(self.input_names.get(module, module))
@@ -191,15 +191,22 @@ class ForwardPass:
         self._source_not_runnable = False
         if not run:
             return
-        own = decode_checkpoint(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
-        weights = PatchedCheckpoint(own, artifact.model_layout, stored)
+        decoded = (
+            decode_checkpoint(artifact.checkpoint) if artifact.layouts else artifact.checkpoint
+        )
+        weights = PatchedCheckpoint(decoded, artifact.model_layout, stored)
         if source is None:
             self._ids = spread_token_ids(artifact.model_layout)
             self._open_stream("artifact", weights, artifact.model_layout)
             return
-        own_blocks, blocks = len(artifact.model_layout.layers), len(source.model_layout.layers)
-        if own_blocks != blocks:
-            report.skip(f"the source has {blocks} blocks, the artifact {own_blocks}", "logits")
+        artifact_blocks, source_blocks = (
+            len(artifact.model_layout.layers),
+            len(source.model_layout.layers),
+        )
+        if artifact_blocks != source_blocks:
+            report.skip(
+                f"the source has {source_blocks} blocks, the artifact {artifact_blocks}", "logits"
+            )
             return
         self._ids = choose_token_ids(source)
         self._open_stream("source", source.checkpoint, source.model_layout)
@@ -239,31 +246,33 @@ class ForwardPass:
     def check_logits(self) -> None:
         """Compute the logits of all models and report what is wrong with them."""
         self._at_head = True
-        own, name = self._take_logits("artifact"), self._report.path.name
-        if own is None:
+        logits, name = self._take_logits("artifact"), self._report.path.name
+        if logits is None:
             return
-        if not bool(torch.isfinite(own).all()):
+        if not bool(torch.isfinite(logits).all()):
             self._report.add("logits", name, "the logits of the model are not finite")
             return
-        if (same := self._take_logits("decoded")) is not None and same.shape == own.shape:
-            self._check_configuration(own, same)
-        del same
+        if (
+            source_config_logits := self._take_logits("decoded")
+        ) is not None and source_config_logits.shape == logits.shape:
+            self._check_configuration(logits, source_config_logits)
+        del source_config_logits
         if (reference := self._take_logits("source")) is None:
             return
-        if own.shape != reference.shape:
-            text = f"logits for {own.shape[-1]} tokens, the source has {reference.shape[-1]}"
+        if logits.shape != reference.shape:
+            text = f"logits for {logits.shape[-1]} tokens, the source has {reference.shape[-1]}"
             self._report.add("logits", name, text)
             return
-        found = window_divergence(reference, own)
+        divergence = window_divergence(reference, logits)
         self._report.figures = {
             "tokens": self._ids.numel(),
-            "kl_mean": Estimate.of(found).mean,
-            "kl_error": Estimate.of(found).error,
-            "top1_agreement": float((own.argmax(-1) == reference.argmax(-1)).double().mean()),
+            "kl_mean": Estimate.of(divergence).mean,
+            "kl_error": Estimate.of(divergence).error,
+            "top1_agreement": float((logits.argmax(-1) == reference.argmax(-1)).double().mean()),
         }
-        del own
-        if (plain := self._take_logits("rounded")) is not None:
-            self._check_divergence(found, window_divergence(reference, plain))
+        del logits
+        if (rounded_logits := self._take_logits("rounded")) is not None:
+            self._check_divergence(divergence, window_divergence(reference, rounded_logits))
 
     def _artifact_weight(self, name: str) -> Tensor | None:
         """Return a weight of the artifact for a model with the source's configuration.
@@ -271,8 +280,13 @@ class ForwardPass:
         If only the source ties embedding and head, the artifact's head is returned for the embedding when logits are
         computed.
         """
-        own, family = self._artifact.model_layout, self._artifact.model_layout.architecture
-        if self._at_head and family and not own.tied and name == f"{family.embedding}.weight":
+        model_layout, family = self._artifact.model_layout, self._artifact.model_layout.architecture
+        if (
+            self._at_head
+            and family
+            and not model_layout.tied
+            and name == f"{family.embedding}.weight"
+        ):
             name = f"{family.head}.weight"
         return self._load_weight(name)
 
@@ -281,30 +295,40 @@ class ForwardPass:
         for stream in self._streams.values():
             stream.close()
 
-    def _check_configuration(self, own: Tensor, same: Tensor) -> None:
-        size = float((same - same.mean(-1, keepdim=True)).square().mean().sqrt())
-        apart = float((own - same).square().mean().sqrt())
-        if apart > MAX_LOGIT_DIFFERENCE * size:
+    def _check_configuration(self, logits: Tensor, source_config_logits: Tensor) -> None:
+        deviation = float(
+            (source_config_logits - source_config_logits.mean(-1, keepdim=True))
+            .square()
+            .mean()
+            .sqrt()
+        )
+        difference = float((logits - source_config_logits).square().mean().sqrt())
+        if difference > MAX_LOGIT_DIFFERENCE * deviation:
             self._report.add(
                 "logits",
                 self._report.path.name,
-                f"under the source's configuration the same weights give other logits (they differ by {apart:.2g}, the"
-                f" standard deviation of logits is {size:.2g}): the configuration of the artifact is not the source's",
+                "under the source's configuration the same weights give other logits (they differ by"
+                f" {difference:.2g}, the standard deviation of logits is {deviation:.2g}):"
+                " the configuration of the artifact is not the source's",
             )
 
-    def _check_divergence(self, found: Tensor, plain: Tensor) -> None:
-        own, rounded = Estimate.of(found), Estimate.of(plain)
-        beyond = Estimate.of(found - MAX_DIVERGENCE_RATIO * plain)
-        self._report.figures["kl_plain"] = rounded.mean
+    def _check_divergence(self, divergence: Tensor, rounded_divergence: Tensor) -> None:
+        artifact_estimate, rounded_estimate = (
+            Estimate.of(divergence),
+            Estimate.of(rounded_divergence),
+        )
+        excess = Estimate.of(divergence - MAX_DIVERGENCE_RATIO * rounded_divergence)
+        self._report.figures["kl_plain"] = rounded_estimate.mean
         if (
-            own.mean > MAX_DIVERGENCE_RATIO * rounded.mean + MIN_DIVERGENCE
-            and beyond.mean > STANDARD_ERRORS * beyond.error
+            artifact_estimate.mean > MAX_DIVERGENCE_RATIO * rounded_estimate.mean + MIN_DIVERGENCE
+            and excess.mean > STANDARD_ERRORS * excess.error
         ):
             self._report.warn(
                 "logits",
                 self._report.path.name,
-                f"{own.mean:.3g} nats per token from the source; rounding its weights plainly to the same types loses"
-                f" {rounded.mean:.3g}",
+                f"{artifact_estimate.mean:.3g} nats per token from the source;"
+                " rounding its weights plainly to the same types loses"
+                f" {rounded_estimate.mean:.3g}",
             )
 
     def _open_stream(self, name: str, weights: TensorSource, model_layout: ModelLayout) -> None:
@@ -349,23 +373,25 @@ class ForwardPass:
             self._report.notes.append(f"not run: {_MODEL_DESCRIPTIONS[name]}: {error.message}")
 
     def _observe_block(self, stream: ModelStream, index: int) -> None:
-        part = stream.block(index)
-        for shared in part.inputs:
-            key = f"{part.name}.{shared.key}"
-            self.inputs.input_names.update({f"{part.name}.{one}": key for one in shared.linears})
-        wanted = frozenset({Statistic.SAMPLE, Statistic.PEAKS})
-        needs = {shared.key: wanted for shared in part.inputs if shared.expert < 0}
+        block = stream.block(index)
+        for shared in block.inputs:
+            key = f"{block.name}.{shared.key}"
+            self.inputs.input_names.update(
+                {f"{block.name}.{linear}": key for linear in shared.linears}
+            )
+        statistics_kinds = frozenset({Statistic.SAMPLE, Statistic.PEAKS})
+        requested = {shared.key: statistics_kinds for shared in block.inputs if shared.expert < 0}
         declared = quantization_config(self._artifact.checkpoint.config)
         cache = None
         if declared.get("kv_cache_scheme") is not None:
             cache = self.inputs.cache_peaks.setdefault(index, CachePeaks())
-        with attached_cache(part.module, cache):
-            seen = part.observe(needs, advance=True, run_to_end=True)
-        for key, statistics in seen.items():
-            self.inputs.statistics[f"{part.name}.{key}"] = self._sample_tokens(statistics)
-        if not part.advanced:
-            part.advance()
-        part.release()
+        with attached_cache(block.module, cache):
+            observed = block.observe(requested, advance=True, run_to_end=True)
+        for key, statistics in observed.items():
+            self.inputs.statistics[f"{block.name}.{key}"] = self._sample_tokens(statistics)
+        if not block.advanced:
+            block.advance()
+        block.release()
 
     def _sample_tokens(self, statistics: Statistics) -> Statistics:
         """Return statistics of `SAMPLE_TOKENS` evenly spread tokens, none of them the first of a window."""
@@ -388,12 +414,12 @@ class ForwardPass:
         self.inputs.statistics[family.head] = self._sample_tokens(seen)
 
     def _take_logits(self, name: str) -> Tensor | None:
-        found = self._run_or_drop(
-            name, lambda stream: torch.cat([one.float().cpu() for one in stream.logits()])
+        logits = self._run_or_drop(
+            name, lambda stream: torch.cat([batch.float().cpu() for batch in stream.logits()])
         )
         if name in self._streams:
             self._streams.pop(name).close()
-        return found if isinstance(found, Tensor) else None
+        return logits if isinstance(logits, Tensor) else None
 
 
 def _check_cache_class(config: Mapping[str, Any]) -> None:
@@ -410,11 +436,11 @@ def _check_cache_class(config: Mapping[str, Any]) -> None:
 
 def window_divergence(reference: Tensor, logits: Tensor) -> Tensor:
     """Return the mean KL divergence of ``logits`` from ``reference`` in each window, nats per token, ``[windows]``."""
-    found = []
-    for one, other in zip(reference, logits, strict=True):
-        p, q = one.log_softmax(-1), other.log_softmax(-1)
-        found.append((p.exp() * (p - q)).sum(-1, dtype=torch.float64).mean().clamp(min=0))
-    return torch.stack(found)
+    divergences = []
+    for reference_window, window in zip(reference, logits, strict=True):
+        p, q = reference_window.log_softmax(-1), window.log_softmax(-1)
+        divergences.append((p.exp() * (p - q)).sum(-1, dtype=torch.float64).mean().clamp(min=0))
+    return torch.stack(divergences)
 
 
 def choose_token_ids(source: SourceModel) -> Tensor:
@@ -424,10 +450,14 @@ def choose_token_ids(source: SourceModel) -> Tensor:
     count, length = ids.shape
     try:
         text = "\n".join(builtin("evaluation"))[:TEXT_CHARACTERS]
-        words = cut_windows(load_model_tokenizer(source.checkpoint), text, count, length).ids
+        text_ids = cut_windows(load_model_tokenizer(source.checkpoint), text, count, length).ids
     except InputError:
         return ids
-    return words if len(words) > 1 and int(words.max()) < _vocabulary_size(model_layout) else ids
+    return (
+        text_ids
+        if len(text_ids) > 1 and int(text_ids.max()) < _vocabulary_size(model_layout)
+        else ids
+    )
 
 
 def spread_token_ids(model_layout: ModelLayout) -> Tensor:
@@ -450,67 +480,79 @@ def _vocabulary_size(model_layout: ModelLayout) -> int:
 
 
 def _advance_block(stream: ModelStream, index: int) -> None:
-    part: DecoderBlock = stream.block(index)
-    part.advance()
-    part.release()
+    block: DecoderBlock = stream.block(index)
+    block.advance()
+    block.release()
 
 
 def _configs_equal(artifact: Artifact, source: SourceModel) -> bool:
-    own, other = (
+    config, source_config = (
         {
             key: value
-            for key, value in item.checkpoint.config.items()
+            for key, value in model.checkpoint.config.items()
             if key not in _NON_NUMERIC_KEYS
         }
-        for item in (artifact, source)
+        for model in (artifact, source)
     )
-    return own == other
+    return config == source_config
 
 
 def check_input_scale(
     report: Report,
     module: str,
-    found: QuantizedTensor,
+    tensor: QuantizedTensor,
     inputs: LayerInputs,
-    columns: Tensor | None,
-    others: dict[str, float],
+    column_scales: Tensor | None,
+    scales: dict[str, float],
 ) -> None:
     """Check the scale of a statically quantized input.
 
     Args:
         report: gets the findings.
         module: canonical name of the linear.
-        found: its weight, with the scale of its input.
+        tensor: its weight, with the scale of its input.
         inputs: observed inputs of the source's linears.
-        columns: scales that were moved from the input into the columns of the weight.
-        others: input scales seen so far, by name of the shared input; updated.
+        column_scales: scales that were moved from the input into the columns of the weight.
+        scales: input scales seen so far, by name of the shared input; updated.
     """
-    scale, activation = found.parameters["input_scale"], found.input
+    scale, activation = tensor.parameters["input_scale"], tensor.input
     assert activation is not None
     key = inputs.input_names.get(module, module)
-    other = others.setdefault(key, float(scale))
-    if max(other, float(scale)) > MAX_SCALE_RATIO * min(other, float(scale)):
-        text = f"input scale {float(scale):.4g}; {key} reads the same input and has {other:.4g}"
+    shared_scale = scales.setdefault(key, float(scale))
+    if max(shared_scale, float(scale)) > MAX_SCALE_RATIO * min(shared_scale, float(scale)):
+        text = (
+            f"input scale {float(scale):.4g}; {key} reads the same input and has {shared_scale:.4g}"
+        )
         report.warn("scale", module, text)
-    raw, peaks = inputs.raw(module), inputs.peaks(module)
-    if raw is None or peaks is None:
+    observed, peaks = inputs.raw(module), inputs.peaks(module)
+    if observed is None or peaks is None:
         return
-    if columns is not None:
-        raw, peaks = raw / columns, peaks / columns
-    seen = float(peaks.max())
-    if seen and not float(scale) > 0:
-        report.add("scale", module, f"input scale {float(scale):.4g}; the source shows {seen:.3g}")
+    if column_scales is not None:
+        observed, peaks = observed / column_scales, peaks / column_scales
+    observed_peak = float(peaks.max())
+    if observed_peak and not float(scale) > 0:
+        report.add(
+            "scale", module, f"input scale {float(scale):.4g}; the source shows {observed_peak:.3g}"
+        )
         return
-    covered = float(scale) * max_input(activation.grid)
-    if not seen or USUAL_INPUT_RANGES[0] * seen <= covered <= USUAL_INPUT_RANGES[1] * seen:
+    covered_range = float(scale) * max_input(activation.grid)
+    if (
+        not observed_peak
+        or USUAL_INPUT_RANGES[0] * observed_peak
+        <= covered_range
+        <= USUAL_INPUT_RANGES[1] * observed_peak
+    ):
         return
 
     def error(value: Tensor) -> float:
-        return float((fake_quantize_input(raw, activation, value) - raw).square().sum())
+        return float((fake_quantize_input(observed, activation, value) - observed).square().sum())
 
-    least = min(error(scale * (seen / covered) * candidate) for candidate in CANDIDATE_RANGES)
-    if error(scale) > MAX_ERROR_RATIO * least:
-        text = f"input scale {float(scale):.4g} covers values up to {covered:.3g}; the source shows {seen:.3g}"
+    smallest_error = min(
+        error(scale * (observed_peak / covered_range) * candidate) for candidate in CANDIDATE_RANGES
+    )
+    if error(scale) > MAX_ERROR_RATIO * smallest_error:
+        covered = f"input scale {float(scale):.4g} covers values up to {covered_range:.3g}"
+        text = f"{covered}; the source shows {observed_peak:.3g}"
         report.warn("scale", module, text)
 
 
@@ -527,36 +569,39 @@ def check_cache_scales(
         caches: observed peaks of the source's keys and values, by block.
     """
     headers = checkpoint.stored_tensors()
-    found = kv_scales.find_scales(checkpoint.config, headers)
-    for name in sorted(found.tensor_names):
+    stored_scales = kv_scales.find_scales(checkpoint.config, headers)
+    for name in sorted(stored_scales.tensor_names):
         try:
             require_positive(name, checkpoint.read(name))
         except InputError as error:
             report.add("scale", name, error.message)
             return
-    scales = read_cache_scales(checkpoint, found, torch.device("cpu"))
-    for block, seen in caches.items():
-        for which, text in unusual_cache_scales(scales[block], seen) if block in scales else ():
-            report.warn("scale", found.names[block][which], text)
+    scales = read_cache_scales(checkpoint, stored_scales, torch.device("cpu"))
+    for block, observed in caches.items():
+        for which, text in unusual_cache_scales(scales[block], observed) if block in scales else ():
+            report.warn("scale", stored_scales.names[block][which], text)
 
 
 def unusual_cache_scales(
-    scales: tuple[Tensor, Tensor], seen: CachePeaks
+    scales: tuple[Tensor, Tensor], observed: CachePeaks
 ) -> Iterator[tuple[int, str]]:
     """Yield 0 for keys or 1 for values, with a message, for scales that do not fit the observed peaks.
 
     Scales have one element or ``[kv_heads]``.
     """
-    for which, (peaks, scale) in enumerate(zip((seen.keys, seen.values), scales, strict=True)):
+    for index, (peaks, scale) in enumerate(
+        zip((observed.keys, observed.values), scales, strict=True)
+    ):
         if peaks is None:
             continue
-        room = scale.float().cpu().flatten() * max_value("fp8_e4m3")
-        held = peaks.cpu() if len(room) > 1 else peaks.max().view(1).cpu()
-        bad = (held > 0) & (
-            (room < USUAL_CACHE_RANGES[0] * held) | (room > USUAL_CACHE_RANGES[1] * held)
+        covered = scale.float().cpu().flatten() * max_value("fp8_e4m3")
+        observed_peaks = peaks.cpu() if len(covered) > 1 else peaks.max().view(1).cpu()
+        unusual = (observed_peaks > 0) & (
+            (covered < USUAL_CACHE_RANGES[0] * observed_peaks)
+            | (covered > USUAL_CACHE_RANGES[1] * observed_peaks)
         )
-        if bool(bad.any()):
-            head = int(bad.nonzero()[0])
-            where = f"head {head}: " if len(room) > 1 else ""
-            text = f"covers values up to {float(room[head]):.3g}; the source shows {float(held[head]):.3g}"
-            yield which, where + text
+        if bool(unusual.any()):
+            head = int(unusual.nonzero()[0])
+            where = f"head {head}: " if len(covered) > 1 else ""
+            text = f"covers values up to {float(covered[head]):.3g}; the source shows {float(observed_peaks[head]):.3g}"
+            yield index, where + text

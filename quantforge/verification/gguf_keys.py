@@ -65,33 +65,34 @@ def affects_model(key: str) -> bool:
 
 def llama_cpp_defaults(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that llama.cpp assumes for keys missing in a file with these ``keys``."""
-    arch, kind = keys.get("general.architecture"), str(keys.get("tokenizer.ggml.model"))
+    arch, tokenizer_model = keys.get("general.architecture"), str(keys.get("tokenizer.ggml.model"))
     model = {key.removeprefix(f"{arch}."): value for key, value in keys.items()}
     heads, width = model.get("attention.head_count"), model.get("embedding_length")
-    head: Any = ABSENT
+    head_width: Any = ABSENT
     if isinstance(heads, int) and isinstance(width, int) and heads > 0:
-        head = width // heads
-    words, pieces = keys.get(TOKENS_KEY), kind == "llama"  # of sentencepiece
-    of_model = {
-        "attention.head_count_kv": model.get("attention.head_count", ABSENT), "attention.key_length": head,
-        "attention.value_length": head, "rope.dimension_count": model.get("attention.key_length", head),
+        head_width = width // heads
+    tokens, is_sentencepiece = keys.get(TOKENS_KEY), tokenizer_model == "llama"  # of sentencepiece
+    model_defaults = {
+        "attention.head_count_kv": model.get("attention.head_count", ABSENT), "attention.key_length": head_width,
+        "attention.value_length": head_width, "rope.dimension_count": model.get("attention.key_length", head_width),
         "rope.scaling.original_context_length": model.get("context_length", ABSENT),
-        "vocab_size": len(words) if isinstance(words, list) else ABSENT, "rope.freq_base": 10000.0,
+        "vocab_size": len(tokens) if isinstance(tokens, list) else ABSENT, "rope.freq_base": 10000.0,
         "rope.freq_base_swa": 10000.0, "rope.scaling.type": "none", "rope.scaling.factor": 1.0,
         "rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0,
         "rope.scaling.finetuned": True, "tensor_data_layout": "", "attention.causal": True,
         "use_parallel_residual": True, **dict.fromkeys(_ZERO_DEFAULT_KEYS.split(), 0),
     }  # fmt: skip
-    of_tokenizer: dict[str, Any] = {
-        "add_space_prefix": pieces,
-        "add_bos_token": adds_bos_by_default(kind, str(keys.get(PRE_TOKENIZER_KEY, ABSENT))),
+    tokenizer_defaults: dict[str, Any] = {
+        "add_space_prefix": is_sentencepiece,
+        "add_bos_token": adds_bos_by_default(tokenizer_model, str(keys.get(PRE_TOKENIZER_KEY, ABSENT))),
         "add_eos_token": False, "add_sep_token": False, "token_type_count": 0, "remove_extra_whitespaces": False,
-        "pre": "default", "precompiled_charsmap": [], "bos_token_id": 1 if pieces else 11,
-        "eos_token_id": 2 if pieces else 11, "eot_token_id": ABSENT, **({"unknown_token_id": 0} if pieces else {}),
+        "pre": "default", "precompiled_charsmap": [], "bos_token_id": 1 if is_sentencepiece else 11,
+        "eos_token_id": 2 if is_sentencepiece else 11, "eot_token_id": ABSENT,
+        **({"unknown_token_id": 0} if is_sentencepiece else {}),
     }  # fmt: skip
-    found = {f"{arch}.{key}": value for key, value in of_model.items()}
-    found |= {f"tokenizer.ggml.{key}": value for key, value in of_tokenizer.items()}
-    return {**found, "general.type": "model"}
+    result = {f"{arch}.{key}": value for key, value in model_defaults.items()}
+    result |= {f"tokenizer.ggml.{key}": value for key, value in tokenizer_defaults.items()}
+    return {**result, "general.type": "model"}
 
 
 def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> None:
@@ -109,8 +110,8 @@ def check_gguf_keys(report: Report, artifact: Artifact, source: SourceModel) -> 
     except (InputError, RefusedError) as error:
         report.skip(f"the keys cannot be derived from the source: {error.message}", "keys")
         return
-    own = {key: value.value for key, value in file.metadata.items()}
-    for text, severity in key_differences(own, expected):
+    keys = {key: value.value for key, value in file.metadata.items()}
+    for text, severity in key_differences(keys, expected):
         report.add("keys", name, text, severity)
     if computed is not None:
         _check_frequencies(report, file, computed)
@@ -128,28 +129,28 @@ def expected_keys(
     if isinstance(checkpoint, GgufCheckpoint):
         return {key: value.value for key, value in checkpoint.file.metadata.items()}, None
     config = source.model_layout.config
-    found = translate_parameters(config)
+    parameters = translate_parameters(config)
     rows = next(t.header.shape[0] for t in source.model_layout.tensors if t.role is Role.EMBEDDING)
     try:
-        words = vocabulary(checkpoint.path, rows, config)
+        vocabulary_keys = vocabulary(checkpoint.path, rows, config)
     except RefusedError:
-        words = vocabulary(
+        vocabulary_keys = vocabulary(
             checkpoint.path, rows, config, file.value(PRE_TOKENIZER_KEY, str, "default")
         )
-    values = {key: value.value for key, value in (found.keys | words.keys()).items()}
-    listed = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
-    return {"general.architecture": found.family.arch, **listed}, found
+    values = {key: value.value for key, value in (parameters.keys | vocabulary_keys.keys()).items()}
+    plain_values = {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+    return {"general.architecture": parameters.family.arch, **plain_values}, parameters
 
 
 def key_differences(
-    own: Mapping[str, Any], expected: Mapping[str, Any]
+    keys: Mapping[str, Any], expected: Mapping[str, Any]
 ) -> Iterator[tuple[str, Severity]]:
     """Yield a message and its severity for every key that changes what llama.cpp computes."""
-    assumed = llama_cpp_defaults({**expected, **own})
-    for key in filter(affects_model, {**expected, **own}):
-        default, name = assumed.get(key, ABSENT), shorten(key)
-        if key in own and key in expected:
-            if format_difference := _describe_difference(key, own, expected[key]):
+    defaults = llama_cpp_defaults({**expected, **keys})
+    for key in filter(affects_model, {**expected, **keys}):
+        default, name = defaults.get(key, ABSENT), shorten(key)
+        if key in keys and key in expected:
+            if format_difference := _describe_difference(key, keys, expected[key]):
                 yield f"{name}: {format_difference}", Severity.ERROR
         elif key in expected:
             if key not in _OPTIONAL_KEYS and not trees_equal(default, expected[key]):
@@ -157,43 +158,43 @@ def key_differences(
                     f"{name} is missing, the source has {format_value(expected[key])}",
                     Severity.ERROR,
                 )
-        elif not trees_equal(default, own[key]):
-            text = f"{name} = {format_value(own[key])} does not follow from the source; llama.cpp"
-            if key in assumed or key.startswith("tokenizer.chat_template"):
+        elif not trees_equal(default, keys[key]):
+            text = f"{name} = {format_value(keys[key])} does not follow from the source; llama.cpp"
+            if key in defaults or key.startswith("tokenizer.chat_template"):
                 yield f"{text} obeys it", Severity.ERROR
             else:
                 yield f"{text} may obey it", Severity.WARNING
 
 
-def _describe_difference(key: str, keys: Mapping[str, Any], other: Any) -> str:
+def _describe_difference(key: str, keys: Mapping[str, Any], expected: Any) -> str:
     """Describe how a key differs from the expected value; "" if both mean the same to llama.cpp."""
-    own = keys[key]
-    if isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
+    value = keys[key]
+    if isinstance(value, list) and isinstance(expected, list) and len(value) == len(expected):
         if key == SCORES_KEY:  # they rank the pieces that are joined
-            own, other = (_merge_order(scores, keys) for scores in (own, other))
+            value, expected = (_merge_order(scores, keys) for scores in (value, expected))
         differ = [
-            n for n, (a, b) in enumerate(zip(own, other, strict=True)) if not trees_equal(a, b)
+            n for n, (a, b) in enumerate(zip(value, expected, strict=True)) if not trees_equal(a, b)
         ]
         tokens = keys.get(TOKENS_KEY)
-        if key == TOKEN_TYPES_KEY and isinstance(tokens, list) and len(tokens) == len(own):
+        if key == TOKEN_TYPES_KEY and isinstance(tokens, list) and len(tokens) == len(value):
             # Other converters mark tokens as control tokens by their looks.
             differ = [
                 n
                 for n in differ
-                if (own[n], other[n]) != (TokenType.CONTROL, TokenType.USER_DEFINED)
+                if (value[n], expected[n]) != (TokenType.CONTROL, TokenType.USER_DEFINED)
                 or not _LOOKS_SPECIAL.fullmatch(str(tokens[n]))
             ]
         if not differ:
             return ""
         first = differ[0]
-        return f"{len(differ)} entries differ, e.g. at {first}: {format_difference(own[first], other[first])}"
+        return f"{len(differ)} entries differ, e.g. at {first}: {format_difference(value[first], expected[first])}"
     if key == PRE_TOKENIZER_KEY and any(
-        own in names and other in names for names in _EQUIVALENT_PRE_TOKENIZERS
+        value in names and expected in names for names in _EQUIVALENT_PRE_TOKENIZERS
     ):
         return ""
-    if isinstance(own, str) and isinstance(other, str) and "chat_template" in key:
-        own, other = own.removesuffix("\n"), other.removesuffix("\n")
-    return "" if trees_equal(own, other) else format_difference(own, other)
+    if isinstance(value, str) and isinstance(expected, str) and "chat_template" in key:
+        value, expected = value.removesuffix("\n"), expected.removesuffix("\n")
+    return "" if trees_equal(value, expected) else format_difference(value, expected)
 
 
 def _merge_order(scores: list[Any], keys: Mapping[str, Any]) -> list[int]:
@@ -218,33 +219,37 @@ def _check_frequencies(report: Report, file: GgufFile, found: HyperParameters) -
         if name.startswith("rope_f")
     }
     for name in sorted({**stored, **expected}):
-        own, other = stored.get(name, []), expected.get(name, [])
-        near = (math.isclose(a, b, rel_tol=1e-5) for a, b in zip(own, other, strict=False))
-        if len(own) != len(other) or not all(near):
+        values, expected_values = stored.get(name, []), expected.get(name, [])
+        close = (
+            math.isclose(a, b, rel_tol=1e-5) for a, b in zip(values, expected_values, strict=False)
+        )
+        if len(values) != len(expected_values) or not all(close):
             report.add("keys", name, "differs from the source's rotary embedding")
 
 
 def check_tower_file(report: Report, source: SourceModel) -> None:
     """Compare the vision tower file next to a GGUF file, if there is one, with the source: keys and tensors."""
-    place = report.path.with_name(projector_name(report.path))
-    if not place.is_file():
+    tower_path = report.path.with_name(projector_name(report.path))
+    if not tower_path.is_file():
         return
     try:
-        file, expected = read_gguf(place), projector_file(source.checkpoint, place.name)
-        wanted = {stored.name for stored, _ in expected.plan.places}
+        file, expected = read_gguf(tower_path), projector_file(source.checkpoint, tower_path.name)
+        expected_names = {stored.name for stored, _ in expected.plan.places}
         for name, value in expected.values(source.checkpoint):
             entry = file.tensors.get(name)
             if entry and not torch.equal(read_tensor(entry.raw()).to(value.dtype), value):
-                report.add("kept-changed", place.name, f"{name} differs from the source's")
+                report.add("kept-changed", tower_path.name, f"{name} differs from the source's")
     except (InputError, RefusedError) as error:
-        report.add("unreadable", place.name, f"cannot be compared with the source: {error.message}")
+        report.add(
+            "unreadable", tower_path.name, f"cannot be compared with the source: {error.message}"
+        )
         return
-    for name in sorted(wanted ^ file.tensors.keys()):
-        what = "is missing" if name in wanted else "is not part of the tower"
-        report.add("incomplete", place.name, f"{shorten(name)} {what}")
-    own, other = (
+    for name in sorted(expected_names ^ file.tensors.keys()):
+        what = "is missing" if name in expected_names else "is not part of the tower"
+        report.add("incomplete", tower_path.name, f"{shorten(name)} {what}")
+    keys_of_file, expected_keys_of_file = (
         {key: value.value for key, value in keys.items() if key.startswith(f"{ARCH}.")}
         for keys in (file.metadata, expected.keys)
     )
-    for text, severity in key_differences(own, other):
-        report.add("keys", place.name, text, severity)
+    for text, severity in key_differences(keys_of_file, expected_keys_of_file):
+        report.add("keys", tower_path.name, text, severity)

@@ -44,21 +44,25 @@ class Change(NamedTuple):
         return f"{shorten(self.key)} = {format_difference(self.value, self.source_value)}"
 
 
-def iterate_changes(own: Any, other: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
+def iterate_changes(value: Any, source_value: Any, path: tuple[str, ...] = ()) -> Iterator[Change]:
     """Yield every place where two trees differ; a table or list that only one side has is one place.
 
     Values of different types differ. Real numbers are compared in single precision.
     """
-    if isinstance(own, Mapping) and isinstance(other, Mapping):
-        for key in {**other, **own}:
+    if isinstance(value, Mapping) and isinstance(source_value, Mapping):
+        for key in {**source_value, **value}:
             yield from iterate_changes(
-                own.get(key, ABSENT), other.get(key, ABSENT), (*path, str(key))
+                value.get(key, ABSENT), source_value.get(key, ABSENT), (*path, str(key))
             )
-    elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
-        for number, (first, second) in enumerate(zip(own, other, strict=True)):
-            yield from iterate_changes(first, second, (*path, str(number)))
-    elif not _values_equal(own, other):
-        yield Change(path, own, other)
+    elif (
+        isinstance(value, list)
+        and isinstance(source_value, list)
+        and len(value) == len(source_value)
+    ):
+        for index, (first, second) in enumerate(zip(value, source_value, strict=True)):
+            yield from iterate_changes(first, second, (*path, str(index)))
+    elif not _values_equal(value, source_value):
+        yield Change(path, value, source_value)
 
 
 def _values_equal(first: Any, second: Any) -> bool:
@@ -76,19 +80,23 @@ def trees_equal(first: Any, second: Any) -> bool:
     return next(iterate_changes(first, second), None) is None
 
 
-def format_difference(own: Any, other: Any) -> str:
+def format_difference(value: Any, source_value: Any) -> str:
     """Format both values, shortened; for long texts, show the part that begins where they differ."""
     if (
-        isinstance(own, str)
-        and isinstance(other, str)
-        and max(len(own), len(other)) > _MAX_SHOWN_CHARS
+        isinstance(value, str)
+        and isinstance(source_value, str)
+        and max(len(value), len(source_value)) > _MAX_SHOWN_CHARS
     ):
-        equal = (a == b for a, b in zip(own, other, strict=False))
-        at = next(
-            (n for n, trees_equal in enumerate(equal) if not trees_equal), min(len(own), len(other))
+        equal = (a == b for a, b in zip(value, source_value, strict=False))
+        start = next(
+            (n for n, trees_equal in enumerate(equal) if not trees_equal),
+            min(len(value), len(source_value)),
         )
-        own, other = own[at : at + _MAX_SHOWN_CHARS], other[at : at + _MAX_SHOWN_CHARS]
-    return f"{format_value(own)}, the source has {format_value(other)}"
+        value, source_value = (
+            value[start : start + _MAX_SHOWN_CHARS],
+            source_value[start : start + _MAX_SHOWN_CHARS],
+        )
+    return f"{format_value(value)}, the source has {format_value(source_value)}"
 
 
 def format_value(value: Any) -> str:

@@ -126,13 +126,13 @@ class SourceModel:
         head, embedding = (
             (family.head, family.embedding) if family else ("lm_head", "model.embed_tokens")
         )
-        found = self.model_layout.by_name.get(name)
-        if found is None and self.model_layout.tied and name == f"{head}.weight":
-            found = self.model_layout.by_name.get(f"{embedding}.weight")
-        if found is None:
+        tensor = self.model_layout.by_name.get(name)
+        if tensor is None and self.model_layout.tied and name == f"{head}.weight":
+            tensor = self.model_layout.by_name.get(f"{embedding}.weight")
+        if tensor is None:
             return None
-        value = self.checkpoint.read(found.header.name).float()
-        return value.T.contiguous() if found.transposed else value
+        value = self.checkpoint.read(tensor.header.name).float()
+        return value.T.contiguous() if tensor.transposed else value
 
 
 def open_artifact(report: Report, *, derive: bool = False) -> Artifact | None:
@@ -192,33 +192,40 @@ def open_source(
         InputError: as `open_model` and `match_quantized`.
     """
     document = manifest.read_manifest(path)
-    before, merged = DeclaredChanges.from_manifest(document), manifest.recorded_adapter(document)
-    checkpoint = open_plain_source(path, None if merged and merged.source else adapter)
+    source_changes, merged_adapter = (
+        DeclaredChanges.from_manifest(document),
+        manifest.recorded_adapter(document),
+    )
+    checkpoint = open_plain_source(
+        path, None if merged_adapter and merged_adapter.source else adapter
+    )
     stored, layouts = _headers(checkpoint)
     model_layout = match_quantized(checkpoint, layouts, stored, derive=derive)
-    plain = decode_checkpoint(checkpoint) if layouts else checkpoint
-    view = running_layout(plain) if declared.uses_running_layout else plain
+    decoded = decode_checkpoint(checkpoint) if layouts else checkpoint
+    view = running_layout(decoded) if declared.uses_running_layout else decoded
     if one_by_one:
         view = split_experts(view)
-    if declared.drops_draft_heads and not before.drops_draft_heads:
+    if declared.drops_draft_heads and not source_changes.drops_draft_heads:
         view = without_experts.remove_draft_heads(view)
-    if declared.removed_experts is not None and before.removed_experts is None:
+    if declared.removed_experts is not None and source_changes.removed_experts is None:
         view = without_experts.remove_experts(view, declared.removed_experts)
-    if declared.transforms and not before.transforms:
+    if declared.transforms and not source_changes.transforms:
         view = apply_source_transforms(view, declared.transforms)
-    if view is not plain:
+    if view is not decoded:
         model_layout = match_quantized(view, {}, _entries(view), derive=derive)
     return SourceModel(view, model_layout)
 
 
 def folds_scales(document: Mapping[str, Any] | None) -> bool:
     """Return whether a method in a manifest or its lineage folds scales into weights (AWQ, SmoothQuant)."""
-    words = [
-        word
+    methods = [
+        method
         for item in manifest.iterate_lineage(document)
-        for word in (item.get("method") or "").split("+")
+        for method in (item.get("method") or "").split("+")
     ]
-    return any(word in METHODS and METHODS[word].kind is MethodKind.TRANSFORM for word in words)
+    return any(
+        method in METHODS and METHODS[method].kind is MethodKind.TRANSFORM for method in methods
+    )
 
 
 def check_adapter(
@@ -266,12 +273,14 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
     """
     report.unsupported = error.detail_about(report.path)
     if opened is not None:
-        held, files = len(opened.entries), len(opened.shards)
-        report.notes.append(f"its headers are sound: {held} tensors fill {files} file(s) exactly")
-        if read := next((name for name in opened.entries if name.endswith(_CODE_SUFFIXES)), None):
-            text = (
-                f"{report.unsupported}; but {read} is of a layout that is read: is the name right?"
-            )
+        tensors, files = len(opened.entries), len(opened.shards)
+        report.notes.append(
+            f"its headers are sound: {tensors} tensors fill {files} file(s) exactly"
+        )
+        if known_layout := next(
+            (name for name in opened.entries if name.endswith(_CODE_SUFFIXES)), None
+        ):
+            text = f"{report.unsupported}; but {known_layout} is of a layout that is read: is the name right?"
             report.warn("unreadable", CONFIG_FILE, text)
     elif report.path.is_file():
         file = read_gguf(report.path)
@@ -285,8 +294,10 @@ def _skip_unsupported(report: Report, error: NotReadError, opened: Checkpoint | 
 def _report_unopenable(report: Report, check: str, error: InputError) -> None:
     """Report why the artifact cannot be opened, and skip all checks that need it."""
     file = Path(error.file or report.path.name)
-    named = file.relative_to(report.path) if report.path in file.parents else file
-    where = CONFIG_FILE if error.subject == CONFIG_FILE else str(named)
+    relative = file.relative_to(report.path) if report.path in file.parents else file
+    where = CONFIG_FILE if error.subject == CONFIG_FILE else str(relative)
     report.add(check, error.tensor or where, error.detail_about(report.path))
-    done = {*FILE_CHECKS, "unreadable", check}
-    report.skip("the artifact could not be opened", *(one for one in CHECKS if one not in done))
+    made_checks = {*FILE_CHECKS, "unreadable", check}
+    report.skip(
+        "the artifact could not be opened", *(name for name in CHECKS if name not in made_checks)
+    )

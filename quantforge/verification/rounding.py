@@ -108,29 +108,29 @@ class RoundingError:
         }
 
 
-def effective_scheme(found: QuantizedTensor) -> Scheme:
+def effective_scheme(quantized: QuantizedTensor) -> Scheme:
     """Return the scheme with which a tensor was rounded: with longer groups, if its groups repeat their parameters.
 
     An export expresses one scale per row, or per long group, as equal scales of all groups of its format. Columns with
     scattered groups (act-order) are one group.
     """
-    if found.scheme.granularity == PerGroup(1):
-        return replace(found.scheme, granularity=Row())
-    tensor = ggml_as_integers(found)
+    if quantized.scheme.granularity == PerGroup(1):
+        return replace(quantized.scheme, granularity=Row())
+    tensor = ggml_as_integers(quantized)
     scheme, shape = tensor.scheme, tensor.scheme.parameter_shape(tensor.shape)
     values = [v.float() for k, v in tensor.parameters.items() if k in {"scales", "zeros", "mins"}]
-    grouped = scheme.integer and isinstance(scheme.granularity, PerGroup | Row) and values
-    if not grouped or any(tuple(value.shape) != shape for value in values):
-        return found.scheme
+    has_groups = scheme.integer and isinstance(scheme.granularity, PerGroup | Row) and values
+    if not has_groups or any(tuple(value.shape) != shape for value in values):
+        return quantized.scheme
     if all(bool((value == value[0, 0]).all()) for value in values):
         return replace(scheme, granularity=PerTensor())
     rows, groups = shape
-    for count in range(groups, 1, -1):
-        runs = [v.view(rows, -1, count) for v in values] if groups % count == 0 else []
+    for run_length in range(groups, 1, -1):
+        runs = [v.view(rows, -1, run_length) for v in values] if groups % run_length == 0 else []
         if runs and all(bool((run == run[..., :1]).all()) for run in runs):
-            width = scheme.group_size(tensor.shape[1]) * count
-            return replace(scheme, granularity=Row() if count == groups else PerGroup(width))
-    return found.scheme
+            width = scheme.group_size(tensor.shape[1]) * run_length
+            return replace(scheme, granularity=Row() if run_length == groups else PerGroup(width))
+    return quantized.scheme
 
 
 def group_width(scheme: Scheme, columns: int) -> int:
@@ -213,9 +213,14 @@ def measure_rounding(
         )
     sums = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     errors, sizes, outputs = sums["errors"], sums["sizes"], sums["outputs"]
-    usual = USUAL_ERROR_SHARE * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
-    least = torch.maximum(sums["least"], usual * sizes) + MEAN_ERROR_SHARE * sums["least"].mean()
-    least_outputs = torch.maximum(sums["least_outputs"], usual * sizes.sum(1))
+    min_relative_error = (
+        USUAL_ERROR_SHARE * float(sums["least"].sum()) / (float(sizes.sum()) or 1.0)
+    )
+    least = (
+        torch.maximum(sums["least"], min_relative_error * sizes)
+        + MEAN_ERROR_SHARE * sums["least"].mean()
+    )
+    least_outputs = torch.maximum(sums["least_outputs"], min_relative_error * sizes.sum(1))
     least_outputs = least_outputs + MEAN_ERROR_SHARE * least.mean()
     by_weights, by_outputs = (errors.sum(1), least.sum(1)), (outputs, least_outputs)
     tt, qq, tq = (float(sums[key].sum(dtype=torch.float64)) for key in ("tt", "qq", "tq"))
@@ -310,9 +315,11 @@ def _ratio(error: Tensor, least: Tensor) -> Tensor:
     return torch.where(least > 0, ratio, torch.where(error > 0, torch.inf, 0.0))
 
 
-def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> Iterator[str]:
-    """Yield descriptions of errors that rounding does not explain; ``more`` multiplies the limits."""
-    if error.whole > MAX_TENSOR_ERROR * more:
+def unusual_errors(
+    error: RoundingError, scheme: Scheme, limit_factor: float = 1.0
+) -> Iterator[str]:
+    """Yield descriptions of errors that rounding does not explain; ``limit_factor`` multiplies the limits."""
+    if error.whole > MAX_TENSOR_ERROR * limit_factor:
         yield f"its error is {error.whole:.3g} times that of plain rounding to {scheme}"
     scale_high = MAX_SCALE_EXCESS.get(scheme.weight_bits, MAX_SCALE_EXCESS_FROM_4_BITS)
     if (
@@ -323,23 +330,23 @@ def unusual_errors(error: RoundingError, scheme: Scheme, more: float = 1.0) -> I
         yield f"the median scale is {1 / error.scale_low:.3f} times what fits the source's weights"
     if abs(error.shift) > ROUNDED_DOWN_SHIFT:
         yield f"the median group is {error.shift:+.2f} steps of the grid off the source's: not rounded to nearest"
-    beyond = error.rows > MAX_ROW_ERROR * more
-    if bool(beyond.any()):
+    large_rows = error.rows > MAX_ROW_ERROR * limit_factor
+    if bool(large_rows.any()):
         worst = f"row {int(error.rows.argmax())}: its error is {float(error.rows.max()):.3g} times"
-        yield f"{worst} that of plain rounding{_and_more(beyond)}"
+        yield f"{worst} that of plain rounding{_more_suffix(large_rows)}"
     share = float(error.columns.max())
-    if share > MAX_COLUMN_SHARE * more:
-        place = int(error.columns.argmax())
-        yield f"column {place}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
+    if share > MAX_COLUMN_SHARE * limit_factor:
+        column = int(error.columns.argmax())
+        yield f"column {column}: its error alone is {share:.2g} times that of plain rounding of the whole tensor"
 
 
-def _and_more(places: Tensor) -> str:
+def _more_suffix(places: Tensor) -> str:
     count = int(places.sum()) - 1
     return f", and {count} more" if count else ""
 
 
 def find_damaged_part(
-    target: Tensor, value: Tensor, found: QuantizedTensor, error: RoundingError
+    target: Tensor, value: Tensor, quantized: QuantizedTensor, error: RoundingError
 ) -> tuple[str, bool] | None:
     """Describe a part of a tensor that is wrong while the rest is the source's, rounded to nearest.
 
@@ -349,40 +356,43 @@ def find_damaged_part(
     Returns:
         A description, and whether codes are wrong and not only scales; None if no part is damaged.
     """
-    packer, scheme = get_packer(found.scheme), found.scheme
+    packer, scheme = get_packer(quantized.scheme), quantized.scheme
     if GRIDS[scheme.grid].weights_per_code > 1:
         return None
-    codes = packer.encode(target, found.parameters, scheme)
-    nearest = packer.decode(codes, found.parameters, scheme)
-    if found.outlier_columns is not None:
-        nearest[:, found.outlier_columns] = target[:, found.outlier_columns]
+    codes = packer.encode(target, quantized.parameters, scheme)
+    nearest = packer.decode(codes, quantized.parameters, scheme)
+    if quantized.outlier_columns is not None:
+        nearest[:, quantized.outlier_columns] = target[:, quantized.outlier_columns]
     allowed = (nearest - target).abs() + 1e-3 * target.abs().amax(1, keepdim=True)
-    near = (value - target).abs() <= allowed
+    is_nearest = (value - target).abs() <= allowed
     rows, groups = error.groups.shape
-    shares = near.view(rows, groups, -1).float().mean(-1)
+    shares = is_nearest.view(rows, groups, -1).float().mean(-1)
     if float((shares >= MIN_NEAREST_SHARE).float().mean()) < MIN_NEAREST_GROUPS:
         return None
-    bad = (
+    damaged = (
         (shares < MAX_DAMAGED_SHARE)
         & (error.groups > MIN_DAMAGED_GROUP_ERROR)
         & (error.rows[:, None] > MIN_DAMAGED_ROW_ERROR)
     )
-    if not bool(bad.any()):
+    if not bool(damaged.any()):
         return None
     t, q = target.view(rows, groups, -1), value.view(rows, groups, -1)
     size = q.square().sum(-1)
     factor = (q * t).sum(-1) / torch.where(size > 0, size, 1.0)
-    left = (factor[..., None] * q - t).square().sum(-1)
-    wrong = bad & (
-        (left > MAX_RESCALED_ERROR * (q - t).square().sum(-1)) | (factor < 1 / MAX_SCALE_FACTOR)
+    remaining_error = (factor[..., None] * q - t).square().sum(-1)
+    wrong = damaged & (
+        (remaining_error > MAX_RESCALED_ERROR * (q - t).square().sum(-1))
+        | (factor < 1 / MAX_SCALE_FACTOR)
     )
     proven = bool(wrong.any())
-    shown, width = wrong if proven else bad, value.shape[1] // groups
+    shown, width = wrong if proven else damaged, value.shape[1] // groups
     row, group = divmod(int((error.groups * shown).argmax()), groups)
-    place = f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_and_more(shown)}"
+    location = (
+        f"row {row}, columns {group * width} to {(group + 1) * width - 1}{_more_suffix(shown)}"
+    )
     if not proven:
-        times = 1 / float(factor[row, group])
-        return f"{place}: the scale is {times:.3g} times what fits the source's weights", False
-    share = f"{float(near.float().mean()):.2%}"
-    text = f"{place}: the codes are not those nearest to the source's weights, as {share} of the tensor are"
+        excess = 1 / float(factor[row, group])
+        return f"{location}: the scale is {excess:.3g} times what fits the source's weights", False
+    share = f"{float(is_nearest.float().mean()):.2%}"
+    text = f"{location}: the codes are not those nearest to the source's weights, as {share} of the tensor are"
     return text, True

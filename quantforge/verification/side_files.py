@@ -80,39 +80,55 @@ def check_side_files(report: Report, artifact: Artifact, source: SourceModel) ->
         report.skip("a GGUF file holds them as keys", "side-files")
         return
     try:
-        own, other = read_side_files(artifact), read_side_files(source)
+        artifact_files, source_files = read_side_files(artifact), read_side_files(source)
         if source.checkpoint.path.is_dir():
-            compare_files(report, own, other)
+            compare_files(report, artifact_files, source_files)
         else:  # a GGUF file has tokens and templates, and not all that a tokenizer does with them
-            tokens, expected = (token_ids(side.document(TOKENIZER)) for side in (own, other))
-            there = {token: tokens[token] for token in expected.keys() & tokens.keys()}
-            found = chain(
-                iterate_changes(there, expected, (TOKENIZER,)), template_changes(own, other)
+            tokens, expected = (
+                token_ids(side.document(TOKENIZER)) for side in (artifact_files, source_files)
             )
-            report_changes(report, found, own, other)
+            common_tokens = {token: tokens[token] for token in expected.keys() & tokens.keys()}
+            changes = chain(
+                iterate_changes(common_tokens, expected, (TOKENIZER,)),
+                template_changes(artifact_files, source_files),
+            )
+            report_changes(report, changes, artifact_files, source_files)
     except (InputError, SourceError) as error:
         report.skip(f"files beside the weights cannot be read: {error.message}", "side-files")
 
 
-def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
+def compare_files(report: Report, artifact_files: SideFiles, source_files: SideFiles) -> None:
     """Compare all side files of two directories."""
-    both = own.documents.keys() & other.documents.keys()
-    plain = both - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
-    found = chain(
-        _config_changes(own.config, other.config),
+    common = artifact_files.documents.keys() & source_files.documents.keys()
+    plain = common - {TOKENIZER, SETTINGS, GENERATION, *REDUNDANT_FILES, *QUANTIZATION_FILES}
+    changes = chain(
+        _config_changes(artifact_files.config, source_files.config),
         iterate_changes(
-            read_generation_settings(own), read_generation_settings(other), (GENERATION,)
+            read_generation_settings(artifact_files),
+            read_generation_settings(source_files),
+            (GENERATION,),
         ),
-        *(iterate_changes(own.documents[n], other.documents[n], (n,)) for n in sorted(plain)),
+        *(
+            iterate_changes(artifact_files.documents[n], source_files.documents[n], (n,))
+            for n in sorted(plain)
+        ),
     )
-    report_changes(report, found, own, other)
+    report_changes(report, changes, artifact_files, source_files)
     try:
-        report_changes(report, _tokenizer_changes(own, other), own, other)
-        report_changes(report, template_changes(own, other), own, other)
+        report_changes(
+            report, _tokenizer_changes(artifact_files, source_files), artifact_files, source_files
+        )
+        report_changes(
+            report, template_changes(artifact_files, source_files), artifact_files, source_files
+        )
     except (InputError, SourceError) as error:
         report.add("side-files", TOKENIZER, f"cannot be read: {error.message}")
     for name in sorted(
-        other.files.keys() - own.files.keys() - REDUNDANT_FILES - QUANTIZATION_FILES - {GENERATION}
+        source_files.files.keys()
+        - artifact_files.files.keys()
+        - REDUNDANT_FILES
+        - QUANTIZATION_FILES
+        - {GENERATION}
     ):
         if is_license(name):
             report.notes.append(f"{name!r} of the source is missing")
@@ -123,14 +139,14 @@ def compare_files(report: Report, own: SideFiles, other: SideFiles) -> None:
 
 
 def report_changes(
-    report: Report, found: Iterable[Change], own: SideFiles, other: SideFiles
+    report: Report, changes: Iterable[Change], artifact_files: SideFiles, source_files: SideFiles
 ) -> None:
     """Report the changes that are not allowed, errors first; of many, list the first and count the rest."""
     files: dict[str, list[tuple[Severity, str]]] = {}
-    for change in found:
-        severity, why = judge_change(change, own, other)
+    for change in changes:
+        severity, reason = judge_change(change, artifact_files, source_files)
         if severity is not None:
-            files.setdefault(change.path[0], []).append((severity, f"{change}: {why}"))
+            files.setdefault(change.path[0], []).append((severity, f"{change}: {reason}"))
     for name, texts in files.items():
         check = "configuration" if name == CONFIG_FILE else "side-files"
         texts.sort(key=lambda item: item[0] is not Severity.ERROR)
@@ -144,29 +160,40 @@ def report_changes(
 # Differences, file by file.
 
 
-def _config_changes(own: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[Change]:
+def _config_changes(
+    config: Mapping[str, Any], source_config: Mapping[str, Any]
+) -> Iterator[Change]:
     """Yield the changes of ``config.json``, by meaning if transformers can read both sides."""
-    inner = other.get("text_config")
-    if isinstance(inner, Mapping) and "text_config" not in own:  # of its language model alone
-        other = {**{key: other[key] for key in ("dtype", "torch_dtype") if key in other}, **inner}
-    first, second = read_config(own, other), read_config(other, other)
-    bare = [{k: v for k, v in config.items() if k not in STORAGE_KEYS} for config in (own, other)]
-    if not second:
-        first, second = bare
-    elif not first:  # a value that no loader takes: compare at least what is stated
-        first = {**second, **bare[0]}
-    yield from iterate_changes(first, second, (CONFIG_FILE,))
-    rope = own.get("rope_parameters")
-    newer = {
+    source_text_config = source_config.get("text_config")
+    if isinstance(source_text_config, Mapping) and "text_config" not in config:
+        # The artifact is the language model alone.
+        source_config = {
+            **{key: source_config[key] for key in ("dtype", "torch_dtype") if key in source_config},
+            **source_text_config,
+        }
+    normalized, source_normalized = (
+        read_config(config, source_config),
+        read_config(source_config, source_config),
+    )
+    without_storage = [
+        {k: v for k, v in side.items() if k not in STORAGE_KEYS} for side in (config, source_config)
+    ]
+    if not source_normalized:
+        normalized, source_normalized = without_storage
+    elif not normalized:  # a value that no loader takes: compare at least what is stated
+        normalized = {**source_normalized, **without_storage[0]}
+    yield from iterate_changes(normalized, source_normalized, (CONFIG_FILE,))
+    rope = config.get("rope_parameters")
+    replacements = {
         "rope_theta": rope.get("rope_theta") if isinstance(rope, Mapping) else None,
-        "torch_dtype": own.get("dtype"),
+        "torch_dtype": config.get("dtype"),
     }
-    for older, value in newer.items():  # which older loaders read
-        if None not in (own.get(older), value) and not trees_equal(own[older], value):
-            yield Change((CONFIG_FILE, older), own[older], value)
+    for old_key, value in replacements.items():  # which older loaders read
+        if None not in (config.get(old_key), value) and not trees_equal(config[old_key], value):
+            yield Change((CONFIG_FILE, old_key), config[old_key], value)
 
 
-def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
+def _tokenizer_changes(artifact_files: SideFiles, source_files: SideFiles) -> Iterator[Change]:
     """Yield the changes of ``tokenizer.json``, part by part, and of what transformers derives from all files.
 
     A part of ``tokenizer.json`` may also equal what transformers saves for the source.
@@ -175,32 +202,40 @@ def _tokenizer_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
         InputError: the artifact's tokenizer cannot be read.
     """
     names = (SETTINGS, *sorted(REDUNDANT_FILES), TOKENIZER)
-    changed = [name for name in names if own.files.get(name) != other.files.get(name)]
-    if not changed or TOKENIZER not in own.documents or TOKENIZER not in other.documents:
+    changed = [
+        name for name in names if artifact_files.files.get(name) != source_files.files.get(name)
+    ]
+    if (
+        not changed
+        or TOKENIZER not in artifact_files.documents
+        or TOKENIZER not in source_files.documents
+    ):
         return
-    tree, source = (normalize_tokenizer(side.document(TOKENIZER)) for side in (own, other))
-    settings, expected = own.document(SETTINGS), other.document(SETTINGS)
-    loaded = saved = source
+    tokenizer, source_tokenizer = (
+        normalize_tokenizer(side.document(TOKENIZER)) for side in (artifact_files, source_files)
+    )
+    settings, source_settings = artifact_files.document(SETTINGS), source_files.document(SETTINGS)
+    settings_tokenizer = saved = source_tokenizer
     try:
-        expected, saved = load_tokenizer(other)
+        source_settings, saved = load_tokenizer(source_files)
     except InputError:  # it needs code, or another library: compared as it stands
         pass
     else:
-        settings, loaded = load_tokenizer(own)
-    place = TOKENIZER if TOKENIZER in changed else changed[0]
-    found = [
+        settings, settings_tokenizer = load_tokenizer(artifact_files)
+    file = TOKENIZER if TOKENIZER in changed else changed[0]
+    tree_changes = [
         change
-        for part in {**source, **tree}
-        if not trees_equal(tree.get(part), saved.get(part))
+        for part in {**source_tokenizer, **tokenizer}
+        if not trees_equal(tokenizer.get(part), saved.get(part))
         for change in iterate_changes(
-            tree.get(part, ABSENT), source.get(part, ABSENT), (place, part)
+            tokenizer.get(part, ABSENT), source_tokenizer.get(part, ABSENT), (file, part)
         )
     ]
-    yield from found or iterate_changes(loaded, saved, (place,))
-    yield from iterate_changes(settings, expected, (changed[0],))
+    yield from tree_changes or iterate_changes(settings_tokenizer, saved, (file,))
+    yield from iterate_changes(settings, source_settings, (changed[0],))
 
 
-def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
+def template_changes(artifact_files: SideFiles, source_files: SideFiles) -> Iterator[Change]:
     """Yield the chat templates that differ: the one that transformers uses, and those of all locations.
 
     A template in a location that the source does not use may also equal the one that transformers uses for the source.
@@ -209,35 +244,37 @@ def template_changes(own: SideFiles, other: SideFiles) -> Iterator[Change]:
     Raises:
         SourceError: templates of one side cannot be read.
     """
-    used_by_transformers, reported = _templates_by_name(other.files), set[str]()
+    used_by_transformers, reported = _templates_by_name(source_files.files), set[str]()
     for layout in ("", *chat_templates.LAYOUTS):
-        mine, theirs = (_templates_by_name(side.files, layout) for side in (own, other))
-        for name in {**mine, **theirs} if not layout else mine:
-            place, text = mine.get(name, ("", ABSENT))
-            allowed = [one[name] for one in (theirs, used_by_transformers) if name in one] or [
-                ("", ABSENT)
-            ]
-            if name not in reported and text not in [expected for _, expected in allowed]:
+        templates, source_templates = (
+            _templates_by_name(side.files, layout) for side in (artifact_files, source_files)
+        )
+        for name in {**templates, **source_templates} if not layout else templates:
+            file, text = templates.get(name, ("", ABSENT))
+            accepted = [
+                one[name] for one in (source_templates, used_by_transformers) if name in one
+            ] or [("", ABSENT)]
+            if name not in reported and text not in [expected for _, expected in accepted]:
                 reported.add(name)
-                where, expected = allowed[0]
-                yield Change((place or where, f"chat template {name}"), text, expected)
+                source_file, expected = accepted[0]
+                yield Change((file or source_file, f"chat template {name}"), text, expected)
 
 
 def _templates_by_name(files: Mapping[str, bytes], layout: str = "") -> dict[str, tuple[str, Any]]:
     """Return file and text of each chat template of a layout, by default of the one that transformers uses."""
     if layout:
-        pages = layout == chat_templates.TEMPLATE_FILE
+        is_directory = layout == chat_templates.TEMPLATE_FILE
         files = {
             name: data
             for name, data in files.items()
-            if name == layout or (pages and chat_templates.is_template(name))
+            if name == layout or (is_directory and chat_templates.is_template(name))
         }
-    chosen, found = chat_templates.choose_templates(files, ""), {}
-    for name, text in chosen.templates.items():
-        place = f"{chat_templates.TEMPLATE_FOLDER}/{name}{chat_templates.TEMPLATE_SUFFIX}"
-        place = place if place in files else chosen.source_file
-        found[template_key(name)] = (place, text.removesuffix("\n") or ABSENT)
-    return found
+    template_set, templates = chat_templates.choose_templates(files, ""), {}
+    for name, text in template_set.templates.items():
+        file = f"{chat_templates.TEMPLATE_FOLDER}/{name}{chat_templates.TEMPLATE_SUFFIX}"
+        file = file if file in files else template_set.source_file
+        templates[template_key(name)] = (file, text.removesuffix("\n") or ABSENT)
+    return templates
 
 
 # Allowed differences, and the reasons.
@@ -261,19 +298,25 @@ class Rule(NamedTuple):
     applies: Callable[[Change, SideFiles, SideFiles], bool] = lambda _change, _own, _other: True
 
 
-def _is_stored_type(change: Change, own: SideFiles, other: SideFiles) -> bool:
-    names = {TORCH_NAMES.get(kind) for side in (own, other) for kind in side.tensors.values()}
+def _is_stored_type(change: Change, artifact_files: SideFiles, source_files: SideFiles) -> bool:
+    names = {
+        TORCH_NAMES.get(kind)
+        for side in (artifact_files, source_files)
+        for kind in side.tensors.values()
+    }
     return change.value is ABSENT or change.value in names
 
 
-def _is_untied(change: Change, own: SideFiles, _: SideFiles) -> bool:
-    return change.value is False and any("lm_head." in name for name in own.tensors)
+def _is_untied(change: Change, artifact_files: SideFiles, _: SideFiles) -> bool:
+    return change.value is False and any("lm_head." in name for name in artifact_files.tensors)
 
 
-def _sampling_is_meant(change: Change, own: SideFiles, other: SideFiles) -> bool:
+def _is_sampling_intended(
+    change: Change, artifact_files: SideFiles, source_files: SideFiles
+) -> bool:
     """Return whether sampling was switched on for a source with settings of it, or by GPTQModel, which always does."""
-    meant = {"temperature", "top_p", "top_k", "min_p"} & other.document(GENERATION).keys()
-    always = "gptqmodel:" in str(own.config.get("quantization_config"))
+    meant = {"temperature", "top_p", "top_k", "min_p"} & source_files.document(GENERATION).keys()
+    always = "gptqmodel:" in str(artifact_files.config.get("quantization_config"))
     return change.value is True and change.added and bool(meant or always)
 
 
@@ -296,7 +339,7 @@ RULES: tuple[Rule, ...] = (
          "it does not concern the numbers of text generation"),
     Rule(CONFIG_FILE, "*", Severity.WARNING, "transformers does not know this key, other loaders may",
          lambda change, *_: ABSENT in (change.value, change.source_value)),
-    Rule(GENERATION, "do_sample", None, "a temperature is meant to be used", _sampling_is_meant),
+    Rule(GENERATION, "do_sample", None, "a temperature is meant to be used", _is_sampling_intended),
     Rule(GENERATION, "bos_token_id pad_token_id", Severity.WARNING, "text generation rarely uses it"),
     Rule(GENERATION, "*", Severity.WARNING, "transformers does not know this key",
          lambda change, *_: change.path[1] not in generation_keys()),
@@ -305,11 +348,17 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def judge_change(change: Change, own: SideFiles, other: SideFiles) -> tuple[Severity | None, str]:
+def judge_change(
+    change: Change, artifact_files: SideFiles, source_files: SideFiles
+) -> tuple[Severity | None, str]:
     """Return the severity of a change, None if it is allowed, and the reason."""
     for rule in RULES:
         fits = any(fnmatchcase(change.key, key) for key in rule.keys.split())
-        if fits and fnmatchcase(change.path[0], rule.file) and rule.applies(change, own, other):
+        if (
+            fits
+            and fnmatchcase(change.path[0], rule.file)
+            and rule.applies(change, artifact_files, source_files)
+        ):
             return rule.severity, rule.reason
     return Severity.ERROR, "a loader reads something else than the source says"
 
@@ -374,19 +423,19 @@ def read_config(config: Mapping[str, Any], source: Mapping[str, Any]) -> dict[st
     from transformers import PretrainedConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    large, usual = ({*_LARGE_NUMBER.findall(json.dumps(one))} for one in (config, source))
-    if large - usual:
+    large, source_large = ({*_LARGE_NUMBER.findall(json.dumps(one))} for one in (config, source))
+    if large - source_large:
         return {}
-    kind = config.get("model_type")
+    model_type = config.get("model_type")
     try:
-        known = kind in CONFIG_MAPPING
-        family = CONFIG_MAPPING[kind] if known else PretrainedConfig
+        known = model_type in CONFIG_MAPPING
+        config_class = CONFIG_MAPPING[model_type] if known else PretrainedConfig
         with silence_stderr():
-            text = family.from_dict(_without_code(config)).to_json_string(use_diff=False)
-        found: dict[str, Any] = json.loads(text)
+            text = config_class.from_dict(_without_code(config)).to_json_string(use_diff=False)
+        normalized: dict[str, Any] = json.loads(text)
     except Exception:  # transformers documents no errors here
         return {}
-    return {**found, **{key: config[key] for key in CODE_LOADING_KEYS if key in config}}
+    return {**normalized, **{key: config[key] for key in CODE_LOADING_KEYS if key in config}}
 
 
 def _without_code(value: Any) -> Any:
@@ -431,29 +480,29 @@ def normalize_tokenizer(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
         InputError: it is not a tokenizer.
     """
     token_ids(tokenizer)
-    found = {key: value for key, value in tokenizer.items() if value not in (None, [])}
-    model = {k: v for k, v in found["model"].items() if v not in (None, "") and v is not False}
+    normalized = {key: value for key, value in tokenizer.items() if value not in (None, [])}
+    model = {k: v for k, v in normalized["model"].items() if v not in (None, "") and v is not False}
     try:
         model["merges"] = [
             m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])
         ]
     except TypeError as error:
         raise InputError(f"{TOKENIZER}: its merges are not pairs of tokens") from error
-    steps = found.get("post_processor")
-    if isinstance(steps, Mapping) and steps.get("type") == "TemplateProcessing":
-        parts = steps.get("single")
+    post_processor = normalized.get("post_processor")
+    if isinstance(post_processor, Mapping) and post_processor.get("type") == "TemplateProcessing":
+        parts = post_processor.get("single")
         if isinstance(parts, list) and all(
             isinstance(p, Mapping) and "Sequence" in p for p in parts
         ):
-            del found["post_processor"]
-    decoder = found.get("decoder")
+            del normalized["post_processor"]
+    decoder = normalized.get("decoder")
     if isinstance(decoder, Mapping) and decoder.get("type") == "ByteLevel":
-        found["decoder"] = {"type": "ByteLevel"}
-    added = {str(item["id"]): item for item in found.get("added_tokens", [])}
-    return {**found, "model": model, "added_tokens": added}
+        normalized["decoder"] = {"type": "ByteLevel"}
+    added = {str(item["id"]): item for item in normalized.get("added_tokens", [])}
+    return {**normalized, "model": model, "added_tokens": added}
 
 
-def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_tokenizer(files: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a tokenizer with transformers; return its settings, and the ``tokenizer.json`` that it would save.
 
     No code of the model is run: only copies of its tables are loaded.
@@ -463,9 +512,9 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     from transformers import AutoTokenizer
 
-    settings, model = side.document(SETTINGS), {"model_type": side.config.get("model_type")}
+    settings, model = files.document(SETTINGS), {"model_type": files.config.get("model_type")}
     tables = {
-        name: side.files[name] for name in (TOKENIZER, *REDUNDANT_FILES) if name in side.files
+        name: files.files[name] for name in (TOKENIZER, *REDUNDANT_FILES) if name in files.files
     }
     tables[SETTINGS] = json.dumps(_without_code(settings)).encode()
     tables[CONFIG_FILE] = json.dumps(model).encode()
@@ -489,9 +538,9 @@ def load_tokenizer(side: SideFiles) -> tuple[dict[str, Any], dict[str, Any]]:
         "split_special_tokens",
         "extra_special_tokens",
     )
-    more = {name: getattr(loaded, name, None) for name in names}
+    attributes = {name: getattr(loaded, name, None) for name in names}
     code = {key: settings[key] for key in CODE_LOADING_KEYS if key in settings}
-    return {**loaded.special_tokens_map, **more, **code}, tree
+    return {**loaded.special_tokens_map, **attributes, **code}, tree
 
 
 def token_ids(tokenizer: Mapping[str, Any]) -> dict[str, int]:
@@ -556,9 +605,11 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
     if not root.is_dir():
         report.skip("only in directories", "foreign")
         return
-    other = source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
-    own = {str(path.relative_to(root)) for path in artifact.checkpoint.shards}
-    own |= {
+    source_directory = (
+        source.checkpoint.path if source and source.checkpoint.path.is_dir() else None
+    )
+    model_files = {str(path.relative_to(root)) for path in artifact.checkpoint.shards}
+    model_files |= {
         CONFIG_FILE,
         INDEX_FILE,
         GENERATION,
@@ -571,9 +622,9 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
         name = path.relative_to(root).as_posix()
         row = find_loaded_file(name)
         directory = path.is_dir() and not path.is_symlink()
-        if row is None or directory or name in own or chat_templates.is_template(name):
+        if row is None or directory or name in model_files or chat_templates.is_template(name):
             continue
-        if other is None:
+        if source_directory is None:
             if row.severity_without_source:
                 report.add(
                     "foreign",
@@ -581,11 +632,11 @@ def check_extra_files(report: Report, artifact: Artifact, source: SourceModel | 
                     f"{row.effect}; it is not part of this model",
                     row.severity_without_source,
                 )
-        elif not (other / name).is_file():
+        elif not (source_directory / name).is_file():
             report.add("foreign", name, f"{row.effect}; the source has no such file")
         elif name.endswith("processor_config.json") or name == "chat_template.json":
             continue  # compared by `side_files`
-        elif not _files_equal(root, other, name):
+        elif not _files_equal(root, source_directory, name):
             report.add("foreign", name, f"{row.effect}; it differs from the source's")
         elif row.severity_without_source is Severity.ERROR:
             report.warn("foreign", name, f"{row.effect}; it is the source's, not quantized")
@@ -598,9 +649,11 @@ def find_loaded_file(name: str) -> LoadedFile | None:
     return next((row for row, pat in fits if any(fnmatchcase(part, pat) for part in parts)), None)
 
 
-def _files_equal(own: Path, other: Path, name: str) -> bool:
+def _files_equal(directory: Path, other_directory: Path, name: str) -> bool:
     """Return whether a file has the same bytes in two directories."""
     try:
-        return manifest.sha256(own / name, own) == manifest.sha256(other / name, other)
+        return manifest.sha256(directory / name, directory) == manifest.sha256(
+            other_directory / name, other_directory
+        )
     except (InputError, OSError):
         return False

@@ -53,49 +53,53 @@ def check_structure(
 def _check_quantized(report: Report, artifact: Artifact) -> None:
     """Check that the quantized layers are exactly those that the configuration declares."""
     config = artifact.checkpoint.config
-    stated = quantization_config(config)
-    only_cache = not artifact.layouts and stated.get("kv_cache_scheme") is not None
-    if not artifact.layouts and not only_cache and (artifact.checkpoint.declaration_note or stated):
+    quantization = quantization_config(config)
+    only_cache = not artifact.layouts and quantization.get("kv_cache_scheme") is not None
+    if (
+        not artifact.layouts
+        and not only_cache
+        and (artifact.checkpoint.declaration_note or quantization)
+    ):
         text = f"{CONFIG_FILE} declares a quantization, but no tensor is quantized"
         report.add("nothing-quantized", report.path.name, text)
     linears = _quantized_by_module(artifact)
     try:
-        says = quantization_predicate(config) if artifact.layouts or only_cache else None
-        if says is None:
+        predicate = quantization_predicate(config) if artifact.layouts or only_cache else None
+        if predicate is None:
             report.skip("the format has no list of unquantized layers", "ignore-list")
             return
-        answers = {module: says(module) for module in linears}
+        answers = {module: predicate(module) for module in linears}
     except InputError as error:
         report.add("ignore-list", CONFIG_FILE, error.message)
         return
-    wrong: dict[tuple[str, Severity], list[str]] = {}
+    contradictions: dict[tuple[str, Severity], list[str]] = {}
     for module, stored in linears.items():
         if answers[module] - {stored is True}:
             text = f"not quantized, but {CONFIG_FILE} declares that it is"
             if stored:
                 text = f"quantized, but {CONFIG_FILE} excludes it"
             # Loaders disagree on the list, or use the embedding and never look for a head.
-            unsure = len(answers[module]) > 1 or stored is None
-            severity = Severity.WARNING if unsure else Severity.ERROR
-            wrong.setdefault((text, severity), []).append(module)
-    for (text, severity), modules in wrong.items():
+            is_ambiguous = len(answers[module]) > 1 or stored is None
+            severity = Severity.WARNING if is_ambiguous else Severity.ERROR
+            contradictions.setdefault((text, severity), []).append(module)
+    for (text, severity), modules in contradictions.items():
         rest = (
             f" and {len(modules) - MAX_SHOWN_NAMES} more" if len(modules) > MAX_SHOWN_NAMES else ""
         )
-        every = f"; {len(modules)} in all: {', '.join(modules[:MAX_SHOWN_NAMES])}{rest}"
-        detail = text + (every if len(modules) > 1 else "")
+        listing = f"; {len(modules)} in all: {', '.join(modules[:MAX_SHOWN_NAMES])}{rest}"
+        detail = text + (listing if len(modules) > 1 else "")
         report.add("ignore-list", modules[0], detail, severity)
 
 
 def _quantized_by_module(artifact: Artifact) -> dict[str, bool | None]:
     """Return whether each linear is quantized, by stored module name; None for a tied head without tensor."""
-    found: dict[str, bool | None] = {}
+    result: dict[str, bool | None] = {}
     head = head_module(artifact.checkpoint.config)
     for tensor in artifact.model_layout.tensors:
-        module, packed = _module_name(tensor), artifact.layout(tensor) is not None
-        if packed or tensor.role is Role.LINEAR or module == head:
-            found[module] = packed
-    return {head: None, **found} if artifact.model_layout.tied else found
+        module, is_quantized = _module_name(tensor), artifact.layout(tensor) is not None
+        if is_quantized or tensor.role is Role.LINEAR or module == head:
+            result[module] = is_quantized
+    return {head: None, **result} if artifact.model_layout.tied else result
 
 
 def _check_siblings(report: Report, artifact: Artifact, engine: str | None) -> None:
@@ -145,20 +149,23 @@ def _check_vocabulary(report: Report, artifact: Artifact) -> None:
         else:
             report.warn("vocabulary", path.name, f"its tokens cannot be read: {error.message}")
         return
-    found = [t for t in artifact.model_layout.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
+    tables = [t for t in artifact.model_layout.tensors if t.role in {Role.EMBEDDING, Role.HEAD}]
     if (
         artifact.model_layout.architecture is None
     ):  # names alone cannot tell it from tables of positions
-        most = max((tensor.header.shape[0] for tensor in found), default=0)
-        found = [tensor for tensor in found if tensor.header.shape[0] == most]
-    for tensor in found:
+        max_rows = max((tensor.header.shape[0] for tensor in tables), default=0)
+        tables = [tensor for tensor in tables if tensor.header.shape[0] == max_rows]
+    for tensor in tables:
         rows = tensor.header.shape[0]
-        beyond = sorted((number, text) for text, number in tokens.items() if number >= rows)
-        pieces = [(number, text) for number, text in beyond if text not in added]
-        if beyond:
-            first = [f"{text!a:.60} (id {number})" for number, text in (pieces or beyond)[:3]]
-            text = f"{rows} rows, but the tokenizer has {len(beyond)} token(s) beyond them: {', '.join(first)}"
-            severity = Severity.ERROR if pieces else Severity.WARNING
+        beyond_rows = sorted((number, text) for text, number in tokens.items() if number >= rows)
+        vocabulary_pieces = [(number, text) for number, text in beyond_rows if text not in added]
+        if beyond_rows:
+            first = [
+                f"{text!a:.60} (id {number})"
+                for number, text in (vocabulary_pieces or beyond_rows)[:3]
+            ]
+            text = f"{rows} rows, but the tokenizer has {len(beyond_rows)} token(s) beyond them: {', '.join(first)}"
+            severity = Severity.ERROR if vocabulary_pieces else Severity.WARNING
             report.add("vocabulary", tensor.header.name, text, severity)
 
 
@@ -167,17 +174,17 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
     if engine is None:
         report.skip("no engine was named (--for)", "engine")
         return
-    about, model = artifact.format.INFO, _model_to_load(artifact)
-    name = engine if engine in about.engines else target_of(engine).judged
+    info, model = artifact.format.INFO, _model_to_load(artifact)
+    name = engine if engine in info.engines else target_of(engine).judged
     loading = LoadingResult()
-    if name == TRANSFORMERS and not (about.is_single_file or model.draft_kind):
+    if name == TRANSFORMERS and not (info.is_single_file or model.draft_kind):
         checkpoint = artifact.checkpoint
         stored = [entry.to_stored_tensor() for entry in checkpoint.entries.values()]
         loading = check_loading(
             checkpoint.config, stored, checkpoint.read, lambda: _decoded_headers(artifact)
         )
         model = replace(model, names_compared=not loading.not_tried)
-    verdict = next(item for item in engine_verdicts(about, model) if item.engine == name)
+    verdict = next(item for item in engine_verdicts(info, model) if item.engine == name)
     refused = verdict.reason if verdict.loads is False else ""
     if refused or loading.reason:
         report.add("engine", engine, "; ".join(filter(None, (loading.reason, refused))))
@@ -191,10 +198,10 @@ def _check_towers(report: Report, artifact: Artifact, source: SourceModel | None
     Their expected tensors are those of the source; without a source, those that transformers expects.
     """
     foreign = artifact.model_layout.foreign_tensors
-    whole = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
-    own = {_without_model_prefix(tensor.name) for tensor in foreign}
-    towers = {_tower_name(name) for name in own}
-    unclear = {
+    has_towers = any(not tensor.draft_head for tensor in foreign)  # a model with its towers
+    names = {_without_model_prefix(tensor.name) for tensor in foreign}
+    towers = {_tower_name(name) for name in names}
+    ambiguous_towers = {
         _tower_name(t.header.name)
         for t in artifact.model_layout.tensors
         if t.role is not Role.FOREIGN
@@ -203,23 +210,23 @@ def _check_towers(report: Report, artifact: Artifact, source: SourceModel | None
         expected = {
             tensor.name: tensor.draft_head for tensor in source.model_layout.foreign_tensors
         }
-        unclear |= {
-            _tower_name(name) for name in own - {*map(_without_model_prefix, expected)}
+        ambiguous_towers |= {
+            _tower_name(name) for name in names - {*map(_without_model_prefix, expected)}
         }  # renamed by a tool
-    elif whole:
-        plain = _decoded_headers(artifact)
+    elif has_towers:
+        headers = _decoded_headers(artifact)
         expected = dict.fromkeys(
-            check_plain_loading(artifact.checkpoint.config, plain).missing, False
+            check_plain_loading(artifact.checkpoint.config, headers).missing, False
         )
     else:
         return
-    for name, further in expected.items():
-        if _without_model_prefix(name) in own or _tower_name(name) in unclear:
+    for name, is_draft_head in expected.items():
+        if _without_model_prefix(name) in names or _tower_name(name) in ambiguous_towers:
             continue
         if _tower_name(name) in towers:
             text = "missing, but other tensors of this part of the model are there"
             report.add("incomplete", name, text)
-        elif whole and not further:
+        elif has_towers and not is_draft_head:
             report.warn("incomplete", name, "missing, but other towers of the model are there")
 
 

@@ -174,9 +174,9 @@ class TensorChecks:
         tensor = self._artifact.model_layout.by_name.get(name)
         if tensor is None or tensor.header.name in self._unreadable:
             return None
-        found = self._quantized_tensor(tensor)
-        if found is not None:
-            value = found.decode()
+        quantized = self._quantized_tensor(tensor)
+        if quantized is not None:
+            value = quantized.decode()
         else:
             value = self._artifact.checkpoint.read(tensor.header.name).float()
             value = value.T.contiguous() if tensor.transposed else value
@@ -201,23 +201,25 @@ class TensorChecks:
         if tensor.name in self._quantized:
             return self._quantized[tensor.name]
         layout = self._artifact.layout(tensor)
-        found = None if layout is None else self._artifact.unpack(layout)
-        if found is not None and tensor.expert < 0:
-            self._quantized[tensor.name] = found
-        return found
+        quantized = None if layout is None else self._artifact.unpack(layout)
+        if quantized is not None and tensor.expert < 0:
+            self._quantized[tensor.name] = quantized
+        return quantized
 
     def _clipping_mask(self, name: str) -> Tensor | None:
         """Mark the extreme weights of each group, which may have been clipped; None if it is not quantized."""
-        value, found = self.artifact_weight(name), self._quantized.get(name)
-        if value is None or found is None:
+        value, quantized = self.artifact_weight(name), self._quantized.get(name)
+        if value is None or quantized is None:
             return None
-        groups = value.view(len(value), -1, group_width(effective_scheme(found), value.shape[1]))
+        groups = value.view(
+            len(value), -1, group_width(effective_scheme(quantized), value.shape[1])
+        )
         low, high = groups.aminmax(dim=-1, keepdim=True)
         return ((groups == low) | (groups == high)).view(value.shape)
 
     def _clear_block(self) -> None:
-        for kept in (self._quantized, self._decoded, self._rounded_source):
-            kept.clear()
+        for cache in (self._quantized, self._decoded, self._rounded_source):
+            cache.clear()
 
     def _scaled_source_weight(self, name: str) -> Tensor | None:
         """Return a weight of the source with the scales that were folded into it."""
@@ -264,27 +266,31 @@ class TensorChecks:
             for part in layout.tensor_names if layout else ():
                 if part != name:  # codes, which float types may carry, are decoded below
                     check_finite(part, self._artifact.checkpoint.read(part))
-            found = self._quantized_tensor(tensor)
-            value = found.decode() if found is not None else self._artifact.checkpoint.read(name)
+            quantized = self._quantized_tensor(tensor)
+            value = (
+                quantized.decode()
+                if quantized is not None
+                else self._artifact.checkpoint.read(name)
+            )
             check_finite(name, value)
         except (InputError, IntegrityError) as error:
             self._unreadable.add(name)
             self._report.add(error.fault, error.tensor or name, error.message)
             return
-        if layout is None or found is None:
+        if layout is None or quantized is None:
             if value.dim() == 1 and name.endswith(".weight"):
                 self._norm_gains[name] = float(value.float().median())
             return
         if tensor.expert < 0:
             self._decoded[tensor.name] = value
-        for run, text in anomalies(found, value) if self._source is None else ():
+        for run, text in anomalies(quantized, value) if self._source is None else ():
             self._report.warn(run, layout.module, text)
-        for part, digest in fingerprints(found):
+        for part, digest in fingerprints(quantized):
             other = self._modules_by_digest.setdefault((part, digest), layout.module)
             if other != layout.module and not self._are_similar(layout.module, other):
                 # Without a source, blocks may have been copied on purpose.
-                say = self._report.warn if self._source is None else self._report.add
-                say("swapped", layout.module, f"its {part} are those of {other}, bit for bit")
+                report = self._report.warn if self._source is None else self._report.add
+                report("swapped", layout.module, f"its {part} are those of {other}, bit for bit")
 
     def _are_similar(self, module: str, other: str) -> bool:
         """Return whether two linears of the source are similar, as in copied blocks, so that codes may be equal."""
@@ -312,27 +318,27 @@ class TensorChecks:
             text = f"its shape is {list(shape)}, the source's is {list(target.shape)}"
             self._report.add("kept-changed", name, text)
             return
-        found = self._quantized_tensor(tensor)
-        if found is None:
+        quantized = self._quantized_tensor(tensor)
+        if quantized is None:
             self._compare_unquantized(tensor, target, source)
             return
-        if found.input is not None and "input_scale" in found.parameters:
+        if quantized.input is not None and "input_scale" in quantized.parameters:
             columns, inputs = (
                 self._folded_scales.column_scales.get(module),
                 self._forward_pass.inputs,
             )
-            check_input_scale(self._report, module, found, inputs, columns, self._input_scales)
-        self._compare_quantized(tensor, found, target)
+            check_input_scale(self._report, module, quantized, inputs, columns, self._input_scales)
+        self._compare_quantized(tensor, quantized, target)
 
     def _compare_quantized(
-        self, tensor: MatchedTensor, found: QuantizedTensor, target: Tensor
+        self, tensor: MatchedTensor, quantized: QuantizedTensor, target: Tensor
     ) -> None:
         """Compare a quantized weight with the source's: first for proven defects, then for unusual errors."""
         name, module = tensor.header.name, tensor.name.removesuffix(".weight")
         value = self.artifact_weight(tensor.name)
         assert value is not None
-        scheme = effective_scheme(found)
-        rounded_source_weight = round_to_nearest(target, scheme, found.outlier_columns)
+        scheme = effective_scheme(quantized)
+        rounded_source_weight = round_to_nearest(target, scheme, quantized.outlier_columns)
         if tensor.expert < 0:
             self._rounded_source[tensor.name] = self._folded_scales.remove(
                 module, rounded_source_weight
@@ -340,8 +346,10 @@ class TensorChecks:
         inputs = self._forward_pass.inputs.normalized(module)
         if inputs is not None and module in self._folded_scales.column_scales:
             inputs = inputs / self._folded_scales.column_scales[module]
-        error = measure_rounding(target, value, rounded_source_weight, found, inputs, scheme)
-        self._report.tensors.append({"name": name, "scheme": str(found.scheme), **error.to_json()})
+        error = measure_rounding(target, value, rounded_source_weight, quantized, inputs, scheme)
+        self._report.tensors.append(
+            {"name": name, "scheme": str(quantized.scheme), **error.to_json()}
+        )
         rounded_to_nearest = (
             self._rounded_to_nearest
             and tensor.role is Role.LINEAR
@@ -351,8 +359,8 @@ class TensorChecks:
             text = "is not what rounding the source to nearest gives, which its manifest states"
             self._report.add("noise", name, text)
             return
-        if (part := find_damaged_part(target, value, found, error)) is not None:
-            text, proven = part
+        if (damage := find_damaged_part(target, value, quantized, error)) is not None:
+            text, proven = damage
             (self._report.add if proven else self._report.warn)("groups", name, text)
             return
         if abs(error.shift) > OFF_BY_ONE_SHIFT:
@@ -360,8 +368,10 @@ class TensorChecks:
             text += ": zero points or codes are off by one"
             self._report.add("zero-convention", name, text)
             return
-        more = WITHOUT_INPUTS_FACTOR if inputs is None and tensor.role is Role.LINEAR else 1.0
-        texts = [*unusual_errors(error, scheme, more)]
+        limit_factor = (
+            WITHOUT_INPUTS_FACTOR if inputs is None and tensor.role is Role.LINEAR else 1.0
+        )
+        texts = [*unusual_errors(error, scheme, limit_factor)]
         if (
             texts
             and error.whole > MAX_TENSOR_ERROR
@@ -381,9 +391,9 @@ class TensorChecks:
     ) -> str | None:
         """Describe what a matrix contains instead of the source's weights; None if there is no explanation."""
         if error.cosine < MIN_MATCH_COSINE and len(self._unrelated) < MAX_UNRELATED:
-            least = max(MIN_MATCH_COSINE, error.cosine + MIN_COSINE_GAIN)
+            min_cosine = max(MIN_MATCH_COSINE, error.cosine + MIN_COSINE_GAIN)
             other = self._find_equal_tensor(
-                tensor, value, lambda weight: _cosine(weight, value) > least
+                tensor, value, lambda weight: _cosine(weight, value) > min_cosine
             )
             if other is not None:
                 return f"holds the weights of {other}"
@@ -391,9 +401,13 @@ class TensorChecks:
                 return text
         size = float((value * value).sum(dtype=torch.float64))
         factor = float((value * target).sum(dtype=torch.float64)) / (size or 1.0)
-        left = float((factor * value - target).square().sum())
-        usual = error.squared / max(error.whole, 1.0) * MAX_TENSOR_ERROR
-        if not size or abs(factor - 1) <= 0.02 or left >= min(usual, 0.5 * error.squared):
+        remaining_error = float((factor * value - target).square().sum())
+        usual_error = error.squared / max(error.whole, 1.0) * MAX_TENSOR_ERROR
+        if (
+            not size
+            or abs(factor - 1) <= 0.02
+            or remaining_error >= min(usual_error, 0.5 * error.squared)
+        ):
             return None
         if factor <= 0:
             return "all weights have the wrong sign"
@@ -408,11 +422,13 @@ class TensorChecks:
         blocks.
         """
         assert self._source is not None
-        alike = [t for t in self._artifact.model_layout.tensors if t.role is tensor.role]
+        same_role = [t for t in self._artifact.model_layout.tensors if t.role is tensor.role]
         leaf = tensor.name.partition(f".{tensor.block}.")[2]
-        near = [t for t in alike if t.block == tensor.block and t is not tensor]
-        far = [t for t in alike if t.block != tensor.block and t.name.endswith(f".{leaf}")]
-        for other in near + far:
+        same_block = [t for t in same_role if t.block == tensor.block and t is not tensor]
+        other_blocks = [
+            t for t in same_role if t.block != tensor.block and t.name.endswith(f".{leaf}")
+        ]
+        for other in same_block + other_blocks:
             weight = self._source.weight(other.name)
             if weight is not None and weight.shape == value.shape and equals(weight):
                 return other.header.name
@@ -428,9 +444,14 @@ class TensorChecks:
         value = self._artifact.checkpoint.read(name)
         value = value.T if tensor.transposed else value
         if target.dim() == 2 and leaf == "weight" and module in self._folded_scales.column_scales:
-            whole, columns = source.weight(tensor.name), self._folded_scales.column_scales[module]
-            assert whole is not None
-            target = whole * fit_column_scales(whole, value.float(), columns, self._max_tuning)
+            source_weight, columns = (
+                source.weight(tensor.name),
+                self._folded_scales.column_scales[module],
+            )
+            assert source_weight is not None
+            target = source_weight * fit_column_scales(
+                source_weight, value.float(), columns, self._max_tuning
+            )
         error = (value.float() - target).abs()
         if module in self._folded_scales.fitted_modules:
             squared, size = float(error.square().sum()), float(target.square().sum())
@@ -439,25 +460,25 @@ class TensorChecks:
             wrong = (error > MAX_ABSOLUTE_ERROR) & (error > MAX_CAST_ERROR * target.abs())
         else:
             wrong = (error > MAX_ABSOLUTE_ERROR) & ~_is_cast(value, target)
-        count = int(wrong.sum())
-        if not count:
+        wrong_count = int(wrong.sum())
+        if not wrong_count:
             return
-        place = int((error * wrong).flatten().argmax())
+        worst = int((error * wrong).flatten().argmax())
         text = (
-            f"{count} of {target.numel()} values are not the source's, for example"
-            f" {float(value.flatten()[place]):.5g} in place of {float(target.flatten()[place]):.5g}"
+            f"{wrong_count} of {target.numel()} values are not the source's, for example"
+            f" {float(value.flatten()[worst]):.5g} in place of {float(target.flatten()[worst]):.5g}"
         )
         if float(((value == 0) & (target != 0)).float().mean()) > MIN_SPARSITY:
             self._compare_sparse(name, value, target)
         elif (
-            other := self._find_equal_tensor(
+            other_tensor := self._find_equal_tensor(
                 tensor, value, lambda weight: _has_values_of(value, weight)
             )
         ) is not None:
-            self._report.add("swapped", name, f"holds the values of {other}")
+            self._report.add("swapped", name, f"holds the values of {other_tensor}")
         elif target.dim() == 1 and self._may_be_tuned(tensor, value, target):
             self.scaled_modules.append(module)
-        elif 2 * count <= target.numel():
+        elif 2 * wrong_count <= target.numel():
             self._report.add("kept-changed", name, text)
         elif target.dim() != 2:
             self._report.warn("kept-changed", name, text)
@@ -484,21 +505,25 @@ class TensorChecks:
 
     def _compare_sparse(self, name: str, value: Tensor, target: Tensor) -> None:
         """Compare the nonzero weights of a sparse tensor: equal to the source's, or adjusted by SparseGPT."""
-        left = value != 0
-        wrong = left & ~_is_cast(value, target)
-        own, source = value.float(), target.masked_fill(~left, 0.0)
-        product, length, before = (own * source).sum(-1), own.norm(dim=-1), source.norm(dim=-1)
-        bad = product < MIN_COSINE * length * before
-        bad |= (length > MAX_NORM_GROWTH * before) | (before > MAX_NORM_GROWTH * length)
-        if not bool(wrong.any()) or (self._may_change_values and not bool(bad.any())):
+        remaining = value != 0
+        wrong = remaining & ~_is_cast(value, target)
+        weights, source = value.float(), target.masked_fill(~remaining, 0.0)
+        product, norms, source_norms = (
+            (weights * source).sum(-1),
+            weights.norm(dim=-1),
+            source.norm(dim=-1),
+        )
+        dissimilar = product < MIN_COSINE * norms * source_norms
+        dissimilar |= (norms > MAX_NORM_GROWTH * source_norms) | (
+            source_norms > MAX_NORM_GROWTH * norms
+        )
+        if not bool(wrong.any()) or (self._may_change_values and not bool(dissimilar.any())):
             self.sparse_tensors.append(name)
             return
-        text = (
-            f"{int(wrong.sum())} of the {int(left.sum())} nonzero values differ from the source's"
-        )
-        if bool(bad.any()):
-            text += f"; row {int(bad.nonzero()[0])} does not resemble the source's"
-        proven = not self._may_change_values or 2 * int(wrong.sum()) <= int(left.sum())
+        text = f"{int(wrong.sum())} of the {int(remaining.sum())} nonzero values differ from the source's"
+        if bool(dissimilar.any()):
+            text += f"; row {int(dissimilar.nonzero()[0])} does not resemble the source's"
+        proven = not self._may_change_values or 2 * int(wrong.sum()) <= int(remaining.sum())
         (self._report.add if proven else self._report.warn)("kept-changed", name, text)
 
     # Findings about the whole model.
@@ -559,11 +584,11 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
     if peaks.numel() and float(peaks.max()) > MAX_PEAK_RATIO * float(peaks.median()):
         text = f"the largest weight is {float(peaks.max()):.3g}, that of the median group {float(peaks.median()):.3g}"
         yield "scale", f"{text}: its scale may be wrong"
-    usual = float(value.abs().mean())
+    mean_magnitude = float(value.abs().mean())
     groups = tensor.scheme.groups(value.shape[1])
     if value.shape[1] % groups == 0 and value.shape[1] // groups >= MIN_CODES // 2:
         means = value.view(len(value), groups, -1).mean(-1)
-        if abs(float(means.median())) > MAX_MEAN_RATIO * usual:
+        if abs(float(means.median())) > MAX_MEAN_RATIO * mean_magnitude:
             yield (
                 "zero-convention",
                 "its weights are not centered on zero: zero points or codes may be off by one",
@@ -572,7 +597,9 @@ def anomalies(tensor: QuantizedTensor, value: Tensor) -> Iterator[tuple[str, str
     for dim, what in ((0, "column"), (1, "row")):
         if codes.shape[dim] < MIN_CODES or codes.shape[1] != value.shape[1]:
             continue
-        constant = (codes.amin(dim) == codes.amax(dim)) & (value.abs().amax(dim) > 0.1 * usual)
+        constant = (codes.amin(dim) == codes.amax(dim)) & (
+            value.abs().amax(dim) > 0.1 * mean_magnitude
+        )
         if places := constant.nonzero().flatten().tolist():
             more = f", and {len(places) - 1} more" if len(places) > 1 else ""
             yield "groups", f"{what} {places[0]} has the same code everywhere{more}"
@@ -616,9 +643,13 @@ def off_by_one(gains: Sequence[float], index: int) -> float:
     others = [*gains[:index], *gains[index + 1 :]]
     if len(others) < 3:
         return 0.0
-    off = _gain_difference(gains, index)
-    usual = max(abs(_gain_difference(others, place)) for place in range(len(others)))
-    return off if abs(abs(off) - 1) < OFF_BY_ONE_TOLERANCE and usual < OFF_BY_ONE_TOLERANCE else 0.0
+    offset = _gain_difference(gains, index)
+    usual_offset = max(abs(_gain_difference(others, place)) for place in range(len(others)))
+    return (
+        offset
+        if abs(abs(offset) - 1) < OFF_BY_ONE_TOLERANCE and usual_offset < OFF_BY_ONE_TOLERANCE
+        else 0.0
+    )
 
 
 def _gain_difference(gains: Sequence[float], index: int) -> float:
@@ -638,13 +669,15 @@ def _describe_rearrangement(value: Tensor, target: Tensor) -> str | None:
         return "all weights have the wrong sign"
     if value.shape[0] == value.shape[1] and _cosine(value.T, target) > MIN_MATCH_COSINE:
         return "the matrix is transposed"
-    for what, found, source in (("rows", value, target), ("columns", value.T, target.T)):
-        own, others = _unit_rows(found[:512]), _unit_rows(source)
-        best, place = (own @ others.T).max(1)
-        moved = (best > MIN_MATCH_COSINE) & ((own * others[: len(own)]).sum(1) < MIN_MATCH_COSINE)
+    for kind, matrix, source in (("rows", value, target), ("columns", value.T, target.T)):
+        directions, source_directions = _unit_rows(matrix[:512]), _unit_rows(source)
+        best, place = (directions @ source_directions.T).max(1)
+        moved = (best > MIN_MATCH_COSINE) & (
+            (directions * source_directions[: len(directions)]).sum(1) < MIN_MATCH_COSINE
+        )
         share, distinct = float(moved.float().mean()), len(torch.unique(place[moved]))
         if share > 0.25 and distinct > 0.9 * int(moved.sum()):
-            return f"the {what} are in another order: {share:.0%} of them are another one of the source's"
+            return f"the {kind} are in another order: {share:.0%} of them are another one of the source's"
     return None
 
 
@@ -658,15 +691,15 @@ def _cosine(first: Tensor, second: Tensor) -> float:
     return float((first * second).sum()) / norm if norm else 0.0
 
 
-def _is_cast(found: Tensor, target: Tensor) -> Tensor:
-    """Mark where ``found`` equals ``target`` after a cast to its type, possibly through another 16-bit type."""
-    equal = found == target.to(found.dtype)
+def _is_cast(value: Tensor, target: Tensor) -> Tensor:
+    """Mark where ``value`` equals ``target`` after a cast to its type, possibly through another 16-bit type."""
+    equal = value == target.to(value.dtype)
     for dtype in (torch.bfloat16, torch.float16):
-        equal |= found == target.to(dtype).to(found.dtype)
+        equal |= value == target.to(dtype).to(value.dtype)
     return equal
 
 
-def _has_values_of(found: Tensor, weight: Tensor) -> bool:
-    """Return whether ``found`` equals ``weight`` after a cast to its type; constants do not count."""
+def _has_values_of(value: Tensor, weight: Tensor) -> bool:
+    """Return whether ``value`` equals ``weight`` after a cast to its type; constants do not count."""
     constant = bool((weight == weight.flatten()[0]).all())
-    return not constant and bool(_is_cast(found, weight).all())
+    return not constant and bool(_is_cast(value, weight).all())

@@ -184,9 +184,10 @@ def _check_if_copy(report: Report, artifact: Artifact, source: SourceModel) -> N
         or not source.checkpoint.facts.keys().isdisjoint(CHANGE_FACTS)
     ):
         return  # it is quantized, a file, or the whole source was changed
-    own, other = artifact.checkpoint.entries, source.checkpoint.entries
+    entries, source_entries = artifact.checkpoint.entries, source.checkpoint.entries
     changed = any(
-        name not in other or other[name].dtype != entry.dtype for name, entry in own.items()
+        name not in source_entries or source_entries[name].dtype != entry.dtype
+        for name, entry in entries.items()
     )
     if not changed and not any(item.check == "kept-changed" for item in report.findings):
         report.warn("nothing-quantized", report.path.name, "every tensor equals the source's")
