@@ -115,10 +115,10 @@ def load_chat_template(model: Path, *, processor: bool = False) -> ChatTemplate:
     Raises:
         SourceError: it has none, or as `find_chat_template`.
     """
-    found = find_chat_template(model, processor=processor)
-    if found is None:
+    template = find_chat_template(model, processor=processor)
+    if template is None:
         raise SourceError(f"{model} has no chat template", HINT)
-    return found
+    return template
 
 
 def find_chat_template(model: Path, *, processor: bool = False) -> ChatTemplate | None:

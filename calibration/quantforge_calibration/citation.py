@@ -111,6 +111,7 @@ def _digest(part: Source) -> str:
 
 
 def _sha256(path: Path) -> str:
+    """Return the SHA-256 (hex) of a text or parquet file."""
     check_is_text(path)
     with FILES.stream(path, TABLE, None) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -49,7 +49,7 @@ class ImageDocument:
 
 
 def first_image(source: Source) -> str | None:
-    """Return the location of the first row that names an image, or None if there is none.
+    """Return the location of the first row that names an image; None if no row does.
 
     Raises:
         SourceError: a file cannot be read, or a row that names an image is malformed.

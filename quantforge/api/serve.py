@@ -82,7 +82,7 @@ def serve(
             url=server_url(listening_socket),
             model=served.name,
             chat=served.processor.template is not None,
-            context=served.room,
+            context=served.max_total_tokens,
             concurrent=served.rows,
             cache_tokens=served.cache_tokens,
         )

@@ -192,6 +192,7 @@ def compare_caches(loaded: Loaded, comparison: CacheComparison) -> list[dict[str
 
 
 def _unsupported_model_error(model_type: object) -> RefusedError:
+    """Create the error for a model that QuantForge's decoder, whose caches are compared, does not support."""
     return RefusedError(
         f"--cache: model_type {model_type!r} is not computed by the own decoder, whose caches are measured",
         "leave --cache out",

@@ -122,10 +122,10 @@ def measure_speed(
         cache: kind of the KV cache, see `quantforge.cache_kinds`; the model's default if empty.
 
     Returns:
-        Figures of a row of the report, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to
-        the first token (``ttft``) has the prefill in it; ``bandwidth_use`` is what is read in a second of decoding one
-        sequence, over the measured bandwidth; ``processor_share`` is the share of the processor time that the threads
-        asked for and got, None on a GPU and where the system does not count it.
+        Speed columns of a report row, medians of several runs. ``decoder`` is ``own`` or ``transformers``; the time to
+        the first token (``ttft``) includes the prefill; ``bandwidth_use`` is the bytes read per second of decoding one
+        sequence, relative to the measured bandwidth; ``processor_share`` is the fraction of the requested processor
+        time that the threads received, None on a GPU and if the system does not report it.
 
     Raises:
         InputError: the prompt is empty.
@@ -192,6 +192,7 @@ def _time_repeatedly(
 
 
 def _time(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a function takes, including its work on a GPU."""
     start = time.perf_counter()
     work()
     if device.type == "cuda":

@@ -350,6 +350,7 @@ class CompletionDocuments:
         }
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
+        """Return the ``logprobs`` object of some tokens."""
         return {
             "tokens": [self._texts.text(token.token) for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],
@@ -358,6 +359,7 @@ class CompletionDocuments:
         }
 
     def _top(self, entry: TokenLogprob) -> dict[str, float] | None:
+        """Return the texts of the most likely tokens with their log-probabilities, including the generated token."""
         if entry.logprob is None:
             return None
         logprobs: dict[str, float] = {}
@@ -391,10 +393,12 @@ class ChatDocuments(CompletionDocuments):
         }
 
     def _scored(self, entry: TokenLogprob) -> Mapping[str, Any]:
+        """Return the entry of a generated token with the most likely tokens."""
         top = [self._token(token, logprob) for token, logprob in entry.top]
         return {**self._token(entry.token, entry.logprob), "top_logprobs": top}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+        """Return text, log-probability and bytes of a token."""
         return {
             "token": self._texts.text(token),
             "logprob": logprob,

@@ -107,11 +107,13 @@ class EngineThread:
         return await asyncio.shield(asyncio.wrap_future(future))
 
     def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Submit requests to the engine; runs on the engine thread."""
         for request in requests:
             self._engine.submit(request)
             self._engine_ids.add(request.id)
 
     def _cancel(self, ids: Iterable[str]) -> None:
+        """Cancel requests in the engine; runs on the engine thread."""
         for request_id in ids:
             self._engine.cancel(request_id)
 

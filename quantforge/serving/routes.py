@@ -65,7 +65,7 @@ class ServedModel:
     Attributes:
         engine: the engine on its thread.
         max_requests: maximum number of requests at a time.
-        room: maximum number of tokens of a prompt with its completion.
+        max_total_tokens: maximum number of tokens of a prompt with its completion.
         cache_tokens: number of tokens that the cache can hold.
         stopping: whether the server is stopping and refuses requests.
         requests: number of HTTP requests being answered.
@@ -86,7 +86,8 @@ class ServedModel:
         self.body_bytes, self.timeout_seconds = body_bytes, timeout_seconds
         self.max_requests = rows + waiting
         self.engine = EngineThread(engine, self.max_requests, prepare)
-        self.room, self.cache_tokens = engine.max_request_tokens, PAGE_SIZE * engine.cache.pages
+        self.max_total_tokens = engine.max_request_tokens
+        self.cache_tokens = PAGE_SIZE * engine.cache.pages
         self.texts = TokenTexts(processor.tokenizer)
         self.metrics = ServingMetrics()
         self.stopping = False
@@ -100,17 +101,17 @@ class ServedModel:
             "object": "model",
             "created": self._created,
             "owned_by": "quantforge",
-            "max_model_len": self.room,
+            "max_model_len": self.max_total_tokens,
         }
 
 
 def application(model: ServedModel) -> ASGIApp:
     """Create the ASGI application of a model; every error has an error document, every response is counted."""
 
-    async def models(_: Request) -> Response:
+    async def list_models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [model.card()]})
 
-    async def one_model(request: Request) -> Response:
+    async def get_model(request: Request) -> Response:
         name = request.path_params["name"]
         if name != model.name:
             message = f"no model {name!a:.100} is served here; it is {model.name!a}"
@@ -127,21 +128,21 @@ def application(model: ServedModel) -> ASGIApp:
     async def metrics(_: Request) -> Response:
         return Response(model.metrics.text(await model.engine.counters()), media_type=MEDIA_TYPE)
 
-    async def refused(_: Request, error: Any) -> Response:
+    async def error_response(_: Request, error: Any) -> Response:
         return JSONResponse(error.document(), error.status, error.headers)
 
-    async def no_route(request: Request, error: Any) -> Response:
+    async def http_error_response(request: Request, error: Any) -> Response:
         rules = {
             404: f"no such path; there are {', '.join(PATHS)}",
             405: "another method is expected there",
         }
-        status, where = error.status_code, f"{request.method} {request.url.path[:100]}"
-        message = f"{where}: {rules.get(status, error.detail)}"
-        return await refused(request, ApiError(message, status, headers=error.headers or {}))
+        status, request_line = error.status_code, f"{request.method} {request.url.path[:100]}"
+        message = f"{request_line}: {rules.get(status, error.detail)}"
+        return await error_response(request, ApiError(message, status, headers=error.headers or {}))
 
-    async def failed(request: Request, _: Exception) -> Response:
+    async def internal_error_response(request: Request, _: Exception) -> Response:
         message = "this is a bug in the server, whose log has the traceback"
-        return await refused(request, ApiError(message, 500))
+        return await error_response(request, ApiError(message, 500))
 
     app = Starlette(
         routes=[
@@ -151,16 +152,20 @@ def application(model: ServedModel) -> ASGIApp:
                 methods=["POST"],
             ),
             Route(PATHS[1], CompletionEndpoint(model, ChatBody, ChatDocuments), methods=["POST"]),
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", one_model),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{name:path}", get_model),
             Route("/health", health),
             Route("/metrics", metrics),
         ],
-        # Starlette raises whatever `failed` answers, so that the log has it.
-        exception_handlers={ApiError: refused, HTTPException: no_route, Exception: failed},
+        # Starlette re-raises the exception after `internal_error_response`, so that it is logged.
+        exception_handlers={
+            ApiError: error_response,
+            HTTPException: http_error_response,
+            Exception: internal_error_response,
+        },
     )
 
-    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+    async def counting_app(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"] if scope["path"] in PATHS else "other"
 
         async def count(message: Message) -> None:
@@ -170,7 +175,7 @@ def application(model: ServedModel) -> ASGIApp:
 
         await app(scope, receive, count)
 
-    return counted
+    return counting_app
 
 
 class CompletionEndpoint:
@@ -223,7 +228,7 @@ class CompletionEndpoint:
         try:
             async with asyncio.timeout(seconds):
                 completions = await asyncio.to_thread(
-                    start_completions, documents.id, model.processor, body, model.room
+                    start_completions, documents.id, model.processor, body, model.max_total_tokens
                 )
                 events = model.engine.submit([completion.request for completion in completions])
                 model.metrics.prompt_tokens += usage(completions, body.n)["prompt_tokens"]
@@ -261,7 +266,7 @@ class CompletionEndpoint:
     ) -> AsyncIterator[tuple[int, TextPiece]]:
         """Yield the index of a completion with its next piece, until all completions have ended."""
         metrics, engine = self._model.metrics, self._model.engine
-        running = {one.request.id: one for one in completions}
+        running = {completion.request.id: completion for completion in completions}
         awaiting_first_token = True
         while running:
             event = await events.get()
@@ -309,10 +314,8 @@ async def run_while_connected(receive: Receive, work: Coroutine[Any, Any, None])
     Raises:
         ClientDisconnect: the client closed the connection.
     """
-    task, disconnected = (
-        asyncio.ensure_future(work),
-        asyncio.ensure_future(_wait_for_disconnect(receive)),
-    )
+    task = asyncio.ensure_future(work)
+    disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         await asyncio.wait((task, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

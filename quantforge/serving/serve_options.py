@@ -59,9 +59,9 @@ DEFAULTS: ServeOptions = {
 }
 
 
-def complete_options(given: ServeOptions) -> ServeOptions:
+def complete_options(given_options: ServeOptions) -> ServeOptions:
     """Fill in the defaults of missing options and check all options that need no model; raises as `serve` does."""
-    options: ServeOptions = {**DEFAULTS, **given}
+    options: ServeOptions = {**DEFAULTS, **given_options}
     if options["cache"]:
         parse_cache_kind(options["cache"])
     draft_options(options)

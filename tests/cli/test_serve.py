@@ -84,7 +84,7 @@ def test_what_cannot_be_served_is_refused(tiny: Tiny, capsys: pytest.CaptureFixt
 def test_names_and_room() -> None:
     options = serve_options.complete_options({"concurrent": 2, "context": 100, "cache_gib": 0.0005})
     served = served_model(str(DEMO), Settings(), options)
-    assert (served.name, served.rows, served.room) == ("demo", 2, 100)
+    assert (served.name, served.rows, served.max_total_tokens) == ("demo", 2, 100)
     assert served.cache_tokens % 32 == 0
     assert (
         0 < served.cache_tokens * 4 * 2 * 2 * 64 * 2 <= 0.0005 * (1 << 30)
