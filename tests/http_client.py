@@ -142,7 +142,12 @@ async def served(
         yield Client(model)
         for _ in range(500):
             counters = await model.engine.counters()
-            if not counters.running + counters.waiting + model.engine.open_requests + model.requests:
+            if (
+                not counters.running
+                + counters.waiting
+                + model.engine.open_requests
+                + model.requests
+            ):
                 break
             await asyncio.sleep(0.01)
         assert counters.pages_free == counters.pages
