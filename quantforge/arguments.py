@@ -18,7 +18,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, is_typeddict
 
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, nearest_hint
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,7 +42,7 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     names = {*known}
     for name in given:
         if name not in names:
-            raise UsageError(f"no option '{name}'", nearest(name, names))
+            raise UsageError(f"no option '{name}'", nearest_hint(name, names))
 
 
 def check_types(kind: Any, given: Mapping[str, Any], where: str = "") -> None:

@@ -9,7 +9,7 @@ values, and call `PLAIN` "".
 
 from __future__ import annotations
 
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, nearest_hint
 from quantforge_kernels import kv_row_layout
 
 PLAIN = "16bit"
@@ -76,6 +76,6 @@ def _kernel_kind(word: str, name: str, option: str) -> str:
     if word not in WORDS:
         raise UsageError(
             f"{option} {name}: {word!r} is no kind of cache",
-            f"{nearest(word, WORDS)} (two: {FORM})",
+            f"{nearest_hint(word, WORDS)} (two: {FORM})",
         )
     return "" if word == PLAIN else word

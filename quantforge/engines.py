@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quantforge.cache_kinds import PLAIN, format_cache_kind, parse_cache_kind
-from quantforge.errors import RefusedError, UnknownNameError, UsageError, either, nearest
+from quantforge.errors import RefusedError, UnknownNameError, UsageError, join_with_or, nearest_hint
 from quantforge.formats import DEFAULT_FORMAT, GGUF, FormatInfo, load_format
 from quantforge.formats.engine_rules import NOT_RUN
 from quantforge.grids import PerGroup, Tile
@@ -29,8 +29,8 @@ class Target:
     """One engine.
 
     Attributes:
-        wanted: default options of a recipe by number of bits: ``format``, and ``scheme`` or ``type``.
-        judged: name of the engine whose verdict on a format applies (Ollama runs llama.cpp).
+        default_options: default options of a recipe by number of bits: ``format``, and ``scheme`` or ``type``.
+        verdict_engine: name of the engine whose verdict on a format applies (Ollama runs llama.cpp).
         command: shell command that serves a result. ``{model}`` is the path of the result, ``{from_line}`` the line of
             an Ollama Modelfile that names it, ``{name}`` a name for it, ``{options}`` options, each after a space.
         context: option that sets the maximum number of tokens of a sequence; "" if there is none, as below.
@@ -43,8 +43,8 @@ class Target:
         packages: Python packages to install; "" if it is installed another way.
     """
 
-    wanted: Mapping[int, Mapping[str, str]]
-    judged: str
+    default_options: Mapping[int, Mapping[str, str]]
+    verdict_engine: str
     command: str
     context: str = ""
     caches: Mapping[str, str] = field(default_factory=dict)
@@ -124,7 +124,7 @@ TARGETS: Mapping[str, Target] = {
         packages="mlx-lm",
     ),
 }  # fmt: skip
-# Words of other tools, as `nearest` looks them up.
+# Words of other tools, as `nearest_hint` looks them up.
 ENGINE_WORDS: Mapping[str, str] = {
     "hf huggingface pytorch torch accelerate optimum": "--for transformers",
     "trt trtllm tensorrt nim triton tritoninferenceserver": "--for tensorrt-llm",
@@ -146,7 +146,7 @@ def target_of(engine: str) -> Target:
     """Return the entry of an engine, ignoring case; raise `UsageError` with the nearest name if there is none."""
     if engine.lower() not in TARGETS:
         raise UnknownNameError(
-            f"--for {engine}: unknown engine", nearest(engine.lower(), TARGETS, ENGINE_WORDS)
+            f"--for {engine}: unknown engine", nearest_hint(engine.lower(), TARGETS, ENGINE_WORDS)
         )
     return TARGETS[engine.lower()]
 
@@ -161,13 +161,13 @@ def with_engine_defaults(engine: str, given: Mapping[str, Any]) -> dict[str, Any
     if options.get("format") or options.get("scheme") or options.get("type"):
         return options
     bits = options.pop("bits", None) or 4
-    if bits not in target.wanted:
-        close = min(target.wanted, key=lambda known: (abs(known - bits), known))
+    if bits not in target.default_options:
+        close = min(target.default_options, key=lambda known: (abs(known - bits), known))
         raise UsageError(
-            f"--for {engine} --bits {bits}: it is fast with {either(target.wanted)} bits",
+            f"--for {engine} --bits {bits}: it is fast with {join_with_or(target.default_options)} bits",
             f"--bits {close}",
         )
-    return options | dict(target.wanted[bits])
+    return options | dict(target.default_options[bits])
 
 
 def check_engine(
@@ -195,9 +195,9 @@ def check_engine(
     if engine is None:
         return ()
     target = target_of(engine)
-    wanted = f"--bits {either(target.wanted)}"
+    wanted = f"--bits {join_with_or(target.default_options)}"
     for verdict in verdicts:
-        if verdict.engine == target.judged and verdict.loads is False:
+        if verdict.engine == target.verdict_engine and verdict.loads is False:
             raise RefusedError(
                 f"{engine} does not load this in {key}: {verdict.reason}",
                 f"drop --format and --scheme and take {wanted}, which --for {engine} knows how to make",
@@ -210,7 +210,7 @@ def check_engine(
     if _cache_of(serving) not in {PLAIN, *target.caches}:
         raise RefusedError(
             f"--for {engine}: no cache in {_cache_of(serving)}",
-            f"--cache {either(target.caches)}" if target.caches else "leave --cache out",
+            f"--cache {join_with_or(target.caches)}" if target.caches else "leave --cache out",
         )
     unbounded = serving.context is not None and not target.context
     needed = load_format(key).INFO.engine_packages.get(engine, "")
@@ -275,7 +275,7 @@ def with_output_path(note: str, out: object) -> str:
 
 def preferred_formats(engine: str) -> tuple[str, ...]:
     """Return the default formats of an engine."""
-    wanted = target_of(engine).wanted.values()
+    wanted = target_of(engine).default_options.values()
     return tuple(dict.fromkeys(options["format"] for options in wanted))
 
 

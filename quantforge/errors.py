@@ -149,7 +149,9 @@ class BusyError(QuantForgeError):
     code = "busy"
 
 
-def nearest(word: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
+def nearest_hint(
+    word: str, known: Iterable[str], elsewhere: Mapping[str, str] | None = None
+) -> str:
     """Return a hint that suggests what to type instead of an unknown word.
 
     Args:
@@ -208,12 +210,12 @@ def _letters_and_digits(word: str) -> str:
     return re.sub(r"[\W_]", "", word.lower())
 
 
-def either(values: Iterable[object]) -> str:
+def join_with_or(values: Iterable[object]) -> str:
     """Return alternatives as text: ``2, 3 or 4``."""
     *most, last = map(str, values)
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def without(option: str) -> str:
+def off_option(option: str) -> str:
     """Return the option that switches a feature off, whether the user or a level of effort has set it."""
     return f"{option} 0"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
 from quantforge.arguments import strict_fields
-from quantforge.errors import RefusedError, UsageError, nearest
+from quantforge.errors import RefusedError, UsageError, nearest_hint
 
 KINDS: Mapping[str, str] = {
     "damping-raised": "the Hessian could not be factorised with the damping asked for",
@@ -92,7 +92,7 @@ class Policy:
             raise UsageError(given, 'e.g. {"substitution": 1}')
         for kind in self.allow:
             if kind not in KINDS:
-                raise UsageError(f"--allow {kind}: no such event", nearest(kind, KINDS))
+                raise UsageError(f"--allow {kind}: no such event", nearest_hint(kind, KINDS))
 
     def check(self, events: Iterable[Event]) -> None:
         """Raise `RefusedError` if a kind of event occurs more often than allowed.

@@ -135,7 +135,7 @@ class Grid:
             compensated weights, which pays if codes are few or unevenly spaced, but not for fine integers.
         shrinkage: how much `gptq` shrinks correlations of activations, see `quantforge.quantizers.gptq.hessian`. With 2
             bits it reduces the divergence by a quarter on text unlike the calibration text.
-        table: value of each code, in any unit, for a 4-bit grid whose codes are bit patterns; () for others.
+        code_values: value of each code, in any unit, for a 4-bit grid whose codes are bit patterns; () for others.
     """
 
     bits: int
@@ -152,7 +152,7 @@ class Grid:
     scale: ScaleType | None = None
     passes: int = 2
     shrinkage: float = 0.0
-    table: tuple[int, ...] = ()
+    code_values: tuple[int, ...] = ()
 
     @property
     def has_parameters(self) -> bool:
@@ -200,9 +200,13 @@ def _float8_grid(short: str = "") -> Grid:
 
 def _microscaling_grid(bits: int, group: int, scale: ScaleType) -> Grid:
     passes = 4 if scale is ScaleType.E4M3 else 2
-    table = E2M1_VALUES if bits == 4 else ()
+    code_values = E2M1_VALUES if bits == 4 else ()
     return Grid(
-        bits, "quantforge.packers.fp4", fixed=(PerGroup(group), scale), passes=passes, table=table
+        bits,
+        "quantforge.packers.fp4",
+        fixed=(PerGroup(group), scale),
+        passes=passes,
+        code_values=code_values,
     )
 
 

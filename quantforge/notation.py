@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from quantforge.errors import InputError, nearest
+from quantforge.errors import InputError, nearest_hint
 from quantforge.grids import GRIDS, Granularity, PerGroup, PerTensor, Row, ScaleType, Tile, Zero
 from quantforge.scheme import Activation, LayerScheme, Scheme, Sparsity
 
@@ -37,7 +37,7 @@ ALIASES: dict[str, str] = {
     "MXFP4A16": "mxfp4",
     "MXFP8A16": "mxfp8",
 }
-# Words of other tools: for schemes (see `quantforge.errors.nearest`), for bit widths like w4a16_g128, and GGUF types.
+# Words of other tools (see `quantforge.errors.nearest_hint`): schemes, bit widths like w4a16_g128, and GGUF types.
 _OTHER_TOOLS_WORDS: dict[str, str] = {
     "w8a8int8 int8dynamic int8w8a8 w8a8dynamic int8int8": "write W8A8",
     "w8a8fp8 fp8w8a8 fp8pertensor float8 fp8dynamicpertoken": "write FP8_DYNAMIC",
@@ -91,7 +91,9 @@ def _grid_of(text: str, field: str) -> str:
     shorts = {grid.short: key for key, grid in GRIDS.items() if grid.short}
     grid = shorts.get(field, field)
     if grid not in GRIDS:
-        hint = _scheme_hint(text) or nearest(field, [*GRIDS, *shorts, *ALIASES], _OTHER_TOOLS_WORDS)
+        hint = _scheme_hint(text) or nearest_hint(
+            field, [*GRIDS, *shorts, *ALIASES], _OTHER_TOOLS_WORDS
+        )
         raise InputError(f"scheme '{text}': unknown grid '{field}'", hint)
     return grid
 
@@ -156,7 +158,7 @@ def _scale_type(text: str, fields: list[str], grid: str) -> ScaleType | None:
     if fields[0] in known:
         return ScaleType(fields[0])
     raise InputError(
-        f"scheme '{text}': unknown scale type '{fields[0]}'", nearest(fields[0], known)
+        f"scheme '{text}': unknown scale type '{fields[0]}'", nearest_hint(fields[0], known)
     )
 
 

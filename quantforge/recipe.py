@@ -18,7 +18,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from quantforge.arguments import strict_fields
-from quantforge.errors import InputError, RecipeError, nearest
+from quantforge.errors import InputError, RecipeError, nearest_hint
 from quantforge.files.opener import FILES
 from quantforge.grids import INTEGER_BITS
 from quantforge.notation import parse_share, parse_sparsity
@@ -53,7 +53,7 @@ VALUES = {
     "calibration.precision": ("float32", "bfloat16"),
     "calibration.expert_tokens": ("routed", "all"),
 }
-# Hints for values of other options, in the form that `nearest` takes: types of the cache at run time.
+# Hints for values of other options, in the form that `nearest_hint` takes: types of the cache at run time.
 OTHER_TOOLS_VALUES = {
     "kv_cache": {
         "int8 int4 16bit": "files hold scales of fp8 alone; --cache of generate, serve and eval takes other kinds",
@@ -286,7 +286,7 @@ def value_hint(name: str, value: object) -> str:
     text = str(value).lower()
     if elsewhere and "," in text:  # of keys, and of values
         return next(iter(elsewhere.values()))
-    return nearest(text, known, elsewhere)
+    return nearest_hint(text, known, elsewhere)
 
 
 def check_fields(options: Any) -> None:
@@ -395,7 +395,7 @@ def build_dataclass(kind: type[Any], data: Mapping[str, Any], origin: str) -> An
     for key, value in data.items():
         if key not in known:
             names = {"rule" if name == "rules" else name for name in known}
-            raise InputError(f"{origin}: unknown key '{key}'", nearest(key, names))
+            raise InputError(f"{origin}: unknown key '{key}'", nearest_hint(key, names))
         values[key] = _convert_value(hints[key], value, f"{origin}: {key}")
     for item in fields(kind):
         needed = item.default is MISSING and item.default_factory is MISSING

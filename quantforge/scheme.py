@@ -79,10 +79,10 @@ class Scheme:
         return self.integer and not isinstance(self.granularity, PerTensor)
 
     @property
-    def table(self) -> tuple[int, ...]:
+    def code_values(self) -> tuple[int, ...]:
         """Return the value of each code, in any unit, for grids whose codes index a table; () for others."""
         if self.block is None:
-            return GRIDS[self.grid].table
+            return GRIDS[self.grid].code_values
         return self.block.codes[2] if len(self.block.codes) == 3 else ()
 
     @property
@@ -164,25 +164,25 @@ class Activation:
             ``nvfp4`` the range of the whole tensor, in addition to dynamic group scales).
         threshold: columns with a larger magnitude stay in 16 bits (LLM.int8(), arXiv 2208.07339); None for no such
             columns.
-        kept: maximum number of columns whose weights are kept in 16 bits too, because calibration saw them above the
-            threshold.
+        max_outlier_columns: maximum number of columns whose weights stay in 16 bits too, because calibration saw them
+            above the threshold.
     """
 
     grid: str
     granularity: str
     dynamic: bool = True
     threshold: float | None = None
-    kept: int = 0
+    max_outlier_columns: int = 0
 
     @property
     def measured(self) -> bool:
         """Return whether calibration has to measure it: its range, or its outlier columns."""
-        return not self.dynamic or self.kept > 0
+        return not self.dynamic or self.max_outlier_columns > 0
 
     def __str__(self) -> str:
         text = f"{self.grid}:{self.granularity}:{'dynamic' if self.dynamic else 'static'}"
         text = text if self.threshold is None else f"{text}:{self.threshold:g}"
-        return f"{text}:{self.kept}" if self.kept else text
+        return f"{text}:{self.max_outlier_columns}" if self.max_outlier_columns else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,24 +202,26 @@ class Sparsity:
 
     Attributes:
         share: share of the columns of each row that is zero; their number is rounded down.
-        stay: number of nonzero columns in every ``run`` consecutive ones (2 in 2:4); 0 if zeros may be anywhere in a
-            row.
-        run: length of the pattern (4 in 2:4); 1 without a pattern.
+        num_nonzero: number of nonzero columns in every ``pattern_length`` consecutive ones (2 in 2:4); 0 if zeros may
+            be anywhere in a row.
+        pattern_length: length of the pattern (4 in 2:4); 1 without a pattern.
     """
 
     share: float
-    stay: int = 0
-    run: int = 1
+    num_nonzero: int = 0
+    pattern_length: int = 1
 
     def __str__(self) -> str:
-        return f"{self.stay}:{self.run}" if self.stay else f"{self.share:.6g}"
+        return (
+            f"{self.num_nonzero}:{self.pattern_length}" if self.num_nonzero else f"{self.share:.6g}"
+        )
 
     def zeros(self, columns: int) -> int:
         """Return how many of the first ``columns`` columns of a row become zero."""
-        if self.stay:
-            return columns // self.run * (self.run - self.stay)
+        if self.num_nonzero:
+            return columns // self.pattern_length * (self.pattern_length - self.num_nonzero)
         return int(self.share * columns + 1e-9)
 
     def fits(self, columns: int) -> bool:
         """Return whether rows with this number of columns can have the pattern."""
-        return columns % self.run == 0
+        return columns % self.pattern_length == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantforge.arguments import strict_fields
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, nearest_hint
 from quantforge.events import Policy
 from quantforge.files.hub import is_hub_name
 from quantforge.plans import Plan, Serving
@@ -68,7 +68,8 @@ class Settings:
             raise UsageError(f"input_bits = {self.input_bits!r}", "16 or 8")
         if self.activations not in ACTIVATIONS:
             raise UsageError(
-                f"activations = {self.activations!r}", nearest(str(self.activations), ACTIVATIONS)
+                f"activations = {self.activations!r}",
+                nearest_hint(str(self.activations), ACTIVATIONS),
             )
         name = self.base_model
         if name and isinstance(name, str) and not is_hub_name(name):

@@ -21,7 +21,7 @@ from quantforge.api.torch_defaults import torch_defaults
 from quantforge.arguments import as_list, check_arguments, check_names, check_types
 from quantforge.artifacts import manifest
 from quantforge.cache_kinds import parse_cache_kinds
-from quantforge.errors import InputError, UsageError, nearest
+from quantforge.errors import InputError, UsageError, nearest_hint
 from quantforge.evaluation.tasks import Tasks, check, check_files
 from quantforge.files.hub import resolve_model
 from quantforge.formats import detect_format
@@ -141,7 +141,7 @@ def check_measurement_options(options: Mapping[str, Any], num_models: int = 0) -
     engine = options.get("engine", "")
     _cache_kinds(options)
     if engine and engine not in ENGINES:
-        raise UsageError(f"--engine {engine}: unknown", nearest(engine, ENGINES))
+        raise UsageError(f"--engine {engine}: unknown", nearest_hint(engine, ENGINES))
     correction = options.get("correction")
     if correction and (num_models != 1 or options.get("card")):
         raise UsageError(

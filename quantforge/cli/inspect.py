@@ -102,7 +102,7 @@ def _matching_tensors(
     Raises:
         UsageError: there are none; the hint is a pattern that matches, or the nearest name.
     """
-    from quantforge.errors import UsageError, nearest
+    from quantforge.errors import UsageError, nearest_hint
 
     if pattern == "all":
         pattern = "*"
@@ -122,7 +122,7 @@ def _matching_tensors(
             part for tensor in tensors for part in tensor.name.split(".") if not part.isdecimal()
         }
         word = (re.findall(r"\w+", pattern) or [pattern])[-1]
-        hint = nearest(f"*{word}*", {f"*{part}*" for part in parts})
+        hint = nearest_hint(f"*{word}*", {f"*{part}*" for part in parts})
     raise UsageError(f"--tensors {pattern}: no tensor has such a name", hint)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from quantforge.cache_kinds import FORM, WORDS, completions, parse_cache_kind
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, nearest_hint
 from quantforge.events import KINDS, Policy
 from quantforge.planning import typed_quantities
 from quantforge.planning.gpu_cards import CARDS
@@ -45,7 +45,7 @@ def complete_from(*lists: Iterable[str]) -> Completer:
 
 def _check_activations(value: str) -> str:
     if value not in ACTIVATIONS:
-        raise UsageError(f"--activations {value}: unknown", nearest(value, ACTIVATIONS))
+        raise UsageError(f"--activations {value}: unknown", nearest_hint(value, ACTIVATIONS))
     return value
 
 

@@ -9,7 +9,7 @@ import typer
 
 from quantforge.cli import options
 from quantforge.cli.console import Console
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, nearest_hint
 from quantforge.planning.recipe_options import builtin_recipes
 
 
@@ -29,7 +29,7 @@ def recipes(
     paths = builtin_recipes()
     if name is not None:
         if name not in paths:
-            raise UsageError(f"no recipe '{name}'", nearest(name, paths))
+            raise UsageError(f"no recipe '{name}'", nearest_hint(name, paths))
         text = paths[name].read_text(encoding="utf-8").rstrip()
         if as_json:
             console.print_document({"schema": "quantforge.recipe/1", "name": name, "toml": text})

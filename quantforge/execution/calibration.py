@@ -21,7 +21,7 @@ from quantforge.errors import InputError
 from quantforge.events import Event
 from quantforge.files.reader import Checkpoint
 from quantforge.formats.open_model import open_model, tokenizer_directory
-from quantforge.numerics.products import cutting
+from quantforge.numerics.products import tiled_products
 from quantforge.planning.calibration_rows import (
     check_image_support,
     first_image_reference,
@@ -216,7 +216,7 @@ def _sample(
     ids = torch.full((rows, 1), first, dtype=torch.int64, device=device)
     cache = None
     while ids.shape[1] < length:
-        with cutting():
+        with tiled_products():
             result = model(
                 input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, logits_to_keep=1
             )

@@ -214,7 +214,7 @@ def add_input_parameters(
         )
     if activation.dynamic:
         found = _outlier_parameters(
-            weight, outlier_columns(activation, statistics.peaks), activation.kept
+            weight, outlier_columns(activation, statistics.peaks), activation.max_outlier_columns
         )
     else:
         assert statistics.histogram is not None
@@ -226,7 +226,7 @@ def add_input_parameters(
 
 def outlier_columns(activation: Activation, peaks: Tensor) -> Tensor:
     """Return the ascending columns that are kept in 16 bits: those with the largest peaks above the threshold."""
-    order = peaks.argsort(descending=True, stable=True)[: activation.kept]
+    order = peaks.argsort(descending=True, stable=True)[: activation.max_outlier_columns]
     return order[peaks[order] > (activation.threshold or 0.0)].sort().values
 
 
@@ -246,7 +246,7 @@ def decouple_outliers(statistics: Statistics, plan: TensorPlan) -> Statistics:
     """Decouple columns kept in 16 bits from the rest of the Hessian, in place: they have no error to compensate."""
     activation = plan.scheme.input if plan.scheme else None
     hessian, peaks = statistics.hessian, statistics.peaks
-    if activation is None or not activation.kept or hessian is None or peaks is None:
+    if activation is None or not activation.max_outlier_columns or hessian is None or peaks is None:
         return statistics
     columns = outlier_columns(activation, peaks)
     diagonal = hessian.diagonal()[columns].clone()
@@ -265,10 +265,10 @@ def count_outliers(
         return {}, ()
     count = int((statistics.peaks > activation.threshold).sum())
     figures = {"outlier_columns": float(count)}
-    if not activation.kept:
+    if not activation.max_outlier_columns:
         return figures, ()
-    figures["unquantized_columns"] = float(min(count, activation.kept))
-    if count <= activation.kept:
+    figures["unquantized_columns"] = float(min(count, activation.max_outlier_columns))
+    if count <= activation.max_outlier_columns:
         return figures, ()
-    detail = f"{count} columns pass {activation.threshold:g}, {activation.kept} are kept in 16 bits"
+    detail = f"{count} columns pass {activation.threshold:g}, {activation.max_outlier_columns} are kept in 16 bits"
     return figures, (Event("outliers-quantized", plan.name, detail),)

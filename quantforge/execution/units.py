@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from quantforge.errors import UsageError, without
+from quantforge.errors import UsageError, off_option
 from quantforge.plans import Action, Plan, StoredTensor, TensorPlan
 from quantforge.quantizers.tuning import whole_model_epochs
 
@@ -147,7 +147,7 @@ def check_shareable(
             (calibrated and not torchrun, "start torchrun -m quantforge, use one process, or --calibration none"),
         "blocks of this family pass on more than hidden states": (calibrated and replayed, alone),
         "the weights of tokens for --guided-hessians are made in one process":
-            (plan.guided_hessians, f"{alone}; or {without('--guided-hessians')}"),
+            (plan.guided_hessians, f"{alone}; or {off_option('--guided-hessians')}"),
         "--prune-experts is calibrated here, in one process": (prunes_experts, alone),
     }  # fmt: skip
     for reason, (holds, hint) in reasons.items():

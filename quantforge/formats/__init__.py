@@ -40,7 +40,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from quantforge.errors import InputError, NotReadError, UnknownNameError, nearest
+from quantforge.errors import InputError, NotReadError, UnknownNameError, nearest_hint
 from quantforge.grids import ScaleType
 from quantforge.plans import Plan, StoredTensor
 from quantforge.scheme import LayerScheme, Scheme
@@ -66,7 +66,7 @@ FORMATS: Mapping[str, str] = {
     "mlx": "quantforge.formats.mlx",
     GGUF: "quantforge.formats.gguf",
 }
-# Format names that other tools use, with the option to suggest instead; `nearest` looks them up.
+# Format names that other tools use, with the option to suggest instead; `nearest_hint` looks them up.
 _NOT_WRITTEN_HINT = "it is not written here; `quantforge formats` lists what is"
 _BITS_HINT = "widths are an option of their own: --bits 4, or --scheme W4A16"
 FORMAT_HINTS: Mapping[str, str] = {
@@ -241,7 +241,7 @@ def load_format(key: str) -> Format:
         UsageError: the format does not exist; the hint names the most similar one.
     """
     if key not in FORMATS:
-        raise UnknownNameError(f"unknown format '{key}'", nearest(key, FORMATS, FORMAT_HINTS))
+        raise UnknownNameError(f"unknown format '{key}'", nearest_hint(key, FORMATS, FORMAT_HINTS))
     return cast("Format", import_module(FORMATS[key]))
 
 

@@ -156,7 +156,7 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
             Verdict.IMPOSSIBLE, "8-bit files have one scale per row", "int8:row:sym"
         )
     known = {None, *(Activation("int8", "token", True, t) for t in (None, DEFAULT_THRESHOLD))}
-    if layer.input is not None and replace(layer.input, kept=0) not in known:
+    if layer.input is not None and replace(layer.input, max_outlier_columns=0) not in known:
         return Compatibility(
             Verdict.IMPOSSIBLE, f"inputs are not quantized as {layer.input}", "LLM_INT8"
         )
@@ -222,7 +222,7 @@ def packed_tensors(
     """Return the headers of the stored tensors of one module."""
     scheme, weight = stored_scheme(layer.weight, shape), f"{module}.weight"
     if scheme.grid == "int8":
-        kept = min(layer.input.kept, shape[1]) if layer.input else 0
+        kept = min(layer.input.max_outlier_columns, shape[1]) if layer.input else 0
         columns = (
             StoredTensor(f"{module}.outlier_columns", "I32", (kept,)),
             StoredTensor(f"{module}.outlier_weight", "F16", (shape[0], kept)),

@@ -118,7 +118,9 @@ def layer_scheme_in_format(
     if weight_only.verdict is Verdict.IMPOSSIBLE:
         return compatibility, layer
     reason = f"inputs are no longer quantized ({layer.input})"
-    reason += ", the columns kept in 16 bits are those of 8" if layer.input.kept else ""
+    reason += (
+        ", the columns kept in 16 bits are those of 8" if layer.input.max_outlier_columns else ""
+    )
     verdict = Verdict.INEXACT if weight_only.verdict is Verdict.EXACT else Verdict.DEPENDS_ON_VALUES
     return Compatibility(
         verdict, "; ".join(filter(None, (weight_only.reason, reason)))

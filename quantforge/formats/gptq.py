@@ -28,7 +28,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from quantforge import __version__
-from quantforge.errors import Fault, InputError, RefusedError, either
+from quantforge.errors import Fault, InputError, RefusedError, join_with_or
 from quantforge.formats import (
     Compatibility,
     FormatInfo,
@@ -145,7 +145,7 @@ def check_layer(
     if scheme.bits not in SUPPORTED_BITS:
         wider = Scheme("int8", scheme.granularity, scheme.zero)
         return Compatibility(
-            Verdict.IMPOSSIBLE, f"the layout holds {either(SUPPORTED_BITS)} bits", str(wider)
+            Verdict.IMPOSSIBLE, f"the layout holds {join_with_or(SUPPORTED_BITS)} bits", str(wider)
         )
     if any(size * scheme.bits % 32 for size in shape):
         reason = f"{shape[0]}x{shape[1]} codes of {scheme.bits} bits do not fill 32-bit words"
@@ -354,7 +354,7 @@ def _read_layout(
     if bits not in SUPPORTED_BITS or not isinstance(size, int):
         raise InputError(
             f"{module}: config.json says GPTQ with bits = {bits!r}, group_size = {size!r}",
-            f"{either(SUPPORTED_BITS)} bits and a number are read",
+            f"{join_with_or(SUPPORTED_BITS)} bits and a number are read",
             tensor=module,
         )
     scale = scale_type_of(tensors, f"{module}.scales")

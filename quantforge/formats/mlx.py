@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from quantforge.errors import InputError, RefusedError, either
+from quantforge.errors import InputError, RefusedError, join_with_or
 from quantforge.formats import Compatibility, FormatInfo, ModuleLayout, Verdict
 from quantforge.formats.configuration import (
     config_json,
@@ -90,7 +90,7 @@ def default_scheme(bits: int) -> str:
     """Return integers in groups of 64 with a minimum, as mlx-lm does; raise `RefusedError` for other widths."""
     if bits not in SUPPORTED_BITS:
         raise RefusedError(
-            f"--bits {bits}: MLX has {either(SUPPORTED_BITS)}", f"--bits {min(bits + 1, 8)}"
+            f"--bits {bits}: MLX has {join_with_or(SUPPORTED_BITS)}", f"--bits {min(bits + 1, 8)}"
         )
     return f"int{bits}:g64:min"
 
@@ -108,7 +108,9 @@ def check_layer(layer: LayerScheme, shape: tuple[int, int]) -> Compatibility:
         nearest = "int8:g64:min" if scheme.bits > 6 else "int4:g64:min"
         return Compatibility(Verdict.IMPOSSIBLE, f"{scheme.grid} is no number of MLX", nearest)
     if not isinstance(scheme.granularity, PerGroup) or scheme.granularity.size not in GROUP_SIZES:
-        reason = f"groups of {either(GROUP_SIZES)}, not {scheme.granularity} of {shape[1]} columns"
+        reason = (
+            f"groups of {join_with_or(GROUP_SIZES)}, not {scheme.granularity} of {shape[1]} columns"
+        )
         return Compatibility(Verdict.IMPOSSIBLE, reason, f"{scheme.grid}:g64:min")
     if scheme.scale not in {None, ScaleType.F16, ScaleType.BF16}:
         return Compatibility(
@@ -263,7 +265,7 @@ def _read_layout(
     else:
         raise InputError(
             f"MLX mode {mode!r} with {bits!r} bits in groups of {size!r} is not read",
-            f"affine with {either(SUPPORTED_BITS)} bits, and {', '.join(READABLE_MODES)} are",
+            f"affine with {join_with_or(SUPPORTED_BITS)} bits, and {', '.join(READABLE_MODES)} are",
             tensor=module,
             subject="config.json",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.numerics.products import TileTask, addmm_
-from quantforge.numerics.threads import side_by_side
+from quantforge.numerics.threads import run_parallel
 from quantforge.packers.input_rounding import magnitude_histogram
 
 
@@ -34,7 +34,7 @@ class Accumulator:
 
     def add(self, x: Tensor) -> None:
         """Add the tokens ``[tokens, in_features]`` of one batch to the sums."""
-        side_by_side(lambda job: job(), self.addition_jobs([x]))
+        run_parallel(lambda job: job(), self.addition_jobs([x]))
 
     def addition_jobs(
         self, inputs: Sequence[Tensor], weights: Sequence[Tensor] | None = None

@@ -27,9 +27,9 @@ from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import TokenStates
 from quantforge.model.statistics import Statistic, Statistics
 from quantforge.model.weight_loading import free_weights
-from quantforge.numerics.products import cutting
-from quantforge.numerics.threads import one_thread, side_by_side
-from quantforge.numerics.values import finite
+from quantforge.numerics.products import tiled_products
+from quantforge.numerics.threads import one_thread, run_parallel
+from quantforge.numerics.values import all_finite
 from quantforge.plans import StoredTensor
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = {
@@ -399,7 +399,7 @@ class DecoderBlock:
         advance: bool,
     ) -> None:
         rows = batch.split_into_rows()
-        results = side_by_side(partial(self._run_recorded, recorder), rows)
+        results = run_parallel(partial(self._run_recorded, recorder), rows)
         jobs = [
             job
             for item, accumulator in accumulators
@@ -407,7 +407,7 @@ class DecoderBlock:
                 [inputs[item.key] for _, inputs in results], _sqrt_weights(item, rows)
             )
         ]
-        side_by_side(lambda job: job(), jobs)
+        run_parallel(lambda job: job(), jobs)
         if advance:
             self._rows.write_states(batch.start, torch.cat([outputs for outputs, _ in results]))
 
@@ -415,7 +415,7 @@ class DecoderBlock:
         replaced = self.experts.returning_sums() if self.experts is not None else nullcontext()
         with replaced, one_thread():
             for batch in self._rows.micro_batches():
-                results = side_by_side(
+                results = run_parallel(
                     partial(self._run_recorded, _InputRecorder(None)), batch.split_into_rows()
                 )
                 self._rows.write_states(batch.start, torch.cat([outputs for outputs, _ in results]))
@@ -436,13 +436,13 @@ class DecoderBlock:
     def _run(self, batch: MicroBatch) -> Tensor | None:
         """Run a micro-batch; return None if a hook stopped the forward pass."""
         try:
-            with cutting():
+            with tiled_products():
                 return batch.run(self.module)
         except _StopForwardError:
             return None
 
     def _check_finite(self, key: str, x: Tensor, batch: MicroBatch) -> None:
-        if not finite(x):
+        if not all_finite(x):
             bad = (~x.isfinite()).view(len(batch.states), -1).any(1)
             row = batch.start + int(bad.nonzero()[0])
             raise InputError(

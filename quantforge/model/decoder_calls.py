@@ -36,8 +36,8 @@ from quantforge.model.weight_loading import (
     is_plain_embedding,
 )
 from quantforge.model.weight_mapping import WeightMapping
-from quantforge.numerics.products import cutting
-from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.products import tiled_products
+from quantforge.numerics.threads import one_thread, run_parallel
 from quantforge_calibration import SourceError
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def capture_decoder_calls(
 
         def capture_row(row: int) -> Call:
             image_inputs = {name: value.to(device) for name, value in _inputs(inputs, row).items()}
-            with cutting():
+            with tiled_products():
                 call = _capture_decoder_call(
                     whole_model, row, ids[row : row + 1].to(device), image_inputs
                 )
@@ -146,7 +146,7 @@ def capture_decoder_calls(
         with one_thread():
             for start in range(0, len(ids), ROWS_AT_A_TIME):
                 batch = range(start, min(start + ROWS_AT_A_TIME, len(ids)))
-                map_rows = side_by_side if device.type == "cpu" else _map_sequentially
+                map_rows = run_parallel if device.type == "cpu" else _map_sequentially
                 calls += map_rows(capture_row, batch)
     return DecoderCalls(decoder, calls, leaves, device)
 

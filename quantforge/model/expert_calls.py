@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantforge.numerics.values import finite
+from quantforge.numerics.values import all_finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _gather_repeated_tokens(repeated: Tensor, experts: int) -> RoutedCall | None
         return None
     rows = repeated.reshape(experts, -1, repeated.shape[1])
     is_routed = (rows != 0).any(-1)
-    if int(is_routed.sum(0).max()) > 1 and finite(
+    if int(is_routed.sum(0).max()) > 1 and all_finite(
         repeated
     ):  # of what is not finite, every row is not 0
         return None

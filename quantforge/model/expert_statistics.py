@@ -30,7 +30,7 @@ from torch import Tensor
 from quantforge.model.accumulator import Accumulator
 from quantforge.model.experts import RUNS_TOGETHER, TOKENS_PER_RUN, Experts
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.threads import one_thread, run_parallel
 
 PRIOR_WEIGHT = 2.0  # tokens per input feature that the prior counts as: ``m``
 SAMPLE_TOKENS = (
@@ -131,7 +131,7 @@ class ExpertStatistics:
                 for part in torch.split(self._all_tokens, TOKENS_PER_RUN * RUNS_TOGETHER):
                     runs = torch.split(part, TOKENS_PER_RUN)
                     states = [self._tokens.states(run).to(device) for run in runs]
-                    side_by_side(lambda job: job(), accumulator.addition_jobs(states))
+                    run_parallel(lambda job: job(), accumulator.addition_jobs(states))
             self._cached_input_statistics = accumulator.result()
         return self._cached_input_statistics
 

@@ -39,9 +39,9 @@ from quantforge.model.skeleton import errors_as_refusals
 from quantforge.model.statistics import EXPERT_BATCH_TOKENS
 from quantforge.model.weight_loading import parameter
 from quantforge.numerics.function_mode import Function, FunctionMode
-from quantforge.numerics.products import cutting
-from quantforge.numerics.threads import one_thread, side_by_side
-from quantforge.numerics.values import finite
+from quantforge.numerics.products import tiled_products
+from quantforge.numerics.threads import one_thread, run_parallel
+from quantforge.numerics.values import all_finite
 
 TOKENS_PER_RUN = 256  # tokens that one thread runs at a time
 # Runs that pass together, independent of the number of threads: sums are made in this order.
@@ -250,7 +250,7 @@ class Experts:
                 token_runs = torch.split(
                     tokens[start : start + TOKENS_PER_RUN * RUNS_TOGETHER], TOKENS_PER_RUN
                 )
-                results = side_by_side(partial(self._run_tokens, number), token_runs)
+                results = run_parallel(partial(self._run_tokens, number), token_runs)
                 weight_runs = None
                 if weights is not None:
                     weight_runs = torch.split(
@@ -265,7 +265,7 @@ class Experts:
                         else [result.to(inputs[0].device) for result in weight_runs]
                     )
                     jobs += accumulator.addition_jobs(inputs, device_weights)
-                side_by_side(lambda job: job(), jobs)
+                run_parallel(lambda job: job(), jobs)
                 if add:
                     assert weight_runs is not None
                     for part, result, weight in zip(token_runs, results, weight_runs, strict=True):
@@ -334,7 +334,7 @@ class Experts:
                     "--method rtn --calibration none, or --ignore '*experts*'",
                     tensor=self.name,
                 )
-            if not finite(recorder.inputs[name]):
+            if not all_finite(recorder.inputs[name]):
                 raise InputError(
                     f"{self.name}.{number}: what {name} reads is not finite",
                     "the expert overflows on this text; `quantforge inspect` checks weights",
@@ -371,7 +371,7 @@ class Experts:
         )
 
     def _check_finite(self, states: Tensor, tokens: RoutedTokens) -> None:
-        if not finite(states):
+        if not all_finite(states):
             row = tokens.row_of(tokens.tokens_in_rows(self._thread_row.first))
             raise InputError(
                 f"{self.name}: what reaches the experts is not finite in calibration row {row}",
@@ -382,7 +382,7 @@ class Experts:
     def _run_tokens(self, number: int, tokens: Tensor) -> ExpertOutputs:
         assert self.tokens is not None
         states = self.tokens.states(tokens).to(self.device(number))
-        with cutting():
+        with tiled_products():
             outputs, recorder = self.run_recorded(number, states)
         return ExpertOutputs(outputs.float(), recorder.inputs)
 

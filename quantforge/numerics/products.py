@@ -6,9 +6,9 @@ float32 products, on one and two threads of one machine. So each product is cut 
 shape, and each tile is computed on one thread. The other operations of a run compute each element, or sum each row, on
 one thread anyway.
 
-`matmul` and `addmm_` are for our own code; `cutting` applies the same to all torch products, for transformers' code,
-and `cutting_linears` to linears with gradients. This is active inside of `quantforge.numerics.threads.reproducible`;
-outside, torch's own products are used.
+`matmul` and `addmm_` are for our own code; `tiled_products` applies the same to all torch products, for transformers'
+code, and `tiled_linears` to linears with gradients. This is active inside of
+`quantforge.numerics.threads.reproducible`; outside, torch's own products are used.
 
 torch computes float32 products with MKL, which is slower on AMD processors than oneDNN, which torch includes too (by a
 fifth on one thread, see docs/results/speed-and-memory.md): there oneDNN computes the products whose layouts it
@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantforge.numerics.function_mode import Function, FunctionMode
-from quantforge.numerics.threads import TEAMS, one_thread
+from quantforge.numerics.threads import ACTIVE_TEAMS, one_thread
 
 LEAST = 1 << 27  # multiplications of a tile, a few milliseconds
 SIDE = 256  # rows, or columns, of a tile
@@ -51,9 +51,9 @@ def addmm_(out: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1) -> None:
     _compute_tiled(torch.Tensor.addmm_, (out, a, b), {"alpha": alpha})
 
 
-def cutting() -> AbstractContextManager[object]:
+def tiled_products() -> AbstractContextManager[object]:
     """Compute every torch product of this thread as `matmul` does, inside of `reproducible`."""
-    return _TiledProducts() if TEAMS else nullcontext()
+    return _TiledProducts() if ACTIVE_TEAMS else nullcontext()
 
 
 def _compute_on_threads(
@@ -81,11 +81,11 @@ def _compute_tiled(
         if name not in options:
             break
         tensors.append(options.pop(name))
-    if cut is None or not TEAMS or not tensors or tensors[0].device.type != "cpu":
+    if cut is None or not ACTIVE_TEAMS or not tensors or tensors[0].device.type != "cpu":
         return func(*args, **kwargs)
     if cut is not _addmm_:  # autocast leaves alone what is computed in place
         tensors = [*map(_cast, tensors)]
-    # With a place for the result it is a tile itself, of a product of ours inside of `cutting`.
+    # With a place for the result it is a tile itself, of a product of ours inside of `tiled_products`.
     found = None if "out" in options else cut(*tensors, **options)
     threads = threads or torch.get_num_threads()
     if found is None:
@@ -98,7 +98,7 @@ def _compute_tiled(
         for job in jobs:
             job()
     else:
-        TEAMS[-1].map("tiles", threads, 1, torch.no_grad()(lambda job: job()), jobs)
+        ACTIVE_TEAMS[-1].map("tiles", threads, 1, torch.no_grad()(lambda job: job()), jobs)
     return result
 
 
@@ -244,12 +244,12 @@ CUTS: dict[Callable[..., Any], tuple[Callable[..., TilePlan | None], Sequence[st
 }
 
 
-def cutting_linears(threads: int) -> AbstractContextManager[object]:
+def tiled_linears(threads: int) -> AbstractContextManager[object]:
     """Compute linears with frozen weights, and the gradients of their inputs, on several threads.
 
     Everything else stays on this thread. Weights must not change before the backward pass.
     """
-    return _TiledLinears(threads) if TEAMS else nullcontext()
+    return _TiledLinears(threads) if ACTIVE_TEAMS else nullcontext()
 
 
 class _TiledLinears(FunctionMode):

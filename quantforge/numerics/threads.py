@@ -1,7 +1,7 @@
 """Threads of a run: parallel parts, ordered items, and background tasks.
 
 Inside of `reproducible` there is a team of as many threads as torch has. It runs independent parts as a whole
-(`side_by_side`), which avoids distributing tiles, and the tiles of products (`quantforge.numerics.products`).
+(`run_parallel`), which avoids distributing tiles, and the tiles of products (`quantforge.numerics.products`).
 """
 
 from __future__ import annotations
@@ -146,27 +146,27 @@ class Team:
         self._stack.close()
 
 
-TEAMS: list[Team] = []  # of the process
+ACTIVE_TEAMS: list[Team] = []  # of the process
 
 
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Use as many threads as torch has now, and cut products into tiles (`quantforge.numerics.products`).
 
-    On a CPU. Gradients pass through such products only with `quantforge.numerics.products.cutting_linears`.
+    On a CPU. Gradients pass through such products only with `quantforge.numerics.products.tiled_linears`.
     """
     threads = torch.get_num_threads()
     team = Team(threads)
-    TEAMS.append(team)
+    ACTIVE_TEAMS.append(team)
     try:
         yield
     finally:
-        TEAMS.remove(team)
+        ACTIVE_TEAMS.remove(team)
         team.close()
         torch.set_num_threads(threads)  # new threads inherit the number that was set last
 
 
-def side_by_side(
+def run_parallel(
     work: Callable[[Part], Result], parts: Sequence[Part], workers: int | None = None
 ) -> list[Result]:
     """Return ``work(part)`` for all parts in order, at most ``workers`` at a time, sharing the run's threads evenly.
@@ -174,13 +174,15 @@ def side_by_side(
     Outside of `reproducible` parts run one after the other. They must be independent and must not call this function.
     Between two calls, torch is best left on one thread: its own threads keep spinning for a while when idle.
     """
-    workers = min(workers or len(parts), len(parts), TEAMS[-1].threads if TEAMS else 1)
+    workers = min(
+        workers or len(parts), len(parts), ACTIVE_TEAMS[-1].threads if ACTIVE_TEAMS else 1
+    )
     if workers <= 1:
         return [work(part) for part in parts]
-    return TEAMS[-1].map("parts", workers, threads_of(workers), work, parts)
+    return ACTIVE_TEAMS[-1].map("parts", workers, threads_per_part(workers), work, parts)
 
 
-def threads_of(parts: int) -> int:
-    """Return the number of threads per part if this many parts run `side_by_side`."""
-    threads = TEAMS[-1].threads if TEAMS else 1
+def threads_per_part(parts: int) -> int:
+    """Return the number of threads per part if this many parts run `run_parallel`."""
+    threads = ACTIVE_TEAMS[-1].threads if ACTIVE_TEAMS else 1
     return threads // min(threads, parts)

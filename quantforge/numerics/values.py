@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-def finite(values: Tensor) -> bool:
+def all_finite(values: Tensor) -> bool:
     """Return whether all values are finite, without allocating a tensor of that size."""
     return not values.numel() or all(math.isfinite(limit) for limit in values.aminmax())
 

@@ -49,9 +49,7 @@ from quantforge.formats.match_quantized import drop_tied_copy, match_headers
 from quantforge.formats.refusal_reasons import common_split_size, summarize_names
 from quantforge.grids import PerGroup
 from quantforge.planning import coverage, naming
-from quantforge.planning.choice import SchemeChooser, matches
 from quantforge.planning.coverage import Coverage
-from quantforge.planning.draft import PartialPlan
 from quantforge.planning.embedding_choice import (
     check_not_quantized,
     embedding_note,
@@ -59,11 +57,13 @@ from quantforge.planning.embedding_choice import (
 )
 from quantforge.planning.layer_schemes import LayerSchemes
 from quantforge.planning.notes import facts, not_copied
+from quantforge.planning.partial_plan import PartialPlan
 from quantforge.planning.planner import (
     check_draft_model,
     vision_tower_file,
     with_transformers_verdict,
 )
+from quantforge.planning.scheme_rules import SchemeChooser, matches
 from quantforge.plans import Action, FilePlan, Plan, Serving, StoredTensor, TensorPlan, choice
 from quantforge.recipe import Recipe, Rounding
 from quantforge.scheme import LayerScheme
@@ -185,7 +185,7 @@ def plan_export(
         model_layout = drop_tied_copy(model_layout, checkpoint)
     partial_plan: PartialPlan
     if recipe.format == GGUF:
-        from quantforge.planning.gguf_draft import plan_gguf_export  # imports all of GGUF
+        from quantforge.planning.gguf_plan import plan_gguf_export  # imports all of GGUF
 
         schemes = {module: wanted.weight for module, (wanted, _) in modules.items()}
         partial_plan = plan_gguf_export(recipe, checkpoint, model_layout, schemes, tower)

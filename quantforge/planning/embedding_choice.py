@@ -21,7 +21,7 @@ from quantforge.plans import FilePlan, Note, NoteKind, StoredTensor, TensorPlan,
 from quantforge.recipe import Recipe
 
 if TYPE_CHECKING:
-    from quantforge.planning.draft import PartialPlan
+    from quantforge.planning.partial_plan import PartialPlan
 
 LARGE_SHARE = 1 / 3  # of the result's bytes
 FEW_BITS = 4  # bits

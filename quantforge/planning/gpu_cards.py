@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from quantforge.errors import UsageError, nearest
+from quantforge.errors import UsageError, nearest_hint
 
 _H100 = "nvidia.com/en-us/data-center/h100"
 _H200 = "nvidia.com/en-us/data-center/h200"
@@ -52,5 +52,5 @@ CARDS: Mapping[str, Card] = {
 def card_of(name: str) -> Card:
     """Return a GPU by its name, ignoring case; raise `UsageError` with the nearest name if there is none."""
     if name.lower() not in CARDS:
-        raise UsageError(f"--device-name {name}: no such card", nearest(name.lower(), CARDS))
+        raise UsageError(f"--device-name {name}: no such card", nearest_hint(name.lower(), CARDS))
     return CARDS[name.lower()]

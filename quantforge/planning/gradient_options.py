@@ -226,7 +226,7 @@ def refuse_tune(
             raise RefusedError(
                 f"{name} reads rounded inputs ({tensor.scheme})", NO_TUNE_HINT, subject=option
             )
-        if scheme.has_learnable_scales or scheme.table:
+        if scheme.has_learnable_scales or scheme.code_values:
             continue
         if scheme.has_power_of_two_scales:
             raise RefusedError(

@@ -19,15 +19,15 @@ from quantforge.formats import KEEP, Compatibility, Format, Verdict
 from quantforge.formats.refusal_reasons import COMMON_GROUP_SIZES, summarize_names
 from quantforge.grids import GRIDS, PerGroup, Row
 from quantforge.notation import parse_layer
-from quantforge.planning.choice import (
+from quantforge.planning.embedding_choice import tied_rule
+from quantforge.planning.format_choice import base_scheme, formats_holding
+from quantforge.planning.scheme_rules import (
     QUANTIZABLE,
     ChosenScheme,
     FittedScheme,
     FormatSchemes,
     RequestedScheme,
 )
-from quantforge.planning.embedding_choice import tied_rule
-from quantforge.planning.format_choice import base_scheme, formats_holding
 from quantforge.recipe import Recipe
 from quantforge.scheme import Activation, LayerScheme, Scheme
 

@@ -1,8 +1,8 @@
 """Plan results of formats that store a model module by module: the scheme of every tensor, and what is written for it.
 
-`choice` has the order of decisions, `layer_schemes` the schemes; linears that read the same activation get one scheme,
-because engines load them as one matrix. A tied head is stored separately as soon as it or the embedding is quantized,
-unless the engine multiplies by the codes of the embedding (`FormatInfo.quantizes_tied_embedding`).
+`scheme_rules` has the order of decisions, `layer_schemes` the schemes; linears that read the same activation get one
+scheme, because engines load them as one matrix. A tied head is stored separately as soon as it or the embedding is
+quantized, unless the engine multiplies by the codes of the embedding (`FormatInfo.quantizes_tied_embedding`).
 
 Sparsity (`sparse`) sets weights of otherwise unquantized linears to zero. Zeros save bytes or time only if a format or
 a kernel skips them; no format here does, and vLLM has removed the one that did. So the result is a plain model, to be
@@ -29,11 +29,11 @@ from quantforge.formats.compressed_tensors.linears import (
 )
 from quantforge.formats.engine_verdicts import ModelToLoad, engine_verdicts, unmapped_reason
 from quantforge.notation import SPARSITY_HINT
-from quantforge.planning.choice import SchemeChooser
 from quantforge.planning.coverage import is_kept_by_user
-from quantforge.planning.draft import PartialPlan
 from quantforge.planning.embedding_choice import embedding_note, tied_rule
 from quantforge.planning.layer_schemes import LayerSchemes
+from quantforge.planning.partial_plan import PartialPlan
+from quantforge.planning.scheme_rules import SchemeChooser
 from quantforge.plans import Action, StoredTensor, TensorPlan, choice
 from quantforge.quantizers import is_sparse
 from quantforge.recipe import Recipe
@@ -270,7 +270,9 @@ class _ModulePlanner:
         if sparsity is None:
             return plan
         if not sparsity.fits(plan.matrix[1]):
-            detail = f"none: {plan.matrix[1]} input columns are no multiple of {sparsity.run}"
+            detail = (
+                f"none: {plan.matrix[1]} input columns are no multiple of {sparsity.pattern_length}"
+            )
             self.not_sparsified.append(Event("substitution", plan.name, detail))
             return plan
         return replace(plan, sparse=True, rule=f"{self._method}, sparsity {sparsity}")

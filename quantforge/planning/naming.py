@@ -154,7 +154,9 @@ def _sparsity_words(pattern: Sparsity | None) -> tuple[str, ...]:
     if pattern is None:
         return ()
     return (
-        f"{pattern.stay}of{pattern.run}" if pattern.stay else f"{100 * pattern.share:.6g}zeros",
+        f"{pattern.num_nonzero}of{pattern.pattern_length}"
+        if pattern.num_nonzero
+        else f"{100 * pattern.share:.6g}zeros",
     )
 
 

@@ -20,7 +20,7 @@ from quantforge.quantizers import RTN, needs, parse_method, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 
 if TYPE_CHECKING:
-    from quantforge.planning.draft import PartialPlan
+    from quantforge.planning.partial_plan import PartialPlan
 
 _RTN_ALONE = (RTN,)  # a method that only rounds to nearest
 

@@ -32,7 +32,7 @@ from quantforge.recipe import Recipe
 from quantforge_calibration.chat_templates import TEMPLATE_FOLDER
 
 if TYPE_CHECKING:
-    from quantforge.planning.draft import PartialPlan
+    from quantforge.planning.partial_plan import PartialPlan
 
 # Facts about changes of the whole source, by key.
 CHANGE_FACTS = (ADAPTER, KEPT_EXPERTS, DROPPED_HEADS, ROTATION)

@@ -38,7 +38,6 @@ from quantforge.planning.calibration_rows import (
     row_notes,
     self_generated_note,
 )
-from quantforge.planning.draft import PartialPlan
 from quantforge.planning.effort import EffortContext, apply_effort, choose_method
 from quantforge.planning.embedding_choice import choose_embedding, total_file_bytes
 from quantforge.planning.format_choice import choose_format
@@ -47,6 +46,7 @@ from quantforge.planning.importance_check import compare_importance
 from quantforge.planning.module_formats import check_sparsity, plan_module_tensors
 from quantforge.planning.needed_statistics import NeededStatistics
 from quantforge.planning.notes import check_draft_heads, not_copied, notes
+from quantforge.planning.partial_plan import PartialPlan
 from quantforge.planning.peak_memory import RunSizes, peak_bytes
 from quantforge.planning.run_work import run_work, with_measuring
 from quantforge.plans import Action, FilePlan, Plan, TensorPlan
@@ -394,7 +394,7 @@ def _plan_tensors(
     if recipe.format != GGUF:
         partial_plan = plan_module_tensors(checkpoint, model_layout, recipe)
     else:
-        from quantforge.planning.gguf_draft import plan_gguf_tensors  # imports all of GGUF
+        from quantforge.planning.gguf_plan import plan_gguf_tensors  # imports all of GGUF
 
         has_importance = statistics.has_importance_file or bool(method_needs)
         partial_plan = plan_gguf_tensors(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypedDict, get_type_hints
 
 from quantforge.arguments import check_names
-from quantforge.errors import InputError, UnknownNameError, UsageError, nearest
+from quantforge.errors import InputError, UnknownNameError, UsageError, nearest_hint
 from quantforge.formats import KEEP
 from quantforge.notation import parse_layer
 from quantforge.recipe import VALUES, Recipe, Rule, from_toml, read_recipe, value_hint
@@ -123,7 +123,7 @@ def load_recipe(source: RecipeSource) -> Recipe:
     if text in builtin:
         return from_toml(builtin[text].read_text(encoding="utf-8"), text)
     raise InputError(
-        f"no recipe '{text}': neither a file nor a built-in one", nearest(text, builtin)
+        f"no recipe '{text}': neither a file nor a built-in one", nearest_hint(text, builtin)
     )
 
 

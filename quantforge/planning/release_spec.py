@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from quantforge.errors import InputError, QuantForgeError, RecipeError, UsageError, nearest
+from quantforge.errors import InputError, QuantForgeError, RecipeError, UsageError, nearest_hint
 from quantforge.files.hub import is_hub_name
 from quantforge.files.opener import FILES
 from quantforge.planning.recipe_options import build_recipe, builtin_recipes, load_recipe
@@ -129,7 +129,9 @@ class ReleaseSpec:
         known = [variant.name for variant in self.variants]
         for name in names:
             if name not in known:
-                raise UsageError(f"--only {name}: no variant of the file", nearest(name, known))
+                raise UsageError(
+                    f"--only {name}: no variant of the file", nearest_hint(name, known)
+                )
         selected = tuple(variant for variant in self.variants if not names or variant.name in names)
         return replace(self, variants=selected)
 
@@ -177,7 +179,7 @@ def variants_of(name: str) -> dict[str, Mapping[str, str]]:
         InputError: there is no such set.
     """
     if name not in (known := set_names()):
-        raise InputError(f"no set '{name}'", nearest(name, known))
+        raise InputError(f"no set '{name}'", nearest_hint(name, known))
     if name == GGUF_SET:
         return {kind: {"type": kind} for kind in _SET_TYPES}
     recipes = {recipe_name: load_recipe(recipe_name) for recipe_name in builtin_recipes()}
@@ -237,7 +239,7 @@ def parse_release(text: str, origin: str) -> ReleaseSpec:
     for kind in scoring.reports:
         if kind not in REPORTS:
             raise InputError(
-                f"{origin}: evaluation: reports: unknown kind '{kind}'", nearest(kind, REPORTS)
+                f"{origin}: evaluation: reports: unknown kind '{kind}'", nearest_hint(kind, REPORTS)
             )
     if scoring.windows < 1 or scoring.length < 2:
         raise InputError(f"{origin}: evaluation: nothing to score", "windows from 1, length from 2")

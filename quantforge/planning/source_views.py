@@ -31,8 +31,8 @@ from quantforge.formats.engine_verdicts import TRANSFORMERS, needs_conversion
 from quantforge.formats.sources.adapter import open_adapter
 from quantforge.formats.sources.low_precision import decode_if_low_precision
 from quantforge.formats.sources.merged import merge_adapter
-from quantforge.planning.choice import RecipeRules
 from quantforge.planning.format_choice import base_scheme, choose_format
+from quantforge.planning.scheme_rules import RecipeRules
 from quantforge.quantizers import apply_source_transforms, source_transforms
 from quantforge.recipe import NO_DATA, Recipe
 from quantforge.settings import Settings

@@ -27,7 +27,7 @@ from enum import StrEnum
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from quantforge.errors import UnknownNameError, UsageError, nearest
+from quantforge.errors import UnknownNameError, UsageError, nearest_hint
 from quantforge.events import Event
 from quantforge.model.statistics import Statistic
 
@@ -160,7 +160,7 @@ METHODS: Mapping[str, Method] = {
         MethodMemory(matrices=6.0, factorizing=4.0, factor=1.0),
     ),
 }  # fmt: skip
-# Names used by other tools, looked up by `nearest`.
+# Names used by other tools, looked up by `nearest_hint`.
 METHOD_ALIASES: Mapping[str, str] = {
     "gptqmodel autogptq gptqmodifier gptqv2 gptaq gptqmarlin gptvq": "--method gptq",
     "autoawq awqmodifier awqmarlin llmawq mlxawq": "--method awq",
@@ -277,7 +277,7 @@ def _unknown_method(word: str, text: str) -> UnknownNameError:
     where = f" in '{text}'" if word != text.lower() else ""
     words = re.findall(r"\w+", text.lower())
     if len(words) < 2 or not METHODS.keys() >= {*words}:
-        hint = nearest(word, METHODS, METHOD_ALIASES)
+        hint = nearest_hint(word, METHODS, METHOD_ALIASES)
     else:
         words.sort(key=lambda one: METHODS[one].kind == "rounder")
         hint = f"--method {'+'.join(words)}"

@@ -39,7 +39,7 @@ from quantforge.model.accumulator import Accumulator
 from quantforge.model.block import DecoderBlock
 from quantforge.model.block_calls import Call
 from quantforge.model.statistics import Statistic, Statistics
-from quantforge.numerics.products import cutting, matmul
+from quantforge.numerics.products import matmul, tiled_products
 from quantforge.numerics.values import total
 from quantforge.packers import get_packer
 from quantforge.quantizers import TransformResult
@@ -395,7 +395,7 @@ class OutputErrorEstimator:
                 self._block.set_weight(name, self.weights[name])
 
     def _run(self, call: Call) -> Tensor:
-        with cutting():
+        with tiled_products():
             output = self._module(*call.args, **call.kwargs)
         found: Tensor = output[0] if isinstance(output, tuple) else output
         return found

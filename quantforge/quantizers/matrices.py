@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantforge.errors import InputError
 from quantforge.events import Event
-from quantforge.numerics.values import finite
+from quantforge.numerics.values import all_finite
 from quantforge.packers import get_packer
 from quantforge.packers.ggml.search import MIN_FLOAT16
 from quantforge.packers.tensor import QuantizedTensor
@@ -32,7 +32,7 @@ LOST_SIGNAL_SHARE = 0.9  # of the squares of the others: such an error leaves no
 def to_finite_float32(name: str, weight: Tensor) -> Tensor:
     """Return ``weight`` in float32; raise `InputError` naming the first value that is not finite."""
     weight = weight.detach().float()
-    if not finite(weight):
+    if not all_finite(weight):
         row, column = (~weight.isfinite()).nonzero()[0].tolist()
         raise InputError(
             f"{name}: the value at [{row}, {column}] is {weight[row, column].item()}",

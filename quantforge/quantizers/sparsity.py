@@ -104,8 +104,11 @@ def _lowest_scores(scores: Tensor, sparsity: Sparsity, count: int) -> Tensor:
         count: number of scores taken from each row without a pattern.
     """
     rows, columns = scores.shape
-    if sparsity.stay:
-        scores, count = scores.reshape(-1, sparsity.run), sparsity.run - sparsity.stay
+    if sparsity.num_nonzero:
+        scores, count = (
+            scores.reshape(-1, sparsity.pattern_length),
+            sparsity.pattern_length - sparsity.num_nonzero,
+        )
     order = scores.argsort(dim=1, stable=True)
     mask = torch.zeros_like(scores, dtype=torch.bool)
     return mask.scatter_(1, order[:, :count], True).view(rows, columns)
@@ -116,21 +119,21 @@ def _sparsegpt(weight: Tensor, factor: Factor, sparsity: Sparsity) -> Tensor:
     columns = weight.shape[1]
     root, diagonal = factor.root, factor.root.diagonal()
     error, zeroed = torch.zeros_like(weight), torch.zeros_like(weight, dtype=torch.bool)
-    step = max(1, PANEL // sparsity.run) * sparsity.run
+    step = max(1, PANEL // sparsity.pattern_length) * sparsity.pattern_length
     for start in range(0, columns, step):
         stop = min(start + step, columns)
         panel_targets = weight[:, start:stop]
         if start:
             moved = matmul(error[:, :start], root[:start, start:stop])
             panel_targets = panel_targets + moved / diagonal[start:stop]
-        if not sparsity.stay:
+        if not sparsity.num_nonzero:
             count = sparsity.zeros(stop) - sparsity.zeros(start)
             zeroed[:, start:stop] = _lowest_scores(
                 (panel_targets * diagonal[start:stop]).abs(), sparsity, count
             )
-        for first in range(start, stop, sparsity.run):
-            last = min(first + sparsity.run, stop)
-            if sparsity.stay:
+        for first in range(start, stop, sparsity.pattern_length):
+            last = min(first + sparsity.pattern_length, stop)
+            if sparsity.num_nonzero:
                 target = _targets(panel_targets, error, root, start, first, last)
                 zeroed[:, first:last] = _lowest_scores(
                     (target * diagonal[first:last]).abs(), sparsity, sparsity.zeros(last - first)

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from quantforge.errors import nearest
+from quantforge.errors import nearest_hint
 from quantforge.runtime.generation_options import (
     BIAS_RANGE,
     MAX_LOGPROBS,
@@ -318,7 +318,7 @@ def _validation_refusal(body_type: type[Body], document: Any, error: ValidationE
             fields = NESTED_FIELDS.get(key, {})
         elif fields:
             name = f"{field_path}.{key}".lstrip(".")[:60]
-            hint = "leave it out" if key in body_type.neutral else nearest(key[:60], fields)
+            hint = "leave it out" if key in body_type.neutral else nearest_hint(key[:60], fields)
             message = f"{name} is not supported here; {hint}"
             return ApiError(message, param=name, code="not_supported")
         else:  # a branch of a union, or a key of an object that is no body

@@ -175,7 +175,7 @@ def _check_engine(report: Report, artifact: Artifact, engine: str | None) -> Non
         report.skip("no engine was named (--for)", "engine")
         return
     info, model = artifact.format.INFO, _model_to_load(artifact)
-    name = engine if engine in info.engines else target_of(engine).judged
+    name = engine if engine in info.engines else target_of(engine).verdict_engine
     loading = LoadingResult()
     if name == TRANSFORMERS and not (info.is_single_file or model.draft_kind):
         checkpoint = artifact.checkpoint

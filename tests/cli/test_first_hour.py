@@ -11,7 +11,7 @@ from quantforge.cli.path_arguments import display_path
 from quantforge.cli.progress_bar import Clock
 from quantforge.cli.release import _default_directory
 from quantforge.engines import with_output_path
-from quantforge.errors import InputError, nearest
+from quantforge.errors import InputError, nearest_hint
 from quantforge.files.disk import no_space_error
 from quantforge.formats.gguf.mixture import MIXTURES
 from quantforge.notation import parse_share
@@ -23,8 +23,8 @@ from tests.runs import command, copied
 
 
 def test_all_names_that_are_equally_near_are_told() -> None:
-    assert nearest("Q4_K_N", MIXTURES) == "did you mean 'Q4_K_S' or 'Q4_K_M'?"
-    assert nearest("itn4", ["int2", "int3", "int4"]) == "did you mean 'int4'?"
+    assert nearest_hint("Q4_K_N", MIXTURES) == "did you mean 'Q4_K_S' or 'Q4_K_M'?"
+    assert nearest_hint("itn4", ["int2", "int3", "int4"]) == "did you mean 'int4'?"
 
 
 def test_models_inside_of_a_directory_that_is_none_are_named(model, tmp_path: Path, capsys) -> None:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from quantforge.engines import ENGINE_WORDS, TARGETS, target_of
-from quantforge.errors import QuantForgeError, either, nearest
+from quantforge.errors import QuantForgeError, join_with_or, nearest_hint
 from quantforge.formats import FORMAT_HINTS, FORMATS, load_format
 from quantforge.formats.gguf.mixture import MIXTURES, TYPE_HINTS
 from quantforge.notation import parse_layer
@@ -128,8 +128,8 @@ def test_schemes_that_hints_name_are_schemes() -> None:
 
 
 def test_the_most_alike_word_has_the_same_digits() -> None:
-    assert nearest("IQ3_X", ["IQ2_XS", "IQ3_M", "IQ3_S"]) == "did you mean 'IQ3_S' or 'IQ3_M'?"
-    assert nearest("Q4_K_X", MIXTURES).startswith("did you mean 'Q4_K_")
+    assert nearest_hint("IQ3_X", ["IQ2_XS", "IQ3_M", "IQ3_S"]) == "did you mean 'IQ3_S' or 'IQ3_M'?"
+    assert nearest_hint("Q4_K_X", MIXTURES).startswith("did you mean 'Q4_K_")
 
 
 def test_what_a_program_asks_is_answered_too() -> None:
@@ -147,7 +147,7 @@ def test_a_recipe_that_there_is_not_is_a_word_like_others(
 
 
 def test_alternatives_are_told_in_words() -> None:
-    assert [either((2, 3, 4)), either(["a"])] == ["2, 3 or 4", "a"]
+    assert [join_with_or((2, 3, 4)), join_with_or(["a"])] == ["2, 3 or 4", "a"]
 
 
 def test_options_of_other_tools_are_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -711,7 +711,7 @@ def test_an_engine_is_judged_by_the_one_that_it_is_made_of(made):
     """Every engine of `quantize --for` is one of `verify --for`."""
     model = made("zeros")
     for engine, target in TARGETS.items():
-        found, same = (look(model, engine=name) for name in (engine, target.judged))
+        found, same = (look(model, engine=name) for name in (engine, target.verdict_engine))
         assert [item.detail for item in found.findings] == [item.detail for item in same.findings]
         assert all(item.where == engine for item in found.findings if item.check == "engine")
 

@@ -28,7 +28,7 @@ from quantforge.formats.gguf.tokenizer_files import tokenizer_files
 from quantforge.formats.gguf.vocabulary import vocabulary
 from quantforge.formats.match_quantized import match_quantized
 from quantforge.notation import parse_layer
-from quantforge.planning.choice import matches
+from quantforge.planning.scheme_rules import matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import from_toml
 from quantforge.verification.files import check_manifest

@@ -18,7 +18,7 @@ from quantforge.engines import (
     snippets,
     with_output_path,
 )
-from quantforge.errors import RefusedError, UsageError, either
+from quantforge.errors import RefusedError, UsageError, join_with_or
 from quantforge.formats import load_format
 from quantforge.plans import EngineVerdict, NoteKind, Serving, kind_of
 
@@ -107,7 +107,9 @@ def test_what_an_engine_does_not_read_is_refused():
         with pytest.raises(RefusedError, match=f"--for {engine}: no cache in {kind}") as error:
             check_engine(engine, Serving(cache=kind), [], (), "plain")
         known = TARGETS[engine].caches
-        assert error.value.hint == (f"--cache {either(known)}" if known else "leave --cache out")
+        assert error.value.hint == (
+            f"--cache {join_with_or(known)}" if known else "leave --cache out"
+        )
     split = {engine for engine in TARGETS if not allowed(engine, Serving(devices=2))}
     assert split == {"llama.cpp", "ollama", "mlx", "transformers"}
 

@@ -28,7 +28,8 @@ def planned(name: str, text: str, shape=(256, 512)) -> TensorPlan:
 
 
 @pytest.mark.parametrize(
-    ("engine", "bits"), [(name, bits) for name, target in TARGETS.items() for bits in target.wanted]
+    ("engine", "bits"),
+    [(name, bits) for name, target in TARGETS.items() for bits in target.default_options],
 )
 def test_what_is_made_for_an_engine_is_what_it_loads(engine, bits):
     given = with_engine_defaults(engine, {"engine": engine, "bits": bits})

@@ -2,7 +2,7 @@
 
 `container` is the layout, `parsing` reads it strictly; `families`, `parameters` and `rope` translate configurations,
 `vocabulary` tokenizers; `mixture` chooses types; `source` shows a file as if it were a model directory. This module is
-the format: what it holds, and how one module lies in it. `quantforge.planning.gguf_draft` puts a file together, and
+the format: what it holds, and how one module lies in it. `quantforge.planning.gguf_plan` puts a file together, and
 `quantforge.formats.storage` moves tensors in and out. Nothing here quantizes.
 
 In this folder:

@@ -37,7 +37,7 @@ from quantforge.grids import GRIDS, ScaleType
 from quantforge.model.statistics import Statistics
 from quantforge.numerics import COMPILED_FROM
 from quantforge.numerics.products import addmm_, matmul
-from quantforge.numerics.threads import side_by_side
+from quantforge.numerics.threads import run_parallel
 from quantforge.packers import fp4, get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import Rounded, rtn
@@ -94,7 +94,7 @@ def round_matrices(
             [*matrices.values()], None if scheme.rows_share_parameters else ROWS_PER_PART
         )
         round_part = partial(_round_rows, ", ".join(members), factor, scheme, rounding)
-        found = _concatenate(side_by_side(round_part, [*parts], workers))
+        found = _concatenate(run_parallel(round_part, [*parts], workers))
         fall_back_to_rtn(matrices, found, factor, scheme, importance, rounding.scales, workers)
         rounded |= _split_by_matrix(matrices, found, factor, scheme)
     return _with_events({name: rounded[name] for name in weights}, events)

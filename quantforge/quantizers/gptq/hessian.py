@@ -22,7 +22,7 @@ from torch import Tensor
 from quantforge.errors import InputError
 from quantforge.numerics.products import addmm_, matmul
 from quantforge.numerics.threads import one_thread
-from quantforge.numerics.values import finite
+from quantforge.numerics.values import all_finite
 
 DAMPING_MULTIPLES = (1, 10, 100)  # multiples of the requested damping that are tried, up to 1
 COMPENSATED_SHARE = 0.75  # see `Factor.scale_weights`; on a small llama flat from 0.5 to 1
@@ -130,7 +130,7 @@ class Factor:
 
 def require_finite_hessian(hessian: Tensor, names: str) -> Tensor:
     """Return ``hessian``; raise `InputError` naming the first bad column if a value is not finite."""
-    if not finite(hessian):
+    if not all_finite(hessian):
         column = int((~hessian.isfinite()).any(0).nonzero()[0])
         raise InputError(
             f"{names}: the activations of input column {column} are not finite",

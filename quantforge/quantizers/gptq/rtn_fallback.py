@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quantforge.grids import Tile
 from quantforge.numerics import COMPILED_FROM
-from quantforge.numerics.threads import side_by_side
+from quantforge.numerics.threads import run_parallel
 from quantforge.packers import get_packer
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers import rtn
@@ -71,7 +71,7 @@ def fall_back_to_rtn(
             weight, found.row_slice(slice(offset, offset + len(weight))), factor, rtn_result
         )
 
-    side_by_side(compare, [*_row_strips(matrices)], workers)
+    run_parallel(compare, [*_row_strips(matrices)], workers)
 
 
 def _row_strips(matrices: Mapping[str, Tensor]) -> Iterator[tuple[str, slice, int]]:

@@ -37,8 +37,8 @@ from quantforge.model.block import DecoderBlock, MicroBatch, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
 from quantforge.model.weight_loading import TensorSource
-from quantforge.numerics.threads import one_thread, side_by_side
-from quantforge.numerics.values import finite
+from quantforge.numerics.threads import one_thread, run_parallel
+from quantforge.numerics.values import all_finite
 from quantforge.quantizers.guidance.gradients import (
     MixtureGradients,
     OutputGradients,
@@ -171,7 +171,7 @@ class _BackwardStream(ModelStream):
                 rows = batch.split_into_rows()
                 rows_at_once = max(1, MAX_LOGITS // (self._rows.shape[1] * self._dimensions.vocab))
                 for first in range(0, len(rows), rows_at_once):
-                    passed = side_by_side(backward_row, rows[first : first + rows_at_once])
+                    passed = run_parallel(backward_row, rows[first : first + rows_at_once])
                     self._emit_gradients("", rows[first].start, passed, gradients, visit)
         return gradients, labels
 
@@ -198,7 +198,7 @@ class _BackwardStream(ModelStream):
                 return recorder.backward(run, row.states, lambda _: output_gradients(row))
 
             for batch in self._micro_batches(index):
-                passed = side_by_side(backward_row, batch.split_into_rows())
+                passed = run_parallel(backward_row, batch.split_into_rows())
                 self._emit_gradients(f"{block.name}.", batch.start, passed, gradients, visit)
         block.release()
 
@@ -220,7 +220,7 @@ class _BackwardStream(ModelStream):
 
         with mixture.recording():
             for batch in self._micro_batches(block.index):
-                side_by_side(record_gradients, batch.split_into_rows())
+                run_parallel(record_gradients, batch.split_into_rows())
         mixture.backward(f"{block.name}.", visit)
         return mixture.replaying()
 
@@ -250,7 +250,7 @@ class _BackwardStream(ModelStream):
 
 def _check_finite(values: Tensor, what: str, start: int) -> None:
     """Raise InputError if values ``[rows, ...]`` are not finite; ``start`` is the number of the first row."""
-    if not finite(values):
+    if not all_finite(values):
         bad = int((~values.isfinite()).flatten(1).any(1).nonzero()[0])
         raise InputError(
             f"{what} are not finite in calibration row {start + bad}",

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from quantforge.errors import InputError
 from quantforge.model.experts import RUNS_TOGETHER, TOKENS_PER_RUN, Experts
-from quantforge.numerics.threads import one_thread, side_by_side
-from quantforge.numerics.values import finite
+from quantforge.numerics.threads import one_thread, run_parallel
+from quantforge.numerics.values import all_finite
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +207,7 @@ class MixtureGradients:
                 strict=True,
             )
         )
-        passed = side_by_side(partial(self._backward_tokens, number), parts) if len(tokens) else []
+        passed = run_parallel(partial(self._backward_tokens, number), parts) if len(tokens) else []
         for (part, _), one in zip(parts, passed, strict=False):
             sums = self._input_gradients.gather(part) + one.states
             self._input_gradients.scatter(part, sums)
@@ -247,7 +247,7 @@ class MixtureGradients:
         )
 
     def _check(self, gradients: Tensor, name: str, tokens: Tensor) -> None:
-        if not finite(gradients):
+        if not all_finite(gradients):
             bad = int(tokens[int((~gradients.isfinite()).any(1).nonzero()[0])])
             raise InputError(
                 f"{name}: the gradients of its output are not finite in calibration row {self._tokens.row_of(bad)}",

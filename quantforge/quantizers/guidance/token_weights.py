@@ -20,7 +20,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError, RefusedError, without
+from quantforge.errors import InputError, RefusedError, off_option
 from quantforge.files.disk import no_space_error, open_existing, recreate_file, write_errors
 from quantforge.quantizers.guidance.gradients import OutputGradients, strip_weights
 from quantforge_files import system
@@ -102,7 +102,7 @@ class TokenWeights:
         if seen.tokens is None and seen.gradients.shape[1:-1] != (self._shape[1],):
             raise RefusedError(
                 f"{seen.name}: it reads other rows than the calibration's tokens, so that they cannot be weighed",
-                without("--guided-hessians"),
+                off_option("--guided-hessians"),
                 tensor=seen.name,
             )
         weights = strip_weights(seen.gradients, self._shape[2]).float().cpu().contiguous()
@@ -111,7 +111,7 @@ class TokenWeights:
             row = seen.start + bad if seen.tokens is None else seen.tokens[bad] // self._shape[1]
             raise InputError(
                 f"{seen.name}: the squares of the gradients of its output are not finite in calibration row {row}",
-                f"the model is damaged, or {without('--guided-hessians')}",
+                f"the model is damaged, or {off_option('--guided-hessians')}",
                 tensor=seen.name,
             )
         if seen.tokens is not None:

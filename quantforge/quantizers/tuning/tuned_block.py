@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from quantforge.architectures import FoldKind
 from quantforge.model.block import DecoderBlock, MicroBatch
-from quantforge.numerics.products import cutting_linears
-from quantforge.numerics.threads import one_thread, side_by_side, threads_of
+from quantforge.numerics.products import tiled_linears
+from quantforge.numerics.threads import one_thread, run_parallel, threads_per_part
 from quantforge.packers.tensor import QuantizedTensor
 from quantforge.quantizers.guidance.gradients import OutputRecorder, RowGradients
 from quantforge.quantizers.tuning.tuned_experts import TunedExperts
@@ -62,7 +62,7 @@ class TunedLinears:
             with one_thread():
                 weights[name][rows] = self.matrices[name].weight(rows)
 
-        side_by_side(decode, self._strips())
+        run_parallel(decode, self._strips())
         for name, weight in weights.items():
             self._parameter(name).data = self._to_module_layout(weight).contiguous()
 
@@ -102,13 +102,13 @@ class TunedLinears:
 
         strips = [strip for strip in self._strips() if all(strip[0] in row for row in rows)]
         parts: dict[str, list[StripGradients]] = {}
-        for (name, _), seen in zip(strips, side_by_side(accumulate, strips), strict=True):
+        for (name, _), seen in zip(strips, run_parallel(accumulate, strips), strict=True):
             parts.setdefault(name, []).append(seen)
         found: dict[ParameterName, Tensor] = {}
         for name, some in parts.items():
             sums = self.matrices[name].combine_strips(some, share)
             found |= {(name, key): one for key, one in sums.items()}
-        side_by_side(update_strip, strips)
+        run_parallel(update_strip, strips)
         return found
 
     def _strips(self) -> list[tuple[str, slice]]:
@@ -223,7 +223,7 @@ class TunedBlock:
 
         self.fill()
         with self.experts.returning(rows) if self.experts else nullcontext():
-            found = side_by_side(passed, [*enumerate(rows)])
+            found = run_parallel(passed, [*enumerate(rows)])
         self.linears.release()
         return found
 
@@ -270,9 +270,9 @@ class TunedBlock:
                 recorder,
                 output_gradient,
                 output_gradients,
-                threads_of(len(rows)),
+                threads_per_part(len(rows)),
             )
-            passed = side_by_side(back, [*enumerate(rows)])
+            passed = run_parallel(back, [*enumerate(rows)])
         self._update_codes(moves, share)
         found |= self.linears.update([one.linears for one, _ in passed], share)
         self.linears.release()
@@ -305,7 +305,7 @@ class TunedBlock:
         gains = [self.decoder_block.module.get_parameter(name) for name in self.gains]
 
         def run(states: Tensor) -> Tensor:
-            with cutting_linears(threads):
+            with tiled_linears(threads):
                 return self.run(number, row._replace(states=states))
 
         passed = recorder.backward(

@@ -17,7 +17,7 @@ from quantforge.architectures import StackSlice
 from quantforge.model.block import MicroBatch
 from quantforge.model.experts import Experts, RoutedTokens
 from quantforge.model.hidden_states import InMemory
-from quantforge.numerics.threads import one_thread, side_by_side
+from quantforge.numerics.threads import one_thread, run_parallel
 from quantforge.quantizers.guidance.gradients import MixtureGradients, OutputGradients
 from quantforge.quantizers.tuning.tuned_matrix import TunedMatrix
 
@@ -97,7 +97,7 @@ class TunedExperts:
                     visit(linear, one.gradients.T @ one.inputs)
 
         with mixture.recording():
-            side_by_side(record_gradients, [*enumerate(zip(rows, output_gradients, strict=True))])
+            run_parallel(record_gradients, [*enumerate(zip(rows, output_gradients, strict=True))])
         prefix = self._experts.name.removesuffix(self._experts.path)
         mixture.backward(prefix, seen)
         with mixture.replaying():
@@ -118,7 +118,7 @@ class TunedExperts:
                 self._run(*numbered)
 
         with self._experts.collecting_tokens(tokens):
-            side_by_side(keep, [*enumerate(rows)])
+            run_parallel(keep, [*enumerate(rows)])
         self._experts.run_all()
 
     def _read_parameters(self, number: int, places: Mapping[str, StackSlice]) -> dict[str, Tensor]:
@@ -132,5 +132,5 @@ class TunedExperts:
             matrix = place.stack.matrix(found[place.stack.parameter], place.linear_index, 0)
             matrix.copy_(self._linears[linear].weight())
 
-        side_by_side(decode, codes)
+        run_parallel(decode, codes)
         return found

@@ -247,8 +247,8 @@ def _learned_codes(tensor: QuantizedTensor, rate: float) -> dict[str, LearnedCod
     if block is not None and block.units is not None:
         kept = (key for key in INTEGER_PARAMETERS if key in tensor.parameters)
         found = {key: LearnedCodes(tensor.parameters[key], block.units, rate) for key in kept}
-    if scheme.table:
-        found[CODES] = LearnedTableCodes.of(tensor.codes, scheme.table, rate)
+    if scheme.code_values:
+        found[CODES] = LearnedTableCodes.of(tensor.codes, scheme.code_values, rate)
     elif block is not None and block.vector == 1:  # else a code picks a point
         found[CODES] = LearnedCodes(tensor.codes, (block.codes[0], block.codes[1]), rate)
     return found

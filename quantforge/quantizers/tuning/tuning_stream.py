@@ -34,12 +34,12 @@ from math import cos, pi
 import torch
 from torch import Tensor
 
-from quantforge.errors import InputError, RefusedError, without
+from quantforge.errors import InputError, RefusedError, off_option
 from quantforge.model.block import DecoderBlock, MicroBatch, refuse_experts
 from quantforge.model.hidden_states import HiddenStates
 from quantforge.model.stream import ModelStream
-from quantforge.numerics.threads import one_thread, side_by_side
-from quantforge.numerics.values import finite
+from quantforge.numerics.threads import one_thread, run_parallel
+from quantforge.numerics.values import all_finite
 from quantforge.quantizers.tuning import HOLDOUT_INTERVAL, ROWS_PER_STEP, code_learning_rate
 from quantforge.quantizers.tuning.tuned_block import TunedBlock, WrittenBlock
 
@@ -162,10 +162,10 @@ class TuningStream(ModelStream):
 
     def _output_difference(self, decoder_block: DecoderBlock, row: int, outputs: Tensor) -> Tensor:
         """Return the output of a block for a row minus that of the source's block."""
-        if not finite(outputs):
+        if not all_finite(outputs):
             raise InputError(
                 f"{decoder_block.name}: what it returns with learned scales is not finite in calibration row {row}",
-                f"the model overflows on this text, or {without('--tune')}",
+                f"the model overflows on this text, or {off_option('--tune')}",
                 tensor=decoder_block.name,
             )
         return outputs - self._states.read(row, row + 1).to(outputs)
@@ -196,7 +196,7 @@ class TuningStream(ModelStream):
             raise RefusedError(
                 f"{decoder_block.name}: what it returns is read by more than the next block;"
                 " tuning does not follow that",
-                without("--tune"),
+                off_option("--tune"),
                 tensor=decoder_block.name,
             )
 
@@ -331,7 +331,7 @@ class TuningStream(ModelStream):
         pairs = [*zip(rows, last, strict=True)]
         found: list[tuple[float, Tensor]] = []
         for first in range(0, len(pairs), rows_at_once):
-            found += side_by_side(one, pairs[first : first + rows_at_once])
+            found += run_parallel(one, pairs[first : first + rows_at_once])
         return found
 
 
@@ -401,9 +401,9 @@ def _of_row(gradients: Mapping[int, Tensor], row: int, _: Tensor) -> Tensor:
 
 def _check_finite(decoder_block: DecoderBlock, gradients: list[Tensor], rows: list[int]) -> None:
     for row, gradient in zip(rows, gradients, strict=True):
-        if not finite(gradient):
+        if not all_finite(gradient):
             raise InputError(
                 f"{decoder_block.name}: the gradients of what reaches it are not finite in calibration row {row}",
-                f"the model overflows on this text, or {without('--tune')}",
+                f"the model overflows on this text, or {off_option('--tune')}",
                 tensor=decoder_block.name,
             )

@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import mul
 from pathlib import Path
 
-from quantforge.errors import UnknownNameError, UsageError, nearest
+from quantforge.errors import UnknownNameError, UsageError, nearest_hint
 from quantforge.files.hub import is_hub_name
 
 NGRAM, LOOKAHEAD, MTP = "ngram", "lookahead", "mtp"
@@ -83,7 +83,7 @@ def validate_draft(draft: str | None) -> str:
     if not draft.strip():
         raise UsageError(f"--draft {draft!r}: names nobody who drafts", f"it takes {_NAMES}")
     if draft not in DRAFT_METHODS and not _is_model(draft):
-        suggestion = nearest(draft, DRAFT_METHODS)
+        suggestion = nearest_hint(draft, DRAFT_METHODS)
         raise UnknownNameError(
             f"--draft {draft}: no way to draft has this name, and there is no such path",
             f"{suggestion} " * suggestion.endswith("?") + f"it takes {_NAMES}",

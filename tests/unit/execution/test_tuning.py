@@ -180,11 +180,11 @@ def test_a_row_goes_back_on_all_threads_with_the_same_bytes(
     monkeypatch.setattr(products, "SIDE", 16)
     used: list[int] = []
 
-    def cutting(threads: int) -> Any:
+    def tiled_linears(threads: int) -> Any:
         used.append(threads)
-        return products.cutting_linears(threads)
+        return products.tiled_linears(threads)
 
-    monkeypatch.setattr(tuned_block, "cutting_linears", cutting)
+    monkeypatch.setattr(tuned_block, "tiled_linears", tiled_linears)
     for name, threads in (("one", 1), ("three", 3)):
         quantize(short("llama"), tmp_path / name, tuned(tune=1), threads=threads)
     assert {*used[: len(used) // 2]} == {1}

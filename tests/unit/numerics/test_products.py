@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge import api
 from quantforge.numerics import products
-from quantforge.numerics.products import cutting, cutting_linears
-from quantforge.numerics.threads import Team, one_thread, reproducible, side_by_side
+from quantforge.numerics.products import tiled_linears, tiled_products
+from quantforge.numerics.threads import Team, one_thread, reproducible, run_parallel
 from quantforge.settings import Settings
 from tests.conftest import Tiny
 from tests.runs import recipe, swift
@@ -213,7 +213,7 @@ def test_products_are_those_of_torch_for_any_threads(
         expected = product()
         for count in (1, 2, 5):
             threads(count)
-            with reproducible(), cutting():
+            with reproducible(), tiled_products():
                 found.append(product())
             assert torch.get_num_threads() == count
     torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-4)
@@ -244,7 +244,7 @@ def test_gradients_of_linears_are_those_of_torch_for_any_threads(
     def both(threads: int) -> tuple[Tensor, Tensor]:
         with one_thread(), torch.enable_grad():
             x = _matrix(2, 300, 256, seed=3).requires_grad_()
-            with cutting_linears(threads):
+            with tiled_linears(threads):
                 outputs = functional.linear(x, weight, start)
             (gradients,) = torch.autograd.grad(outputs, [x], upon)
         return outputs.detach(), gradients
@@ -263,7 +263,7 @@ def test_gradients_of_linears_are_those_of_torch_for_any_threads(
 
 def test_weights_that_want_gradients_are_left_to_torch() -> None:
     x, weight = _matrix(2, 3, 4).requires_grad_(), _matrix(5, 4).requires_grad_()
-    with reproducible(), cutting_linears(2), torch.enable_grad():
+    with reproducible(), tiled_linears(2), torch.enable_grad():
         functional.linear(x, weight).sum().backward()
     assert weight.grad is not None
 
@@ -278,7 +278,7 @@ def test_products_in_bfloat16_are_those_of_autocast(
     in_place = start.clone()
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         expected = functional.linear(x, weight, bias=bias)
-        with reproducible(), cutting():
+        with reproducible(), tiled_products():
             found = functional.linear(x, weight, bias=bias)
             in_place.addmm_(x, weight.T)
     assert found.dtype == expected.dtype == torch.bfloat16
@@ -318,7 +318,7 @@ def test_products_of_ours_may_be_asked_for_inside_of_cutting(
     a, b, total = _matrix(700, 300), _matrix(300, 500, seed=1), torch.zeros(700, 500)
     for count in (1, 2):
         threads(count)
-        with torch.inference_mode(), reproducible(), cutting():
+        with torch.inference_mode(), reproducible(), tiled_products():
             product = products.matmul(a, b)
             products.addmm_(total, a, b)
         torch.testing.assert_close(product, a @ b, rtol=1e-5, atol=1e-4)
@@ -344,7 +344,7 @@ def test_onednn_is_not_asked_for_what_it_is_slow_at(
     with torch.inference_mode(), reproducible():
         assert products.matmul(a, b).shape == (len(a), 128)
         if layout in {"strided", "bfloat16"}:
-            with cutting():
+            with tiled_products():
                 functional.linear(a, b)
 
 
@@ -364,7 +364,7 @@ def test_onednn_is_asked_for_few_shapes_whatever_the_rows(monkeypatch: pytest.Mo
                 asked.add(len(args[0]))
             return func(*args, **(kwargs or {}))
 
-    with torch.inference_mode(), reproducible(), cutting(), Asked():
+    with torch.inference_mode(), reproducible(), tiled_products(), Asked():
         for rows in range(2, 257):
             found = functional.linear(x[:rows], weight, bias)
             torch.testing.assert_close(found, whole[:rows], rtol=1e-5, atol=1e-4)
@@ -405,7 +405,7 @@ def test_after_an_error_of_a_part_no_other_is_begun(threads: Any) -> None:
 
     with reproducible():
         with pytest.raises(IndexError, match="part 3"):
-            side_by_side(work, range(100))
+            run_parallel(work, range(100))
         assert 4 <= len(begun) <= 5
-        assert side_by_side(work, [0, 2, 1]) == [0, 2, 1]
+        assert run_parallel(work, [0, 2, 1]) == [0, 2, 1]
     assert torch.get_num_threads() == 2

@@ -7,7 +7,7 @@ import pytest
 from quantforge.architectures.match import MatchedTensor, Role
 from quantforge.errors import InputError
 from quantforge.notation import parse
-from quantforge.planning.choice import RecipeRules, matches
+from quantforge.planning.scheme_rules import RecipeRules, matches
 from quantforge.plans import StoredTensor
 from quantforge.recipe import Recipe, Rule
 from quantforge.scheme import LayerScheme

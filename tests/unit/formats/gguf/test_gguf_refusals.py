@@ -14,7 +14,7 @@ from quantforge.errors import InputError, QuantForgeError, RefusedError, UsageEr
 from quantforge.events import Policy
 from quantforge.formats.gguf.container import GgufTensor, file_plan
 from quantforge.formats.gguf.parsing import read_gguf
-from quantforge.planning.gguf_draft import UNREAD
+from quantforge.planning.gguf_plan import UNREAD
 from quantforge.recipe import Recipe, Rule
 from quantforge.verification.verify import verify
 from tests import gguf_models

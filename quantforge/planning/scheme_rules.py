@@ -27,7 +27,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from quantforge.architectures.match import MatchedTensor, Role
-from quantforge.errors import InputError, nearest
+from quantforge.errors import InputError, nearest_hint
 from quantforge.events import Event
 from quantforge.formats import KEEP, patterns
 from quantforge.formats.gguf.families import name_from_gguf
@@ -119,7 +119,7 @@ def _matched_roles(
             f"pattern '{pattern}' matches no layer",
             f"that is a name of llama.cpp's files: here it is {name_in_model}"
             if name_in_model
-            else nearest(pattern.removeprefix("re:"), names | last_parts),
+            else nearest_hint(pattern.removeprefix("re:"), names | last_parts),
         )
     return _BLOCK_ROLES if request.scheme and roles & _BLOCK_ROLES else frozenset(roles)
 

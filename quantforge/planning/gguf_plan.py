@@ -1,9 +1,9 @@
 """Plan a GGUF file: the name, type and position of every tensor, and the metadata.
 
-Schemes are chosen in the order of `choice`. A mixture (``Q4_K_M``) gives every tensor its type; ``--scheme`` gives one
-grid to all linears, and Q6_K to tensors outside the blocks. A type whose block size does not divide the rows of a
-tensor is replaced as llama.cpp replaces it. Tensors that are F32 in every mixture (norms, biases, routers) stay F32
-whatever rules say. The experts of a layer become one tensor of the file.
+Schemes are chosen in the order of `scheme_rules`. A mixture (``Q4_K_M``) gives every tensor its type; ``--scheme``
+gives one grid to all linears, and Q6_K to tensors outside the blocks. A type whose block size does not divide the rows
+of a tensor is replaced as llama.cpp replaces it. Tensors that are F32 in every mixture (norms, biases, routers) stay
+F32 whatever rules say. The experts of a layer become one tensor of the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantforge.architectures.configuration import TIED_HEAD_REASON
 from quantforge.architectures.match import MatchedTensor, ModelLayout, Role
 from quantforge.artifacts.manifest import adapter_name, kept_experts_word
 from quantforge.artifacts.number_text import size
-from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest
+from quantforge.errors import InputError, RefusedError, UnknownNameError, nearest_hint
 from quantforge.files.computed_tensors import ADAPTER, KEPT_EXPERTS
 from quantforge.files.hub import source_name
 from quantforge.formats import KEEP, gguf
@@ -41,7 +41,11 @@ from quantforge.grids import GGML_BLOCKS
 from quantforge.notation import parse
 from quantforge.packers.lattices import LATTICES, NEED_IMPORTANCE
 from quantforge.planning.calibration_rows import expected_rows
-from quantforge.planning.choice import (
+from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
+from quantforge.planning.format_choice import formats_holding
+from quantforge.planning.naming import original_recipe
+from quantforge.planning.partial_plan import PartialPlan
+from quantforge.planning.scheme_rules import (
     QUANTIZABLE,
     ChosenScheme,
     FittedScheme,
@@ -49,10 +53,6 @@ from quantforge.planning.choice import (
     RequestedScheme,
     SchemeChooser,
 )
-from quantforge.planning.draft import PartialPlan
-from quantforge.planning.embedding_choice import check_not_quantized, tied_rule
-from quantforge.planning.format_choice import formats_holding
-from quantforge.planning.naming import original_recipe
 from quantforge.plans import Action, FilePlan, Note, NoteKind, TensorPlan
 from quantforge.recipe import Recipe
 from quantforge.scheme import LayerScheme, Scheme
@@ -579,7 +579,7 @@ def ggml_type_of(layer: LayerScheme, origin: str) -> str:
             f"{origin}: {LayerScheme(scheme, layer.input)} is no type of a GGUF file",
             f"--format {' or '.join(other_formats)} holds it"
             if other_formats
-            else nearest(scheme.grid, GGML_BLOCKS),
+            else nearest_hint(scheme.grid, GGML_BLOCKS),
         )
     return scheme.grid.upper()
 
@@ -588,7 +588,7 @@ def _requested_label(recipe: Recipe) -> str:
     """Return the name of the requested mixture, or the type that all linears get."""
     if recipe.type is not None:
         if recipe.type.upper() not in mixture.MIXTURES:
-            hint = nearest(recipe.type.upper(), mixture.MIXTURES, mixture.TYPE_HINTS)
+            hint = nearest_hint(recipe.type.upper(), mixture.MIXTURES, mixture.TYPE_HINTS)
             raise UnknownNameError(f"--type {recipe.type}: unknown", hint)
         return recipe.type.upper()
     if recipe.scheme is not None:
