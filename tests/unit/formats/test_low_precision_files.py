@@ -51,7 +51,7 @@ def quantized(
     codes = get_packer(scheme).encode(weight, parameters, scheme)
     if layer.input is not None and not layer.input.dynamic:
         parameters["input_scale"] = torch.tensor([[0.03125]])
-    if layer.input is not None and layer.input.kept:
+    if layer.input is not None and layer.input.max_outlier_columns:
         columns = torch.full((32,), -1, dtype=torch.int32)
         columns[:3] = torch.tensor([4, 9, 255])
         parameters |= {"outlier_columns": columns, "outlier_weight": weight[:, :32].half()}

@@ -81,7 +81,7 @@ def test_gradients_of_codes_of_a_table_are_those_of_the_gap_between_the_first_tw
 ) -> None:
     tensor = made(grid)
     matrix, gradient = TunedMatrix.of(tensor, 0.1), torch.randn(tensor.shape)
-    codes, values = matrix.codes[CODES], torch.tensor(tensor.scheme.table).float()
+    codes, values = matrix.codes[CODES], torch.tensor(tensor.scheme.code_values).float()
     assert torch.equal(codes.stored(), tensor.codes)
     codes.offsets.fill_(OFFSET_UNIT)  # to the next value above
     moved = matrix.result().codes
